@@ -148,14 +148,19 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_directory(path.parent)
+        put_in_place(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None
         raise
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename a file that is on the disk already, and put its new name on the disk too."""
+    temporary.replace(path)
+    _sync_directory(path.parent)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -101,7 +101,8 @@ class SweepArguments(Flags):
     """Directory for results."""
     measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
     cluster: Annotated[str | None, unset("ADDRESS", "this machine alone")] = None
-    """Measure on all machines of the Ray cluster at this address; auto is the cluster that this machine belongs to."""
+    """Measure on all machines of the Ray cluster at this address; auto is the cluster that this machine belongs to.
+    Profiles are brought from there."""
     require_device: Annotated[str | None, unset("NAME", ANY_DEVICE)] = None
     """With --cluster, measure only on machines whose device has this in its name, such as H200."""
     wait_nodes_s: float = 180.0
@@ -125,8 +126,6 @@ class SweepArguments(Flags):
                 raise ValueError("--require-device needs --cluster")
             return
         check_address(self.cluster, "--cluster")
-        if self.profiler is not Profiler.NONE:
-            raise ValueError("--cluster brings no profiles from other machines: leave the profiler out, or --cluster")
         if not 0 < self.wait_nodes_s < float("inf"):
             raise ValueError(f"--wait-nodes-s must be positive and finite, got {self.wait_nodes_s}")
 

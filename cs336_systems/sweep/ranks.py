@@ -26,6 +26,7 @@ from cs336_systems.record import Failure, RunRecord, Status
 from cs336_systems.sweep.isolation import end_in_words, signal_name
 from cs336_systems.sweep.merge import merge
 from cs336_systems.sweep.process import die_with_forker
+from cs336_systems.sweep.store import path_of_rank
 
 GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, because what they say may be the cause."""
@@ -192,8 +193,8 @@ def _measure_rank(
 
     if config.device is Device.CPU:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.ranks))
-    if profile is not None and rank.rank:
-        profile = profile.with_name(f"rank{rank.rank}_{profile.name}")
+    if profile is not None:
+        profile = path_of_rank(profile, rank.rank)
     record = measure(config, profile=profile, rank=rank, beat=lambda: places.beat(rank.rank))
     pipe.send_bytes(msgspec.json.encode(record))
     pipe.close()

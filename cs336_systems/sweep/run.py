@@ -129,7 +129,7 @@ def run_sweep(
         is_on_cpu = any(config.device is Device.CPU for config in todo)
         are_others = stack.enter_context(at_work(cpu_lock_path() if is_on_cpu else None))
         keeper = Keeper(runs, listener, inputs)
-        _Loop(keeper, gpus, timeout_s, interrupts, are_others, deque(unexplained)).run(todo)
+        Loop(keeper, gpus, timeout_s, interrupts, are_others, deque(unexplained)).run(todo)
         every, _ = load_records(runs)
         write_environment(every, directory)
         return Outcome(
@@ -156,14 +156,14 @@ def explain_again(
         adopt_orphans()
         with Interrupts() as interrupts:
             keeper = Keeper(runs, listener)
-            _Loop(keeper, (None,), timeout_s, interrupts, lambda: False, deque(waiting)).run(())
+            Loop(keeper, (None,), timeout_s, interrupts, lambda: False, deque(waiting)).run(())
             if interrupts.count:
                 raise KeyboardInterrupt
     return tuple(config for config in waiting if not has_explanation(config, runs))
 
 
 @dataclass(slots=True)
-class _Loop:
+class Loop:
     """Keeps one worker per slot running until nothing is left to do or a signal interrupts the sweep."""
 
     keeper: Keeper
@@ -177,35 +177,57 @@ class _Loop:
     explaining: set[Worker] = field(default_factory=set)
     disturbed: set[Worker] = field(default_factory=set)
     """Workers during whose run another process measured on the same CPU."""
+    explains: bool = True
+    """Whether the raw profiles of runs are explained here after they have been measured."""
+    waiting: deque[RunConfig] = field(default_factory=deque)
+    """Runs to measure."""
+    free: list[Gpu | None] = field(init=False)
+    working: dict[Worker, list[Gpu | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.free = list(self.gpus)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self.waiting or self.unexplained or self.working)
 
     def run(self, todo: Sequence[RunConfig]) -> None:
-        waiting, free = deque(todo), list(self.gpus)
-        working: dict[Worker, list[Gpu | None]] = {}
+        """Measure these, explain what is to be explained, and leave no process."""
+        self.waiting.extend(todo)
         ticked = monotonic()
         try:
-            while (waiting or self.unexplained or working) and not self.interrupts.count:
-                while (waiting or self.unexplained) and not self.interrupts.count:
-                    count = 1 if self.unexplained else num_slots(waiting[0])
-                    if len(free) < count:
-                        break
-                    gpus, free = free[:count], free[count:]
-                    if self.unexplained:
-                        working[self._explain(self.unexplained.popleft())] = gpus
-                    else:
-                        working[self._measure(waiting.popleft(), gpus)] = gpus
-                for worker in self._ended(list(working)):
-                    # in their order, so that of several runs on the same ranks each has the same GPU as before
-                    free = sorted([*free, *working.pop(worker)], key=self.gpus.index)
-                    self.interrupts.workers.remove(worker)
+            while self.is_busy and not self.interrupts.count:
+                self.step(_TICK_S)
                 if monotonic() - ticked >= _TICK_S:  # output of a worker wakes the loop far more often
                     ticked = monotonic()
                     self._look_for_others()
                     self.keeper.listener.tick()
         finally:
-            for left in self.interrupts.workers:
-                left.kill()
-                left.reap()
-            kill_orphans()
+            self.end()
+
+    def step(self, patience_s: float) -> None:
+        """Start workers in slots that are free, wait for an event, but no longer than this, and keep results."""
+        while (self.waiting or self.unexplained) and not self.interrupts.count:
+            count = 1 if self.unexplained else num_slots(self.waiting[0])
+            if len(self.free) < count:
+                break
+            gpus, self.free = self.free[:count], self.free[count:]
+            if self.unexplained:
+                self.working[self._explain(self.unexplained.popleft())] = gpus
+            else:
+                self.working[self._measure(self.waiting.popleft(), gpus)] = gpus
+        for worker in self._ended(list(self.working), patience_s):
+            # in their order, so that of several runs on the same ranks each has the same GPU as before
+            self.free = sorted([*self.free, *self.working.pop(worker)], key=self.gpus.index)
+            self.interrupts.workers.remove(worker)
+
+    def end(self) -> None:
+        """End the workers that are left."""
+        for left in self.interrupts.workers:
+            left.kill()
+            left.reap()
+        kill_orphans()
 
     def _measure(self, config: RunConfig, gpus: Sequence[Gpu | None]) -> Worker:
         (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
@@ -230,9 +252,9 @@ class _Loop:
         if self.are_others():
             self.disturbed.update(self.interrupts.workers)
 
-    def _ended(self, working: Sequence[Worker]) -> Iterator[Worker]:
+    def _ended(self, working: Sequence[Worker], patience_s: float) -> Iterator[Worker]:
         """Wait for an event, then yield the workers that have ended, after their results have been kept."""
-        left_s = min([_TICK_S, *(max(0.0, self._limit_s(worker) - worker.elapsed_s) for worker in working)])
+        left_s = min([patience_s, *(max(0.0, self._limit_s(worker) - worker.elapsed_s) for worker in working)])
         ready = wait_for_workers(working, [self.interrupts.wakeup], left_s)
         if self.interrupts.count:
             return  # the signal may have ended the workers too, which is no failure of their runs
@@ -261,6 +283,11 @@ class _Loop:
         if worker in self.disturbed and record.status is Status.OK:
             record = self.keeper.write(replace(record, warnings=(*record.warnings, CPU_SHARED)))
         self.keeper.finish(record)
+        if self.explains:
+            self.explain_later(record)
+
+    def explain_later(self, record: RunRecord) -> None:
+        """Queue the raw profile of a run that has ended to be explained, if there is one."""
         if can_be_explained(record, self.keeper.runs):
             self.unexplained.append(record.config)
 
@@ -344,6 +371,7 @@ def measure_one(
     timeout_s: float = 600.0,
     gpus: Sequence[Gpu | None] = (),
     are_others: Callable[[], bool] = lambda: False,
+    explains: bool = True,
 ) -> RunRecord:
     """Measure one run in a worker, as a sweep does, and return its record, which is in `runs` then.
 
@@ -355,7 +383,8 @@ def measure_one(
     adopt_orphans()
     with Interrupts() as interrupts:
         keeper = Keeper(runs, Listener())
-        _Loop(keeper, gpus or _gpus([config]), timeout_s, interrupts, are_others).run([config])
+        gpus = gpus or _gpus([config])
+        Loop(keeper, gpus, timeout_s, interrupts, are_others, explains=explains).run([config])
         if interrupts.count:
             raise KeyboardInterrupt
     return keeper.measured[0]

@@ -76,6 +76,24 @@ def explanation_path(config: RunConfig, runs: Path) -> Path:
     return (memory_profile_path if config.profiler is Profiler.MEMORY else kernel_profile_path)(config, runs)
 
 
+def raw_profile_paths(config: RunConfig, runs: Path) -> tuple[Path, ...]:
+    """Paths of all files that this run's profiler may leave: of every rank, and notes beside a memory snapshot."""
+    if config.profiler is Profiler.NONE:
+        return ()
+    from cs336_systems.analysis.memory.notes import notes_path
+
+    raw = raw_profile_path(config, runs)
+    ranks = 1 if config.profiler is Profiler.NSYS else config.ranks
+    paths = [path_of_rank(raw, rank) for rank in range(ranks)]
+    notes = map(notes_path, paths) if config.profiler is Profiler.MEMORY else ()
+    return (*paths, *notes)
+
+
+def path_of_rank(raw: Path, rank: int) -> Path:
+    """Path of what one rank records. The first rank's is that of the run; the others' lie beside it."""
+    return raw if not rank else raw.with_name(f"rank{rank}_{raw.name}")
+
+
 def fresh_profile_path(config: RunConfig, runs: Path) -> Path | None:
     """Path for the raw profile of this run; None without a profiler.
 
@@ -91,15 +109,12 @@ def fresh_profile_path(config: RunConfig, runs: Path) -> Path | None:
 
 
 def profile_of_rank(config: RunConfig, runs: Path, rank: int) -> Path | None:
-    """Path for what one rank records of itself, in a directory that is there; None if it records nothing.
-
-    The first rank's is that of the run; those of the others lie beside it, with their numbers.
-    """
+    """Path for what one rank records of itself, in a directory that is there; None if it records nothing."""
     if config.profiler in (Profiler.NONE, Profiler.NSYS):
         return None
     raw = raw_profile_path(config, runs)
     raw.parent.mkdir(parents=True, exist_ok=True)
-    return raw if not rank else raw.with_name(f"rank{rank}_{raw.name}")
+    return path_of_rank(raw, rank)
 
 
 def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
@@ -141,7 +156,8 @@ def time_stamp() -> str:
 
 def remove_temporary_files(runs: Path) -> None:
     """Remove half-written files that processes left behind when they ended."""
-    for folder in (runs, runs.with_name(_KERNELS), runs.with_name(_MEMORY)):
+    raw = (folder for folder, _ in _RAW_PROFILES.values())
+    for folder in (runs, *map(runs.with_name, (_KERNELS, _MEMORY, *raw))):
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
 

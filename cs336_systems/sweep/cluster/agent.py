@@ -1,6 +1,7 @@
 """What runs on each machine of a cluster as an actor of the engine; the measuring is done by processes that it starts.
 
-It takes and returns bytes of JSON only. The engine and its libraries are not loaded where runs are timed.
+It takes bytes of JSON only, and returns these or bytes of raw profiles, which it holds open although their names are
+removed: they are gone as soon as it ends, whatever ends it. The engine is not loaded where runs are timed.
 """
 
 import functools
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from time import monotonic, sleep
 
 import msgspec
 
+from cs336_systems.sweep.cluster.fetch import CHUNK_BYTES, RawFile
 from cs336_systems.sweep.cluster.measurer import Description, Reply, Request
 from cs336_systems.sweep.process import child_environment, when_it_ends
 
@@ -31,6 +34,8 @@ class Agent:
         self._command = [sys.executable, "-m", f"{__package__}.measurer", str(os.getpid()), device, *modules]
         self._lock = threading.Lock()
         self._free_gpus: list[str] = []
+        self._files: dict[tuple[str, str], int] = {}
+        """Descriptors of raw profiles by the key of their run and their name."""
         self._measurers: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
 
     def renew(self) -> None:
@@ -67,13 +72,30 @@ class Agent:
             assert measurer.stdin is not None
             measurer.stdin.write(msgspec.json.encode(msgspec.structs.replace(request, gpus=gpus)) + b"\n")
             measurer.stdin.flush()
-            return _answer(measurer)
+            line = _answer(measurer)
+            left = msgspec.json.decode(line, type=_Left)
+            for file in left.files:
+                self._files[request.config.key, file.name] = os.open(Path(left.folder) / file.name, os.O_RDONLY)
+            if left.files:
+                measurer.stdin.write(b"\n")
+                measurer.stdin.flush()
+            return line
         except OSError as error:
             return msgspec.json.encode(Reply(error=f"the process that measures has ended: {error}"))
         finally:
             self._measurers.put(measurer)
             with self._lock:
                 self._free_gpus += gpus
+
+    def fetch(self, key: str, name: str, offset: int) -> bytes:
+        """The next part of a raw profile of the run; nothing if there is none."""
+        descriptor = self._files.get((key, name))
+        return b"" if descriptor is None else os.pread(descriptor, CHUNK_BYTES, offset)
+
+    def release(self, key: str) -> None:
+        """Remove the raw profiles of the run."""
+        for found in [found for found in self._files if found[0] == key]:
+            os.close(self._files.pop(found))
 
     def _started(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -83,6 +105,11 @@ class Agent:
             start_new_session=True,
             env=child_environment(),
         )
+
+
+class _Left(msgspec.Struct):
+    files: tuple[RawFile, ...] = ()
+    folder: str = ""
 
 
 def _answer(measurer: subprocess.Popen[bytes]) -> bytes:

@@ -20,9 +20,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cs336_systems
 from cs336_systems.sweep.cluster.agent import Agent
+from cs336_systems.sweep.cluster.fetch import RawFile
 from cs336_systems.sweep.cluster.measurer import Description, Request
-from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Failed, Message
-from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Node, Unfit
+from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Failed, Message, Part
+from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Joined, Left, Node, Unfit
 from cs336_systems.sweep.process import die_with_forker
 
 _LOOK_S = 3.0
@@ -67,7 +68,9 @@ class _Bridge:
             agent = self._agents.get(command.name)
             if agent is None:
                 continue
-            if command.run is None:
+            if command.part is not None:
+                self._send(command.name, agent, command.part)
+            elif command.run is None:
                 self._agents.pop(command.name)
                 ray.kill(agent)
             else:
@@ -88,7 +91,23 @@ class _Bridge:
         if not bytes(reply.record):
             self._leave(name, reply.error or "it gave no record")
         elif name in self._agents:
-            self.say(Message(answer=Answer(name, run.config.key, bytes(reply.record))))
+            self.say(Message(answer=Answer(name, run.config.key, bytes(reply.record), reply.files)))
+
+    def _send(self, name: str, agent: Any, part: Part) -> None:  # noqa: ANN401
+        if part.file is None:
+            agent.release.remote(part.key)
+        else:
+            reference = agent.fetch.remote(part.key, part.file, part.offset)
+            self._spawn(self._chunk(name, part.key, part.file, part.offset, reference))
+
+    async def _chunk(self, name: str, key: str, file: str, offset: int, reference: Any) -> None:  # noqa: ANN401
+        try:
+            data = await reference
+        except ray.exceptions.RayError as error:
+            self._leave(name, in_a_line(error))
+            return
+        if name in self._agents:
+            self.say(Message(chunk=Chunk(name, key, file, offset, data if isinstance(data, bytes) else b"")))
 
     def _leave(self, name: str, why: str) -> None:
         agent = self._agents.pop(name, None)
@@ -155,6 +174,7 @@ class _RawReply(msgspec.Struct):
     record: msgspec.Raw = msgspec.Raw()
     """Its bytes as they are, or none."""
     error: str | None = None
+    files: tuple[RawFile, ...] = ()
 
 
 def machines() -> dict[str, dict[str, Any]]:

@@ -5,17 +5,21 @@ number of runs.
 """
 
 import heapq
-from collections import defaultdict
+import itertools
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from cs336_systems.config import Parallel, RunConfig
-from cs336_systems.files import write_atomically
+from cs336_systems.config import Device, Parallel, Profiler, RunConfig
+from cs336_systems.files import error_in_words, write_atomically
 from cs336_systems.record import Failure, Identity, RecordError, RunRecord, Status, decode_record
 from cs336_systems.sweep.cluster.conditions import Conditions
-from cs336_systems.sweep.cluster.nodes import Answer, Event, Joined, Left, Node, Nodes, Unfit
+from cs336_systems.sweep.cluster.fetch import Fetch, FetchError
+from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Event, Joined, Left, Node, Nodes, Unfit
 from cs336_systems.sweep.keep import Keeper
-from cs336_systems.sweep.run import MORE_FOR_RANKS_S, num_slots
+from cs336_systems.sweep.run import MORE_FOR_RANKS_S, Loop, num_slots
 from cs336_systems.sweep.store import SweepError, quarantine
 from cs336_systems.text import counted
 
@@ -24,6 +28,8 @@ MAX_TRIES = 3
 _GRACE_S = 60.0
 """How much later than the time limit of its run, which the machine enforces itself, a machine must have answered."""
 _TICK_S = 1.0
+_MOST_FETCHES = 8
+"""How many runs' profiles are fetched at a time. Each takes the memory of one chunk on both sides."""
 
 
 @dataclass(slots=True)
@@ -38,6 +44,25 @@ class _Run:
     lost: list[str] = field(default_factory=list)
     """Why earlier tries gave no record."""
     started_s: float = 0.0
+    patience_s: float = 0.0
+    """How long its machine may take for what it was last asked."""
+    deadline_s: float = math.inf
+    """When this time is over."""
+    held: int = 0
+    """How many slots of its machine it holds: none while its profile is fetched, if that disturbs no other run."""
+    record: RunRecord | None = None
+    fetch: Fetch | None = None
+    """Its profile on the way from the machine."""
+
+    def drop_fetch(self) -> None:
+        """Forget what has come of its record and profile; nothing that has been put in place is removed."""
+        if self.fetch is not None:
+            self.fetch.drop()
+        self.record = self.fetch = None
+
+
+class _RefusedError(Exception):
+    """A machine has sent a record that does not count."""
 
 
 @dataclass(slots=True)
@@ -110,6 +135,8 @@ class Driver:
     wait_nodes_s: float
     """How long it waits for a machine while none is at work."""
     is_stopped: Callable[[], bool]
+    explainer: Loop
+    """Explains on this machine what has been fetched."""
     conditions: Conditions
     most_slots: int = 0
     _places: dict[str, _Place] = field(default_factory=dict)
@@ -117,13 +144,29 @@ class Driver:
     """Machines that have joined before the conditions of the sweep are known."""
     _waiting: _Waiting = field(default_factory=_Waiting)
     _deadlines: list[tuple[float, int, str, _Run]] = field(default_factory=list)
-    """A heap: when a machine must have answered, the order of the run, the machine's name, the run."""
+    """A heap: when a machine must have answered, a number, the machine's name, the run."""
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _num_running: int = 0
+    _to_fetch: deque[tuple[_Place, _Run]] = field(default_factory=deque)
+    """Runs that have ended and whose profiles wait, because enough others are on their way."""
+    _on_cpu: bool = False
+    """Whether fetching or explaining a profile would disturb the runs beside it."""
+    _fetching: set[str] = field(default_factory=set)
+    """Keys of those whose profiles are on their way."""
 
     def run(self, todo: Sequence[RunConfig]) -> None:
         """Measure all; raise SweepError if for too long no machine is there that could go on."""
+        self._on_cpu = any(config.device is Device.CPU for config in todo)
         for order, config in enumerate(todo):
             self._waiting.push(_Run(order, config, config.key, config.digest, num_slots(config)))
+        try:
+            self._work()
+        finally:
+            for place in self._places.values():
+                for run in place.running.values():
+                    run.drop_fetch()
+
+    def _work(self) -> None:
         worked_s = ticked_s = self.nodes.now_s()
         while (self._waiting or self._num_running) and not self.is_stopped():
             for event in self.nodes.events(_TICK_S):
@@ -131,7 +174,10 @@ class Driver:
             now_s = self.nodes.now_s()
             self._choose_conditions()
             self._give_up_silent(now_s)
+            self._fetch_more()
             self._fill(now_s)
+            if self.explainer.is_busy and not self._on_cpu:
+                self.explainer.step(0.0)
             if self._num_running:
                 worked_s = now_s
             elif self._waiting and now_s - worked_s >= self.wait_nodes_s:
@@ -146,8 +192,10 @@ class Driver:
                 self._newcomers.append(node)
             case Left(name, why):
                 self._leave(name, why)
-            case Answer(name, key, data):
-                self._finish(name, key, data)
+            case Answer():
+                self._answered(event)
+            case Chunk():
+                self._take(event)
             case Unfit(what, why):
                 self._note(f"{what} is not used: {why}")
 
@@ -182,29 +230,42 @@ class Driver:
 
     def _start(self, run: _Run, place: _Place, now_s: float) -> None:
         run.started_s = now_s
-        place.free -= run.width
+        run.held = run.width
+        place.free -= run.held
         place.running[run.key] = run
         self._num_running += 1
-        limit_s = self.timeout_s + _GRACE_S + (MORE_FOR_RANKS_S if run.config.parallel is not Parallel.NONE else 0.0)
-        heapq.heappush(self._deadlines, (now_s + limit_s, run.order, place.node.name, run))
+        more_s = MORE_FOR_RANKS_S if run.config.parallel is not Parallel.NONE else 0.0
+        self._expect(run, place, self.timeout_s + _GRACE_S + more_s)
         self.nodes.start(place.node.name, run.config)
         self.keeper.listener.started(run.config, None)
 
-    def _ended(self, place: _Place, key: str) -> _Run | None:
-        run = place.running.pop(key, None)
-        if run is not None:
-            place.free += run.width
-            self._num_running -= 1
-        return run
+    def _expect(self, run: _Run, place: _Place, patience_s: float) -> None:
+        """The machine must answer for this run within this time."""
+        run.patience_s, run.deadline_s = patience_s, self.nodes.now_s() + patience_s
+        heapq.heappush(self._deadlines, (run.deadline_s, next(self._numbers), place.node.name, run))
+
+    def _ended(self, place: _Place, run: _Run) -> None:
+        """Nothing more of the run is on the machine."""
+        del place.running[run.key]
+        self._free(place, run)
+        self._num_running -= 1
+        self._fetching.discard(run.key)
+        run.drop_fetch()
+
+    def _free(self, place: _Place, run: _Run) -> None:
+        place.free += run.held
+        run.held = 0
 
     def _give_up_silent(self, now_s: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, _, name, run = heapq.heappop(self._deadlines)
             place = self._places.get(name)
-            if place is not None and place.running.get(run.key) is run:
-                why = f"it did not answer within {deadline_s - run.started_s:g} s"
-                self.nodes.give_up(name)
-                self._leave(name, why)
+            if place is not None and place.running.get(run.key) is run and run.deadline_s == deadline_s:
+                self._give_up(place, f"it did not answer within {run.patience_s:g} s")
+
+    def _give_up(self, place: _Place, why: str) -> None:
+        self.nodes.give_up(place.node.name)
+        self._leave(place.node.name, why)
 
     def _leave(self, name: str, why: str) -> None:
         """Put back what ran on a machine that is lost; a run that was lost too often has failed."""
@@ -213,9 +274,8 @@ class Driver:
         if place is None:
             return
         self._note(f"{place.node.host} is lost: {why}")
-        for key in list(place.running):
-            run = self._ended(place, key)
-            assert run is not None
+        for run in list(place.running.values()):
+            self._ended(place, run)
             run.lost.append(f"{place.node.host}: {why}")
             if len(run.lost) < MAX_TRIES:
                 self._waiting.push(run)
@@ -225,31 +285,90 @@ class Driver:
             failed = self.keeper.fail(run.config, Status.KILLED, Failure(message=message), elapsed_s)
             self.keeper.finish(failed)
 
-    def _finish(self, name: str, key: str, data: bytes) -> None:
-        """Keep the record; ignore one from a machine that was given up, or of a run that it was not asked for."""
-        place = self._places.get(name)
-        run = self._ended(place, key) if place is not None else None
-        if place is not None and run is not None:
-            self.keeper.finish(self._kept(run, data, place.node))
+    def _answered(self, answer: Answer) -> None:
+        """Keep the record, after the profile if there is one, as a record says that its profile is there.
 
-    def _kept(self, run: _Run, data: bytes, node: Node) -> RunRecord:
-        """Write the record that `data`, which may be anything, holds, or one that says what is wrong with it."""
-        elapsed_s = self.nodes.now_s() - run.started_s
-        path = self.keeper.runs / f"{run.key}.json"
+        An answer is ignored from a machine that was given up, and for a run that it was not asked for.
+        """
+        place = self._places.get(answer.name)
+        run = place.running.get(answer.key) if place is not None else None
+        if place is None or run is None or run.record is not None:
+            return
         try:
-            record = decode_record(data, path)
-        except RecordError as error:
-            return self._set_aside(run, data, elapsed_s, f"the record from {node.host} was not readable", f": {error}")
-        if record.config != run.config:
-            return self._set_aside(run, data, elapsed_s, f"the record from {node.host} is of another run")
-        if (changed := self.keeper.changed_since(record)) is not None:
-            return self.keeper.refuse(run.config, f"{node.host}: {changed}", elapsed_s)
-        return self.keeper.write(replace(record, lost_tries=tuple(run.lost)))
+            record = self._checked(run, answer.data)
+            fetch = Fetch(run.config, self.keeper.runs, answer.files)
+        except (_RefusedError, FetchError) as error:
+            elapsed_s, message = self.nodes.now_s() - run.started_s, f"from {place.node.host}: {error}"
+            self._finish(place, run, self.keeper.refuse(run.config, message, elapsed_s))
+            return
+        if run.config.profiler is Profiler.NONE:
+            self._finish(place, run, self.keeper.write(record))
+        else:
+            run.record, run.fetch, run.deadline_s = record, fetch, math.inf
+            self._to_fetch.append((place, run))
 
-    def _set_aside(self, run: _Run, data: bytes, elapsed_s: float, what: str, why: str = "") -> RunRecord:
-        path = self.keeper.runs / f"{run.key}.json"
-        write_atomically(path, data)
-        return self.keeper.refuse(run.config, f"{what}; kept as {quarantine(path).name}{why}", elapsed_s)
+    def _finish(self, place: _Place, run: _Run, record: RunRecord) -> None:
+        """The record is written: go on to the next run, and to what is to be explained."""
+        if run.config.profiler is not Profiler.NONE:
+            self.nodes.release(place.node.name, run.key)
+        self._ended(place, run)
+        self.keeper.finish(record)
+        self.explainer.explain_later(record)
+
+    def _fetch_more(self) -> None:
+        """Have more profiles sent. Until then a run holds its slots, so that machines do not fill up with profiles."""
+        while self._to_fetch and len(self._fetching) < _MOST_FETCHES:
+            place, run = self._to_fetch.popleft()
+            if run.fetch is not None and place.running.get(run.key) is run:
+                self._fetching.add(run.key)
+                if not self._on_cpu:
+                    self._free(place, run)
+                self._go_on(place, run, run.fetch)
+
+    def _take(self, chunk: Chunk) -> None:
+        """Keep a part of a profile. A machine from which another one comes than was asked for is not used any more."""
+        place = self._places.get(chunk.name)
+        run = place.running.get(chunk.key) if place is not None else None
+        if place is not None and run is not None and run.fetch is not None and run.key in self._fetching:
+            self._go_on(place, run, run.fetch, chunk)
+
+    def _go_on(self, place: _Place, run: _Run, fetch: Fetch, chunk: Chunk | None = None) -> None:
+        """Take the part that has come, and ask for the next one; after the last, put all in place."""
+        assert run.record is not None
+        try:
+            if chunk is not None:
+                fetch.take(chunk.file, chunk.offset, chunk.data)
+            part = fetch.next_part()
+            if part is not None:
+                self._expect(run, place, _GRACE_S)
+                self.nodes.fetch(place.node.name, run.key, *part)
+                return
+            fetch.keep()
+        except FetchError as error:
+            self._give_up(place, str(error))
+        except OSError as error:
+            raise SweepError(error_in_words(error)) from error
+        else:
+            self._finish(place, run, self.keeper.write(run.record))
+
+    def _checked(self, run: _Run, data: bytes) -> RunRecord:
+        """The record that `data`, which may be anything, holds; raise _RefusedError if it is none that counts."""
+        try:
+            record = decode_record(data, self._path(run))
+        except RecordError as error:
+            raise self._set_aside(run, data, "the record was not readable", f": {error}") from error
+        if record.config != run.config:
+            raise self._set_aside(run, data, "the record is of another run")
+        if (changed := self.keeper.changed_since(record)) is not None:
+            raise _RefusedError(changed)
+        return replace(record, lost_tries=tuple(run.lost))
+
+    def _set_aside(self, run: _Run, data: bytes, what: str, why: str = "") -> "_RefusedError":
+        write_atomically(self._path(run), data)
+        return _RefusedError(f"{what}; kept as {quarantine(self._path(run)).name}{why}")
+
+    def _path(self, run: _Run) -> Path:
+        return self.keeper.runs / f"{run.key}.json"
 
     def _why_nothing_runs(self) -> str:
         left, needed = counted(len(self._waiting), "run"), max(run.width for run in self._waiting)

@@ -1,14 +1,17 @@
 """A process that measures one run at a time on a machine of a cluster, in workers as a local sweep does.
 
 It reads requests from standard input and writes replies to standard output, each a line of JSON; first of all, a
-description of the machine. What else is printed goes to standard error. It ends with the process that started it.
+description of the machine. What else is printed goes to standard error. It ends with the process that started it. Raw
+profiles lie in a temporary directory until the next line, with which that process says that it has opened them.
 """
 
 import contextlib
+import hashlib
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -22,11 +25,12 @@ from cs336_systems.files import error_in_words
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import Identity, RunRecord
-from cs336_systems.sweep.isolation import WorkerProcess, preload
+from cs336_systems.sweep.cluster.fetch import RawFile
+from cs336_systems.sweep.isolation import WorkerProcess, preload, spare_children
 from cs336_systems.sweep.locks import LockedError, at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, begin_worker, die_with
 from cs336_systems.sweep.run import measure_one
-from cs336_systems.sweep.store import SweepError
+from cs336_systems.sweep.store import SweepError, raw_profile_paths
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -52,6 +56,10 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
     record: RunRecord | None = None
     error: str | None = None
+    files: tuple[RawFile, ...] = ()
+    """What the run's profiler has left, of a run that failed too."""
+    folder: str = ""
+    """Where the files are, on this machine."""
 
 
 def describe(device: str) -> bytes:
@@ -85,7 +93,22 @@ def main(words: Sequence[str]) -> None:
     _say(replies, _description(device, gpus))
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=Request)
-        _say(replies, _measured(request, [gpu for gpu in gpus if gpu.uuid in request.gpus]))
+        with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
+            reply = _measured(request, [gpu for gpu in gpus if gpu.uuid in request.gpus], Path(scratch) / "runs")
+            _say(replies, reply)
+            if reply.files:
+                sys.stdin.buffer.readline()
+
+
+@contextlib.contextmanager
+def _removed_at_the_end(directory: str) -> Iterator[None]:
+    """Have the directory removed soon after this process has ended, also if it is killed, as Ray does at the end."""
+    words = ["sh", "-c", 'read -r _; sleep 1; rm -rf -- "$1"', "sh", directory]
+    remover = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert remover.stdin is not None
+    spare_children()
+    with remover.stdin:
+        yield
 
 
 def _nothing(log: Connection) -> None:
@@ -97,24 +120,30 @@ def _say(replies: BinaryIO, message: Any) -> None:  # noqa: ANN401
     replies.flush()
 
 
-def _measured(request: Request, gpus: Sequence[Gpu]) -> Reply:
+def _measured(request: Request, gpus: Sequence[Gpu], runs: Path) -> Reply:
     try:
+        runs.mkdir()
         with contextlib.ExitStack() as stack:
             for gpu in gpus:
                 stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
             are_others = stack.enter_context(at_work(None if gpus else cpu_lock_path()))
-            runs = Path(stack.enter_context(TemporaryDirectory(prefix="cs336-", dir=get_temp_dir())))
-            return Reply(
-                record=measure_one(
-                    request.config, runs, timeout_s=request.timeout_s, gpus=gpus or (None,), are_others=are_others
-                )
-            )
+            record = measure_one(
+                request.config, runs,
+                timeout_s=request.timeout_s, gpus=gpus or (None,), are_others=are_others, explains=False,
+            )  # fmt: skip
+        paths = [path for path in raw_profile_paths(request.config, runs) if path.is_file()]
+        return Reply(record, files=tuple(map(_described, paths)), folder=str(paths[0].parent) if paths else "")
     except (SweepError, LockedError) as error:
         return Reply(error=str(error))
     except OSError as error:
         return Reply(error=error_in_words(error))
 
 
+def _described(path: Path) -> RawFile:
+    with path.open("rb") as file:
+        return RawFile(path.name, path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), _removed_at_the_end(get_temp_dir()):
         main(sys.argv[1:])

@@ -4,18 +4,27 @@ import msgspec
 
 from cs336_systems.files import MAX_BYTES
 from cs336_systems.sweep.cluster.measurer import Request
-from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Unfit
+from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Joined, Left, Unfit
 
 MAX_LINE_BYTES = 2 * MAX_BYTES
 """Longest line: a record, whose bytes take 4/3 of their number here."""
 
 
+class Part(msgspec.Struct):
+    """The next part of a file that a run has left, or without a file the end of all files of that run."""
+
+    key: str
+    file: str | None = None
+    offset: int = 0
+
+
 class Command(msgspec.Struct, omit_defaults=True):
-    """To measure a run on a machine, or without a run to use the machine no more."""
+    """To measure a run on a machine, or to send or remove what it has left, or else to use the machine no more."""
 
     name: str
     run: Request | None = None
     width: int = 1
+    part: Part | None = None
 
 
 class Failed(msgspec.Struct):
@@ -33,4 +42,5 @@ class Message(msgspec.Struct, omit_defaults=True):
     joined: Joined | None = None
     left: Left | None = None
     answer: Answer | None = None
+    chunk: Chunk | None = None
     unfit: Unfit | None = None

@@ -6,6 +6,7 @@ from typing import Protocol, TypeAlias
 
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.record import Identity
+from cs336_systems.sweep.cluster.fetch import RawFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,19 @@ class Answer:
 
     name: str
     key: str
+    data: bytes
+    files: tuple[RawFile, ...] = ()
+    """What its profiler has left on the machine, to be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a file that a run has left on a machine; empty if the machine does not have it."""
+
+    name: str
+    key: str
+    file: str
+    offset: int
     data: bytes
 
 
@@ -80,7 +94,7 @@ class Look:
     failure: str | None = None
 
 
-Event: TypeAlias = Joined | Left | Answer | Unfit
+Event: TypeAlias = Joined | Left | Answer | Chunk | Unfit
 
 
 class Nodes(Protocol):
@@ -88,6 +102,12 @@ class Nodes(Protocol):
 
     def start(self, name: str, config: RunConfig) -> None:
         """Have this machine measure the run, on as many of its slots as the run has ranks."""
+
+    def fetch(self, name: str, key: str, file: str, offset: int) -> None:
+        """Have this machine send the next part of a file of the run that has ended there, as a `Chunk`."""
+
+    def release(self, name: str, key: str) -> None:
+        """Let this machine remove the files of the run."""
 
     def give_up(self, name: str) -> None:
         """End what runs on this machine, and use it no more."""

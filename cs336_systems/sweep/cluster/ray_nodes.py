@@ -16,7 +16,7 @@ import msgspec
 
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.sweep.cluster.measurer import Request
-from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Message
+from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Message, Part
 from cs336_systems.sweep.cluster.nodes import Event, Joined, Look
 from cs336_systems.sweep.cluster.run import sweep_on_nodes
 from cs336_systems.sweep.listener import Listener
@@ -118,6 +118,14 @@ class RayNodes:
         """Have this machine measure the run."""
         self._tell(Command(name, Request(config, (), self._timeout_s), num_slots(config)))
 
+    def fetch(self, name: str, key: str, file: str, offset: int) -> None:
+        """Have this machine send the next part of a file of the run."""
+        self._tell(Command(name, part=Part(key, file, offset)))
+
+    def release(self, name: str, key: str) -> None:
+        """Let this machine remove the files of the run."""
+        self._tell(Command(name, part=Part(key)))
+
     def give_up(self, name: str) -> None:
         """End what runs on this machine, and use it no more."""
         self._tell(Command(name))
@@ -148,7 +156,7 @@ class RayNodes:
             self._log = f" (Ray's logs: {message.log})"
         elif self._first is not None and message.joined is not None:
             self._first.append(message.joined)
-        elif event := message.joined or message.left or message.answer or message.unfit:
+        elif event := message.joined or message.left or message.answer or message.chunk or message.unfit:
             yield event
         elif self._first is not None:
             yield from self._first

@@ -1,22 +1,30 @@
 """A sweep whose runs are measured on several machines; this one keeps the records."""
 
 import contextlib
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.record import Identity, load_records
 from cs336_systems.sweep.cluster.conditions import Conditions
 from cs336_systems.sweep.cluster.driver import Driver
 from cs336_systems.sweep.cluster.nodes import Nodes
+from cs336_systems.sweep.explain import can_be_explained, lacks_explanation
 from cs336_systems.sweep.interrupts import Interrupts
+from cs336_systems.sweep.isolation import preload_to_explain, spare_children
 from cs336_systems.sweep.keep import Keeper, resume
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.locks import exclusive
-from cs336_systems.sweep.run import Outcome
+from cs336_systems.sweep.process import adopt_orphans
+from cs336_systems.sweep.run import Loop, Outcome
 from cs336_systems.sweep.store import make_writable, refuse_to_mix, write_environment
+
+_MOST_EXPLAINERS = 4
+"""How many profiles are explained at a time at most, of which each can take gigabytes of memory."""
 
 
 def sweep_on_nodes(
@@ -46,20 +54,33 @@ def sweep_on_nodes(
         if identity is not None:
             refuse_to_mix(kept, identity, inputs, directory)
         listener.planned(kept, todo, problems)
-        keeper, most_slots, interrupted = Keeper(runs, listener, inputs), 0, False
+        wanted = {config.key for config in configs}
+        unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
+        if unexplained or any(config.profiler is not Profiler.NONE for config in todo):
+            adopt_orphans()
+            preload_to_explain()
+        keeper, most_slots = Keeper(runs, listener, inputs), 0
+        interrupts = stack.enter_context(Interrupts())
+        explainers = (None,) * min(_MOST_EXPLAINERS, max(1, (os.cpu_count() or 1) // 2))
+        explainer = Loop(keeper, explainers, timeout_s, interrupts, lambda: False, deque(unexplained))
+        stack.callback(explainer.end)
         if todo:
-            nodes = stack.enter_context(connect())
-            interrupts = stack.enter_context(Interrupts())
-            conditions = Conditions(identity, allow_mixed, require_device)
-            driver = Driver(keeper, nodes, timeout_s, wait_nodes_s, lambda: interrupts.count > 0, conditions)
-            driver.run(todo)
-            most_slots, interrupted = driver.most_slots, interrupts.count > 0
+            with connect() as nodes:
+                spare_children()
+                conditions = Conditions(identity, allow_mixed, require_device)
+                driver = Driver(
+                    keeper, nodes, timeout_s, wait_nodes_s, lambda: interrupts.count > 0, explainer, conditions
+                )
+                driver.run(todo)
+                most_slots = driver.most_slots
+        explainer.run(())  # what is left; the machines are free for others
         every, _ = load_records(runs)
         write_environment(every, directory)
         return Outcome(
             records=tuple(every),
             measured=tuple(keeper.measured),
-            interrupted=interrupted,
+            unexplained=tuple(record.config for record in every if lacks_explanation(record, runs)),
+            interrupted=interrupts.count > 0,
             wall_s=monotonic() - started,
             slots=most_slots,
         )

@@ -1,6 +1,7 @@
 """A simulated cluster: machines answer after drawn times, die, hang and give nonsense, by a clock of their own."""
 
 import contextlib
+import hashlib
 import heapq
 import random
 import time
@@ -9,7 +10,8 @@ from dataclasses import replace
 
 from cs336_systems.config import ModelConfig, Phase, RunConfig
 from cs336_systems.record import Environment, Identity, Measurement, RunRecord, Status, encode_record
-from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Machine, Node
+from cs336_systems.sweep.cluster.fetch import RawFile
+from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Joined, Left, Machine, Node
 from cs336_systems.sweep.run import num_slots
 
 IDENTITY = Identity(device_name="NVIDIA H200", driver="570.1", torch="2.13.0", code="0123456789abcdef")
@@ -46,13 +48,20 @@ def record_of(config, identity=IDENTITY):
     )  # fmt: skip
 
 
+def listed(name, content):
+    return RawFile(name, len(content), hashlib.sha256(content).hexdigest())
+
+
 class Cluster:
-    """Machines that take `duration(config)` seconds for a run. `fates` are changes at given times."""
+    """Machines that take `duration(config)` seconds for a run, and `chunk_s` for a part of what its profiler left."""
 
     def __init__(
-        self, nodes, duration=lambda config: 1.0, answer=lambda config, node: encode_record(record_of(config))
-    ):
+        self, nodes, duration=lambda config: 1.0, answer=lambda config, node: encode_record(record_of(config)),
+        profile=lambda config: {}, chunk_s=0.25, chunk_bytes=30_000,
+    ):  # fmt: skip
         self.duration, self.answer = duration, answer
+        self.profile, self.chunk_s, self.chunk_bytes = profile, chunk_s, chunk_bytes
+        self.left, self.fetches = {}, []
         self.clock_s, self.cpu_s, self._number = 0.0, 0.0, 0
         self.events_to_come = []
         self.nodes, self.gone = {}, set()
@@ -77,8 +86,24 @@ class Cluster:
         took_s = self.duration(config)
         self.running[name, config.key] = config, took_s
         if took_s != float("inf"):
-            self.at(self.clock_s + took_s, Answer(name, config.key, self.answer(config, machine)))
+            files = self.profile(config)
+            self.left[name, config.key] = files
+            answer = Answer(name, config.key, self.answer(config, machine), tuple(map(listed, files, files.values())))
+            self.at(self.clock_s + took_s, answer)
         self.cpu_s += time.process_time() - began
+
+    def fetch(self, name, key, file, offset):
+        assert name not in self.gone
+        self.fetches.append((name, key, file, offset, self.clock_s))
+        data = self.left[name, key][file][offset : offset + self.chunk_bytes]
+        self.at(self.clock_s + self.chunk_s, Chunk(name, key, file, offset, self.sent(self.fetches[-1], data)))
+
+    def sent(self, asked, data):
+        """What comes of a part on the way."""
+        return data
+
+    def release(self, name, key):
+        del self.left[name, key]
 
     def give_up(self, name):
         self.given_up.append(name)
@@ -98,6 +123,8 @@ class Cluster:
                 self.nodes[each.name] = each
             case Left(name):
                 self.gone.add(name)
+            case Chunk(name) if name in self.gone:
+                return []
             case Answer(name, key):
                 if name in self.gone:
                     return []

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 
 from cs336_systems.sweep.cluster.agent import Agent
 from cs336_systems.sweep.cluster.measurer import Request
+from tests.faults.harness import eventually
 from tests.sweep.cluster.simulated import grid
 
 UUIDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
@@ -63,6 +65,47 @@ def test_runs_at_the_same_time_have_gpus_of_their_own(monkeypatch):
         assert set().union(*(answer["gpus"] for answer in answers)) == set(UUIDS)
     finally:
         end(started)
+
+
+LEAVER = """
+import json, os, sys, tempfile
+print(json.dumps({"host": "h", "gpus": ["GPU-a"], "identity": {
+    "device_name": "H200", "driver": "1", "torch": "2", "code": "0"}}), flush=True)
+for line in sys.stdin:
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
+        open(folder + "/a", "wb").write(bytes(range(256)) * 6000)
+        open(folder + "/b", "wb").write(b"")
+        files = [{"name": "a", "num_bytes": 1536000, "sha256": ""}, {"name": "b", "num_bytes": 0, "sha256": ""}]
+        print(json.dumps({"record": 1, "files": files, "folder": folder}), flush=True)
+        assert sys.stdin.readline() == "\\n"
+"""
+
+
+def test_raw_profiles_have_no_name_and_are_sent_in_parts(monkeypatch, tmp_path):
+    script = LEAVER.replace("sys.argv[1]", repr(str(tmp_path)))
+    agent, started = made(monkeypatch, script)
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        agent.describe()
+        keys = []
+        for config in grid(2):
+            agent.measure(msgspec.json.encode(Request(config, (), 60.0)), 1)
+            keys.append(config.key)
+        assert eventually(lambda: not list(tmp_path.iterdir()))
+        whole = bytes(range(256)) * 6000
+        for key in keys:
+            first = agent.fetch(key, "a", 0)
+            assert 0 < len(first) < len(whole)
+            assert first + agent.fetch(key, "a", len(first)) == whole
+            assert agent.fetch(key, "b", 0) == agent.fetch(key, "a", len(whole)) == b""
+        agent.release(keys[0])
+        assert agent.fetch(keys[0], "a", 0) == b""
+        assert agent.fetch(keys[1], "a", 0) == first
+        agent.release(keys[1])
+        agent.release("never measured")
+    finally:
+        end(started)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= opened
 
 
 def test_a_process_that_measures_and_dies_is_an_error_of_the_machine(monkeypatch):

@@ -33,7 +33,6 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys, tmp_path, word
     [
         (["--cluster", "ray://head:10001"], "HOST:PORT"),
         (["--cluster", "head"], "HOST:PORT"),
-        (["--cluster", "auto", "--profile"], "profile"),
         (["--cluster", "auto", "--wait-nodes-s", "nan"], "--wait-nodes-s"),
         (["--require-device", "H200"], "--cluster"),
     ],
