@@ -4,10 +4,8 @@ Collectives run in a ring: of S bytes that all n ranks have in the end, an all-g
 a reduce-scatter and a broadcast as many, an all-reduce twice as many (Patarasuk and Yuan 2009).
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from math import exp, log
 
 from cs336_systems.config import Arch, Parallel, Precision, RunConfig
 from cs336_systems.costs.calls import (
@@ -20,6 +18,7 @@ from cs336_systems.costs.calls import (
     sent_share,
 )
 from cs336_systems.costs.copies import calls_with_copies, exchanges, meetings
+from cs336_systems.costs.curves import interpolated
 from cs336_systems.costs.memory import MAX_LAYERS
 from cs336_systems.costs.shards import FP32_BYTES, LOOKUP, REST, kept_elements, parameter_elements, units
 
@@ -114,23 +113,7 @@ def gradient_order(config: RunConfig) -> list[str]:
 
 
 def time_s(found: Mapping[Call, int], curves: Mapping[Collective, Mapping[int, float]]) -> float | None:
-    """Time of the calls one after the other, from measured times by bytes; None without those of a collective.
-
-    Between two sizes that were measured, the logarithm of the time is linear in that of the size. Beyond them, the time
-    is that of the smallest, or grows as the size.
-    """
+    """Time of the calls one after the other, from measured times by bytes; None without those of a collective."""
     if any(not curves.get(call.collective) for call in found):
         return None
-    return sum(count * _interpolated(curves[call.collective], call.num_bytes) for call, count in found.items())
-
-
-def _interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
-    sizes = sorted(curve)
-    if num_bytes <= sizes[0]:
-        return curve[sizes[0]]
-    if num_bytes >= sizes[-1]:
-        return curve[sizes[-1]] * num_bytes / sizes[-1]
-    above = bisect_left(sizes, num_bytes)
-    low, high = sizes[above - 1], sizes[above]
-    share = log(num_bytes / low) / log(high / low)
-    return exp((1 - share) * log(curve[low]) + share * log(curve[high]))
+    return sum(count * interpolated(curves[call.collective], call.num_bytes) for call, count in found.items())

@@ -86,7 +86,7 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     half precision and the efficient kernel in fp32. Left out: scalars of GradScaler and of fused attention, buffers
     inside of kernels, a data loader's batch in flight.
     """
-    if not _is_predictable(config):
+    if not is_predictable(config):
         return None
     return _predict(replace(config, size="").with_defaults(*WITHOUT_MEMORY))
 
@@ -117,7 +117,7 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     The allocator is simulated on the memory that the CUDA context, and NCCL on several ranks, leave. As PyTorch's does,
     it releases cached segments before it fails. So the answer includes fragmentation and needs no margin.
     """
-    if not _is_predictable(config):
+    if not is_predictable(config):
         return None
     try:
         _Replay(_record(config), memory_bytes - outside_bytes(config))
@@ -169,7 +169,7 @@ def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
 
     The block's input counts, its output does not. Autocast's copies of weights are a category of their own.
     """
-    if not _is_predictable(config):
+    if not is_predictable(config):
         return None
     step = StepTape(config)
     handles = set(step.save_one_block().values())
@@ -177,7 +177,8 @@ def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
     return tuple(sorted(parts, key=lambda part: -part.size_bytes))
 
 
-def _is_predictable(config: RunConfig) -> bool:
+def is_predictable(config: RunConfig) -> bool:
+    """Whether the step's tensors, and so its memory, are known from its configuration."""
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
     is_plain = config.model_factory is None and config.parallel in WAYS and config == config.without_shortcuts

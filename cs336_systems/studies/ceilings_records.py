@@ -11,8 +11,9 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from cs336_systems.config import Device
+from cs336_systems.config import Device, Precision
 from cs336_systems.costs.calls import Collective, sent_share
+from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.files import CEILINGS
 from cs336_systems.record import Count, Environment, Status
 from cs336_systems.settings import ByDevice, Setting, check
@@ -323,6 +324,26 @@ class CeilingsStudy:
             if cell.world_size == ranks and cell.timing.time_s is not None:
                 found.setdefault(cell.collective, {})[cell.num_bytes] = cell.timing.time_s
         return found
+
+    def curves(self) -> Curves | None:
+        """The times from which that of a step is predicted; None if some of them were not measured."""
+        launch_s, kernel_s = self.launch_s(Launch.EAGER), self.launch_s(Launch.GRAPH)
+        copies, adamw = (self._stream_times(stream) for stream in (Stream.COPY, Stream.ADAMW))
+        if launch_s is None or kernel_s is None or not copies or not adamw:
+            return None
+        matmuls = {
+            precision: tuple(
+                Matmul(rows=cell.shape.rows, inner=cell.shape.inner, columns=cell.shape.columns, time_s=time_s)
+                for cell in self.products_of(ProductPrecision(precision))
+                if (time_s := cell.timing.time_s) is not None
+            )
+            for precision in Precision
+        }
+        return Curves(matmuls=matmuls, copies=copies, adamw=adamw, launch_s=launch_s, kernel_s=kernel_s)
+
+    def _stream_times(self, stream: Stream) -> dict[int, float]:
+        timed = ((cell.moved_bytes, cell.timing.time_s) for cell in self.streams if cell.stream is stream)
+        return {moved_bytes: time_s for moved_bytes, time_s in timed if time_s is not None}
 
     def launch_s(self, launch: Launch) -> float | None:
         """Time of one launch, or None if it was not measured."""

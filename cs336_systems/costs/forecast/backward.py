@@ -4,13 +4,25 @@ Each function consumes the gradient of its output and returns the gradient of it
 once, autograd's engine adds its gradients, in place unless the first of them is a view.
 """
 
+from collections.abc import Sequence
+
 from cs336_systems.config import Attention, RunConfig
 from cs336_systems.costs.forecast.forward import FP32_BYTES, HIDDEN, SCORES, STREAM, ForwardTape, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS
-from cs336_systems.costs.forecast.tape import Category, Tape
+from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Tape
 from cs336_systems.costs.forecast.ways import InPlace
 
 GRADIENT = "gradient of the residual stream"
+VIEWS_OF_LINEAR_BACKWARD = 6
+"""Four transposes; the gradient as a matrix, and that of the input as a tensor again."""
+VIEWS_OF_ROTATION_BACKWARD = 7
+"""As many as of forward."""
+VIEWS_OF_FUSED_BACKWARD = 9
+"""Of the gradients of queries, keys, values and output each, two that split or merge heads; one detached."""
+VIEWS_OF_NAIVE_BACKWARD = 20
+"""The same, less the last, and those of four matmuls: a factor transposed, the factors and the result reshaped."""
+MATMULS_OF_BACKWARD = 5
+"""Of fused attention: the scores again, and two for each of forward's (Dao 2023, section 3.1)."""
 
 
 class BackwardTape(ForwardTape):
@@ -39,7 +51,9 @@ class BackwardTape(ForwardTape):
 
     def _join(self, norm: str, branch: int, saved: Saved) -> None:
         """Backward of the norm, whose result is added in place to the gradient of the residual stream."""
-        self.tape.drop(self.norm_backward(norm, branch, saved))
+        change = self.norm_backward(norm, branch, saved)
+        self.tape.pass_over(change, change, change)
+        self.tape.drop(change)
 
     def norm_backward(self, name: str, gradient: int, saved: Saved) -> int:
         """Backward of a norm, from the gradient of its output in the type of matmuls; without its small buffers for
@@ -47,8 +61,11 @@ class BackwardTape(ForwardTape):
         """
         if self.norm_bytes > self.element_bytes:
             gradient = self._replace(GRADIENT, STREAM, gradient, element_bytes=self.norm_bytes)
-        out = self.temporary(GRADIENT, STREAM, self.norm_bytes)
+        x = saved[f"{name} input"]
+        out = self.temporary(GRADIENT, STREAM, self.norm_bytes, reads=(gradient, x))
+        self.tape.pass_over(gradient, x, calls=0)  # a second kernel, for the gradients of its parameters
         parameters = (name, f"{name}.bias") if self.gpt2 else (name,)
+        self.tape.views(len(parameters))  # each gradient is detached
         made = [self.new_gradient("d_model", name in self.way.low) for _ in parameters]
         self.tape.drop(gradient)
         statistics = (f"{name} mean", f"{name} scale") if self.gpt2 else (f"{name} scale",)
@@ -68,18 +85,26 @@ class BackwardTape(ForwardTape):
         with_bias = self.gpt2 and "." in name
         made = [(name, self._parameter_gradient(weight, is_low), weight)]
         x = self.temporary("gradient of a matmul's input", shape)
+        columns, inner = weight.split()
+        self.tape.views(VIEWS_OF_LINEAR_BACKWARD + 1)  # the gradient is detached
+        self.tape.matmul(columns, "batch T", inner, self.element_bytes)
+        self.tape.matmul("batch T", columns, inner, self.element_bytes)
         if with_bias:
             bias, of_bias = f"{name}.bias", weight.split()[0]
+            self.tape.pass_over(gradient)
+            self.tape.views(2)  # a vector, which is detached
             made.append((bias, self._parameter_gradient(of_bias, bias in self.way.low), of_bias))
         self.tape.drop(gradient)
         self.release(saved, f"{name} input", *([f"{name} copy"] if self.autocast and not is_low else []))
         if onto is not None:
-            total = onto if in_place else self.temporary("gradient of a matmul's input", shape)
+            total = onto if in_place else self.temporary("gradient of a matmul's input", shape, reads=(x, onto))
+            if in_place:
+                self.tape.pass_over(onto, onto, x)
             self.tape.drop(x, *([] if in_place else [onto]))
             x = total
         for parameter, of_parameter, axes in made if self.autocast else reversed(made):
             if self.autocast and parameter not in self.way.low:
-                narrow, of_parameter = of_parameter, self.new_gradient(axes)
+                narrow, of_parameter = of_parameter, self.new_gradient(axes, reads=(of_parameter,))
                 self.tape.drop(narrow)
             if self.gpt2 and parameter == "lm_head":
                 self.of_head = of_parameter
@@ -94,25 +119,26 @@ class BackwardTape(ForwardTape):
         label = "gradient of a parameter, to be cast" if is_replaced else "gradients of parameters"
         return self.tape.new(category, label, shape, self.element_bytes)
 
-    def new_gradient(self, shape: str, is_low: bool = False) -> int:
+    def new_gradient(self, shape: str, is_low: bool = False, reads: Sequence[int] | None = None) -> int:
         """Gradient of a parameter, in fp32 or low."""
         element_bytes = self.element_bytes if is_low else FP32_BYTES
-        return self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, element_bytes)
+        return self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, element_bytes, reads=reads)
 
     def _swiglu_backward(self, index: int, gradient: int, saved: Saved) -> int:
         hidden = self.linear_backward(f"{index}.w2", gradient, saved, HIDDEN)
-        gate, gated = (self.temporary(f"gradient of {name}", HIDDEN) for name in ("w3's output", "SiLU's output"))
+        gate = self.temporary("gradient of w3's output", HIDDEN, reads=(hidden, saved["gated"]))
+        gated = self.temporary("gradient of SiLU's output", HIDDEN, reads=(hidden, saved["gate"]))
         self.tape.drop(hidden)
         self.release(saved, "gate", "gated")
         x = self.linear_backward(f"{index}.w3", gate, saved, STREAM)
-        up = self.temporary("gradient of w1's output", HIDDEN)
+        up = self.temporary("gradient of w1's output", HIDDEN, reads=(gated, saved["up"]))
         self.tape.drop(gated)
         self.release(saved, "up")
         return self.linear_backward(f"{index}.w1", up, saved, STREAM, onto=x)
 
     def _gelu_mlp_backward(self, index: int, gradient: int, saved: Saved) -> int:
         hidden = self.linear_backward(f"{index}.w2", gradient, saved, HIDDEN)
-        up = self.temporary("gradient of w1's output", HIDDEN)
+        up = self.temporary("gradient of w1's output", HIDDEN, reads=(hidden, saved["up"]))
         self.tape.drop(hidden)
         self.release(saved, "up")
         return self.linear_backward(f"{index}.w1", up, saved, STREAM)
@@ -141,20 +167,27 @@ class BackwardTape(ForwardTape):
         label, pairs = "gradient of queries and keys", "2 batch T d_model"
         joined = self._replace(label, pairs, q, k)
         wide = self.widen(joined, label, pairs)
-        conjugate = self.temporary("rotations, conjugated", "T d_head", FP32_BYTES)
+        conjugate = self.temporary("rotations, conjugated", "T d_head", FP32_BYTES, reads=(LIKE_ITSELF,))
+        self.tape.views(VIEWS_OF_ROTATION_BACKWARD)
         rotated = self._replace(label, pairs, conjugate, wide, element_bytes=FP32_BYTES)
         return self._narrow(rotated, label, pairs)
 
     def _naive_backward(self, values: int, saved: Saved) -> tuple[int, int, int]:
+        self.tape.views(VIEWS_OF_NAIVE_BACKWARD)
         rows = self._replace("gradient of heads, split", STREAM, values)
         v, weights = self.temporary("gradient of values", STREAM), self.temporary("gradient of weights", SCORES)
+        self.matmul_of_heads("T", "T", "d_head")
+        self.matmul_of_heads("T", "d_head", "T")
         self.tape.drop(rows)
         self.release(saved, "v_rows", "weights")
         wide = self.widen(weights, "gradient of weights", SCORES)
-        scores = self._replace("gradient of scores", SCORES, wide, element_bytes=FP32_BYTES)
+        made = (LIKE_ITSELF, saved["softmax"])
+        scores = self._replace("gradient of scores", SCORES, wide, element_bytes=FP32_BYTES, reads=made)
         self.release(saved, "softmax")
         scores = self._narrow(scores, "gradient of scores", SCORES)
         k, q = (self.temporary(f"gradient of {name}", STREAM) for name in ("keys", "queries"))
+        self.matmul_of_heads("d_head", "T", "T")
+        self.matmul_of_heads("T", "T", "d_head")
         self.tape.drop(scores)
         self.release(saved, "k_rows", "q_rows")
         return self._replace("gradient of queries", STREAM, q), k, v
@@ -185,12 +218,22 @@ class BackwardTape(ForwardTape):
         sums = self.temporary("row sums of output x gradient", "batch heads T128", FP32_BYTES)
         shape = "batch heads T128 d_head32" if self.autocast else STREAM
         workspace = self.temporary("workspace of fused attention", shape, FP32_BYTES)
+        self.tape.views(VIEWS_OF_FUSED_BACKWARD)
+        self.tape.attention(MATMULS_OF_BACKWARD, "8 batch T d_model", self.element_bytes)
         self.tape.drop(sums, workspace, values)
         self.release(saved, "q_heads", *(["k_heads"] if self.gpt2 else []), "v_heads", "values", "sums")
         return q, k, v
 
-    def _replace(self, label: str, shape: str, *old: int, element_bytes: int | None = None) -> int:
-        made = self.temporary(label, shape, element_bytes)
+    def _replace(
+        self,
+        label: str,
+        shape: str,
+        *old: int,
+        element_bytes: int | None = None,
+        reads: Sequence[int] | None = None,
+    ) -> int:
+        """A tensor that one kernel makes of `reads`, by default of `old`, of which the references are dropped."""
+        made = self.temporary(label, shape, element_bytes, reads=old if reads is None else reads)
         self.tape.drop(*old)
         return made
 
@@ -202,7 +245,7 @@ class BackwardTape(ForwardTape):
         """Cast a gradient to autocast's type, for a matmul; with `keep` the fp32 one is kept too."""
         if not self.autocast:
             return self.tape.keep(x) if keep else x
-        return self._replace(label, shape, *([] if keep else [x]))
+        return self._replace(label, shape, *([] if keep else [x]), reads=(x,))
 
     def release(self, saved: Saved, *names: str) -> None:
         """Drop the named saved tensors, after the node of autograd's graph that saved them has run."""

@@ -5,9 +5,11 @@ matmuls need, what autocast casts, what autograd's graph saves, when Python drop
 one head, position and sequence: with one, some copies are views.
 """
 
+from collections.abc import Sequence
+
 from cs336_systems.config import Arch, Attention, ModelConfig, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.parameters import WEIGHTS
-from cs336_systems.costs.forecast.tape import Category, Tape
+from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Tape
 from cs336_systems.costs.forecast.ways import InPlace
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
@@ -18,6 +20,18 @@ Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on 
 FP32_BYTES = 4
 HALF_BYTES = 2
 
+VIEWS_OF_LINEAR = 3
+"""The weight transposed; the input as a matrix, and the result as a tensor again."""
+VIEWS_OF_HEADS = 8
+"""Of queries, keys and values each, one with an axis for heads and one with this axis before that of positions; of the
+output, two that merge the heads."""
+VIEWS_OF_ROTATION = 7
+"""Pairs of features, and rotations with an axis for heads; both as complex numbers; the result as real ones, its pairs
+flattened, and its two halves."""
+VIEWS_OF_NAIVE = 12
+"""The keys transposed and the scores detached; of both matmuls, two of each factor and one of the result."""
+MATMULS_OF_FORWARD = 2
+"""Of fused attention: scores and values."""
 STREAM = "batch T d_model"
 HIDDEN = "batch T d_ff"
 SCORES = "batch heads T T"
@@ -57,7 +71,7 @@ class ForwardTape:
         normed = self.norm(f"{index}.ln1", x, saved)
         change = self.attention(index, normed, saved)
         tape.drop(normed)
-        middle = tape.new(Category.ACTIVATIONS, "residual stream", STREAM, self.stream_bytes)
+        middle = tape.new(Category.ACTIVATIONS, "residual stream", STREAM, self.stream_bytes, reads=(x, change))
         tape.drop(change)
         normed = self.norm(f"{index}.ln2", middle, saved)
         ffn = self.gelu_mlp if self.gpt2 else self.swiglu
@@ -65,7 +79,7 @@ class ForwardTape:
         tape.drop(normed)
         out = None
         if last is not None:
-            out = tape.new(Category.ACTIVATIONS, "residual stream", STREAM, self.stream_bytes)
+            out = tape.new(Category.ACTIVATIONS, "residual stream", STREAM, self.stream_bytes, reads=(middle, last))
             tape.drop(last)
         tape.drop(middle)
         return out
@@ -74,9 +88,10 @@ class ForwardTape:
         """RMSNorm saves its input and 1 / rms, LayerNorm also the mean; the next matmul saves the output."""
         x = self.tape.keep(x)
         if self.stream_bytes < self.norm_bytes:
+            wide = self.tape.new(Category.ACTIVATIONS, "input of norms, cast", STREAM, self.norm_bytes, reads=(x,))
             self.tape.drop(x)
-            x = self.tape.new(Category.ACTIVATIONS, "input of norms, cast", STREAM, self.norm_bytes)
-        normed = self.tape.new(Category.ACTIVATIONS, "output of norms", STREAM, self.norm_bytes)
+            x = wide
+        normed = self.tape.new(Category.ACTIVATIONS, "output of norms", STREAM, self.norm_bytes, reads=(x,))
         self._save(saved, **{f"{name} input": x})
         for statistic in ("mean", "scale")[0 if self.gpt2 else 1 :]:
             made = self.tape.new(Category.ACTIVATIONS, "statistics of norms", "batch T", FP32_BYTES)
@@ -89,6 +104,7 @@ class ForwardTape:
         tape = self.tape
         x = self._cast_normed(normed)
         q, k, v = (self.linear(f"{index}.{name}", x, saved, STREAM, "queries, keys, values") for name in "qkv")
+        tape.views(VIEWS_OF_HEADS if saved is None else VIEWS_OF_HEADS + 1)  # what attention saves is detached
         heads = (q, k) if self.gpt2 else (self._rotate(q, k),)
         if self.model.attention is Attention.NAIVE:
             values = self._naive(saved)
@@ -96,7 +112,7 @@ class ForwardTape:
             values = self._math(saved)
         else:
             values = self._fused(heads, v, saved)
-        merged = tape.keep(values) if self.is_fused else self.activation("heads merged", STREAM)
+        merged = tape.keep(values) if self.is_fused else self.activation("heads merged", STREAM, reads=(values,))
         change = self.linear(f"{index}.output", merged, saved, STREAM, "output of attention")
         tape.drop(merged, x, *heads, v, values)
         return change
@@ -109,31 +125,41 @@ class ForwardTape:
     def _rotate(self, q: int, k: int) -> int:
         """RoPE on queries and keys in one tensor, computed in fp32."""
         both, pairs = "queries and keys", "2 batch T d_model"
-        joined = self.temporary(f"{both}, joined", pairs)
-        wide = [self.temporary(f"{both} in fp32", pairs, FP32_BYTES)] if self.autocast else []
-        rotated = self.tape.new(Category.ACTIVATIONS, f"{both}, rotated", pairs, FP32_BYTES)
+        joined = self.temporary(f"{both}, joined", pairs, reads=(q, k))
+        wide = [self.temporary(f"{both} in fp32", pairs, FP32_BYTES, reads=(joined,))] if self.autocast else []
+        self.tape.views(VIEWS_OF_ROTATION)
+        factors = wide or [joined]
+        rotated = self.tape.new(Category.ACTIVATIONS, f"{both}, rotated", pairs, FP32_BYTES, reads=factors)
         if self.autocast:
             wide.append(rotated)
-            rotated = self.activation(f"{both}, rotated", pairs)
+            rotated = self.activation(f"{both}, rotated", pairs, reads=(rotated,))
         self.tape.drop(joined, *wide, q, k)
         return rotated
 
     def _naive(self, saved: Saved | None) -> int:
         tape = self.tape
-        scaled = self.temporary("scaled queries", STREAM)
-        k, q = self.activation("keys, copied", STREAM), self.activation("scaled queries, copied", STREAM)
+        tape.views(VIEWS_OF_NAIVE)
+        scaled = self.temporary("scaled queries", STREAM, reads=(LIKE_ITSELF,))
+        k = self.activation("keys, copied", STREAM, reads=(LIKE_ITSELF,))
+        q = self.activation("scaled queries, copied", STREAM, reads=(scaled,))
         scores = self.temporary("scores", SCORES)
+        self.matmul_of_heads("T", "d_head", "T")
         self._save(saved, q_rows=q, k_rows=k)
         tape.drop(q, scaled, k)
-        tape.drop(self.temporary("inverted mask", "T T", 1))
-        wide = self.temporary("scores in fp32", SCORES, FP32_BYTES) if self.autocast else None
-        softmax = tape.new(Category.ACTIVATIONS, "softmax output", SCORES, FP32_BYTES)
+        inverted = self.temporary("inverted mask", "T T", 1, reads=(LIKE_ITSELF,))
+        tape.pass_over(scores, scores, inverted)
+        tape.drop(inverted)
+        wide = self.temporary("scores in fp32", SCORES, FP32_BYTES, reads=(scores,)) if self.autocast else None
+        softmax = tape.new(Category.ACTIVATIONS, "softmax output", SCORES, FP32_BYTES, reads=(LIKE_ITSELF,))
         self._save(saved, softmax=softmax)
         if wide is not None:
             tape.drop(wide)
-        weights = self.activation("softmax output, cast", SCORES) if self.autocast else tape.keep(softmax)
-        v_rows = self.activation("values, copied", STREAM)
+        weights = (
+            self.activation("softmax output, cast", SCORES, reads=(softmax,)) if self.autocast else tape.keep(softmax)
+        )
+        v_rows = self.activation("values, copied", STREAM, reads=(LIKE_ITSELF,))
         values = self.temporary("heads", STREAM)
+        self.matmul_of_heads("T", "T", "d_head")
         self._save(saved, weights=weights, v_rows=v_rows)
         tape.drop(v_rows, weights, scores, softmax)
         return values
@@ -169,6 +195,7 @@ class ForwardTape:
     def _fused(self, heads: tuple[int, ...], v: int, saved: Saved | None) -> int:
         """Flash, cuDNN or efficient: saves inputs, output and the logarithm of each row's sum, but no scores."""
         values = self.activation("output of fused attention", STREAM)
+        self.tape.attention(MATMULS_OF_FORWARD, "4 batch T d_model", self.element_bytes)
         sums = self.tape.new(Category.ACTIVATIONS, "logarithms of softmax sums", "batch heads T", FP32_BYTES)
         names = ("q_heads", "k_heads") if self.gpt2 else ("q_heads",)
         self._save(saved, **dict(zip(names, heads, strict=True)), v_heads=v, values=values, sums=sums)
@@ -178,11 +205,11 @@ class ForwardTape:
     def swiglu(self, index: int, normed: int, saved: Saved | None, stop_early: bool) -> int | None:
         x = self._cast_normed(normed)
         up = self.linear(f"{index}.w1", x, saved, HIDDEN, "output of w1")
-        gated = self.activation("output of SiLU", HIDDEN)
+        gated = self.activation("output of SiLU", HIDDEN, reads=(up,))
         self._save(saved, up=up)
         self.tape.drop(up)
         gate = self.linear(f"{index}.w3", x, saved, HIDDEN, "output of w3")
-        hidden = self.activation("input of w2", HIDDEN)
+        hidden = self.activation("input of w2", HIDDEN, reads=(gated, gate))
         self._save(saved, gated=gated, gate=gate)
         self.tape.drop(gated, gate)
         out = self._last_matmul(index, hidden, saved, stop_early)
@@ -191,7 +218,7 @@ class ForwardTape:
 
     def gelu_mlp(self, index: int, normed: int, saved: Saved | None, stop_early: bool) -> int | None:
         up = self.linear(f"{index}.w1", normed, saved, HIDDEN, "output of w1", cast=True)
-        hidden = self.activation("input of w2", HIDDEN)
+        hidden = self.activation("input of w2", HIDDEN, reads=(up,))
         self._save(saved, up=up)
         self.tape.drop(up)
         out = self._last_matmul(index, hidden, saved, stop_early)
@@ -217,6 +244,9 @@ class ForwardTape:
         """x W^T; with `cast`, `x` is in fp32, and autocast makes a copy of it."""
         self._keep_factors(name, x, saved, cast)
         out = self.tape.new(category, label, shape, self.element_bytes)
+        columns, inner = WEIGHTS[name.rpartition(".")[2]].split()
+        self.tape.views(VIEWS_OF_LINEAR)
+        self.tape.matmul("batch T", inner, columns, self.element_bytes)
         self.claim_workspace()
         return out
 
@@ -235,7 +265,9 @@ class ForwardTape:
     def _copy_parameter(self, name: str, shape: str) -> None:
         if name not in self.copies:
             label = "biases" if name.endswith("bias") else "weights"
-            self.copies[name] = self.tape.new(Category.WEIGHT_COPIES, f"{label} in half precision", shape, HALF_BYTES)
+            self.copies[name] = self.tape.new(
+                Category.WEIGHT_COPIES, f"{label} in half precision", shape, HALF_BYTES, reads=(LIKE_ITSELF,) * 2
+            )
 
     def end_autocast(self) -> None:
         """Drop autocast's copies; autograd's graph may still hold them."""
@@ -248,19 +280,25 @@ class ForwardTape:
             self._threads_with_workspace.add(self.thread)
             self.tape.new(Category.LIBRARY_WORKSPACE, "cuBLAS workspace", str(CUBLAS_WORKSPACE_BYTES), 1)
 
-    def activation(self, label: str, shape: str) -> int:
-        """A tensor in the type of matmuls, which autograd's graph may save."""
-        return self.tape.new(Category.ACTIVATIONS, label, shape, self.element_bytes)
+    def matmul_of_heads(self, rows: str, inner: str, columns: str) -> None:
+        """Launch a matmul for each head of each sequence."""
+        self.tape.matmul(rows, inner, columns, self.element_bytes, batch="batch heads")
 
-    def temporary(self, label: str, shape: str, element_bytes: int | None = None) -> int:
+    def activation(self, label: str, shape: str, reads: Sequence[int] | None = None) -> int:
+        """A tensor in the type of matmuls, which autograd's graph may save."""
+        return self.tape.new(Category.ACTIVATIONS, label, shape, self.element_bytes, reads=reads)
+
+    def temporary(
+        self, label: str, shape: str, element_bytes: int | None = None, reads: Sequence[int] | None = None
+    ) -> int:
         """A tensor that autograd's graph does not save; by default in the type of matmuls."""
-        return self.tape.new(Category.TEMPORARIES, label, shape, element_bytes or self.element_bytes)
+        return self.tape.new(Category.TEMPORARIES, label, shape, element_bytes or self.element_bytes, reads=reads)
 
     def _cast_normed(self, normed: int) -> int:
         """The output of a norm in the type of matmuls: a copy, or one more reference to it if it has the type."""
         if self.norm_bytes == self.element_bytes:
             return self.tape.keep(normed)
-        return self.activation("input of matmuls, cast", STREAM)
+        return self.activation("input of matmuls, cast", STREAM, reads=(normed,))
 
     def _save(self, saved: Saved | None, **handles: int) -> None:
         if saved is not None:

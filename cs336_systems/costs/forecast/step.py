@@ -1,16 +1,26 @@
 """The tensors of whole steps: the model, forward and loss, backward, the optimizer, and what is kept between steps."""
 
+from collections.abc import Sequence
+
 from cs336_systems.config import Attention, Mode, OptimizerKind, Phase, RunConfig
 from cs336_systems.costs.forecast.backward import BackwardTape
 from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS, axes, parameter_shapes
-from cs336_systems.costs.forecast.tape import Category, Tape
+from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Tape
 from cs336_systems.costs.forecast.ways import WAYS
 from cs336_systems.costs.shards import HEAD, LOOKUP
 
 LOGITS = "batch T vocabulary"
 INT64_BYTES = 8
 SCALAR = "1"
+TENSORS_OF_ADAMW = (2, 3, 2, 3, 2, 2, 4)
+"""Tensors that each kernel of AdamW reads and writes: decay, first moment, second (two), root, epsilon, update."""
+TENSORS_OF_FOREACH = (*TENSORS_OF_ADAMW[:5], 2, 2, 4)
+"""PyTorch's foreach AdamW divides the root by its bias correction in a kernel of its own."""
+FOREACH_CHUNK = 65_536
+"""Elements of a block of a foreach kernel (kChunkSize of PyTorch's MultiTensorApply.cuh)."""
+FOREACH_BLOCKS = 320
+"""Blocks of one of its launches (depth_to_max_blocks of the same file)."""
 
 
 class StepTape:
@@ -91,17 +101,25 @@ class StepTape:
         self.layers.block(0, x, saved)
         return saved
 
-    def _new(self, category: Category, label: str, shape: str, element_bytes: int = FP32_BYTES) -> int:
-        return self.tape.new(category, label, shape, element_bytes)
+    def _new(
+        self,
+        category: Category,
+        label: str,
+        shape: str,
+        element_bytes: int = FP32_BYTES,
+        reads: Sequence[int] | None = None,
+    ) -> int:
+        return self.tape.new(category, label, shape, element_bytes, reads=reads)
 
     def _forward(self) -> int:
         tape, layers = self.tape, self.layers
         layers.thread = "forward"
         ends = self._ends if self._has_graph else None
         self.way.before_forward(LOOKUP)
-        x = self._new(Category.ACTIVATIONS, "residual stream", STREAM, layers.stream_bytes)
+        x = self._new(Category.ACTIVATIONS, "residual stream", STREAM, layers.stream_bytes, reads=(LIKE_ITSELF,))
         if layers.gpt2:
-            x, tokens = self._new(Category.ACTIVATIONS, "residual stream", STREAM, layers.stream_bytes), x
+            tokens = x
+            x = self._new(Category.ACTIVATIONS, "residual stream", STREAM, layers.stream_bytes, reads=(tokens,))
             tape.drop(tokens)
         self.way.after_forward(LOOKUP)
         for index in range(self.config.model.num_layers):
@@ -134,12 +152,15 @@ class StepTape:
     def _loss(self, ends: Saved | None) -> int:
         """Cross-entropy: the log-softmax has the logits' type; under autocast the log-likelihood needs fp32."""
         tape = self.tape
-        log_softmax = self._new(Category.LOSS, "log-softmax of logits", LOGITS, self.layers.element_bytes)
+        log_softmax = self._new(
+            Category.LOSS, "log-softmax of logits", LOGITS, self.layers.element_bytes, reads=(LIKE_ITSELF,)
+        )
         wide = tape.keep(log_softmax)
         if self.layers.autocast:
             tape.drop(wide)
-            wide = self._new(Category.LOSS, "log-softmax in fp32", LOGITS)
+            wide = self._new(Category.LOSS, "log-softmax in fp32", LOGITS, reads=(log_softmax,))
         loss, weight = (self._new(Category.LOSS, "loss and its weight", SCALAR) for _ in range(2))
+        tape.pass_over(loss, weight)  # which picks one element of each row
         if ends is not None:
             ends |= {"log_softmax": tape.keep(log_softmax), "wide": tape.keep(wide), "weight": tape.keep(weight)}
         tape.drop(log_softmax, wide, weight)
@@ -165,13 +186,16 @@ class StepTape:
 
     def _loss_backward(self) -> int:
         tape, layers = self.tape, self.layers
-        likelihood = self._new(Category.LOSS, "gradient of log-softmax", LOGITS)
+        likelihood = self._new(Category.LOSS, "gradient of log-softmax", LOGITS, reads=())
         layers.release(self._ends, "wide", "weight")
         if layers.autocast:
-            narrow = self._new(Category.LOSS, "gradient of log-softmax, cast", LOGITS, layers.element_bytes)
+            narrow = self._new(
+                Category.LOSS, "gradient of log-softmax, cast", LOGITS, layers.element_bytes, reads=(likelihood,)
+            )
             tape.drop(likelihood)
             likelihood = narrow
-        logits = self._new(Category.LOSS, "gradient of logits", LOGITS, layers.element_bytes)
+        made = (likelihood, self._ends["log_softmax"])
+        logits = self._new(Category.LOSS, "gradient of logits", LOGITS, layers.element_bytes, reads=made)
         tape.drop(likelihood)
         layers.release(self._ends, "log_softmax")
         return logits
@@ -198,21 +222,29 @@ class StepTape:
         tape, layers = self.tape, self.layers
         is_low = "embedding" in self.way.low
         if not layers.gpt2:
-            table = layers.new_gradient("vocabulary d_model", is_low)
+            table = layers.new_gradient("vocabulary d_model", is_low, reads=(gradient,))
             tape.drop(gradient)
             self.way.graded("embedding", table)
             return
-        positions = self._new(Category.TEMPORARIES, "gradient of positions", "T d_model", layers.stream_bytes)
+        positions = self._new(
+            Category.TEMPORARIES, "gradient of positions", "T d_model", layers.stream_bytes, reads=(gradient,)
+        )
         of_positions = layers.new_gradient("T d_model", is_low)
         tape.drop(positions)
         self.way.graded("positions", of_positions)
-        table = self._new(Category.TEMPORARIES, "gradient of the embedding", "vocabulary d_model", layers.stream_bytes)
+        table = self._new(
+            Category.TEMPORARIES,
+            "gradient of the embedding",
+            "vocabulary d_model",
+            layers.stream_bytes,
+            reads=(gradient,),
+        )
         tape.drop(gradient)
         total, layers.of_head = layers.of_head, None
         assert total is not None
         if not layers.autocast or HEAD in self.way.low:
             # the head's gradient is a view, so the sum is a tensor of its own
-            of_head, total = total, layers.new_gradient("vocabulary d_model", is_low)
+            of_head, total = total, layers.new_gradient("vocabulary d_model", is_low, reads=(total, table))
             tape.drop(of_head)
         tape.drop(table)
         self.way.graded("embedding", total)
@@ -233,8 +265,23 @@ class StepTape:
             if kind is OptimizerKind.ADAMW:
                 self.tape.drop(temporaries.pop())
         self.tape.drop(*reversed(temporaries))
+        self._launch_update(kind)
         self.way.drop_gradients()
         self._has_state = True
+
+    def _launch_update(self, kind: OptimizerKind) -> None:
+        """The kernels of an update; with foreach each goes over as many elements as PyTorch gives to one launch."""
+        counts = [self.tape.size(shape) for shape in self.way.updated.values()]
+        if kind is OptimizerKind.FUSED:
+            self.tape.adamw(sum(counts))
+        elif kind is OptimizerKind.ADAMW:
+            for count in counts:
+                for tensors in TENSORS_OF_ADAMW:
+                    self.tape.pass_of(tensors * FP32_BYTES * count)
+        else:
+            launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
+            for tensors in TENSORS_OF_FOREACH:
+                self.tape.pass_of(tensors * FP32_BYTES * sum(counts) // launches, launches)
 
     def _make_state(self, shape: str) -> None:
         if self.config.optimizer is OptimizerKind.FUSED:

@@ -1,6 +1,9 @@
-"""The tensors that a step makes and frees, in order, with reference counts that decide when each one is freed."""
+"""The tensors that a step makes and frees, in order, with reference counts that decide when each one is freed.
 
-from collections.abc import Mapping
+Beside them stand the operations that read and write them, in the order in which the host launches them.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -39,6 +42,44 @@ class TensorSpec:
     """CUDA stream on which it is made, if it is not the usual one: memory of one stream is of no use to another."""
 
 
+class Kind(StrEnum):
+    """What an operation does, which decides from which ceiling its time is known."""
+
+    MATMUL = "matmul"
+    ATTENTION = "fused attention"
+    PASS = "pass over memory"
+    ADAMW = "fused AdamW"
+    VIEWS = "views"
+    """No kernel: views, of which the host makes one in about the time of a launch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What PyTorch dispatches at once: one kernel, or several equal ones."""
+
+    kind: Kind
+    moved_bytes: int = 0
+    """Read and written by each kernel, if nothing is read twice."""
+    sides: tuple[int, int, int] = (0, 0, 0)
+    """Rows, inner side and columns of a matmul, or of the scores of fused attention."""
+    batch: int = 1
+    """Matmuls of a batched one, or heads of all sequences."""
+    matmuls: int = 1
+    """Matmuls of fused attention for each head, of which causality leaves half."""
+    element_bytes: int = 4
+    """Of a matmul's factors."""
+    launches: int = 1
+    """Kernels, one after the other."""
+    calls: int = 1
+    """Operations and views that the host dispatches."""
+
+
+ADAMW_BYTES = 7 * 4
+"""Of an element: parameter, gradient and both moments are read, and all but the gradient written, in fp32."""
+LIKE_ITSELF = -1
+"""Stands for a tensor that is as large as the one that is made of it."""
+
+
 class Tape:
     """Records tensors as they are made and freed; a tensor lives while Python or autograd's graph refers to it."""
 
@@ -47,25 +88,84 @@ class Tape:
         """Kind of each tensor, by its handle: tensors are numbered in the order in which they are made."""
         self.events: list[int | Phase] = []
         """A handle when its tensor is made, its complement (~handle) when it is freed, a phase when it begins."""
+        self.operations: list[Operation | Phase] = []
+        """Operations in the order of their launches, and a phase where it begins."""
         self._references: list[int] = []
+        self._axes = axes
 
         @cache
         def specify(category: Category, label: str, shape: str, element_bytes: int, stream: str) -> TensorSpec:
-            names = shape.split()
-            sizes = (int(name) if name.isdigit() else axes[name] for name in names)
-            formula = " x ".join([*names, str(element_bytes)])
-            size_bytes = prod(sizes) * element_bytes
+            formula = " x ".join([*shape.split(), str(element_bytes)])
+            size_bytes = self.size(shape) * element_bytes
             return TensorSpec(category=category, label=label, formula=formula, size_bytes=size_bytes, stream=stream)
 
         self._specify = specify
 
-    def new(self, category: Category, label: str, shape: str, element_bytes: int, stream: str = "") -> int:
-        """Make a tensor with one reference; `shape` consists of axis names and numbers, such as `2 batch T`."""
+    def new(
+        self,
+        category: Category,
+        label: str,
+        shape: str,
+        element_bytes: int,
+        stream: str = "",
+        reads: Sequence[int] | None = None,
+    ) -> int:
+        """Make a tensor with one reference; `shape` consists of axis names and numbers, such as `2 batch T`.
+
+        One kernel writes it if there are `reads`, the tensors that this kernel reads.
+        """
         handle = len(self.specs)
         self.specs.append(self._specify(category, label, shape, element_bytes, stream))
         self._references.append(1)
         self.events.append(handle)
+        if reads is not None:
+            self.pass_over(handle, *(handle if read == LIKE_ITSELF else read for read in reads))
         return handle
+
+    def pass_over(self, *handles: int, calls: int = 1) -> None:
+        """Launch a kernel that reads or writes these tensors, each as often as it is given."""
+        moved_bytes = sum(self.specs[handle].size_bytes for handle in handles)
+        self.operations.append(Operation(kind=Kind.PASS, moved_bytes=moved_bytes, calls=calls))
+
+    def pass_of(self, moved_bytes: int, launches: int = 1) -> None:
+        """Launch so many kernels, each of which moves so many bytes."""
+        self.operations.append(Operation(kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches))
+
+    def matmul(self, rows: str, inner: str, columns: str, element_bytes: int, batch: str = "1") -> None:
+        """Launch a matmul of (rows, inner) by (inner, columns) matrices; the sides are products of axes."""
+        m, k, n = self.size(rows), self.size(inner), self.size(columns)
+        count = self.size(batch)
+        moved_bytes = element_bytes * count * (m * k + k * n + m * n)
+        self.operations.append(
+            Operation(
+                kind=Kind.MATMUL, moved_bytes=moved_bytes, sides=(m, k, n), batch=count, element_bytes=element_bytes
+            )
+        )
+
+    def attention(self, matmuls: int, moved: str, element_bytes: int) -> None:
+        """Launch fused attention, with so many matmuls for each head; `moved` is the shape of what it moves."""
+        self.operations.append(
+            Operation(
+                kind=Kind.ATTENTION,
+                moved_bytes=element_bytes * self.size(moved),
+                sides=(self.size("T"), self.size("d_head"), self.size("T")),
+                batch=self.size("batch heads"),
+                matmuls=matmuls,
+                element_bytes=element_bytes,
+            )
+        )
+
+    def adamw(self, elements: int) -> None:
+        """Launch fused AdamW on so many elements of parameters, all at once."""
+        self.operations.append(Operation(kind=Kind.ADAMW, moved_bytes=ADAMW_BYTES * elements))
+
+    def views(self, count: int) -> None:
+        """Let the host make views, for which nothing is launched."""
+        self.operations.append(Operation(kind=Kind.VIEWS, launches=0, calls=count))
+
+    def size(self, shape: str) -> int:
+        """Number of elements of a shape, which consists of axis names and numbers."""
+        return prod(int(name) if name.isdigit() else self._axes[name] for name in shape.split())
 
     def keep(self, handle: int) -> int:
         """Add a reference to the tensor; return its handle."""
@@ -84,3 +184,4 @@ class Tape:
     def begin(self, phase: Phase) -> None:
         """Begin `phase` of a step here; STEP is the time between two steps."""
         self.events.append(phase)
+        self.operations.append(phase)

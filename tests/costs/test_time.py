@@ -1,0 +1,254 @@
+"""Prediction of a step's time, against closed forms, a simulation tick by tick, and PyTorch's own dispatcher."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336_systems.config import (
+    Arch,
+    Attention,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Phase,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.costs.accounting import component_flops, count_parameters
+from cs336_systems.costs.curves import Curves, Matmul
+from cs336_systems.costs.forecast.tape import Kind
+from cs336_systems.costs.time import Launch, Limit, operations, replay, step_time
+from cs336_systems.model.transformer import RMSNorm, TransformerLM
+
+MODEL = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=3, num_heads=4)
+RUN = RunConfig(size="custom", model=MODEL, batch_size=2, device=Device.CUDA)
+RATE = 1e12
+BANDWIDTH = 1e9
+
+
+def curves(*, rate: float = RATE, launch_s: float = 0.0, kernel_s: float = 0.0) -> Curves:
+    """A device whose matmuls have one rate and whose passes have one bandwidth, at all sizes."""
+    sides = (16, 256)
+    matmuls = tuple(Matmul(rows=side, inner=side, columns=side, time_s=2 * side**3 / rate) for side in sides)
+    passes = {1: 1 / BANDWIDTH, 2**30: 2**30 / BANDWIDTH}
+    return Curves(
+        matmuls=dict.fromkeys(Precision, matmuls), copies=passes, adamw=passes, launch_s=launch_s, kernel_s=kernel_s
+    )  # fmt: skip
+
+
+# the queue
+
+
+def test_a_slow_host_hides_the_device() -> None:
+    found = replay({Phase.FORWARD: [Launch(host_s=5, kernel_s=2, count=10)]}, gap_s=1)
+    assert (found.step_s, found.host_s, found.launch_s) == (10 * 5 + 2, 50, 50)
+    assert found.busy_share == pytest.approx(20 / 52)
+    assert found.limit is Limit.LAUNCHES
+
+
+def test_a_slow_device_hides_the_host_and_waits_between_kernels() -> None:
+    found = replay({Phase.FORWARD: [Launch(host_s=1, kernel_s=7, count=10)]}, gap_s=0.5)
+    assert found.step_s == 1 + 10 * 7 + 9 * 0.5
+    assert found.limit is Limit.DEVICE
+
+
+def test_a_phase_begins_when_the_one_before_ends_on_the_device() -> None:
+    found = replay({Phase.FORWARD: [Launch(host_s=1, kernel_s=30)], Phase.BACKWARD: [Launch(host_s=1, kernel_s=4)]})
+    assert found.phases_s == {Phase.FORWARD: 31, Phase.BACKWARD: 4}
+    assert found.kernels_s == {Phase.FORWARD: 30, Phase.BACKWARD: 4}
+
+
+def by_ticks(launches: list[tuple[int, int]], gap: int, depth: int) -> tuple[int, int]:
+    """Ends of the last launch and of the last kernel: a host and a device that each do one thing a tick."""
+    tick, launched, ended = 0, 0, 0
+    host_left, device_left, idle = launches[0][0], 0, gap
+    host_end = 0
+    running = False
+    while ended < len(launches):
+        # what ends at this moment
+        if running and device_left == 0:
+            running, ended, idle = False, ended + 1, 0
+        if launched < len(launches) and host_left == 0 and launched - ended < depth:
+            launched += 1
+            host_end = tick
+            host_left = launches[launched][0] if launched < len(launches) else 0
+        if not running and ended < launched and idle >= gap:
+            running, device_left = True, launches[ended][1]
+        tick += 1
+        host_left, device_left, idle = max(0, host_left - 1), device_left - 1, idle + 1
+    return host_end, tick - 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_queue_is_that_of_a_simulation_by_ticks(seed: int) -> None:
+    draw = random.Random(seed)
+    launches = [(draw.randint(1, 6), draw.randint(1, 9)) for _ in range(60)]
+    gap, depth = draw.randint(0, 3), draw.randint(1, 8)
+    made = [Launch(host_s=host, kernel_s=kernel) for host, kernel in launches]
+    found = replay({Phase.FORWARD: made[:25], Phase.BACKWARD: made[25:]}, gap, depth)
+    assert (found.host_s, found.step_s) == by_ticks(launches, gap, depth)
+    assert sum(found.phases_s.values()) == pytest.approx(found.step_s)
+
+
+# the operations
+
+
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("checkpoint_blocks", [0, 2])
+def test_matmuls_of_the_operations_have_the_flops_of_the_closed_form(
+    attention: Attention, arch: Arch, checkpoint_blocks: int
+) -> None:
+    model = replace(MODEL, arch=arch, attention=attention)
+    config = replace(RUN, model=model, checkpoint_blocks=checkpoint_blocks)
+    for phase, wanted in (
+        (Phase.FORWARD, sum(part.forward for part in component_flops(config))),
+        (Phase.BACKWARD, sum(part.backward + part.recomputed for part in component_flops(config))),
+    ):
+        flops = 0
+        for each in operations(config)[phase]:
+            rows, inner, columns = each.sides
+            flops += each.launches * each.matmuls * 2 * each.batch * rows * inner * columns
+        assert flops == wanted, phase
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts the operations that PyTorch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "slice", "split", "detach",
+    "view_as_complex", "view_as_real", "_conj",
+}  # fmt: skip
+
+
+@pytest.fixture
+def norms_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """RMSNorm is one kernel on a GPU and several on a CPU; LayerNorm is one on both."""
+
+    def forward(self: RMSNorm, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RMSNorm, "forward", forward)
+        yield
+
+
+def dispatched(config: RunConfig) -> dict[Phase, Counter[str]]:
+    """What PyTorch dispatches on a CPU in forward and backward of the model."""
+    model = TransformerLM(config.model)
+    tokens = torch.zeros(config.batch_size, config.model.context_length, dtype=torch.long)
+    is_half = config.precision is Precision.BF16
+    with Dispatched() as forward, torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    with Dispatched() as backward:
+        loss.backward()
+    return {Phase.FORWARD: forward.names, Phase.BACKWARD: backward.names}
+
+
+@pytest.mark.usefixtures("norms_of_one_kernel")
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("arch", Arch)
+def test_a_block_launches_and_views_what_pytorch_dispatches(
+    arch: Arch, attention: Attention, precision: Precision
+) -> None:
+    """Of one more block: what one model of three has more than one of two."""
+    configs = [
+        replace(RUN, precision=precision, model=replace(MODEL, arch=arch, attention=attention, num_layers=layers))
+        for layers in (2, 3)
+    ]
+    fewer, more = (dispatched(config) for config in configs)
+    ours_fewer, ours_more = (operations(config) for config in configs)
+    # on a GPU autocast has the softmax in fp32, with a cast before and one after it, and the same in backward
+    is_cast = precision is Precision.BF16 and attention is Attention.NAIVE
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        found = more[phase] - fewer[phase]
+        views = sum(found[name] for name in VIEWS)
+        kernels = found.total() - views + 2 * is_cast
+
+        def of(operations: list[Any], is_view: bool) -> int:
+            return sum(each.calls for each in operations if (each.kind is Kind.VIEWS) is is_view)
+
+        assert of(ours_more[phase], True) - of(ours_fewer[phase], True) == views, phase
+        assert of(ours_more[phase], False) - of(ours_fewer[phase], False) == kernels, phase
+
+
+@pytest.mark.parametrize(("kind", "tensors"), [(OptimizerKind.ADAMW, 18), (OptimizerKind.FUSED, 7)])
+def test_an_update_moves_each_tensor_that_its_kernels_read_and_write(kind: OptimizerKind, tensors: int) -> None:
+    found = operations(replace(RUN, optimizer=kind))[Phase.OPTIMIZER]
+    assert sum(each.launches * each.moved_bytes for each in found) == tensors * 4 * count_parameters(MODEL)
+
+
+def test_our_adamw_launches_seven_kernels_for_each_parameter() -> None:
+    found = operations(RUN)[Phase.OPTIMIZER]
+    assert sum(each.launches for each in found) == 7 * len(list(TransformerLM(MODEL).parameters()))
+
+
+# the whole prediction
+
+
+def test_without_memory_traffic_or_launches_a_step_is_its_flops_over_the_rate() -> None:
+    slow = curves(rate=1e6)  # so slow that no pass matters
+    found = step_time(RUN, slow)
+    assert found is not None
+    flops = sum(part.step for part in component_flops(RUN))
+    assert found.step_s == pytest.approx(flops / 1e6, rel=0.02)
+    assert found.limit is Limit.DEVICE
+
+
+def test_a_step_of_a_slow_host_takes_a_launch_for_each_call() -> None:
+    launch_s = 1.0
+    found = step_time(RUN, curves(launch_s=launch_s))
+    assert found is not None
+    calls = sum(each.calls for of_phase in operations(RUN).values() for each in of_phase)
+    assert found.launch_s == pytest.approx(calls * launch_s)
+    assert found.step_s == pytest.approx(found.launch_s, rel=1e-3)
+    assert found.limit is Limit.LAUNCHES
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_prediction_has_the_phases_that_a_run_times(mode: Mode) -> None:
+    config = replace(RUN, mode=mode)
+    found = step_time(config, curves())
+    assert found is not None
+    assert tuple(found.phases_s) == config.phases
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": Precision.FP16},
+        {"cuda_graph": True, "optimizer": OptimizerKind.FUSED},
+        {"model": replace(MODEL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH)},
+        {"model_factory": "own:model"},
+    ],
+)
+def test_what_is_not_predicted_is_none(change: dict[str, Any]) -> None:
+    assert step_time(replace(RUN, **change), curves()) is None
+
+
+def test_a_precision_that_was_not_measured_is_none() -> None:
+    known = curves()
+    without = replace(known, matmuls={Precision.FP32: known.matmuls[Precision.FP32]})
+    assert step_time(replace(RUN, precision=Precision.BF16), without) is None
