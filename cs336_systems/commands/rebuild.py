@@ -19,6 +19,7 @@ from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.attention import write_attention
 from cs336_systems.report.sections.ceilings.summary import write_ceilings
+from cs336_systems.report.sections.forecast import write_forecast
 from cs336_systems.report.sections.fusion import write_fusion
 from cs336_systems.report.sections.ladder.tables import write_ladder_report
 from cs336_systems.report.sections.precision import write_precision
@@ -109,6 +110,7 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
             status.end()
             found.append(own)
             print_line(f"{directory}: written from {_source(directory)}")
+    _score_forecast(Collection.together(root, found), status)
     num_rebuilt = len(directories) - len(problems)
     print_line(f"rebuilt: {num_rebuilt} of {len(directories)} directories")
     page = write_collection_page(Collection.together(root, found), status) if num_rebuilt else None
@@ -140,6 +142,18 @@ def write(found: Collection, status: "StatusLine") -> None:
         write_fusion(fusion, found.root / path)
     for path, precision in found.precision.items():
         write_precision(precision, found.root / path)
+
+
+def _score_forecast(found: Collection, status: "StatusLine") -> None:
+    """Write how far the times of steps that ceilings predict are from all measured ones, if there are ceilings."""
+    from cs336_systems.report.terminal import print_line
+
+    status("predicting the times of all steps")
+    sweeps = {path: results.published for path, results in found.sweeps.items()}
+    written = write_forecast(sweeps, found.ceilings_of, found.root)
+    status.end()
+    if written is not None:
+        print_line(f"{written}: written from all records and ceilings")
 
 
 def _write_sweep(results: Results, found: Collection, path: Path, status: "StatusLine") -> None:

@@ -26,7 +26,8 @@ class ReportArguments:
     A directory that holds no runs itself stands for all results below it, of sweeps, ladders, studies and comparisons:
     each is written again where it is, as in `cs336 report data`. The directory gets one page of all of them, which
     begins with the course's questions and then has the results by subject. The directory of a ladder or of a study
-    is written again too, with its page.
+    is written again too, with its page. If there are ceilings, forecast/ gets a table of how far the times that they
+    predict for all steps are from the measured ones.
 
     A run under a profiler whose raw profile was not explained, or whose explanation was lost, is explained first.
     """

@@ -137,6 +137,11 @@ def _distance(percent: float) -> str:
     return significant(percent, 2) if percent else "0"
 
 
+def _signed(value: float) -> str:
+    """Signed, to one decimal."""
+    return f"{value:+z.1f}"
+
+
 def _step_interval(row: Row) -> str:
     return interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"])
 
@@ -228,6 +233,17 @@ COLUMNS: dict[str, Column] = {
                                  "AdamW written out.", drop_order=4, derived=True, write=three_digits),
     "weak_scaling": Column("weak scaling", "%", "Time of the step of one process over that of all ranks, each of which "
                            "has as large a batch.", drop_order=4, derived=True, scale=100, write=three_digits),
+    # the forecast of times, against measured ones
+    "scored": _text("steps", "Which of the measured steps."),
+    "num_scored": Column("count", "", "Measured configurations.", write=count),
+    "median_error": Column("median error", "%", "Median of the errors, their signs left out.", write=two_digits),
+    "error_of_nine": Column("9 of 10 within", "%", "Largest error of the nine tenths that miss least.",
+                            write=two_digits),
+    "largest_error": Column("largest", "%", "The largest error.", write=two_digits),
+    "median_bias": Column("bias", "%", "Median of the errors with their signs: below 0 the forecast is too short.",
+                          write=_signed),
+    "named_right": Column("limit right", "%", "Steps of which the forecast names the limit that was measured.",
+                          drop_order=1, write=three_digits),
     # kernels, per step
     "kernels_per_step": Column("kernels", "", "Kernels that were launched.", drop_order=4, write=count),
     "kernel_mean_ms": Column("GPU time", "ms", "Durations of the kernels, added up.", write=rounded),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cs336_systems.config import Precision
 from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
@@ -39,6 +40,13 @@ class Ceilings:
         name, wanted = bare_name(device_name), ProductPrecision(precision)
         found = (study.product_ceiling(wanted) for study in self.studies if bare_name(study.device_name) == name)
         return max((rate for rate in found if rate is not None), default=None)
+
+    def curves(self, device_name: str) -> Curves | None:
+        """The times from which those of steps are predicted, of the study of this device that has most matmuls."""
+        name = bare_name(device_name)
+        studies = [study for study in self.studies if bare_name(study.device_name) == name]
+        found = [curves for study in studies if (curves := study.curves()) is not None]
+        return max(found, key=lambda curves: sum(map(len, curves.matmuls.values())), default=None)
 
     def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
         """Times of each collective among so many of this device by bytes, of the study that has most of them."""

@@ -1,0 +1,144 @@
+"""How far the predicted times of steps are from the measured ones, by what limits the step and by its settings."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cs336_systems.config import Phase, Profiler, RunConfig
+from cs336_systems.costs.curves import Curves
+from cs336_systems.costs.time import Limit, TimePrediction, step_time
+from cs336_systems.record import RunRecord, Status, WarningCode
+from cs336_systems.report.columns import Row, column
+from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.report.table import Table, make_table
+from cs336_systems.studies.ceilings_files import Ceilings
+from cs336_systems.text import counted
+
+FOLDER = "forecast"
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+KEYS = ("scored", "num_scored", "median_error", "error_of_nine", "largest_error", "median_bias", "named_right")
+SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
+    "size": lambda config: config.size,
+    "context_length": lambda config: config.model.context_length,
+    "batch_size": lambda config: config.batch_size,
+    "mode": lambda config: config.mode,
+    "precision": lambda config: config.precision,
+    "attention": lambda config: config.model.attention,
+    "optimizer": lambda config: config.optimizer,
+    "checkpoint_blocks": lambda config: config.checkpoint_blocks,
+}
+GROUPS = ("size", "context_length", "precision", "mode", "attention", "checkpoint_blocks")
+"""Settings by whose values the errors are also given."""
+OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
+
+
+def scored(
+    sweeps: Mapping[Path, Sequence[RunRecord]], ceilings_of: Callable[[Path], Ceilings]
+) -> tuple[list[Row], int]:
+    """A row for each measured configuration of a sweep whose time is predicted, and the number of the others.
+
+    Several processes of one configuration count as one, with the median of their medians. Times are in ms, errors in
+    percent of what was measured.
+    """
+    rows: list[Row] = []
+    others = 0
+    for directory, records in sorted(sweeps.items()):
+        alike: dict[RunConfig, list[RunRecord]] = {}
+        for record in records:
+            if record.status is Status.OK and record.config.profiler is Profiler.NONE:
+                alike.setdefault(replace(record.config, repeat=0), []).append(record)
+        for config, own in alike.items():
+            curves = _curves(own[0], ceilings_of(directory))
+            found = None if curves is None else step_time(config, curves)
+            if found is None:
+                others += 1
+            else:
+                rows.append(_row(directory, config, own, found))
+    return rows, others
+
+
+def _curves(record: RunRecord, ceilings: Ceilings) -> Curves | None:
+    return None if record.environment is None else ceilings.curves(record.environment.identity.device_name)
+
+
+def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction) -> Row:
+    codes = {warning.code for record in records for warning in record.warnings}
+    limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
+    row: Row = {"directory": directory.as_posix(), **{key: take(config) for key, take in SETTINGS.items()}}
+    for phase in (*PHASES, Phase.STEP):
+        predicted_s = found.step_s if phase is Phase.STEP else found.phases_s.get(phase)
+        measured = [each.median_s for record in records if (each := record.measurement(phase)) is not None]
+        measured_s = statistics.median(measured) if measured and predicted_s is not None else None
+        row[f"{phase}_ms"] = None if measured_s is None else 1e3 * measured_s
+        row[f"predicted_{phase}_ms"] = None if predicted_s is None else 1e3 * predicted_s
+        row[f"{phase}_error"] = None if not measured_s or predicted_s is None else 100 * (predicted_s / measured_s - 1)
+    row |= {"limit": limit, "predicted_limit": found.limit, "predicted_busy_share": found.busy_share}
+    return row | {"warnings": ";".join(sorted(codes))}
+
+
+def forecast_section(rows: Sequence[Row], others: int) -> Section:
+    """A table of errors for each limit, and of all phases; the values are those of each configuration."""
+    tables = [*(_table(limit, rows) for limit in Limit), _phases_table(rows)]
+    note = (
+        f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models, CUDA graphs, the fast model, "
+        "steps of several ranks and devices without ceilings."
+    )
+    last = replace(tables[-1], notes=(*tables[-1].notes, *([note] if others else ())))
+    return Section(name="errors", tables=(*tables[:-1], last), rows=rows)
+
+
+def _table(limit: Limit, rows: Sequence[Row]) -> Table:
+    own = [row for row in rows if row["limit"] is limit]
+    return make_table(
+        f"Predicted times of steps {OF_LIMIT[limit]}",
+        [column(key) for key in KEYS],
+        [_summary(name, some, Phase.STEP) for name, some in _groups(own) if some],
+        ["A step is limited by launches if its record says so. The forecast knows the configuration and the ceilings."],
+    )
+
+
+def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    yield "all", [*rows]
+    unstable = {WarningCode.UNSTABLE, WarningCode.DRIFT}
+    yield "without unstable ones", [row for row in rows if unstable.isdisjoint(row["warnings"].split(";"))]
+    for key in GROUPS:
+        values = list(dict.fromkeys(row[key] for row in rows))
+        for value in values if len(values) > 1 else ():
+            yield f"{key.replace('_', ' ')} {value}", [row for row in rows if row[key] == value]
+
+
+def _phases_table(rows: Sequence[Row]) -> Table:
+    summaries = [
+        _summary(f"{phase}, {OF_LIMIT[limit]}", own, phase)
+        for limit in Limit
+        for phase in PHASES
+        if (own := [row for row in rows if row["limit"] is limit and row[f"{phase}_error"] is not None])
+    ]
+    return make_table("Predicted times of phases", [column(key) for key in KEYS[:-1]], summaries)
+
+
+def _summary(name: str, rows: Sequence[Row], phase: Phase) -> Row:
+    errors = [row[f"{phase}_error"] for row in rows]
+    sizes = sorted(map(abs, errors))
+    return {
+        "scored": name,
+        "num_scored": len(rows),
+        "median_error": statistics.median(sizes),
+        "error_of_nine": sizes[math.ceil(0.9 * len(sizes)) - 1],
+        "largest_error": sizes[-1],
+        "median_bias": statistics.median(errors),
+        "named_right": 100 * statistics.fmean(row["limit"] is row["predicted_limit"] for row in rows),
+    }
+
+
+def write_forecast(
+    sweeps: Mapping[Path, Sequence[RunRecord]], ceilings_of: Callable[[Path], Ceilings], root: Path
+) -> Path | None:
+    """Write the errors of all predicted steps into a folder of `root`; return it, or None if none is predicted."""
+    rows, others = scored(sweeps, ceilings_of)
+    if not rows:
+        return None
+    write_files(texts_of(forecast_section(rows, others)), root / FOLDER)
+    return root / FOLDER

@@ -1,0 +1,82 @@
+"""Errors of predicted times, by hand-made records and by those that are committed."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.config import Phase, Precision
+from cs336_systems.costs.time import Limit, step_time
+from cs336_systems.record import WarningCode
+from cs336_systems.report.section import texts_of
+from cs336_systems.report.sections.forecast import FOLDER, forecast_section, scored
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
+from tests.committed import DATA
+from tests.report.ceilings import BF16, FP32, lasting, make_ceilings, product_at, square, stream_at
+from tests.report.making import make_config, make_record
+
+PLACE = Path("e2e_benchmark/a")
+CONFIG = make_config("tiny", 16)
+CEILINGS = Ceilings(
+    (
+        make_ceilings(
+            [product_at(square(64), 1), product_at(square(64), 1, precision=BF16), product_at(square(64), 1, FP32)],
+            [stream_at(100), stream_at(100, stream=Stream.ADAMW)],
+            [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in Launch],
+        ),
+    )
+)
+
+
+def predicted_s(config):
+    curves = CEILINGS.curves("NVIDIA H200")
+    assert curves is not None
+    found = step_time(config, curves)
+    assert found is not None
+    return found.step_s
+
+
+def test_errors_are_those_of_the_records() -> None:
+    """One step as long as predicted in the median, and one twice as long, of which the forecast misses half."""
+    exact, double = predicted_s(CONFIG), make_config("tiny", 16, batch_size=2)
+    records = [
+        make_record(CONFIG, [exact, exact, 9 * exact]),
+        make_record(double, [2 * predicted_s(double)] * 3, codes=[WarningCode.LAUNCH_BOUND]),
+    ]
+    rows, others = scored({PLACE: records}, lambda _: CEILINGS)
+    assert others == 0
+    assert [row["step_error"] for row in rows] == pytest.approx([0, -50])
+    assert [row["limit"] for row in rows] == [Limit.DEVICE, Limit.LAUNCHES]
+    texts = texts_of(forecast_section(rows, others))
+    assert len(texts["errors.csv"].splitlines()) == 3
+
+
+def test_what_is_not_predicted_is_counted() -> None:
+    compiled = make_config("tiny", 16, compile="default")
+    records = [make_record(config, [1.0]) for config in (CONFIG, compiled, make_config("tiny", 16, precision="fp16"))]
+    rows, others = scored({PLACE: records}, lambda _: CEILINGS)
+    assert (len(rows), others) == (1, 2)
+    assert scored({PLACE: records}, lambda _: NO_CEILINGS) == ([], 3)
+    elsewhere = [make_record(CONFIG, [1.0], device_name="NVIDIA A10")]
+    assert scored({PLACE: elsewhere}, lambda _: CEILINGS) == ([], 1)
+
+
+def test_the_committed_times_follow_from_configurations_and_ceilings_alone() -> None:
+    """Each is predicted again from the cells of its row; of the smallest model, which is quick."""
+    curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
+    assert curves is not None
+    with (DATA / FOLDER / "errors.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["size"] == "small"]
+    assert len(rows) > 20
+    for row in rows:
+        config = make_config(
+            "small", int(row["context_length"]), batch_size=int(row["batch_size"]), mode=row["mode"],
+            precision=Precision(row["precision"]), model={"attention": row["attention"]},
+        )  # fmt: skip
+        found = step_time(config, curves)
+        assert found is not None
+        assert float(row["predicted_step_ms"]) == pytest.approx(1e3 * found.step_s)
+        measured, error = float(row["step_ms"]), float(row["step_error"])
+        assert error == pytest.approx(100 * (float(row["predicted_step_ms"]) / measured - 1))
+        assert float(row["predicted_forward_ms"]) == pytest.approx(1e3 * found.phases_s[Phase.FORWARD])
