@@ -105,6 +105,11 @@ class SweepArguments(Flags):
     Profiles are brought from there."""
     require_device: Annotated[str | None, unset("NAME", ANY_DEVICE)] = None
     """With --cluster, measure only on machines whose device has this in its name, such as H200."""
+    same_node: Switch = False
+    """With --cluster, measure all repeats of a configuration on one machine, not only on one kind of machine."""
+    share_nodes: Switch = False
+    """With --cluster, let runs that the CPU limits (warning launch-bound) share a machine with others. Without it, such
+    a run that had others beside it is measured again with the machine to itself."""
     wait_nodes_s: float = 180.0
     """With --cluster, how long to wait for a machine while none is at work (seconds)."""
     dry_run: Switch = False
@@ -122,8 +127,9 @@ class SweepArguments(Flags):
 
     def _check_cluster(self) -> None:
         if self.cluster is None:
-            if self.require_device is not None:
-                raise ValueError("--require-device needs --cluster")
+            for name in ("require_device", "same_node", "share_nodes"):
+                if getattr(self, name):
+                    raise ValueError(f"--{name.replace('_', '-')} needs --cluster")
             return
         check_address(self.cluster, "--cluster")
         if not 0 < self.wait_nodes_s < float("inf"):
@@ -292,11 +298,13 @@ def _machines(arguments: SweepArguments) -> Callable[..., "Outcome"] | None:
         return None
     check_ray("--cluster")
     from cs336_systems.sweep.cluster.ray_nodes import sweep_on_ray
+    from cs336_systems.sweep.cluster.waiting import Placement
 
     return functools.partial(
         sweep_on_ray,
         address=arguments.cluster,
         require_device=arguments.require_device,
+        placement=Placement(same_node=arguments.same_node, share_nodes=arguments.share_nodes),
         wait_nodes_s=arguments.wait_nodes_s,
     )
 

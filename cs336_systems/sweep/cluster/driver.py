@@ -7,17 +7,18 @@ number of runs.
 import heapq
 import itertools
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cs336_systems.config import Device, Parallel, Profiler, RunConfig
 from cs336_systems.files import error_in_words, write_atomically
-from cs336_systems.record import Failure, Identity, RecordError, RunRecord, Status, decode_record
+from cs336_systems.record import Failure, RecordError, RunRecord, RunWarning, Status, WarningCode, decode_record
 from cs336_systems.sweep.cluster.conditions import Conditions
 from cs336_systems.sweep.cluster.fetch import Fetch, FetchError
 from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Event, Joined, Left, Node, Nodes, Unfit
+from cs336_systems.sweep.cluster.waiting import Placement, Waiting
 from cs336_systems.sweep.keep import Keeper
 from cs336_systems.sweep.run import MORE_FOR_RANKS_S, Loop, num_slots
 from cs336_systems.sweep.store import SweepError, quarantine
@@ -32,15 +33,28 @@ _MOST_FETCHES = 8
 """How many runs' profiles are fetched at a time. Each takes the memory of one chunk on both sides."""
 
 
+_SHARED = RunWarning(
+    code=WarningCode.CPU_SHARED,
+    message="other runs were at work on this machine, and the CPU limits this one; leave out --share-nodes",
+)
+
+
+def _is_cpu_limited(record: RunRecord) -> bool:
+    """Whether the CPU limits the run, which others on its machine would then disturb."""
+    return any(warning.code is WarningCode.LAUNCH_BOUND for warning in record.warnings)
+
+
 @dataclass(slots=True)
 class _Run:
     order: int
     config: RunConfig
     key: str
     family: str
-    """Equal for all repeats of a configuration, which are measured on one kind of machine."""
+    """Equal for all repeats of a configuration, which stay on one kind of machine, or on one machine."""
     width: int
     """How many slots of one machine it takes."""
+    neighbours: set[str] = field(default_factory=set)
+    """Keys of the runs that were measured on its machine meanwhile."""
     lost: list[str] = field(default_factory=list)
     """Why earlier tries gave no record."""
     started_s: float = 0.0
@@ -75,56 +89,6 @@ class _Place:
     """The runs on it, by their keys."""
 
 
-class _Waiting:
-    """Runs that wait for a machine: widest first, then in the order of the sweep.
-
-    While a wide run waits, no narrower one starts on a machine on which the wide one could run; otherwise the slots
-    that it needs would never be free at the same time.
-    """
-
-    def __init__(self) -> None:
-        self._heaps: defaultdict[tuple[Identity | None, int], list[tuple[int, _Run]]] = defaultdict(list)
-        self._kinds: dict[str, Identity] = {}
-        """The kind of machine on which a family is measured, once its first run has started."""
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def push(self, run: _Run) -> None:
-        self._count += 1
-        self._put(run)
-
-    def _put(self, run: _Run) -> None:
-        heapq.heappush(self._heaps[self._kinds.get(run.family), run.width], (run.order, run))
-
-    def pop(self, place: _Place) -> _Run | None:
-        """The run that the machine starts next; None if there is none, or too few of its slots are free."""
-        kind = place.node.identity
-        self._sort_out(kind)
-        widths = {width for (found, width), heap in self._heaps.items() if heap and found in (None, kind)}
-        width = max((width for width in widths if width <= place.node.slots), default=0)
-        if not 0 < width <= place.free:
-            return None
-        run = heapq.heappop(min((self._heaps[each, width] for each in (None, kind)), key=_first))[1]
-        self._kinds.setdefault(run.family, kind)
-        self._count -= 1
-        return run
-
-    def _sort_out(self, kind: Identity) -> None:
-        """Move first runs of no kind to the heap of another kind, if their family has been started on that."""
-        for (found, _), heap in list(self._heaps.items()):
-            while found is None and heap and self._kinds.get(heap[0][1].family, kind) != kind:
-                self._put(heapq.heappop(heap)[1])
-
-    def __iter__(self) -> Iterator[_Run]:
-        return (run for heap in self._heaps.values() for _, run in heap)
-
-
-def _first(heap: list[tuple[int, _Run]]) -> float:
-    return heap[0][0] if heap else float("inf")
-
-
 @dataclass(slots=True)
 class Driver:
     """Keeps every machine at work until nothing is left to do, or `is_stopped` says so."""
@@ -138,11 +102,14 @@ class Driver:
     explainer: Loop
     """Explains on this machine what has been fetched."""
     conditions: Conditions
+    placement: Placement
+    kept: Sequence[RunRecord] = ()
+    """Records of an earlier sweep, whose repeats go on where they were measured if such a machine is there at first."""
     most_slots: int = 0
     _places: dict[str, _Place] = field(default_factory=dict)
     _newcomers: list[Node] = field(default_factory=list)
     """Machines that have joined before the conditions of the sweep are known."""
-    _waiting: _Waiting = field(default_factory=_Waiting)
+    _waiting: Waiting[_Run] = field(init=False)
     _deadlines: list[tuple[float, int, str, _Run]] = field(default_factory=list)
     """A heap: when a machine must have answered, a number, the machine's name, the run."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -156,6 +123,7 @@ class Driver:
 
     def run(self, todo: Sequence[RunConfig]) -> None:
         """Measure all; raise SweepError if for too long no machine is there that could go on."""
+        self._waiting = Waiting(self.placement)
         self._on_cpu = any(config.device is Device.CPU for config in todo)
         for order, config in enumerate(todo):
             self._waiting.push(_Run(order, config, config.key, config.digest, num_slots(config)))
@@ -210,6 +178,23 @@ class Driver:
                 self.most_slots = max(self.most_slots, sum(place.node.slots for place in self._places.values()))
                 self._note(f"{node.host} joins: {node.identity.device_name}, {counted(node.slots, 'slot')}")
         self._newcomers.clear()
+        if self._places and self.kept:
+            self._go_on_from(self.kept)
+            self.kept = ()
+
+    def _go_on_from(self, kept: Sequence[RunRecord]) -> None:
+        """Settle what has been measured in part where that was, and set apart what the CPU limits."""
+        nodes = {(node.identity, node.host): node for node in (place.node for place in self._places.values())}
+        kinds = {node.identity: node for node in nodes.values()}
+        for record in kept:
+            if _is_cpu_limited(record):
+                self._waiting.set_apart(record.config.digest)
+            if record.environment is not None:
+                identity = record.environment.identity
+                found = nodes.get((identity, record.environment.host))
+                found = found or (None if self.placement.same_node else kinds.get(identity))
+                if found is not None:
+                    self._waiting.settle(record.config.digest, found)
 
     def _refuse(self, node: Node, why: str) -> None:
         self.nodes.give_up(node.name)
@@ -224,13 +209,17 @@ class Driver:
         while self._waiting and started:
             started = False
             for place in self._places.values():
-                while place.free and (run := self._waiting.pop(place)):
+                while place.free and (run := self._waiting.pop(place.node, place.free)):
                     self._start(run, place, now_s)
                     started = True
 
     def _start(self, run: _Run, place: _Place, now_s: float) -> None:
         run.started_s = now_s
-        run.held = run.width
+        run.held = place.node.slots if self._waiting.is_apart(run.family) else run.width
+        others = [other for other in place.running.values() if other.record is None]
+        run.neighbours = {other.key for other in others}
+        for other in others:
+            other.neighbours.add(run.key)
         place.free -= run.held
         place.running[run.key] = run
         self._num_running += 1
@@ -274,6 +263,8 @@ class Driver:
         if place is None:
             return
         self._note(f"{place.node.host} is lost: {why}")
+        if not any(other.node.host == place.node.host for other in self._places.values()):
+            self._waiting.leave(place.node)
         for run in list(place.running.values()):
             self._ended(place, run)
             run.lost.append(f"{place.node.host}: {why}")
@@ -301,11 +292,24 @@ class Driver:
             elapsed_s, message = self.nodes.now_s() - run.started_s, f"from {place.node.host}: {error}"
             self._finish(place, run, self.keeper.refuse(run.config, message, elapsed_s))
             return
+        if _is_cpu_limited(record):
+            self._waiting.set_apart(run.family)
+            if run.neighbours and self._waiting.is_apart(run.family):
+                self._again(place, run)
+                return
         if run.config.profiler is Profiler.NONE:
             self._finish(place, run, self.keeper.write(record))
         else:
             run.record, run.fetch, run.deadline_s = record, fetch, math.inf
             self._to_fetch.append((place, run))
+
+    def _again(self, place: _Place, run: _Run) -> None:
+        """Measure the run once more, with a machine to itself."""
+        self._note(f"{run.config.label} is measured again without others on its machine, as the CPU limits it")
+        if run.config.profiler is not Profiler.NONE:
+            self.nodes.release(place.node.name, run.key)
+        self._ended(place, run)
+        self._waiting.push(run)
 
     def _finish(self, place: _Place, run: _Run, record: RunRecord) -> None:
         """The record is written: go on to the next run, and to what is to be explained."""
@@ -361,7 +365,9 @@ class Driver:
             raise self._set_aside(run, data, "the record is of another run")
         if (changed := self.keeper.changed_since(record)) is not None:
             raise _RefusedError(changed)
-        return replace(record, lost_tries=tuple(run.lost))
+        warnings = (*record.warnings, _SHARED) if run.neighbours and _is_cpu_limited(record) else record.warnings
+        neighbours = tuple(sorted(run.neighbours))
+        return replace(record, lost_tries=tuple(run.lost), neighbours=neighbours, warnings=warnings)
 
     def _set_aside(self, run: _Run, data: bytes, what: str, why: str = "") -> "_RefusedError":
         write_atomically(self._path(run), data)

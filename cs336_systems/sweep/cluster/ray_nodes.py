@@ -19,6 +19,7 @@ from cs336_systems.sweep.cluster.measurer import Request
 from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Message, Part
 from cs336_systems.sweep.cluster.nodes import Event, Joined, Look
 from cs336_systems.sweep.cluster.run import sweep_on_nodes
+from cs336_systems.sweep.cluster.waiting import Placement
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.process import child_environment
 from cs336_systems.sweep.run import Outcome, compiler_modules, num_slots
@@ -48,6 +49,7 @@ def sweep_on_ray(
     fresh: bool,
     allow_mixed: bool,
     require_device: str | None,
+    placement: Placement,
     wait_nodes_s: float,
 ) -> Outcome:
     """Measure those of `configs` that have no result in `directory` yet, on the Ray cluster at `address`."""
@@ -59,7 +61,7 @@ def sweep_on_ray(
     return sweep_on_nodes(
         configs, directory, listener, connect,
         timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed,
-        require_device=require_device, wait_nodes_s=wait_nodes_s,
+        require_device=require_device, placement=placement, wait_nodes_s=wait_nodes_s,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from cs336_systems.record import Identity, load_records
 from cs336_systems.sweep.cluster.conditions import Conditions
 from cs336_systems.sweep.cluster.driver import Driver
 from cs336_systems.sweep.cluster.nodes import Nodes
+from cs336_systems.sweep.cluster.waiting import ANYWHERE, Placement
 from cs336_systems.sweep.explain import can_be_explained, lacks_explanation
 from cs336_systems.sweep.interrupts import Interrupts
 from cs336_systems.sweep.isolation import preload_to_explain, spare_children
@@ -37,6 +38,7 @@ def sweep_on_nodes(
     fresh: bool = False,
     allow_mixed: bool = False,
     require_device: str | None = None,
+    placement: Placement = ANYWHERE,
     wait_nodes_s: float = 180.0,
 ) -> Outcome:
     """Measure those of `configs` that have no result in `directory` yet, on the machines that `connect` brings.
@@ -69,7 +71,15 @@ def sweep_on_nodes(
                 spare_children()
                 conditions = Conditions(identity, allow_mixed, require_device)
                 driver = Driver(
-                    keeper, nodes, timeout_s, wait_nodes_s, lambda: interrupts.count > 0, explainer, conditions
+                    keeper,
+                    nodes,
+                    timeout_s,
+                    wait_nodes_s,
+                    lambda: interrupts.count > 0,
+                    explainer,
+                    conditions,
+                    placement,
+                    kept,
                 )
                 driver.run(todo)
                 most_slots = driver.most_slots

@@ -113,25 +113,33 @@ class Cluster:
         return self.clock_s
 
     def events(self, timeout_s):
+        """All that happens at the next moment at which something does."""
         until_s = self.clock_s + timeout_s
         if not self.events_to_come or self.events_to_come[0][0] > until_s:
             self.clock_s = until_s
             return []
-        self.clock_s, _, event = heapq.heappop(self.events_to_come)
+        self.clock_s, found = self.events_to_come[0][0], []
+        while self.events_to_come and self.events_to_come[0][0] == self.clock_s:
+            event = heapq.heappop(self.events_to_come)[2]
+            if self._happens(event):
+                found.append(event)
+        return found
+
+    def _happens(self, event):
         match event:
             case Joined(each):
                 self.nodes[each.name] = each
             case Left(name):
                 self.gone.add(name)
-            case Chunk(name) if name in self.gone:
-                return []
+            case Chunk(name):
+                return name not in self.gone
             case Answer(name, key):
                 if name in self.gone:
-                    return []
+                    return False
                 config, took_s = self.running.pop((name, key))
                 self.work_s += took_s
                 self.busy[name] -= num_slots(config)
-        return [event]
+        return True
 
     @contextlib.contextmanager
     def connect(self):

@@ -35,6 +35,8 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys, tmp_path, word
         (["--cluster", "head"], "HOST:PORT"),
         (["--cluster", "auto", "--wait-nodes-s", "nan"], "--wait-nodes-s"),
         (["--require-device", "H200"], "--cluster"),
+        (["--same-node"], "--same-node"),
+        (["--share-nodes"], "--share-nodes"),
     ],
 )
 def test_what_cannot_be(words, what, capsys):

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.config import Device, Parallel
-from cs336_systems.record import Status, encode_record, load_records
+from cs336_systems.record import RunWarning, Status, WarningCode, encode_record, load_records
 from cs336_systems.sweep.cluster.conditions import refusals
 from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Look, Unfit
 from cs336_systems.sweep.cluster.run import sweep_on_nodes
+from cs336_systems.sweep.cluster.waiting import Placement
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.store import SweepError
 from tests.sweep.cluster import simulated
@@ -198,10 +199,7 @@ def test_a_look_at_the_cluster_says_what_a_sweep_then_does(tmp_path, seed):
     changes = [{}, {"torch": "2.12.0"}, {"driver": "535.2"}, {"device_name": "NVIDIA H100"}]
     machines = [node(number, draw.randint(1, 4), **draw.choice(changes)) for number in range(8)]
     required = draw.choice([None, "h200"])
-    cluster, witness = Cluster([]), Witness()
-    first = list(map(Joined, machines))
-    cluster.nodes = {each.name: each for each in machines}
-    cluster.events = lambda timeout_s: [first.pop(0) for _ in machines] if first else Cluster.events(cluster, timeout_s)
+    cluster, witness = Cluster(machines), Witness()
     sweep(grid(40), tmp_path, cluster, witness, require_device=required)
     foretold = refusals(Look(device=Device.CUDA, machines=tuple(map(simulated.machine, machines))), required)
     assert set(hosts(cluster)) == {name for name, why in foretold.items() if why is None}
@@ -227,6 +225,104 @@ def test_repeats_stay_on_one_kind_of_machine(tmp_path):
         kinds.setdefault(config.seed, set()).add(cluster.nodes[name].identity)
     assert all(len(found) == 1 for found in kinds.values())
     assert len(set().union(*kinds.values())) == 2
+
+
+def families(starts):
+    """By the seed of each configuration, the machines on which it was started."""
+    found = {}
+    for name, config in starts:
+        found.setdefault(config.seed, []).append(name)
+    return found
+
+
+def test_repeats_stay_on_one_machine_if_asked_for(tmp_path):
+    configs, placement = grid(60, repeats=5), Placement(same_node=True)
+    machines = [node(number, slots=2) for number in range(4)]
+    cluster = Cluster(machines, drawn(6))
+    cluster.at(90.0, Left("node-2", "it died"))
+    sweep(configs, tmp_path / "a", cluster, placement=placement)
+    found = families(cluster.starts)
+    lost = {seed for seed, names in found.items() if "node-2" in names}
+    assert 0 < len(lost) < len(found)
+    for seed, names in found.items():
+        assert len(set(names) - {"node-2"}) == 1 or (seed in lost and set(names) == {"node-2"})
+        assert [*dict.fromkeys(names)] == sorted(dict.fromkeys(names), key=lambda name: name != "node-2")
+    assert len({name for names in found.values() for name in names}) == 4
+    spread = Cluster(machines, drawn(6))
+    sweep(configs, tmp_path / "b", spread)
+    assert any(len(set(names)) > 1 for names in families(spread.starts).values())
+
+
+def test_repeats_go_on_where_an_earlier_sweep_measured_them(tmp_path):
+    def answer(config, machine):
+        record = record_of(config)
+        return encode_record(replace(record, environment=replace(record.environment, host=machine.host)))
+
+    configs, placement = grid(40, repeats=4), Placement(same_node=True)
+    machines = [node(number) for number in range(4)]
+    first = Cluster(machines, answer=answer)
+    sweep([config for config in configs if config.repeat < 2], tmp_path, first, placement=placement)
+    second = Cluster(machines[:0:-1], drawn(8), answer=answer)
+    sweep(configs, tmp_path, second, placement=placement)
+    before, after = families(first.starts), families(second.starts)
+    for seed, names in after.items():
+        assert len(set(names)) == 1
+        assert set(names) == set(before[seed]) or set(before[seed]) == {"node-0"}
+
+
+def limited(config, machine):
+    """The record of a run that the CPU limits if its seed is even."""
+    warning = RunWarning(code=WarningCode.LAUNCH_BOUND, message="the CPU is the limit")
+    return encode_record(replace(record_of(config), warnings=(warning,) * (config.seed % 2 == 0)))
+
+
+def overlaps(cluster):
+    """For each run that was started, in that order, the keys of those on the same machine in its time."""
+    spans = [(name, config.key, *span) for (name, config), span in zip(cluster.starts, cluster.spans, strict=True)]
+    return [
+        (
+            key,
+            {other for place, other, began, ended in spans if place == name and began < end and start < ended} - {key},
+        )
+        for name, key, start, end in spans
+    ]
+
+
+class Timed(Cluster):
+    """Remembers when each run was started and when it ends."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.spans = []
+
+    def start(self, name, config):
+        self.spans.append((self.clock_s, self.clock_s + self.duration(config)))
+        super().start(name, config)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_run_that_the_cpu_limits_has_a_machine_to_itself_unless_it_may_share(tmp_path, share):
+    configs = [replace(config, device=Device.CUDA) for config in grid(48, repeats=3)]
+    cluster = Timed([node(0, slots=4), node(1, slots=3)], drawn(9), answer=limited)
+    outcome = sweep(configs, tmp_path, cluster, placement=Placement(share_nodes=share))
+    last = dict(overlaps(cluster))  # of several tries, the last
+    assert len(outcome.records) == 48
+    for record in outcome.records:
+        assert set(record.neighbours) == last[record.key]
+        is_limited, is_doubted = (
+            record.config.seed % 2 == 0,
+            WarningCode.CPU_SHARED in {each.code for each in record.warnings},
+        )
+        assert is_doubted == (is_limited and bool(record.neighbours))
+        assert share or not (is_limited and record.neighbours)
+    assert any(record.neighbours for record in outcome.records)
+    again = len(cluster.starts) - 48
+    assert again == 0 if share else 0 < again <= 24
+    if not share:  # an earlier sweep's records say which configurations these are
+        more = [replace(config, repeat=3) for config in configs if config.repeat == 0]
+        second = Timed([node(0, slots=4)], drawn(9), answer=limited)
+        sweep([*configs, *more], tmp_path, second)
+        assert len(second.starts) == len(more)
 
 
 def test_only_the_device_that_is_required(tmp_path):
