@@ -301,6 +301,16 @@ def fails_where_context_is_8(vocab_size, d_model, context_length):
     return good(vocab_size, d_model)
 
 
+def fails_by_context(vocab_size, d_model, context_length):
+    faults = {8: segfault, 12: asks_for_a_pebibyte, 16: lambda: os.kill(os.getpid(), signal.SIGKILL)}
+    return AtSecondStep(faults.get(context_length, time.time), vocab_size, d_model)
+
+
+def takes_a_while(vocab_size, d_model):
+    time.sleep(0.3)
+    return good(vocab_size, d_model)
+
+
 def fills_the_disk(vocab_size, d_model, context_length):
     """Where the context is 8, keep a copy of the finished record, then fill the file system of the records."""
     if context_length == 8:

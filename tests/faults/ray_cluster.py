@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine for tests, in a process of its own: a head that has no slot, and nodes.
+"""A Ray cluster on this machine for tests, in a process of its own: a head that is a node too, and more nodes.
 
 Each line of standard input asks for a node, with the environment variables that the line holds in JSON; the reply is a
 line of JSON with the process of its raylet. The first line says the address and the processes of the head too.
@@ -9,7 +9,7 @@ import sys
 
 from ray.cluster_utils import Cluster
 
-SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False}
 
 
 def raylet(node):
@@ -17,7 +17,7 @@ def raylet(node):
 
 
 if __name__ == "__main__":
-    cluster = Cluster(initialize_head=True, head_node_args=SMALL)
+    cluster = Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True})
     node = cluster.head_node
     head = [node.all_processes["gcs_server"][0].process.pid, raylet(node)]
     print(json.dumps({"address": cluster.address, "raylet": raylet(node), "head": head}), flush=True)

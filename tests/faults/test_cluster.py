@@ -1,103 +1,196 @@
-"""Sweeps on a real Ray cluster, several nodes on this machine, of which parts are killed: nothing is lost or left."""
+"""Sweeps on a real Ray cluster, several nodes on this machine, of which parts are killed: nothing is lost or left.
+
+Faults come at a random moment, which is always the same unless CS336_FAULT_SEED says otherwise. To repeat one of them:
+
+for seed in {1..10}; do CS336_FAULT_SEED=$seed python -m pytest -q tests/faults/test_cluster.py -k killed; done
+"""
 
 import contextlib
 import importlib.util
 import json
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from cs336_systems.record import Status, load_records
 from tests.faults.harness import ROOT, command, contents, eventually, lay_out_models, runs, sweep
-from tests.faults.models import PAUSED, RELEASED
+from tests.faults.models import PAUSED
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='needs Ray: pip install "ray[default]"'),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install ray"),
 ]
 END_S = 15
 """How long processes on the nodes may outlive the sweep."""
+SHORT = ROOT / "tests/faults/sweep_without_report.py"
+CONTEXTS = range(1, 13)
+HEALTH = {
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""With these, Ray takes a node for dead that is silent for about 10 s, not a minute."""
 
 
 class RayCluster:
     """A head that is a node too, and more nodes, all in `directory`. It is in the session of these tests: a sweep in
-    this process ends children in others."""
+    this process ends children in others.
+
+    Nodes other than the head have a version of this program that does not work: the driver must send its own.
+    """
 
     def __init__(self, directory, num_nodes):
         lay_out_models(directory)
         self.directory = directory
-        environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+        other_version = directory / "other" / "cs336_systems"
+        other_version.mkdir(parents=True)
+        (other_version / "__init__.py").write_text("raise ImportError('another version')\n")
+        self.temporary = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # the names of sockets must be short
+        environment = os.environ | HEALTH | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests/faults/ray_cluster.py")],
             cwd=directory, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(directory / "stderr").open("w"),
         )  # fmt: skip
         found = self._reply()
-        self.address, self.head = found["address"], found["head"]
-        for _ in range(num_nodes - 1):
-            self.add()
+        self.address, self.head = found["address"], [psutil.Process(each) for each in found["head"]]
+        self._raylets = [psutil.Process(found["raylet"])]
+        self.ensure(num_nodes)
 
     def _reply(self):
         return json.loads(next(line for line in self.process.stdout if line.startswith("{")))
 
-    def add(self, **environment):
-        """The process of the raylet of a new node."""
-        self.process.stdin.write(json.dumps(environment) + "\n")
-        self.process.stdin.flush()
-        return self._reply()["raylet"]
+    @property
+    def raylets(self):
+        """The nodes that are there, the head first."""
+        return [raylet for raylet in self._raylets if raylet.is_running() and raylet.status() != psutil.STATUS_ZOMBIE]
 
-    def measurers(self):
-        """Processes of this cluster's sweeps that measure, and what they have started."""
-        words = "cs336_systems.sweep.cluster.measurer"
-        found = []
-        for process in psutil.process_iter(["cwd", "cmdline"]):
-            if process.info["cwd"] == str(self.directory) and words in (process.info["cmdline"] or ()):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    found += [process, *process.children(recursive=True)]
+    def ensure(self, num_nodes):
+        for _ in range(num_nodes - len(self.raylets)):
+            self._raylets.append(self.add())
+
+    def add(self, *paths):
+        """The raylet of a new node that finds packages in `paths` first."""
+        path = os.pathsep.join(map(str, [*paths, self.directory / "other"]))
+        self.process.stdin.write(json.dumps({"PYTHONPATH": path}) + "\n")
+        self.process.stdin.flush()
+        return psutil.Process(self._reply()["raylet"])
+
+    def _named(self, is_named):
+        return [
+            process
+            for process in psutil.process_iter(["cwd", "cmdline"])
+            if process.info["cwd"] == str(self.directory) and is_named(process.info["cmdline"] or [""])
+        ]
+
+    def agents(self):
+        return self._named(lambda words: words[0].startswith("ray::Agent"))
+
+    def left(self):
+        """Processes of sweeps on the nodes."""
+        found = [*self.agents(), *self._named(lambda words: "cs336_systems.sweep.cluster.measurer" in words)]
+        for process in [*found]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += process.children(recursive=True)
         return found
 
-    def raylet_at_work(self):
-        """The raylet of the node on which a worker waits."""
-        for process in self.measurers():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                words = process.cmdline()
-                if "-m" in words and len(process.children(recursive=True)) > 2:
-                    agent = words[words.index("-m") + 2]
-                    return psutil.Process(int(agent)).parent()
-        return None
-
-    def forget(self):
-        for note in (PAUSED, RELEASED):
-            (self.directory / note).unlink(missing_ok=True)
-
     def close(self):
-        self.process.communicate(timeout=60)
+        """End it in order, then by force what may hang."""
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError, ValueError):
+            self.process.communicate(timeout=20)
+        for process in [self.process, *in_directory(self.directory)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def in_directory(directory):
+    return [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(directory)]
+
+
+def family(process):
+    return [process, *process.children(recursive=True)]
+
+
+def send(processes, number):
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(tmp_path_factory):
-    made = RayCluster(tmp_path_factory.mktemp("cluster"), num_nodes=3)
-    yield made
-    made.close()
+def whole_file(tmp_path_factory):
+    """The cluster of these tests. The head of the first may die."""
+    made = []
+
+    def get():
+        if not made or not all(process.is_running() for process in made[-1].head):
+            made.append(RayCluster(tmp_path_factory.mktemp("cluster"), 3))
+        return made[-1]
+
+    yield get
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def ray_cluster(whole_file):
+    """At least two nodes that wait for a sweep; at the end no process of one is left on them."""
+    cluster = whole_file()
+    cluster.ensure(2)
+    (cluster.directory / PAUSED).unlink(missing_ok=True)
+    yield cluster
+    assert eventually(lambda: not cluster.left(), END_S), cluster.left()
 
 
 @pytest.fixture
 def start(launch, ray_cluster):
-    """Start a sweep on the cluster; at the end no process of it is left on the nodes."""
-    ray_cluster.forget()
-    yield lambda *words, cluster=ray_cluster, **options: launch(
-        [*command(**options), "--cluster", cluster.address, *words]
+    return lambda *words, script=SHORT, **options: launch(
+        [*command(script=script, **options), "--cluster", ray_cluster.address, *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert eventually(lambda: not ray_cluster.measurers(), END_S), ray_cluster.measurers()
 
 
-def paused(running, cluster):
-    running.wait_for(cluster.directory / PAUSED)
+@pytest.fixture
+def chance(request):
+    return random.Random(f"{os.environ.get('CS336_FAULT_SEED', '6')} {request.node.name}")
+
+
+def random_moment(running, place, chance):
+    """Wait until a moment before the nodes have joined, or after some runs."""
+    wanted = chance.randrange(-3, len(CONTEXTS) - 3)
+    if wanted >= 0:
+        eventually(lambda: len([*runs(place).glob("*.json")]) >= wanted or running.process.poll() is not None)
+    time.sleep(chance.uniform(0, 4 if wanted < 0 else 0.4))
+    print(f"the fault comes after {len([*runs(place).glob('*.json')])} runs; so far: {running.stderr}")
+
+
+def check_all_there(running, place, earlier=()):
+    """Each run has one result and was reported once; those there are `earlier` are as they were."""
+    assert running.wait() == 0, running.stderr
+    assert "Traceback" not in running.stderr
+    records, problems = load_records(runs(place))
+    assert problems == []
+    assert sorted(record.config.model.context_length for record in records) == [*CONTEXTS]
+    assert {record.status for record in records} == {Status.OK}
+    after = contents(runs(place))
+    assert after.keys() == {f"{record.key}.json" for record in records}
+    assert after.items() >= dict(earlier).items()
+    reported = re.findall(r"^custom ctx (\d+) .* ms", running.stderr, re.MULTILINE)
+    assert len(reported) == len({*reported}) == len(CONTEXTS) - len(earlier)
+    return records
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
@@ -110,8 +203,9 @@ def test_no_cluster_there(launch, place, monkeypatch, address):
     assert re.search(r"nothing listens at \S+:1 ", said)
 
 
-def test_a_grid_on_three_nodes_is_that_of_a_local_sweep(start, place):
-    running = start("--repeats", "3", contexts=range(1, 9))
+def test_a_grid_on_three_nodes_is_that_of_a_local_sweep(start, place, ray_cluster):
+    ray_cluster.ensure(3)
+    running = start("--repeats", "3", contexts=range(1, 9), script=ROOT / "benchmark_sweep.py")
     assert running.wait() == 0, running.stderr
     assert running.stderr.count(" joins: ") == 3
     assert "ray" not in running.stdout.lower()
@@ -130,36 +224,54 @@ def test_a_grid_on_three_nodes_is_that_of_a_local_sweep(start, place):
     assert contents(runs(place)) == before
 
 
-def test_a_node_that_dies_in_a_run(start, place, ray_cluster):
-    ray_cluster.add()
-    running = start(fault="pauses_once", contexts=(4, 8, 12, 16))
-    paused(running, ray_cluster)
-    assert eventually(lambda: len(load_records(runs(place))[0]) == 3)
-    ray_cluster.raylet_at_work().kill()
-    assert running.wait() == 0, running.stderr
-    records, _ = load_records(runs(place))
-    assert [record.status for record in records] == 4 * [Status.OK]
-    assert [len(record.lost_tries) for record in records if record.config.model.context_length == 8] == [1]
-    assert running.stderr.count(" is lost: ") == 1
+def test_nodes_that_hang(start, place, ray_cluster, chance):
+    """One whole node, and of another either what Ray has there or what this program has there: it is cut off."""
+    ray_cluster.ensure(3)
+    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    random_moment(running, place, chance)
+    whole, part = chance.sample(ray_cluster.raylets[1:], 2)
+    agents = [process for process in part.children() if process in ray_cluster.agents()]
+    hanging = family(whole) + (agents if agents and chance.random() < 0.5 else [part])
+    send(hanging, signal.SIGSTOP)
+    try:
+        check_all_there(running, place)
+    finally:
+        send(hanging, signal.SIGCONT)
+    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
+    send([*family(whole), *family(part)], signal.SIGKILL)
 
 
-def test_the_driver_killed_and_the_same_command_again(start, place, ray_cluster):
-    running = start(fault="pauses_once")
-    paused(running, ray_cluster)
-    assert eventually(lambda: len(load_records(runs(place))[0]) == 2)
-    earlier = contents(runs(place))
+def test_a_node_that_is_killed(start, place, ray_cluster, chance):
+    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    random_moment(running, place, chance)
+    send(family(chance.choice(ray_cluster.raylets[1:])), signal.SIGKILL)
+    records = check_all_there(running, place)
+    assert sum(len(record.lost_tries) for record in records) <= 1
+
+
+def test_agents_that_are_killed_are_replaced(start, place, ray_cluster, chance):
+    """As Ray does where the memory of a machine is used up."""
+    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    assert eventually(lambda: len(ray_cluster.agents()) == len(ray_cluster.raylets))
+    random_moment(running, place, chance)
+    send(ray_cluster.agents(), signal.SIGKILL)
+    check_all_there(running, place)
+
+
+def test_the_driver_killed_and_the_same_command_again(start, place, ray_cluster, chance):
+    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    random_moment(running, place, chance)
     running.process.kill()
     running.wait()
-    assert eventually(lambda: not ray_cluster.measurers(), END_S), ray_cluster.measurers()
-    again = start(fault="pauses_once")
-    assert again.wait() == 0, again.stderr
-    assert len(load_records(runs(place))[0]) == 3
-    assert contents(runs(place)).items() >= earlier.items()
+    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
+    earlier = contents(runs(place)) if runs(place).exists() else {}
+    finished = {name: content for name, content in earlier.items() if name.endswith(".json")}
+    check_all_there(start(fault="takes_a_while", contexts=CONTEXTS), place, finished)
 
 
 def test_ctrl_c(start, place, ray_cluster):
     running = start(fault="pauses_once")
-    paused(running, ray_cluster)
+    running.wait_for(ray_cluster.directory / PAUSED)
     assert eventually(lambda: len(load_records(runs(place))[0]) == 2)
     running.signal(signal.SIGINT)
     assert running.wait() == 130, running.stderr
@@ -168,44 +280,36 @@ def test_ctrl_c(start, place, ray_cluster):
     assert len(load_records(runs(place))[0]) == 2
 
 
-def test_a_worker_that_crashes_and_a_node_with_another_pytorch(start, place, ray_cluster):
-    fake = ray_cluster.directory / "fake"
+def test_workers_that_fail_and_a_node_with_another_pytorch(start, place, ray_cluster, chance):
+    fake = place / "fake"
     (fake / "torch-9.9.dist-info").mkdir(parents=True)
     (fake / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
-    raylet = ray_cluster.add(PYTHONPATH=str(fake))
+    other = ray_cluster.add(fake)
     words = [sys.executable, "-m", "cs336_systems", "cluster", ray_cluster.address, "--json"]
     looked = subprocess.run(words, capture_output=True, text=True, check=True)
-    running = start(fault="fails_where_context_is_8")
+    contexts = (4, 8, 12, 16, 20)
+    running = start(fault="fails_by_context", contexts=chance.sample(contexts, len(contexts)))
     assert running.wait() == 1, running.stderr
-    psutil.Process(raylet).kill()
+    send(family(other), signal.SIGKILL)
     assert "is not used: torch is 9.9, needed" in running.stderr
     machines = json.loads(looked.stdout)["machines"]
     refused = [machine["refused"] for machine in machines if machine["torch"] == "9.9"]
     assert len(machines) > len(refused) == 1
     assert f"is not used: {refused[0]}" in running.stderr
-    statuses = {record.config.model.context_length: record for record in load_records(runs(place))[0]}
-    assert {length: record.status for length, record in statuses.items()} == {
-        4: Status.OK, 8: Status.CRASHED, 16: Status.OK,
+    assert running.stderr.count(" joins: ") == len(ray_cluster.raylets)
+    assert " is lost: " not in running.stderr
+    records = {record.config.model.context_length: record for record in load_records(runs(place))[0]}
+    assert {length: record.status for length, record in records.items()} == {
+        4: Status.OK, 8: Status.CRASHED, 12: Status.OOM, 16: Status.KILLED, 20: Status.OK,
     }  # fmt: skip
-    assert statuses[8].failure.signal == "SIGSEGV"
+    assert records[8].failure.signal == "SIGSEGV"
 
 
-def test_the_head_dies(start, place, tmp_path_factory):
-    cluster = RayCluster(tmp_path_factory.mktemp("head"), num_nodes=2)
-    try:
-        running = start(cluster=cluster, fault="pauses_until_released")
-        paused(running, cluster)
-        assert eventually(lambda: len(load_records(runs(place))[0]) == 2)
-        for process in cluster.head:
-            psutil.Process(process).kill()
-        assert running.wait() == 1
-        assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")
-        assert "Traceback" not in running.stderr
-        assert len(load_records(runs(place))[0]) == 2
-        assert eventually(lambda: not cluster.measurers(), END_S), cluster.measurers()
-    finally:
-        cluster.process.kill()
-        for process in psutil.process_iter(["cwd"]):
-            if process.info["cwd"] == str(cluster.directory):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+def test_the_head_dies(start, place, ray_cluster, chance):
+    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    random_moment(running, place, chance)
+    send(ray_cluster.head, signal.SIGKILL)
+    assert running.wait() == 1, running.stderr
+    assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")
+    assert "Traceback" not in running.stderr
+    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()

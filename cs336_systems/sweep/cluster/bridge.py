@@ -5,11 +5,15 @@ for Ray and for one line that says why it ends. Records pass through it as bytes
 """
 
 import asyncio
+import contextlib
+import itertools
 import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +23,7 @@ from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cs336_systems
-from cs336_systems.sweep.cluster.agent import Agent
+from cs336_systems.sweep.cluster.agent import LEASE_S, Agent
 from cs336_systems.sweep.cluster.fetch import RawFile
 from cs336_systems.sweep.cluster.measurer import Description, Request
 from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Failed, Message, Part
@@ -32,14 +36,34 @@ _HEAD_S = 10.0
 """How long the head of the cluster may take to answer."""
 _READY_S = 120.0
 """How long a machine may take until it is ready to measure."""
+_MAX_AGENTS = 3
+"""How many agents may die on a machine that goes on, without a record from it in between, before it is left alone."""
+_BACK_S = 6.0
+"""How long after the death of an agent another is started on its machine, if that has not died too."""
+_PARTING_S = 0.5
+"""How long the last calls to the agents may take."""
+
+
+@dataclass(slots=True)
+class _Agent:
+    actor: Any
+    host: str
+    heard: bool = False
+    """Whether it has answered yet. Until then it may wait for GPUs that another job holds."""
+    joined: bool = False
+    """Whether the driver knows its machine."""
 
 
 class _Bridge:
     def __init__(self, device: str, modules: Sequence[str], out: BinaryIO) -> None:
         self._device, self._modules, self._out = device, modules, out
-        self._agents: dict[str, Any] = {}
-        """Actors by the id of their machine, ready or not."""
+        self._agents: dict[str, _Agent] = {}
+        """By name: the id of the machine, and a number, because another may follow."""
+        self._numbers = itertools.count()
         self._seen: set[str] = set()
+        """Ids of machines that need no further agent."""
+        self._died: Counter[str] = Counter()
+        """How many agents have died on each machine since the last record from it."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def say(self, message: Message) -> None:
@@ -60,7 +84,10 @@ class _Bridge:
             silent = isinstance(error, TimeoutError)
             why = f"its head did not answer within {_HEAD_S:g} s" if silent else in_a_line(error)
             self.say(Message(failed=Failed(why)))
-        os._exit(0)  # the agents end with it; in order, it could wait for a head that is gone
+        for agent in self._agents.values():
+            agent.actor.end.remote()  # without a head, Ray does not end them
+        await asyncio.sleep(_PARTING_S)
+        os._exit(0)  # in order, it could wait for a head that is gone
 
     async def _obey(self, lines: asyncio.StreamReader) -> None:
         while line := await lines.readline():
@@ -72,9 +99,9 @@ class _Bridge:
                 self._send(command.name, agent, command.part)
             elif command.run is None:
                 self._agents.pop(command.name)
-                ray.kill(agent)
+                self._kill(agent)
             else:
-                reference = agent.measure.remote(msgspec.json.encode(command.run), command.width)
+                reference = agent.actor.measure.remote(msgspec.json.encode(command.run), command.width)
                 self._spawn(self._answer(command.name, command.run, reference))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -85,57 +112,93 @@ class _Bridge:
     async def _answer(self, name: str, run: Request, reference: Any) -> None:  # noqa: ANN401
         try:
             reply = msgspec.json.decode(await reference, type=_RawReply)
-        except (ray.exceptions.RayError, msgspec.DecodeError) as error:
+        except ray.exceptions.RayError as error:
+            self._lose(name, error)
+            return
+        except msgspec.DecodeError as error:
             self._leave(name, in_a_line(error))
             return
         if not bytes(reply.record):
             self._leave(name, reply.error or "it gave no record")
         elif name in self._agents:
+            self._died.pop(_machine(name), None)
             self.say(Message(answer=Answer(name, run.config.key, bytes(reply.record), reply.files)))
 
-    def _send(self, name: str, agent: Any, part: Part) -> None:  # noqa: ANN401
+    def _send(self, name: str, agent: _Agent, part: Part) -> None:
         if part.file is None:
-            agent.release.remote(part.key)
+            agent.actor.release.remote(part.key)
         else:
-            reference = agent.fetch.remote(part.key, part.file, part.offset)
+            reference = agent.actor.fetch.remote(part.key, part.file, part.offset)
             self._spawn(self._chunk(name, part.key, part.file, part.offset, reference))
 
     async def _chunk(self, name: str, key: str, file: str, offset: int, reference: Any) -> None:  # noqa: ANN401
         try:
             data = await reference
         except ray.exceptions.RayError as error:
-            self._leave(name, in_a_line(error))
+            self._lose(name, error)
             return
         if name in self._agents:
             self.say(Message(chunk=Chunk(name, key, file, offset, data if isinstance(data, bytes) else b"")))
 
     def _leave(self, name: str, why: str) -> None:
+        """Use the machine no more, and say why."""
         agent = self._agents.pop(name, None)
         if agent is not None:
-            ray.kill(agent)
-            self.say(Message(left=Left(name, why)))
+            self._kill(agent)
+            self.say(Message(left=Left(name, why)) if agent.joined else Message(unfit=Unfit(agent.host, why)))
+
+    def _lose(self, name: str, error: ray.exceptions.RayError) -> None:
+        """Report that the agent is gone. If its machine is still there later, another is started on it."""
+        if name in self._agents:
+            self._leave(name, in_a_line(error))
+            machine = _machine(name)
+            self._died[machine] += 1
+            if self._died[machine] < _MAX_AGENTS:
+                asyncio.get_running_loop().call_later(_BACK_S, self._seen.discard, machine)
+
+    def _kill(self, agent: _Agent) -> None:
+        async def kill() -> None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                await asyncio.to_thread(ray.kill, agent.actor)  # which waits for the head
+
+        self._spawn(kill())
 
     async def _watch(self) -> None:
         """Start an agent on each machine that is new, and report those that are gone."""
         while True:
             alive = await asyncio.wait_for(asyncio.to_thread(machines), _HEAD_S)
-            new = [self._join(name, machine) for name, machine in alive.items() if name not in self._seen]
-            self._seen.update(alive)
-            if len(self._seen) == len(new):  # the first ones come together, because they decide which others fit
-                self._spawn(self._join_first(new))
+            joining = [
+                self._join(f"{machine}/{next(self._numbers)}", facts)
+                for machine, facts in alive.items()
+                if machine not in self._seen
+            ]
+            if not self._seen:  # the first ones come together, because they decide which others fit
+                self._spawn(self._join_first(joining))
             else:
-                for joining in new:
-                    self._spawn(joining)
+                for each in joining:
+                    self._spawn(each)
+            self._seen.update(alive)
             for name in [*self._agents]:
-                if name not in alive:
+                if _machine(name) not in alive:
                     self._leave(name, "Ray says that the machine is dead")
             await asyncio.sleep(_LOOK_S)
 
     async def _renew(self) -> None:
         while True:
-            for agent in self._agents.values():
-                agent.renew.remote()
+            for name, agent in self._agents.items():
+                self._spawn(self._hear(name, agent))
             await asyncio.sleep(_LOOK_S)
+
+    async def _hear(self, name: str, agent: _Agent) -> None:
+        """Use the machine no more if its agent does not answer; the agent ends, if it can, because it hears nothing."""
+        try:
+            await asyncio.wait_for(agent.actor.renew.remote(), LEASE_S)
+            agent.heard = True
+        except TimeoutError:
+            if agent.heard:
+                self._leave(name, f"it has not answered for {LEASE_S:g} s")
+        except ray.exceptions.RayError as error:
+            self._lose(name, error)
 
     async def _join_first(self, joining: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*joining)
@@ -148,26 +211,25 @@ class _Bridge:
             return  # such as a head without a GPU
         options = {
             "num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_concurrency": max(1, int(num_gpus)) + 1,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(name, soft=False),
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(_machine(name), soft=False),
         }  # fmt: skip
-        agent = ray.remote(Agent).options(**options).remote(self._device, self._modules)
-        self._agents[name] = agent
+        actor = ray.remote(Agent).options(**options).remote(self._device, self._modules)
+        agent = self._agents[name] = _Agent(actor, host)
         try:
-            line = await asyncio.wait_for(agent.describe.remote(), _READY_S)
+            line = await asyncio.wait_for(actor.describe.remote(), _READY_S)
             found = msgspec.json.decode(line, type=Description)
         except TimeoutError:
-            why = f"not ready within {_READY_S:g} s; if other jobs hold its GPUs, wait for them"
+            self._leave(name, f"not ready within {_READY_S:g} s; if other jobs hold its GPUs, wait for them")
         except ray.exceptions.RayError as error:
-            why = in_a_line(error)
+            self._lose(name, error)
         except msgspec.DecodeError:
-            why = msgspec.json.decode(line, type=_RawReply).error or "it does not describe itself"
+            self._leave(name, msgspec.json.decode(line, type=_RawReply).error or "it does not describe itself")
         else:
-            slots = len(found.gpus) or 1
-            self.say(Message(joined=Joined(Node(name=name, host=found.host, identity=found.identity, slots=slots))))
-            return
-        if self._agents.pop(name, None) is not None:
-            ray.kill(agent)
-            self.say(Message(unfit=Unfit(host, why)))
+            if name in self._agents:
+                agent.joined = True
+                slots = len(found.gpus) or 1
+                node = Node(name=name, host=found.host, identity=found.identity, slots=slots)
+                self.say(Message(joined=Joined(node)))
 
 
 class _RawReply(msgspec.Struct):
@@ -175,6 +237,10 @@ class _RawReply(msgspec.Struct):
     """Its bytes as they are, or none."""
     error: str | None = None
     files: tuple[RawFile, ...] = ()
+
+
+def _machine(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def machines() -> dict[str, dict[str, Any]]:

@@ -158,6 +158,8 @@ class RayNodes:
             self._log = f" (Ray's logs: {message.log})"
         elif self._first is not None and message.joined is not None:
             self._first.append(message.joined)
+        elif self._first is not None and message.left is not None:
+            self._first = [each for each in self._first if each.node.name != message.left.name]
         elif event := message.joined or message.left or message.answer or message.chunk or message.unfit:
             yield event
         elif self._first is not None:
