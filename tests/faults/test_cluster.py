@@ -306,7 +306,7 @@ def test_workers_that_fail_and_a_node_with_another_pytorch(start, place, ray_clu
 
 
 def test_the_head_dies(start, place, ray_cluster, chance):
-    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    running = start(fault="pauses_until_released", contexts=CONTEXTS)  # one run does not end before that is noticed
     random_moment(running, place, chance)
     send(ray_cluster.head, signal.SIGKILL)
     assert running.wait() == 1, running.stderr
