@@ -41,7 +41,7 @@ class TrainingStep:
         self.way = None if config.parallel is Parallel.NONE else make_way(self.trainable, config)
         """What shares the step among the ranks; None if it is not shared."""
         self._loss = self.trainable.loss if self.way is None else self.way
-        self.optimizer = make_shared_optimizer(self.trainable, config) if config.mode is Mode.TRAIN else None
+        self.optimizer = make_shared_optimizer(self.trainable, config, self.way) if config.mode is Mode.TRAIN else None
         self.phase = Phase.DATA
         """The phase that is running, which a failure's message names."""
         self.loss: Float[Tensor, ""]

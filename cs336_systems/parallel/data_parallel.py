@@ -137,23 +137,32 @@ class PushDDP(NaiveDDP):
 
     The copies need room for a gradient of each other rank. On GPUs they take no multiprocessor (see parallel/peers.py).
     Gradients are divided by the number of ranks where backward begins, at the module's output. They are added up in the
-    order of the ranks, so that all ranks get the same.
+    order of the ranks, so that all ranks get the same; without `adds` the optimizer does so, as it reads them anyway.
     """
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None) -> None:
+    def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None, *, adds: bool = True) -> None:
         super().__init__(module, leaves)
+        self._adds = adds
         rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._others = [other for other in range(self._ranks) if other != rank]
-        self._received = [shared_rows(_own(leaf, leaf.tensor.detach()), self._ranks - 1) for leaf in self._leaves]
-        """Of each leaf, a row for the gradient of each other rank, in the order of the ranks."""
-        theirs = of_all_ranks(self._received)
+        parts = [_own(leaf, leaf.tensor.detach()) for leaf in self._leaves]
+        rows = [shared_rows(part, self._ranks - 1) for part in parts]
+        self._received = [list(each[:, : len(part)]) for each, part in zip(rows, parts, strict=True)]
+        """Of each leaf, memory for the gradient of each other rank, in the order of the ranks."""
+        theirs = of_all_ranks(rows)
         row_there = {other: rank if rank < other else rank - 1 for other in self._others}
         self._targets = [
-            [theirs[other][number][row_there[other]] for other in self._others] for number in range(len(self._leaves))
+            [theirs[other][number][row_there[other], : len(part)] for other in self._others]
+            for number, part in enumerate(parts)
         ]
-        self._pushes = Pushes(self._leaves[0].tensor.device)
+        self._pushes = Pushes(self._leaves[0].tensor.device, waits=True)
         for number, leaf in enumerate(self._leaves):
             leaf.tensor.register_post_accumulate_grad_hook(lambda _, number=number: self._push(number))
+
+    def received(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """What the other ranks send of a leaf's gradient, each as one axis, in their order; None if it is no leaf."""
+        found = (rows for leaf, rows in zip(self._leaves, self._received, strict=True) if leaf.tensor is tensor)
+        return next(map(tuple, found), None)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         output = super().forward(*inputs, **named_inputs)
@@ -175,6 +184,8 @@ class PushDDP(NaiveDDP):
     @torch.no_grad()
     def _average(self, leaves: Sequence[Leaf]) -> None:
         self._pushes.finish()
+        if not self._adds:
+            return
         rank = dist.get_rank()
         received = {id(leaf.tensor): rows for leaf, rows in zip(self._leaves, self._received, strict=True)}
         for leaf in leaves:
@@ -183,7 +194,6 @@ class PushDDP(NaiveDDP):
             first, others = in_order[0], in_order[1:]
             for count, other in enumerate(others, start=1):
                 torch.add(first, other, out=own if count == len(others) else first)
-        self._pushes.meet()
 
 
 def _own(leaf: Leaf, tensor: Tensor) -> Tensor:

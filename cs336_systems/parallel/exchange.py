@@ -100,13 +100,14 @@ class Copies:
     """Exchange by copies from and to the other ranks' memory, which take no multiprocessor of a GPU.
 
     Ranks wait for each other where a forward begins, so that all parts are there, and at the end of a backward.
-    Gradients must have been divided by the number of ranks.
+    Gradients must have been divided by the number of ranks. Without `adds` the optimizer adds them up.
     """
 
     is_late = True
     averages = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, adds: bool) -> None:
+        self._adds = adds
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._others = [rank for rank in range(self._ranks) if rank != self._rank]
         self._pulls, self._pushes = Pushes(device), Pushes(device)
@@ -114,26 +115,28 @@ class Copies:
         """What is gathered in another type than its masters', with the copy in that type."""
         self._sources: dict[int, list[list[Tensor]]] = {}
         """By rank, each parameter's part."""
-        self._received: dict[int, Tensor] = {}
-        """A row for the gradients of each other rank, in the order of the ranks."""
+        self._received: dict[int, list[Tensor]] = {}
+        """Memory for the gradients of each other rank, in the order of the ranks."""
         self._targets: dict[int, dict[int, list[Tensor]]] = {}
         """By other rank, where each parameter's part of a gradient goes."""
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
         """Memory for the parts that this rank keeps, which other ranks can read."""
-        return shared_rows(like.new_empty(length), 1)[0].zero_()
+        return shared_rows(like.new_empty(length), 1)[0, :length].zero_()
 
     def connect(self, every: Sequence[Parts]) -> None:
         """Prepare to exchange these; every rank must call it once."""
         sent = [self._in_sent_type(parts) for parts in every]
-        received = [shared_rows(own, self._ranks - 1) for own in sent]
-        by_rank = of_all_ranks([*sent, *received])
+        rows = [shared_rows(own, self._ranks - 1) for own in sent]
+        by_rank = of_all_ranks([*sent, *rows])
         for number, parts in enumerate(every):
-            self._received[id(parts)] = received[number]
-            self._sources[id(parts)] = [parts.parts_of(theirs[number]) for theirs in by_rank]
-            rows = {other: by_rank[other][len(every) + number] for other in self._others}
+            length = len(parts.masters)
+            self._received[id(parts)] = list(rows[number][:, :length])
+            self._sources[id(parts)] = [parts.parts_of(of_rank[number]) for of_rank in by_rank]
+            theirs = {other: by_rank[other][len(every) + number] for other in self._others}
             self._targets[id(parts)] = {
-                other: parts.parts_of(rows[other][self._rank - (self._rank > other)]) for other in self._others
+                other: parts.parts_of(theirs[other][self._rank - (self._rank > other), :length])
+                for other in self._others
             }
 
     def _in_sent_type(self, parts: Parts) -> Tensor:
@@ -175,8 +178,13 @@ class Copies:
 
     def complete(self, parts: Parts, means: Tensor) -> None:
         """Add to this rank's parts of gradients those that the others have sent."""
-        for row in self._received[id(parts)]:
+        for row in self._received[id(parts)] if self._adds else ():
             means += row
+
+    def received(self, parts: Parts) -> list[tuple[Tensor, ...]]:
+        """Of each parameter, what the other ranks send of this rank's part of its gradient, in their order."""
+        rows = [parts.parts_of(row) for row in self._received[id(parts)]]
+        return list(zip(*rows, strict=True))
 
     def average(self, gradients: Sequence[Tensor]) -> None:
         """Sum gradients that every rank needs whole; they are few."""

@@ -40,7 +40,8 @@ class FSDP(nn.Module):
     matrix product. `units` say what is gathered together, if not all parameters by block and layer.
 
     With `copies` ranks copy parts and gradients from and to each other's memory, in the place of collectives; on GPUs
-    that takes no multiprocessor (see parallel/peers.py), and room for the gradients that other ranks send.
+    that takes no multiprocessor (see parallel/peers.py), and room for the gradients that other ranks send. Without
+    `adds` the optimizer adds those up, as it reads them anyway.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FSDP(nn.Module):
         units: Sequence[Unit] | None = None,
         *,
         copies: bool = False,
+        adds: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
@@ -58,7 +60,7 @@ class FSDP(nn.Module):
         matrices = [replace(unit, found=[each for each in unit.found if each.parameter.ndim > 1]) for unit in every]
         self._replicated = [each.parameter for unit in every for each in unit.found if each.parameter.ndim <= 1]
         device = next(module.parameters()).device
-        self._exchange = exchange = Copies(device) if copies else Collectives()
+        self._exchange = exchange = Copies(device, adds=adds) if copies else Collectives()
         self._units = [_Unit(unit, compute_dtype, exchange) for unit in matrices if unit.found or unit.module is None]
         exchange.connect([flat for unit in self._units for flat in unit.flats])
         self._order: list[_Unit] = []
@@ -153,6 +155,16 @@ class FSDP(nn.Module):
     def shard_of(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter that the module had, or of another tensor that a unit has."""
         return next(each.shard for unit in self._units for each in unit.sharded if each.full is parameter)
+
+    def received(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
+        """What the other ranks send of the gradient of this rank's part, in their order; None if they send nothing."""
+        if not isinstance(self._exchange, Copies):
+            return None
+        for flat in (flat for unit in self._units for flat in unit.flats):
+            for sharded, rows in zip(flat.sharded, self._exchange.received(flat), strict=True):
+                if sharded.full is parameter:
+                    return rows
+        return None
 
     def _before_layer(self, unit: "_Unit") -> None:
         if not unit.is_installed:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from cs336_systems.model.fast.weights import ALIGNMENT
 from cs336_systems.parallel.traffic import push
 
 
 def shared_rows(like: Tensor, count: int) -> Tensor:
-    """Rows of as many elements as `like` has, for other ranks to write."""
-    return like.new_empty(count, like.numel())
+    """Rows for other ranks to write, of as many elements as `like` has and some more, so that all begin aligned."""
+    multiple = ALIGNMENT // like.itemsize
+    return like.new_empty(count, -(-like.numel() // multiple) * multiple)
 
 
 def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -54,26 +56,39 @@ def _opened(pid: int, descriptor: int, size: int, dtype: torch.dtype, shape: tor
 
 
 class Pushes:
-    """Copies to other ranks' memory, which run beside the current stream until `finish`."""
+    """Copies to other ranks' memory, which run beside the current stream until `finish`.
 
-    def __init__(self, device: torch.device) -> None:
+    With `waits`, the first copy after a `finish` waits until every rank has come as far, so that no rank writes what
+    another still reads. Without, the caller sees to that.
+    """
+
+    def __init__(self, device: torch.device, *, waits: bool = False) -> None:
         if device.type == "cuda":
             _check_access()
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._flag = torch.zeros(1, device=device)
+        self._waits, self._has_begun = waits, False
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]], own: Sequence[tuple[Tensor, Tensor]] = ()) -> "Copied":
         """Copy each source to its target, once the current stream has made the sources; `own` stay on this rank."""
         if self._stream is None:
+            self._begin()
             _copy(pairs, own)
             return Copied(None)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            self._begin()
             _copy(pairs, own)
         return Copied(self._stream.record_event())
 
+    def _begin(self) -> None:
+        if self._waits and not self._has_begun:
+            self._has_begun = True
+            self.meet()
+
     def finish(self) -> None:
         """Wait until every rank has made its copies. On a GPU the current stream waits, and the host does not."""
+        self._has_begun = False
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self.meet()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cs336_systems.model.fast.model import COPY_DTYPE, FastLM
 from cs336_systems.model.fast.weights import Place, Weight
 from cs336_systems.parallel.fully_sharded import FSDP, gathered, own_part
-from cs336_systems.parallel.sharded_weights import Pack, name_weights, packs_of
+from cs336_systems.parallel.sharded_weights import Pack, name_weights, packs_of, received
 from cs336_systems.parallel.units import Found, Unit, units_of
 
 
@@ -22,10 +22,11 @@ class CopyFSDP(FSDP):
     Masters that the model does not read itself are given up but for this part, so the model's own are empty.
     """
 
-    def __init__(self, module: nn.Module, model: FastLM, *, copies: bool = False) -> None:
+    def __init__(self, module: nn.Module, model: FastLM, *, copies: bool = False, adds: bool = True) -> None:
         self._packs = list(packs_of(model))
         self._shapes = [[weight.master.shape for weight in pack.weights] for pack in self._packs]
-        super().__init__(module, COPY_DTYPE, list(_units(module, self._packs)), copies=copies)
+        super().__init__(module, COPY_DTYPE, list(_units(module, self._packs)), copies=copies, adds=adds)
+        self._adds = adds
         self._own = [self._take_own(pack) for pack in self._packs]
         model.weights = tuple(weight for own in self._own for weight in own)
 
@@ -33,7 +34,7 @@ class CopyFSDP(FSDP):
         """What this rank updates of the pack; the memory of masters that nothing reads is free then."""
         if pack.weights[0].master.ndim == 1:
             return pack.weights
-        own = _own_weights(pack, self)
+        own = _own_weights(pack, self, is_summed=self._adds)
         for weight in () if pack.is_read else pack.weights:
             weight.master.data = weight.master.new_empty(0)
         return own
@@ -73,10 +74,13 @@ def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[Unit]:
         yield Unit(name=unit.name, module=unit.module, found=found)
 
 
-def _own_weights(pack: Pack, fsdp: FSDP) -> list[Weight]:
+def _own_weights(pack: Pack, fsdp: FSDP, *, is_summed: bool) -> list[Weight]:
     """The weight that this rank updates: its part of the matrices of the pack."""
     shards = {leaf: fsdp.shard_of(leaf) for leaf in pack.leaves}
-    places = {leaf: Place(shard, slice(0, len(shard))) for leaf, shard in shards.items()}
+    places = {
+        leaf: Place(shard, slice(0, len(shard)), None if is_summed else received(fsdp.received(leaf)))
+        for leaf, shard in shards.items()
+    }
     copy = None if pack.copy is None else places[pack.copy]
     if pack.is_read:
         [weight] = pack.weights

@@ -5,7 +5,7 @@ average gradient only, and gives the others its part of the updated copy (ZeRO-2
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.fast.weights import ALIGNMENT, Place, Weight
+from cs336_systems.model.fast.weights import ALIGNMENT, Place, Received, Weight
 from cs336_systems.parallel.collectives import grouped, own_part
-from cs336_systems.parallel.data_parallel import Leaf
+from cs336_systems.parallel.data_parallel import Leaf, PushDDP
 from cs336_systems.parallel.peers import Pushes, of_all_ranks
 from cs336_systems.parallel.units import parameters_of
 
@@ -74,9 +74,10 @@ class ShardedMasterAdamW(MasterAdamW):
     exchange what they have updated in buckets, each while the next one is updated.
     """
 
-    def __init__(self, model: FastLM, lr: float, *, pushes: bool = False) -> None:
+    def __init__(self, model: FastLM, lr: float, pushes: PushDDP | None = None) -> None:
+        """`pushes` is the way around the model, if its ranks push their gradients; then copies are pushed too."""
         packs = list(packs_of(model))
-        self._own = [_own_weights(pack) for pack in packs]
+        self._own = [_own_weights(pack, pushes) for pack in packs]
         self._names = [pack.names for pack in packs]
         self._shapes = [[weight.master.shape for weight in pack.weights] for pack in packs]
         self._exchanged = [pack.exchanged for pack in packs]
@@ -87,7 +88,7 @@ class ShardedMasterAdamW(MasterAdamW):
         super().__init__([weight for own in self._own for weight in own], lr)
         self._buckets = _buckets(self._own, self._exchanged)
         every = [tensor for exchanged in self._exchanged for tensor in exchanged]
-        self._exchange = _PushedParts(every) if pushes else _Gathers()
+        self._exchange = _Gathers() if pushes is None else _PushedParts(every)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -175,16 +176,34 @@ def packs_of(model: FastLM) -> Iterator[Pack]:
         yield Pack(names=[names[weight.master] for weight in weights], weights=weights, is_read=is_read)
 
 
-def _own_weights(pack: Pack) -> list[Weight]:
+def with_received(weight: Weight, pushes: PushDDP) -> Weight:
+    """The weight with the gradients that other ranks send of all its elements."""
+    places = [
+        place and replace(place, received=received(pushes.received(place.leaf), place.elements))
+        for place in (weight.read, weight.copy)
+    ]
+    return replace(weight, read=places[0], copy=places[1])
+
+
+def received(rows: tuple[Tensor, ...] | None, elements: slice = slice(None)) -> Received | None:
+    """These elements of what the other ranks have sent, by rank."""
+    return None if rows is None else Received(tuple(row[elements] for row in rows), dist.get_rank())
+
+
+def _own_weights(pack: Pack, pushes: PushDDP | None) -> list[Weight]:
     """The weights that this rank updates: one, its part of the matrices of the pack; or the whole ones."""
     if not pack.shared_elements:
-        return pack.weights
+        return pack.weights if pushes is None else [with_received(weight, pushes) for weight in pack.weights]
     length = pack.shared_elements // dist.get_world_size()
     part = slice(dist.get_rank() * length, (dist.get_rank() + 1) * length)
-    copy = None if pack.copy is None else Place(pack.copy, part)
+
+    def own(leaf: Tensor) -> Place:
+        return Place(leaf, part, None if pushes is None else received(pushes.received(leaf)))
+
+    copy = None if pack.copy is None else own(pack.copy)
     if pack.is_read:
         [weight] = pack.weights
-        read = Place(weight.master, part)
+        read = own(weight.master)
         return [Weight(master=read.values, read=read, copy=copy)]
     whole = torch.cat([weight.master.detach().view(-1) for weight in pack.weights])
     return [Weight(master=whole[part].clone(), read=None, copy=copy)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.config import Parallel, Precision, RunConfig
+from cs336_systems.config import Mode, Parallel, Precision, RunConfig
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.trainable import Trainable
@@ -15,7 +15,7 @@ from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_copies import CopyFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.parallel.sharded_weights import ShardedMasterAdamW, leaves_of
+from cs336_systems.parallel.sharded_weights import ShardedMasterAdamW, leaves_of, with_received
 
 Way = NaiveDDP | TorchDDP | FSDP | TorchFSDP
 
@@ -37,7 +37,9 @@ def make_way(trainable: Trainable, config: RunConfig) -> Way:
     module = LossModule(trainable)
     model = _with_copies(trainable)
     if model and config.parallel.is_fsdp:
-        way: Way = CopyFSDP(module, model, copies=config.parallel is Parallel.FSDP_PUSH)
+        way: Way = CopyFSDP(
+            module, model, copies=config.parallel is Parallel.FSDP_PUSH, adds=not _optimizer_adds(config)
+        )
     else:
         way = _wrap(module, config, leaves_of(model, shares=config.shard_optimizer) if model else None)
     for weight in model.weights if model else ():
@@ -54,7 +56,7 @@ def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -
         case Parallel.DDP_OVERLAP:
             return OverlapDDP(module, leaves)
         case Parallel.DDP_PUSH:
-            return PushDDP(module, leaves)
+            return PushDDP(module, leaves, adds=leaves is None or not _optimizer_adds(config))
         case Parallel.DDP:
             return TorchDDP(module)
         case Parallel.FSDP | Parallel.FSDP_PUSH:
@@ -62,6 +64,11 @@ def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -
         case Parallel.FSDP2:
             return TorchFSDP(module, _compute_dtype(config))
     raise AssertionError(config.parallel)
+
+
+def _optimizer_adds(config: RunConfig) -> bool:
+    """Whether the optimizer of the fast model adds up the gradients that ranks send each other: if there is one."""
+    return config.mode is Mode.TRAIN
 
 
 def _compute_dtype(config: RunConfig) -> torch.dtype | None:
@@ -74,11 +81,18 @@ def _with_copies(trainable: Trainable) -> FastLM | None:
     return model if isinstance(model, FastLM) and model.weights else None
 
 
-def make_shared_optimizer(trainable: Trainable, config: RunConfig) -> torch.optim.Optimizer:
-    """The configuration's optimizer, of which each rank has its share if the configuration says so."""
+def make_shared_optimizer(trainable: Trainable, config: RunConfig, way: Way | None) -> torch.optim.Optimizer:
+    """The configuration's optimizer, of which each rank has its share if the configuration says so.
+
+    `way` is what make_way has made, if the step is shared.
+    """
+    model = _with_copies(trainable)
+    pushes = way if isinstance(way, PushDDP) else None
     if not config.shard_optimizer:
+        if model and pushes:
+            model.weights = tuple(with_received(weight, pushes) for weight in model.weights)
         return trainable.make_optimizer()
-    if model := _with_copies(trainable):
-        return ShardedMasterAdamW(model, config.learning_rate, pushes=config.parallel is Parallel.DDP_PUSH)
+    if model:
+        return ShardedMasterAdamW(model, config.learning_rate, pushes)
     make = functools.partial(make_optimizer, config.optimizer)
     return ShardedOptimizer(trainable.model.parameters(), make, lr=config.learning_rate)

@@ -122,7 +122,9 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
         rows = [rank_rows for [rank_rows] in of_all_ranks([shared_rows(whole, dist.get_world_size())])]
         # own rows stay as long as the function does, because the others write to them
         return lambda: [
-            rank_rows[here].copy_(whole, non_blocking=True) for rank, rank_rows in enumerate(rows) if rank != here
+            rank_rows[here, : len(whole)].copy_(whole, non_blocking=True)
+            for rank, rank_rows in enumerate(rows)
+            if rank != here
         ]
     part = torch.rand(len(whole) // dist.get_world_size(), device=device.value)
     if collective is Collective.ALL_GATHER:

@@ -7,6 +7,8 @@ from cs336_systems.config import Arch, Attention, Device, ModelConfig, Optimizer
 from cs336_systems.measure.clock import EventClock, HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.batches import make_batches
+from cs336_systems.model.fast.master_adamw import MasterAdamW
+from cs336_systems.model.fast.weights import whole
 from cs336_systems.parallel.sharded_weights import ShardedMasterAdamW
 from cs336_systems.parallel.traffic import TrafficCounter
 
@@ -45,14 +47,19 @@ def train(way, arch, shard, device="cpu", changes=None):
     return masters, updated, losses, sum(each.sent_bytes for each in counter.traffic()), copies
 
 
-def train_alone(arch, ranks):
-    """The masters after the same steps in one process, which averages in the gradients' own types; losses by rank."""
+def train_alone(arch, ranks, axes_in_fp32=None):
+    """The masters after the same steps in one process; losses by rank.
+
+    It averages in the gradients' own types; or it adds up those with so many axes or more in fp32, for an optimizer
+    that knows of masters only.
+    """
     config = config_of(arch)
     torch.manual_seed(0)
     step = TrainingStep(config)
     batches = [make_batches(config_of(arch, "ddp-flat", ranks=ranks), rank) for rank in range(ranks)]
     read = [weight.copy.leaf for weight in step.model.weights if weight.copy]
     leaves = list({id(leaf): leaf for leaf in (*step.model.parameters(), *read)}.values())
+    of_masters = MasterAdamW([whole(weight.master) for weight in step.model.weights], LEARNING_RATE)
     losses = []
     for _ in range(STEPS):
         found = []
@@ -62,8 +69,21 @@ def train_alone(arch, ranks):
             found.append(([None if leaf.grad is None else leaf.grad.clone() for leaf in leaves], loss.item()))
             step.optimizer.zero_grad()
         losses.append([loss for _, loss in found])
+        sums = {}
         for leaf, *gradients in zip(leaves, *(gradients for gradients, _ in found), strict=True):
-            leaf.grad = None if gradients[0] is None else sum(gradients) / ranks
-        step.optimizer.step()
+            if gradients[0] is not None:
+                leaf.grad = sum(gradients) / ranks
+                is_wide = axes_in_fp32 is not None and leaf.ndim >= axes_in_fp32
+                sums[leaf] = sum(gradient.float() for gradient in gradients) / ranks if is_wide else leaf.grad.float()
+        if axes_in_fp32 is not None:
+            for weight in step.model.weights:
+                weight.master.grad = sums.get(weight.master, torch.zeros_like(weight.master))
+                if weight.copy:
+                    weight.master.grad.view(-1).add_(sums[weight.copy.leaf].view(-1)[weight.copy.elements])
+            of_masters.step()
+            for weight in step.model.weights:
+                weight.refresh()
+        else:
+            step.optimizer.step()
         step.optimizer.zero_grad()
     return {name: each.detach() for name, each in step.model.named_parameters()}, losses

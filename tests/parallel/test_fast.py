@@ -22,15 +22,16 @@ def two():
 
 
 @functools.cache
-def alone(ranks, arch):
-    return ranks.call("tests.parallel.fast:train_alone", arch, 2)[0]
+def alone(ranks, arch, axes_in_fp32=None):
+    return ranks.call("tests.parallel.fast:train_alone", arch, 2, axes_in_fp32)[0]
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_on_two_ranks_are_those_of_one_process_that_averages(two, way, arch, shard):
-    expected, losses = alone(two, arch)
+    """Where gradients are pushed, the optimizer adds them up, in fp32."""
+    expected, losses = alone(two, arch, 1 if way == "ddp-push" else None)
     results = two.call("tests.parallel.fast:train", way, arch, shard)
     for rank, (masters, updated, own_losses, _, copies) in enumerate(results):
         assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-6)
@@ -43,10 +44,20 @@ def test_steps_on_two_ranks_are_those_of_one_process_that_averages(two, way, arc
         assert all(torch.equal(one, other) for one, other in zip(copies, results[0][-1], strict=True))
 
 
+@pytest.mark.parametrize("way", ["ddp-push", "fsdp-push"])
+def test_all_of_three_ranks_add_up_what_was_pushed_in_one_order(way):
+    """In another order sums of three would be rounded otherwise."""
+    with ranks_of(3) as three:
+        masters = [found for found, *_ in three.call("tests.parallel.fast:train", way, "cs336", False)]
+    for other in masters[1:]:
+        assert all(torch.equal(other[name], master) for name, master in masters[0].items())
+
+
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-push"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_fully_sharded_steps_are_those_of_one_process_that_averages(two, way, arch):
-    expected, losses = alone(two, arch)
+    """Vectors are not sharded, and so averaged by a collective."""
+    expected, losses = alone(two, arch, 2 if way == "fsdp-push" else None)
     results = two.call("tests.parallel.fast:train", way, arch, False)
     for rank, (masters, updated, own_losses, sent, _) in enumerate(results):
         assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-6)

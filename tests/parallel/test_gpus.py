@@ -50,11 +50,11 @@ def test_ten_steps_on_two_gpus_are_ten_with_the_whole_batch(two, kind):
 
 
 @pytest.mark.parametrize("arch", ["cs336", "gpt2"])
-def test_fully_sharded_steps_in_graphs_are_those_of_data_parallelism(two, arch):
-    """In low precision, whose rounding AdamW makes much of; a gather that came too late would leave other weights."""
+def test_steps_in_graphs_are_those_of_data_parallelism(two, arch):
+    """In low precision, whose rounding AdamW makes much of; a copy that came too late would leave other weights."""
     wanted = two.call("tests.parallel.fast:train", "ddp-flat", arch, False, "cuda")
-    for way in ("fsdp", "fsdp-push"):
-        results = two.call("tests.parallel.fast:train", way, arch, False, "cuda")
+    for way, shard in (("fsdp", False), ("fsdp-push", False), ("ddp-push", False), ("ddp-push", True)):
+        results = two.call("tests.parallel.fast:train", way, arch, shard, "cuda")
         for (expected, _, losses, *_), (found, _, own_losses, *_) in zip(wanted, results, strict=True):
             assert own_losses == pytest.approx(losses, rel=2e-3)
             assert distance(found, expected) < 2e-2

@@ -24,14 +24,14 @@ NUM_WARPS = 4
 def _adamw_chunks(  # type: ignore[no-untyped-def]
     pointers, sizes, chunk_tensors, chunk_numbers, steps,
     lr, beta1, beta2, eps, decay,
-    HAS_COPY: tl.constexpr, HALF_GRADIENT: tl.constexpr, HAS_SECOND: tl.constexpr,
+    HAS_COPY: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)
     start = tl.load(chunk_numbers + number).to(tl.int64) * CHUNK
     size = tl.load(sizes + tensor)
-    row = pointers + tensor * 6
+    row = pointers + tensor * (4 + NUM_WIDE + NUM_NARROW)
     step = tl.load(steps)
     correction1 = 1 - tl.exp(step * tl.log(beta1))
     correction2 = 1 - tl.exp(step * tl.log(beta2))
@@ -40,34 +40,35 @@ def _adamw_chunks(  # type: ignore[no-untyped-def]
     if start + CHUNK <= size:
         _update(
             row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
-            HAS_COPY, HALF_GRADIENT, HAS_SECOND, CHUNK, False,
+            HAS_COPY, NUM_WIDE, NUM_NARROW, CHUNK, False,
         )  # fmt: skip
     else:
         for piece in range(start, size, PIECE):
             _update(
                 row, piece, size, correction1, correction2, lr, beta1, beta2, eps, decay,
-                HAS_COPY, HALF_GRADIENT, HAS_SECOND, PIECE, True,
+                HAS_COPY, NUM_WIDE, NUM_NARROW, PIECE, True,
             )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _update(  # type: ignore[no-untyped-def]
     row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
-    HAS_COPY: tl.constexpr, HALF_GRADIENT: tl.constexpr, HAS_SECOND: tl.constexpr, SIZE: tl.constexpr,
+    HAS_COPY: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr, SIZE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
-    gradient_type = tl.pointer_type(tl.bfloat16) if HALF_GRADIENT else tl.pointer_type(tl.float32)
     master_at = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + start + offsets
     first_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16) + start + offsets
     second_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16) + start + offsets
-    gradient_at = tl.multiple_of(tl.load(row + 3).to(gradient_type), 16) + start + offsets
 
-    gradient = tl.load(gradient_at, mask=inside).to(tl.float32)
-    if HAS_SECOND:
-        other_at = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
-        gradient += tl.load(other_at, mask=inside).to(tl.float32)
+    gradient = tl.zeros([SIZE], tl.float32)
+    for number in tl.static_range(NUM_WIDE):
+        wide_at = tl.multiple_of(tl.load(row + 4 + number).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        gradient += tl.load(wide_at, mask=inside)
+    for number in tl.static_range(NUM_NARROW):
+        narrow_at = tl.load(row + 4 + NUM_WIDE + number).to(tl.pointer_type(tl.bfloat16))
+        gradient += tl.load(tl.multiple_of(narrow_at, 16) + start + offsets, mask=inside).to(tl.float32)
 
     master = tl.load(master_at, mask=inside) * (1 - lr * decay)
     first = beta1 * tl.load(first_at, mask=inside) + (1 - beta1) * gradient
@@ -78,19 +79,25 @@ def _update(  # type: ignore[no-untyped-def]
     tl.store(first_at, first, mask=inside)
     tl.store(second_at, second, mask=inside)
     if HAS_COPY:
-        copy_at = tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
+        copy_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
         tl.store(copy_at, master.to(tl.bfloat16), mask=inside)
 
 
 class ChunkedAdamW:
-    """The update of tensors of one kind: all with or all without a copy, gradients of one type.
+    """The update of tensors of one kind: all with or all without a copy, and with gradients of the same types.
 
-    Addresses of tensors and chunks are computed once; only gradients may move between steps. Those of a CUDA graph stay
-    where they are: call `upload` once after its capture.
+    A tensor's gradient is the sum in fp32 of those given, of which narrow ones, in bf16, come last. Addresses are
+    computed once; only gradients may move between steps. Those of a CUDA graph stay where they are: call `upload` once
+    after its capture.
     """
 
     def __init__(
-        self, masters: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor], copies: Sequence[Tensor]
+        self,
+        masters: Sequence[Tensor],
+        firsts: Sequence[Tensor],
+        seconds: Sequence[Tensor],
+        copies: Sequence[Tensor],
+        gradient_types: Sequence[torch.dtype],
     ) -> None:
         device = masters[0].device
         sizes = torch.tensor([master.numel() for master in masters])
@@ -101,10 +108,13 @@ class ChunkedAdamW:
         self._sizes = sizes.to(device)
         self._tensors, self._numbers = (table.to(device, torch.int32) for table in (tensors, numbers))
         self._has_copy = bool(copies)
+        self._num_narrow = sum(dtype is torch.bfloat16 for dtype in gradient_types)
+        self._num_wide = len(gradient_types) - self._num_narrow
         nothing = torch.zeros(len(masters), dtype=torch.int64)
-        # columns: master, first moment, second moment, gradient, second gradient, copy
+        # columns: master, first moment, second moment, copy, gradients
         placed = [_addresses(tensors) for tensors in (masters, firsts, seconds)]
-        self._pointers = torch.stack([*placed, nothing, nothing, _addresses(copies) if copies else nothing], dim=1)
+        placed += [_addresses(copies) if copies else nothing, *(nothing for _ in gradient_types)]
+        self._pointers = torch.stack(placed, dim=1)
         self._on_device = self._pointers.to(device)
 
     def __call__(
@@ -116,13 +126,13 @@ class ChunkedAdamW:
         eps: float,
         weight_decay: float,
     ) -> None:
-        """Update with each tensor's one or two gradients; `steps` is the number of this step, in fp32 on the device."""
+        """Update with each tensor's gradients; `steps` is the number of this step, in fp32 on the device."""
         self._place(gradients)
         _adamw_chunks[(len(self._tensors),)](
             self._on_device, self._sizes, self._tensors, self._numbers, steps,
             lr, *betas, eps, weight_decay,
-            HAS_COPY=self._has_copy, HALF_GRADIENT=gradients[0][0].dtype is torch.bfloat16,
-            HAS_SECOND=len(gradients[0]) > 1, CHUNK=CHUNK, PIECE=32 * NUM_WARPS, num_warps=NUM_WARPS,
+            HAS_COPY=self._has_copy, NUM_WIDE=self._num_wide, NUM_NARROW=self._num_narrow,
+            CHUNK=CHUNK, PIECE=32 * NUM_WARPS, num_warps=NUM_WARPS,
         )  # fmt: skip
 
     def _place(self, gradients: Sequence[Sequence[Tensor]]) -> None:
@@ -132,8 +142,8 @@ class ChunkedAdamW:
             raise RuntimeError(
                 f"the kernel needs gradients that start at a multiple of {ALIGNMENT} bytes, and one does not"
             )
-        if not torch.equal(self._pointers[:, 3 : 3 + found.shape[1]], found):
-            self._pointers[:, 3 : 3 + found.shape[1]] = found
+        if not torch.equal(self._pointers[:, 4:], found):
+            self._pointers[:, 4:] = found
             if not torch.cuda.is_current_stream_capturing():
                 self.upload()
 

@@ -1,7 +1,7 @@
 """AdamW for fp32 masters and their low-precision copies: one kernel per kind of weight, which a CUDA graph can hold."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,14 @@ from cs336_systems.model.optimizer import EagerOptimizer
 
 if TYPE_CHECKING:
     from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW
+
+
+class _Kind(NamedTuple):
+    """What the weights of one launch have in common."""
+
+    bucket: int
+    has_copy: bool
+    gradient_types: tuple[torch.dtype, ...]
 
 
 class MasterAdamW(EagerOptimizer):
@@ -32,7 +40,7 @@ class MasterAdamW(EagerOptimizer):
         super().__init__([weight.master for weight in weights], defaults)
         self._weights = weights
         self._steps = torch.zeros((), device=weights[0].master.device)
-        self._kernels: dict[tuple[int, bool, int], ChunkedAdamW] = {}
+        self._kernels: dict[_Kind, ChunkedAdamW] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -58,10 +66,11 @@ class MasterAdamW(EagerOptimizer):
 
     def _update(self, weights: Sequence[Weight], bucket: int = 0) -> None:
         """Update these weights, which are always the same for a bucket of this number."""
-        kinds: dict[tuple[int, bool, int], list[Weight]] = {}
+        kinds: dict[_Kind, list[Weight]] = {}
         for weight in weights:
             if gradients := weight.gradients():
-                kinds.setdefault((bucket, weight.copy is not None, len(gradients)), []).append(weight)
+                types = tuple(gradient.dtype for gradient in gradients)
+                kinds.setdefault(_Kind(bucket, weight.copy is not None, types), []).append(weight)
                 self._make_state(weight)
         for kind, same in kinds.items():
             if self._steps.is_cuda:
@@ -75,7 +84,7 @@ class MasterAdamW(EagerOptimizer):
         if not state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight.master), torch.zeros_like(weight.master)
 
-    def _launch(self, kind: tuple[int, bool, int], weights: Sequence[Weight]) -> None:
+    def _launch(self, kind: _Kind, weights: Sequence[Weight]) -> None:
         from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW  # Triton, which only comes with PyTorch for GPUs
 
         if kind not in self._kernels:
@@ -85,6 +94,7 @@ class MasterAdamW(EagerOptimizer):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [weight.copy.values for weight in weights if weight.copy is not None],
+                kind.gradient_types,
             )
         self._kernels[kind]([weight.gradients() for weight in weights], self._steps, **self._settings)
 

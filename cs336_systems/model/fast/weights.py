@@ -21,12 +21,21 @@ ALIGNMENT = 16
 """Bytes that each part of a packed weight starts at a multiple of, as a kernel's threads read so many at once."""
 
 
+class Received(NamedTuple):
+    """Gradients of the same elements that other ranks have sent, each as one axis, in the order of the ranks."""
+
+    gradients: tuple[Tensor, ...]
+    before: int
+    """How many of them are of ranks that come before this one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Elements of a leaf tensor that the model reads, one after the other in memory."""
 
     leaf: Tensor
     elements: slice
+    received: Received | None = None
 
     @property
     def values(self) -> Tensor:
@@ -34,9 +43,18 @@ class Place:
         return self.leaf.detach().view(-1)[self.elements]
 
     @property
-    def gradient(self) -> Tensor | None:
-        """Their gradient, as one axis; None if the leaf has none."""
-        return None if self.leaf.grad is None else self.leaf.grad.view(-1)[self.elements]
+    def gradients(self) -> list[Tensor]:
+        """Gradients whose sum is theirs, each as one axis: of all ranks in their order, if others have sent theirs.
+
+        There are none if the leaf has no gradient.
+        """
+        if self.leaf.grad is None:
+            return []
+        own = self.leaf.grad.view(-1)[self.elements]
+        if self.received is None:
+            return [own]
+        before = self.received.before
+        return [*self.received.gradients[:before], own, *self.received.gradients[before:]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +70,8 @@ class Weight:
 
     def gradients(self) -> list[Tensor]:
         """Gradients whose sum is that of the weight: the master's own and the copy's, as far as there are any."""
-        found = [place.gradient for place in (self.read, self.copy) if place is not None]
-        return [gradient.view_as(self.master) for gradient in found if gradient is not None]
+        places = [place for place in (self.read, self.copy) if place is not None]
+        return [gradient.view_as(self.master) for place in places for gradient in place.gradients]
 
     def refresh(self) -> None:
         """Copy the master again."""

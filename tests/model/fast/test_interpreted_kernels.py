@@ -20,19 +20,20 @@ from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
 torch.manual_seed(0)
 settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 found = {}
-for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+wide, narrow = torch.float32, torch.bfloat16
+for name, types in (("fp32", [wide]), ("bf16", [narrow]), ("of three ranks, tied", [wide] * 3 + [narrow] * 3)):
     # less than a piece, a piece and a bit, a whole chunk, several and a bit
     theirs = [torch.nn.Parameter(torch.randn(n)) for n in (1, 37, 130, CHUNK, 3 * CHUNK + 5)]
     masters = [p.detach().clone() for p in theirs]
     first, second = ([torch.zeros_like(m) for m in masters] for _ in range(2))
-    copies = [torch.zeros_like(m, dtype=torch.bfloat16) for m in masters] if dtype is torch.bfloat16 else []
-    oracle, kernel = torch.optim.AdamW(theirs, **settings), ChunkedAdamW(masters, first, second, copies)
+    copies = [torch.zeros_like(m, dtype=narrow) for m in masters] if narrow in types else []
+    oracle, kernel = torch.optim.AdamW(theirs, **settings), ChunkedAdamW(masters, first, second, copies, types)
     for step in (1.0, 2.0, 3.0):
-        gradients = [torch.randn(len(m)).to(dtype) for m in masters]
-        for p, gradient in zip(theirs, gradients):
-            p.grad = gradient.float()
+        gradients = [[torch.randn(len(m)).to(dtype) for dtype in types] for m in masters]
+        for p, of_tensor in zip(theirs, gradients):
+            p.grad = sum(gradient.double() for gradient in of_tensor).float()
         oracle.step()
-        kernel([[gradient] for gradient in gradients], torch.tensor(step), **settings)
+        kernel(gradients, torch.tensor(step), **settings)
     found[name] = max((p - m).abs().max().item() for p, m in zip(theirs, masters))
     # the interpreter cuts off what the device rounds
     away = [((copy.float() - m) / m).abs().max().item() for copy, m in zip(copies, masters)]
