@@ -324,13 +324,14 @@ def measure_all(
         raise UsageError(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
         )
-    from cs336_systems.report.progress import TerminalListener
+    from cs336_systems.report.progress import FIRST, TerminalListener
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.sweep.run import run_sweep
 
     if elsewhere is None:
         note_unused_gpus(configs)
-    with TerminalListener() as listener:
+    first = FIRST if elsewhere is None else "connecting to the cluster"
+    with TerminalListener(first=first) as listener:
         outcome = (elsewhere or run_sweep)(
             configs, directory, listener,
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,

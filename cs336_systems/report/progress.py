@@ -1,6 +1,7 @@
 """Shows the progress of a sweep on standard error: a bar, the runs in progress, and a line for each result."""
 
 from collections.abc import Mapping, Sequence
+from time import monotonic
 from types import TracebackType
 
 from rich.console import Console
@@ -20,16 +21,23 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.listener import Listener, Machines
 from cs336_systems.text import counted, inert_line
+
+FIRST = "importing PyTorch, once for all runs"
+SAY_AGAIN_S = 30.0
+"""How often a line without a bar says that a sweep still waits for a machine."""
 
 
 class TerminalListener(Listener):
     """Shows the progress of a sweep. It has no thread, which would disturb what is timed on the host."""
 
-    def __init__(self, names: Mapping[RunConfig, str] | None = None) -> None:
-        """`names` are names of configurations that replace the list of their settings; repeats share a name."""
-        self._names = names or {}
+    def __init__(self, names: Mapping[RunConfig, str] | None = None, first: str = FIRST) -> None:
+        """`names` are names of configurations that replace the list of their settings; repeats share a name.
+
+        `first` is what a sweep does before its first run.
+        """
+        self._names, self._first = names or {}, first
         self.console = Console(stderr=True, emoji=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -45,10 +53,12 @@ class TerminalListener(Listener):
         )
         self._task: TaskID | None = None
         self._running: dict[str, str] = {}
-        self._own: set[RunConfig] = set()
-        """Runs that were started by this command, not by an earlier one."""
+        self._numbers: dict[RunConfig, int] = {}
+        """Numbers of the runs that were started by this command, not by an earlier one; a second try keeps its own."""
         self._lines = StatusLine()
-        self._num_started = self._total = 0
+        self._num_failed = self._total = 0
+        self._machines: Machines | None = None
+        self._said_s = 0.0
 
     def __enter__(self) -> "TerminalListener":
         return self
@@ -66,7 +76,7 @@ class TerminalListener(Listener):
         if kept:
             self._print(f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go")
         self._total = len(todo)
-        first = "importing PyTorch, once for all runs" if todo else ""
+        first = self._first if todo else ""
         self._task = self._progress.add_task(first, total=self._total)
         self._progress.refresh()
         if first and not self.console.is_terminal:
@@ -75,17 +85,17 @@ class TerminalListener(Listener):
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those in progress; without a bar, in a line of its own."""
         label = self._label(config)
-        self._own.add(config)
+        number = self._numbers.setdefault(config, len(self._numbers))
         is_named = gpu is not None and gpu.index > 0 and not config.is_shared
         self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and is_named else label
         if not self.console.is_terminal:
-            self._lines(self._running[config.key], self._num_started, self._total)
-        self._num_started += 1
+            self._lines(self._running[config.key], number, self._total)
         self._show()
 
     def finished(self, record: RunRecord) -> None:
         """Print the result in one line."""
         self._running.pop(record.key, None)
+        self._num_failed += not record.status.is_result
         self._print(describe_run(record, self._label(record.config)))
         if self._task is not None:
             self._progress.advance(self._task)
@@ -94,7 +104,7 @@ class TerminalListener(Listener):
     def explaining(self, config: RunConfig) -> None:
         """Show whose profile is being explained; without a bar, only if an earlier command measured the run."""
         self._running[config.key] = doing = f"explaining the profile of {self._label(config)}"
-        if not self.console.is_terminal and config not in self._own:
+        if not self.console.is_terminal and config not in self._numbers:
             self._lines(doing)
         self._show()
 
@@ -108,6 +118,20 @@ class TerminalListener(Listener):
     def noted(self, line: str) -> None:
         """Print the line."""
         self._print(f"[dim]{escape(inert_line(line))}[/]")
+
+    def machines(self, now: Machines) -> None:
+        """Show the machines in place of the runs, of which there may be hundreds; without a bar, only while waiting."""
+        before, self._machines = self._machines, now
+        if now.patience_s is not None and not self.console.is_terminal:
+            is_new = (
+                before is None
+                or before.patience_s is None
+                or (before.there, before.pending) != (now.there, now.pending)
+            )
+            if is_new or monotonic() - self._said_s >= SAY_AGAIN_S:
+                self._said_s = monotonic()
+                self._lines(_in_words(now, self._num_failed))
+        self._show()
 
     def tick(self) -> None:
         """Update the bar's clock."""
@@ -125,9 +149,18 @@ class TerminalListener(Listener):
 
     def _show(self) -> None:
         if self._task is not None:
-            now = " | ".join(self._running.values())
+            now = _in_words(self._machines, self._num_failed) if self._machines else " | ".join(self._running.values())
             self._progress.update(self._task, description=escape(now))
         self._progress.refresh()
+
+
+def _in_words(now: Machines, num_failed: int) -> str:
+    """How a sweep on several machines stands; how many runs are done, and how long the others take, the bar says."""
+    pending = f" and {now.pending} pending" if now.pending else ""
+    there = f"{counted(now.there, 'machine')}{pending}"
+    if now.patience_s is not None:
+        return f"waiting for a machine {now.patience_s:.0f} s longer: {there}"
+    return f"{there}, {now.running} running, {num_failed} failed"
 
 
 def describe_run(record: RunRecord, label: str) -> str:

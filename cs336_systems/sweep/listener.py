@@ -1,10 +1,25 @@
 """What a sweep tells while it runs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cs336_systems.config import RunConfig
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of a sweep on several, at one moment."""
+
+    there: int
+    """Those that it may use."""
+    pending: int
+    """Those that the cluster has ordered, and that are not there yet."""
+    running: int
+    """Runs in progress."""
+    patience_s: float | None
+    """How much longer it waits for a machine; None while runs are in progress."""
 
 
 class Listener:
@@ -27,6 +42,9 @@ class Listener:
 
     def noted(self, line: str) -> None:
         """Something about a machine of the sweep, which may be a text from there."""
+
+    def machines(self, now: Machines) -> None:
+        """How a sweep on several machines stands, each second."""
 
     def tick(self) -> None:
         """A second has passed."""

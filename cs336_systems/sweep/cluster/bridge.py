@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 import ray
 from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cs336_systems
@@ -27,7 +28,7 @@ from cs336_systems.sweep.cluster.agent import LEASE_S, Agent
 from cs336_systems.sweep.cluster.fetch import RawFile
 from cs336_systems.sweep.cluster.measurer import Description, Request
 from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Failed, Message, Part
-from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Joined, Left, Node, Unfit
+from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Connected, Joined, Left, Node, Pending, Unfit
 from cs336_systems.sweep.process import die_with_forker
 
 _LOOK_S = 3.0
@@ -76,6 +77,7 @@ class _Bridge:
         lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
         self._spawn(self._renew())
+        self._spawn(self._count_pending())
         watching = asyncio.create_task(self._watch())
         obeying = asyncio.create_task(self._obey(lines))
         done, _ = await asyncio.wait({watching, obeying}, return_when=asyncio.FIRST_COMPLETED)
@@ -181,6 +183,18 @@ class _Bridge:
             for name in [*self._agents]:
                 if _machine(name) not in alive:
                     self._leave(name, "Ray says that the machine is dead")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _count_pending(self) -> None:
+        """Say how many machines the autoscaler has ordered, whenever that changes; without one, none."""
+        told = 0
+        while True:
+            with contextlib.suppress(Exception):  # part of Ray that not every cluster has, and that may change
+                status = await asyncio.to_thread(get_cluster_status, ray.get_runtime_context().gcs_address)
+                count = len(status.pending_nodes) + sum(launch.count for launch in status.pending_launches)
+                if count != told:
+                    told = count
+                    self.say(Message(pending=Pending(count)))
             await asyncio.sleep(_LOOK_S)
 
     async def _renew(self) -> None:
@@ -297,7 +311,7 @@ def main(words: Sequence[str]) -> None:
     os.dup2(2, 1)
     bridge = _Bridge(words[2], words[3:], out)
     try:
-        bridge.say(Message(log=connect(words[1])))
+        bridge.say(Message(connected=Connected(connect(words[1]))))
         asyncio.run(bridge.serve())
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         bridge.say(Message(failed=Failed(in_a_line(error))))

@@ -17,9 +17,21 @@ from cs336_systems.files import error_in_words, write_atomically
 from cs336_systems.record import Failure, RecordError, RunRecord, RunWarning, Status, WarningCode, decode_record
 from cs336_systems.sweep.cluster.conditions import Conditions
 from cs336_systems.sweep.cluster.fetch import Fetch, FetchError
-from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Event, Joined, Left, Node, Nodes, Unfit
+from cs336_systems.sweep.cluster.nodes import (
+    Answer,
+    Chunk,
+    Connected,
+    Event,
+    Joined,
+    Left,
+    Node,
+    Nodes,
+    Pending,
+    Unfit,
+)
 from cs336_systems.sweep.cluster.waiting import Placement, Waiting
 from cs336_systems.sweep.keep import Keeper
+from cs336_systems.sweep.listener import Machines
 from cs336_systems.sweep.run import MORE_FOR_RANKS_S, Loop, num_slots
 from cs336_systems.sweep.store import SweepError, quarantine
 from cs336_systems.text import counted
@@ -114,6 +126,8 @@ class Driver:
     """A heap: when a machine must have answered, a number, the machine's name, the run."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _num_running: int = 0
+    _num_pending: int = 0
+    """How many machines the cluster has ordered that are not there yet."""
     _to_fetch: deque[tuple[_Place, _Run]] = field(default_factory=deque)
     """Runs that have ended and whose profiles wait, because enough others are on their way."""
     _on_cpu: bool = False
@@ -152,6 +166,9 @@ class Driver:
                 raise SweepError(self._why_nothing_runs())
             if now_s - ticked_s >= _TICK_S:
                 ticked_s = now_s
+                left_s = None if self._num_running else max(0.0, self.wait_nodes_s - (now_s - worked_s))
+                now = Machines(len(self._places), self._num_pending, self._num_running, left_s)
+                self.keeper.listener.machines(now)
                 self.keeper.listener.tick()
 
     def _handle(self, event: Event) -> None:
@@ -166,6 +183,10 @@ class Driver:
                 self._take(event)
             case Unfit(what, why):
                 self._note(f"{what} is not used: {why}")
+            case Pending(count):
+                self._num_pending = count
+            case Connected(log):
+                self._note(f"connected to the cluster; logs of its engine: {log}")
 
     def _choose_conditions(self) -> None:
         """Use those machines that have joined and have the conditions of the sweep."""
@@ -380,6 +401,7 @@ class Driver:
         left, needed = counted(len(self._waiting), "run"), max(run.width for run in self._waiting)
         slots = [place.node.slots for place in self._places.values()]
         found = f"{counted(len(slots), 'machine')} with at most {max(slots)} slot(s) each" if slots else "none"
+        found += f", and {self._num_pending} pending" if self._num_pending else ""
         return (
             f"no machine for the {left} left within {self.wait_nodes_s:g} s: needed {needed} slot(s) on one, "
             f"found {found}; finished runs are kept, and the same command goes on"

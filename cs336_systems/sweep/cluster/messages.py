@@ -4,7 +4,7 @@ import msgspec
 
 from cs336_systems.files import MAX_BYTES
 from cs336_systems.sweep.cluster.measurer import Request
-from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Joined, Left, Unfit
+from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Connected, Joined, Left, Pending, Unfit
 
 MAX_LINE_BYTES = 2 * MAX_BYTES
 """Longest line: a record, whose bytes take 4/3 of their number here."""
@@ -36,11 +36,11 @@ class Failed(msgspec.Struct):
 class Message(msgspec.Struct, omit_defaults=True):
     """One of these; without any, the machines that were there at the start have joined."""
 
-    log: str | None = None
-    """Directory of Ray's logs."""
+    connected: Connected | None = None
     failed: Failed | None = None
     joined: Joined | None = None
     left: Left | None = None
     answer: Answer | None = None
     chunk: Chunk | None = None
     unfit: Unfit | None = None
+    pending: Pending | None = None

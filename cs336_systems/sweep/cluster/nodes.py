@@ -66,6 +66,20 @@ class Unfit:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """How many machines the cluster has ordered that are not there yet; said when that changes."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The cluster has answered; the engine writes its logs to this directory."""
+
+    log: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """A machine of a cluster, whether a sweep could use it or not."""
@@ -94,7 +108,7 @@ class Look:
     failure: str | None = None
 
 
-Event: TypeAlias = Joined | Left | Answer | Chunk | Unfit
+Event: TypeAlias = Joined | Left | Answer | Chunk | Unfit | Pending | Connected
 
 
 class Nodes(Protocol):

@@ -112,7 +112,7 @@ class RayNodes:
         self._began_s = self.now_s()
         self._rest = b""
         """The beginning of a line whose end has not come yet."""
-        self._log = ""
+        self._is_connected = False
         self._first: list[Joined] | None = []
         """Machines that have joined, until all are there that were there at the start."""
 
@@ -140,7 +140,7 @@ class RayNodes:
         """What has happened since the last call; raise SweepError if the connection is lost."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            if not self._log and self.now_s() - self._began_s > _CONNECT_S:
+            if not self._is_connected and self.now_s() - self._began_s > _CONNECT_S:
                 raise self._lost(f"it did not answer within {_CONNECT_S:g} s")
             return []
         chunk = os.read(self._process.stdout.fileno(), _CHUNK_BYTES)
@@ -154,13 +154,12 @@ class RayNodes:
     def _events(self, message: Message) -> Iterator[Event]:
         if message.failed is not None:
             raise self._lost(message.failed.why)
-        if message.log is not None:
-            self._log = f" (Ray's logs: {message.log})"
-        elif self._first is not None and message.joined is not None:
+        self._is_connected = True
+        if self._first is not None and message.joined is not None:
             self._first.append(message.joined)
         elif self._first is not None and message.left is not None:
             self._first = [each for each in self._first if each.node.name != message.left.name]
-        elif event := message.joined or message.left or message.answer or message.chunk or message.unfit:
+        elif event := next((found for name in message.__struct_fields__ if (found := getattr(message, name))), None):
             yield event
         elif self._first is not None:
             yield from self._first
@@ -181,6 +180,6 @@ class RayNodes:
 
     def _lost(self, why: str) -> SweepError:
         return SweepError(
-            f"no connection to the Ray cluster {self._address}: {why}{self._log}; finished runs are kept, "
+            f"no connection to the Ray cluster {self._address}: {why}; finished runs are kept, "
             "and the same command goes on"
         )

@@ -11,7 +11,7 @@ import pytest
 from cs336_systems.config import Device, Parallel
 from cs336_systems.record import RunWarning, Status, WarningCode, encode_record, load_records
 from cs336_systems.sweep.cluster.conditions import refusals
-from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Look, Unfit
+from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Look, Pending, Unfit
 from cs336_systems.sweep.cluster.run import sweep_on_nodes
 from cs336_systems.sweep.cluster.waiting import Placement
 from cs336_systems.sweep.listener import Listener
@@ -24,7 +24,10 @@ class Witness(Listener):
     """Remembers what it was told."""
 
     def __init__(self):
-        self.started_runs, self.finished_records, self.notes = [], [], []
+        self.started_runs, self.finished_records, self.notes, self.moments = [], [], [], []
+
+    def machines(self, now):
+        self.moments.append(now)
 
     def started(self, config, gpu):
         self.started_runs.append(config)
@@ -358,6 +361,32 @@ def test_a_machine_that_comes_while_the_sweep_waits(tmp_path):
     outcome = sweep(grid(2), tmp_path, cluster, witness, wait_nodes_s=20.0)
     assert len(outcome.records) == 2
     assert "host-8 is not used: no such file" in witness.notes
+
+
+def test_it_says_how_the_machines_stand_and_how_long_it_waits(tmp_path):
+    """One machine from 10 s to 30 s, two more ordered at 5 s, of which one comes at 50 s."""
+    cluster, witness = Cluster([], lambda config: 4.0), Witness()
+    told = Cluster.events
+    cluster.events = lambda timeout_s: told(cluster, min(timeout_s, 1.0))
+    for when_s, event in [
+        (5.0, Pending(2)), (10.0, Joined(node(0))), (30.0, Left("node-0", "it died")),
+        (50.0, Joined(node(1))), (50.0, Pending(1)),
+    ]:  # fmt: skip
+        cluster.at(when_s, event)
+    when_s = []
+    witness.machines = lambda now: (when_s.append(cluster.clock_s), witness.moments.append(now))
+    outcome = sweep(grid(10), tmp_path, cluster, witness, wait_nodes_s=25.0)
+    assert len(outcome.records) == 10
+    at = dict(zip(when_s, witness.moments, strict=True))
+    assert [(at[s].there, at[s].pending, at[s].running) for s in (1, 6, 12, 40, 51)] == [
+        (0, 0, 0), (0, 2, 0), (1, 2, 1), (0, 2, 0), (1, 1, 1),
+    ]  # fmt: skip
+    assert [at[s].patience_s for s in (6, 12, 51)] == [19.0, None, None]
+    assert at[40].patience_s == pytest.approx(15.0, abs=1.0)
+    waiting = Cluster([])
+    waiting.at(1.0, Pending(1))
+    with pytest.raises(SweepError, match="1 pending"):
+        sweep(grid(11), tmp_path, waiting, wait_nodes_s=5.0)
 
 
 def test_a_run_too_wide_for_every_machine(tmp_path):
