@@ -39,6 +39,10 @@ SHARDED = (
     'cs336 compare "--size xl --parallel ddp-overlap --ranks 2" '
     '"--size xl --parallel ddp-overlap --ranks 2 --shard-optimizer" --name sharded_optimizer'
 )
+LEADERBOARD = (
+    "python benchmark_sweep.py --sizes 8B --context-lengths 32768 --batch-size 1 --fast --ranks 2 "
+    "--parallel ddp-overlap --shard-optimizer"
+)
 REDUCE = "cs336 ceilings --world-size 4 --name four-processes"
 INTRODUCTION = (
     "What the course asks in assignment 2, in its order, answered from the results of this page; a draft of what is "
@@ -213,7 +217,7 @@ PROBLEMS = (
     Problem(
         title="Leaderboard",
         settings="8B, 2 GPUs, 2 x 32,768 tokens, bf16",
-        parts=(_part("leaderboard", "How long does one training step take?"),),
+        parts=(_part("leaderboard", "How long does one training step take?", LEADERBOARD, parallel.leaderboard),),
     ),
 )  # fmt: skip
 """In the order of the course."""

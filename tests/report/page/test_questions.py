@@ -14,7 +14,18 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.sweep import SweepArguments
-from cs336_systems.config import SIZES, CompileMode, Device, Mode, Parallel, Phase, Precision, Profiler
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    Profiler,
+)  # fmt: skip
 from cs336_systems.record import Measurement, MemoryMoment, Moment, RankRecord, load_records
 from cs336_systems.report.page import questions
 from cs336_systems.report.page.answers import attention
@@ -498,6 +509,24 @@ def test_steps_on_several_ranks_are_compared_by_the_way_and_by_what_is_sharded(t
         ("1.00 GiB", "0 bytes", state, "2.00 GiB", whole) for state, whole in zip(states, allocated, strict=True)
     ]
     assert not any(found[part].lacking for part in asked)
+
+
+def test_the_leaderboard_s_step_is_the_fastest_of_those_on_two_gpus(tmp_path):
+    """One with half the context, which takes less time, is another step."""
+    model = {"attention": Attention.SDPA}
+    settings = {"batch_size": 1, "precision": Precision.BF16, "ranks": 2, "optimizer": OptimizerKind.FUSED}
+    steps = {
+        make_config("8B", 32_768, parallel=Parallel.FSDP, model=model, **settings): 5.25,
+        make_config("8B", 32_768, parallel=Parallel.DDP_OVERLAP, shard_optimizer=True, model=model, **settings): 4.75,
+        make_config("8B", 16_384, parallel=Parallel.FSDP, model=model, **settings): 1.5,
+    }
+    records = [make_record(config, [step_s] * 3, peak_bytes=127 * GIB) for config, step_s in steps.items()]
+    (part,) = (part for problem in questions.PROBLEMS for part in problem.parts if part.id == "leaderboard")
+    for own, lacking in ((records, False), (records[2:], True)):
+        answer = part.answer(Material.of(Collection(root=tmp_path, sweeps={Path("8B"): Results(records=own)})))
+        says(answer, *((1.5,) if lacking else (4.75, 127)))
+        assert bool(answer.lacking) == lacking
+        assert len(answer.tables[0].rows) == (1 if lacking else 2)
 
 
 def test_exposed_communication_and_late_gathers_are_told_from_profiles_of_the_same_runs(tmp_path):

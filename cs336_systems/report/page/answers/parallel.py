@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from cs336_systems.config import Device, Parallel, RunConfig
+from cs336_systems.config import Device, Mode, Parallel, Precision, RunConfig
 from cs336_systems.costs.calls import Collective
 from cs336_systems.record import MemoryMoment, RunRecord
 from cs336_systems.report.columns import Column, Row, column
@@ -159,6 +159,38 @@ def sharded_parameters(material: Material) -> Answer | None:
     kept = Material(collection=material.collection, runs=[own for own in material.runs if _has_shards(own)])
     return _shared(
         kept, "Parameters sharded and whole", "parallel", lambda config: not config.shard_optimizer, sentences
+    )
+
+
+def leaderboard(material: Material) -> Answer | None:
+    """The training step of the leaderboard: the fastest of those that were measured."""
+
+    def suiting(own: Runs) -> list[RunRecord]:
+        return [each for each in own.finished if (each.config.size, each.config.mode) == ("8B", Mode.TRAIN)]
+
+    def of_course(config: RunConfig) -> bool:
+        tokens = config.model.context_length * config.batch_size
+        return (config.ranks, tokens, config.precision) == (2, 32_768, Precision.BF16)
+
+    runs = best(material, suiting, of_course)
+    if runs is None:
+        return None
+    rows = sorted(runs.rows, key=lambda row: row["step_mean_ms"])
+    fastest = rows[0]
+    sentences = [
+        f"The fastest step takes {significant(fastest['step_mean_ms'] / 1e3, 3)} s"
+        + (f", {percent_of(fastest['mfu'], 1)} of the peak's FLOPs" if fastest["mfu"] else "")
+        + (f", with {significant(fastest['peak_allocated_gib'], 4)} GiB" if fastest["peak_allocated_gib"] else "")
+        + " on each GPU.",
+    ]
+    columns = [*identity_columns(rows, ("size", "ranks")), *(column(key, drop_order=0) for key in (*SHARED, "mfu"))]
+    return Answer(
+        sentences=sentences,
+        tables=[make_table("The leaderboard's step", columns, rows)],
+        places=[runs.place("results")],
+        commands=[command_for(material.collection, runs.directory)],
+        conditions=runs.conditions,
+        lacking="" if of_course(runs.finished[0].config) else "32,768 tokens on each of 2 GPUs, in bf16",
     )
 
 
