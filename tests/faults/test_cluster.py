@@ -22,8 +22,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.record import Status, load_records
-from tests.faults.harness import ROOT, command, contents, eventually, lay_out_models, runs, sweep
+from tests.faults.harness import NAME, ROOT, command, contents, eventually, lay_out_models, runs, sweep
 from tests.faults.models import PAUSED
 
 pytestmark = [
@@ -104,6 +105,11 @@ class RayCluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found += process.children(recursive=True)
         return found
+
+    def scratch(self):
+        """Directories for what runs write on the nodes, as those processes know them that remove them in the end."""
+        words = [process.cmdline() for process in self.left() if process.name() == "sh"]
+        return [Path(each[-1]) for each in words if each]
 
     def close(self):
         """End it in order, then by force what may hang."""
@@ -247,6 +253,28 @@ def test_a_node_that_is_killed(start, place, ray_cluster, chance):
     send(family(chance.choice(ray_cluster.raylets[1:])), signal.SIGKILL)
     records = check_all_there(running, place)
     assert sum(len(record.lost_tries) for record in records) <= 1
+
+
+def test_profiles_are_those_of_a_local_sweep_and_none_stays_on_a_node_that_is_killed(
+    start, place, launch, ray_cluster, chance
+):
+    words = {"fault": "takes_a_while", "contexts": range(1, 6), "script": ROOT / "benchmark_sweep.py"}
+    running = start("--profile", **words)
+    ours, theirs = (place / output / "kineto_profiles" / NAME for output in ("data", "local"))
+    wanted = chance.randrange(0, 8)
+    assert eventually(lambda: len([*ours.glob("runs/*.json")]) >= wanted and len(ray_cluster.scratch()) >= 2)
+    scratch = ray_cluster.scratch()
+    time.sleep(chance.uniform(0, 0.4))
+    send(family(chance.choice(ray_cluster.raylets[1:])), signal.SIGKILL)
+    assert running.wait() == 0, running.stderr
+    assert eventually(lambda: not any(path.exists() for path in scratch), END_S), scratch
+    local = launch([*command(**words), "--profile", "--output", "local"])
+    assert local.wait() == 0, local.stderr
+    names = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (ours, theirs)]
+    assert names[0] == names[1]
+    for path in (ours / "kernels").iterdir():
+        here, there = (decode_profile((folder / "kernels" / path.name).read_bytes()) for folder in (ours, theirs))
+        assert (here.source, here.num_steps, here.num_kernels) == (there.source, there.num_steps, there.num_kernels)
 
 
 def test_agents_that_are_killed_are_replaced(start, place, ray_cluster, chance):

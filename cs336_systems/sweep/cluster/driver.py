@@ -131,7 +131,7 @@ class Driver:
     _to_fetch: deque[tuple[_Place, _Run]] = field(default_factory=deque)
     """Runs that have ended and whose profiles wait, because enough others are on their way."""
     _on_cpu: bool = False
-    """Whether fetching or explaining a profile would disturb the runs beside it."""
+    """Whether explaining a profile, or fetching it from the machine, would disturb the runs beside it."""
     _fetching: set[str] = field(default_factory=set)
     """Keys of those whose profiles are on their way."""
 
@@ -346,7 +346,7 @@ class Driver:
             place, run = self._to_fetch.popleft()
             if run.fetch is not None and place.running.get(run.key) is run:
                 self._fetching.add(run.key)
-                if not self._on_cpu:
+                if not self._on_cpu and not self._waiting.is_apart(run.family):
                     self._free(place, run)
                 self._go_on(place, run, run.fetch)
 
