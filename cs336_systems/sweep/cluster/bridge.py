@@ -8,9 +8,11 @@ import asyncio
 import contextlib
 import itertools
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -66,10 +68,24 @@ class _Bridge:
         self._died: Counter[str] = Counter()
         """How many agents have died on each machine since the last record from it."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._speaker = threading.Thread(target=self._speak, daemon=True)
+        self._speaker.start()
 
     def say(self, message: Message) -> None:
-        self._out.write(msgspec.json.encode(message) + b"\n")
-        self._out.flush()
+        """Send the message as soon as the driver reads, which may write to a slow disk: agents do not wait for that."""
+        self._messages.put(message)
+
+    def _speak(self) -> None:
+        while (message := self._messages.get()) is not None:
+            self._out.write(msgspec.json.encode(message) + b"\n")
+            self._out.flush()
+
+    def end(self) -> None:
+        """End this process once everything has been said, if the driver listens."""
+        self._messages.put(None)
+        self._speaker.join(_PARTING_S)
+        os._exit(0)
 
     async def serve(self) -> None:
         """Watch the cluster and obey the driver until either is gone."""
@@ -89,7 +105,7 @@ class _Bridge:
         for agent in self._agents.values():
             agent.actor.end.remote()  # without a head, Ray does not end them
         await asyncio.sleep(_PARTING_S)
-        os._exit(0)  # in order, it could wait for a head that is gone
+        self.end()  # in order, Python could wait for a head that is gone
 
     async def _obey(self, lines: asyncio.StreamReader) -> None:
         while line := await lines.readline():
@@ -315,7 +331,7 @@ def main(words: Sequence[str]) -> None:
         asyncio.run(bridge.serve())
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         bridge.say(Message(failed=Failed(in_a_line(error))))
-    os._exit(0)
+    bridge.end()
 
 
 if __name__ == "__main__":

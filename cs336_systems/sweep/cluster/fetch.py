@@ -19,6 +19,8 @@ CHUNK_BYTES = 2**20
 """Largest part of a file that is sent at once."""
 MAX_FILE_BYTES = 8 * 2**30
 """Largest file that is fetched; none that is larger can be explained."""
+_SYNC_BYTES = 32 * 2**20
+"""How much is written before the disk is waited for, because nothing else is done meanwhile."""
 
 
 class RawFile(msgspec.Struct, frozen=True):
@@ -71,8 +73,7 @@ class Fetch:
     def _complete(self, file: RawFile, output: BinaryIO) -> None:
         if self._digest.hexdigest() != file.sha256:
             raise FetchError(f"{file.name} came damaged: its SHA-256 is not that of the file on the machine")
-        output.flush()
-        os.fsync(output.fileno())
+        _sync(output)
         output.close()
         self._output = None
         self._written.append((self._temporary(file), self._paths[file.name]))
@@ -88,6 +89,8 @@ class Fetch:
             raise FetchError(f"{expected[0]}: needed the bytes from {expected[1]}, got {len(data)} of something else")
         self._output.write(data)
         self._digest.update(data)
+        if self._output.tell() % _SYNC_BYTES < len(data):
+            _sync(self._output)
 
     def keep(self) -> None:
         """Put all files in their places, from which the record, profile and explanation of an earlier run go first."""
@@ -105,3 +108,8 @@ class Fetch:
         for temporary in [*(temporary for temporary, _ in self._written), *map(self._temporary, self._left)]:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+
+
+def _sync(output: BinaryIO) -> None:
+    output.flush()
+    os.fsync(output.fileno())
