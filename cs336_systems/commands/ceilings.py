@@ -67,6 +67,9 @@ class CeilingsArguments(StudyArguments):
     )
     """What a copy, a sum and an AdamW step move; with some smaller ones, also the tensors of
     collectives (MiB). The largest counts."""
+    step_presets: Annotated[tuple[str, ...] | None, unset("[SIZE ...]", "none")] = None
+    """Model sizes of whose training steps every kernel's matrices are measured too, at batch 4 and contexts 128, 256
+    and 512, with passes over memory that are no copies: what makes the forecast of times exact for these steps."""
     profile: Annotated[Path | None, unset("FILE", "no parts of a step")] = None
     """Explained kernel profile of a step (kernels/*.json, profile.json) to put on the roofline. --measured without it
     takes the earlier one."""
@@ -95,6 +98,7 @@ class CeilingsArguments(StudyArguments):
             shapes=(*squares, *layers),
             stream_bytes=tuple(size * MIB for size in memory_mib),
             world_size=value_or(self.world_size, num_gpus if on_gpu else 1),
+            step_presets=self.step_presets or None,
         )
         return grid
 

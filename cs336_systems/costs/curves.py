@@ -2,11 +2,12 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import dist, exp, log
 
 from cs336_systems.config import Precision
+from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Pass
 
 ALIGNMENT = 8
 """Sides that are not multiples of this keep cuBLAS from its fast kernels: 16 bytes in half precision (NVIDIA's guide
@@ -23,11 +24,15 @@ class Matmul:
     rows: int
     inner: int
     columns: int
+    batch: int = 1
+    """Matmuls of a batched one, or heads of all sequences."""
+    form: Form | None = None
+    """None for one that stands for all forms, that of a linear layer. Of fused attention, the sides of its scores."""
     time_s: float
 
     @property
     def flops_per_s(self) -> float:
-        return 2 * self.rows * self.inner * self.columns / self.time_s
+        return 2 * self.batch * self.rows * self.inner * self.columns / self.time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +48,48 @@ class Curves:
     """Time that the host needs to launch a kernel that does next to nothing."""
     kernel_s: float
     """Time of such a kernel in a CUDA graph, where no host is waited for."""
+    passes: Mapping[Pass, Mapping[int, float]] = field(default_factory=dict)
+    """Times of other passes than copies by the bytes that they read and write."""
+    queued_gap_s: float | None = None
+    """Time between two kernels that the host launched one by one in time; None if it was not measured."""
 
-    def matmul_s(self, precision: Precision, rows: int, inner: int, columns: int, batch: int = 1) -> float | None:
-        """Time of a matmul; None at a precision of which none was measured.
+    @property
+    def gap_s(self) -> float:
+        """Time between two kernels; if it was not measured, that of an empty kernel, in which there is little else."""
+        return self.kernel_s if self.queued_gap_s is None else self.queued_gap_s
+
+    def matmul_s(
+        self,
+        precision: Precision,
+        rows: int,
+        inner: int,
+        columns: int,
+        *,
+        batch: int = 1,
+        form: Form = Form.FORWARD,
+        moved_bytes: int = 0,
+    ) -> float | None:
+        """Time of a matmul that reads and writes `moved_bytes`; None at a precision of which none was measured.
 
         Its rate is the mean of those measured, weighted by the inverse of a power of the distance, in which each side
-        counts by its logarithm; of a batch it is that of the matmul with the rows of all. A matmul and its transpose,
-        with rows and columns exchanged, count as equally fast. One that was measured has the time measured.
+        counts by its logarithm; of a batch it is that of the matmul with the rows of all. One that was measured has the
+        time measured. If none of its form was, those of a linear layer count, with rows and columns exchanged too.
+        Then it takes no less time than a copy of as many bytes, and fused attention, which is causal, as long as half
+        of its matmuls.
         """
-        points = _surface(self.matmuls.get(precision, ()), _is_aligned(rows, inner, columns))
-        return 2 * batch * rows * inner * columns / _rate(points, batch * rows, inner, columns) if points else None
+        measured = self.matmuls.get(precision, ())
+        points = _surface(measured, _is_aligned(rows, inner, columns), form, batch > 1)
+        if not points:
+            return None
+        seconds = 2 * batch * rows * inner * columns / _rate(points, batch * rows, inner, columns)
+        if any(each.form is form and (each.batch > 1) is (batch > 1) for each in measured):
+            return seconds
+        least_s = self.pass_s(moved_bytes) if moved_bytes else 0.0
+        return max(seconds * MATMULS_OF.get(form, 2) / 2, least_s)
 
-    def copy_s(self, num_bytes: int) -> float:
-        """Time of an element-wise kernel that reads and writes so many bytes: that of a copy."""
-        return interpolated(self.copies, num_bytes)
+    def pass_s(self, num_bytes: int, how: Pass = Pass.COPY) -> float:
+        """Time of a kernel that reads and writes so many bytes; that of a copy, if passes like it were not measured."""
+        return interpolated(self.passes.get(how) or self.copies, num_bytes)
 
     def adamw_s(self, num_bytes: int) -> float:
         """Time of fused AdamW that moves so many bytes."""
@@ -71,14 +104,18 @@ Point = tuple[tuple[float, float, float], float]
 """Logarithms of the three sides, and the rate there."""
 
 
-@lru_cache(maxsize=64)
-def _surface(measured: tuple[Matmul, ...], is_aligned: bool) -> tuple[Point, ...]:
-    """Points of matmuls that are aligned, or are not, if there are any of that kind; otherwise of all."""
-    alike = [each for each in measured if _is_aligned(each.rows, each.inner, each.columns) is is_aligned]
+@lru_cache(maxsize=1024)
+def _surface(measured: tuple[Matmul, ...], is_aligned: bool, form: Form, is_batched: bool) -> tuple[Point, ...]:
+    """Points of the matmuls that are most alike: of this form, batched or not, and aligned or not, if there are any."""
+    alike = [each for each in measured if each.form is form and (each.batch > 1) is is_batched]
+    alike = alike or [each for each in measured if each.form is None]
+    kept = [each for each in alike if _is_aligned(each.rows, each.inner, each.columns) is is_aligned] or alike
     return tuple(
         ((log(rows), log(each.inner), log(columns)), each.flops_per_s)
-        for each in alike or measured
-        for rows, columns in ((each.rows, each.columns), (each.columns, each.rows))
+        for each in kept
+        for rows, columns in dict.fromkeys(
+            ((each.batch * each.rows, each.columns), *([(each.columns, each.rows)] if each.form is None else ()))
+        )
     )
 
 

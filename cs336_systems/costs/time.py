@@ -77,7 +77,7 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
         return None
     found = operations(config)
     kernel_s = cache(lambda operation: _kernel_s(operation, config.precision, curves))
-    return replay({phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}, curves.kernel_s)
+    return replay({phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}, curves.gap_s)
 
 
 def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
@@ -114,14 +114,17 @@ def _kernel_s(operation: Operation, precision: Precision, curves: Curves) -> flo
     """Time of one kernel of an operation."""
     if operation.kind is Kind.ADAMW:
         return curves.adamw_s(operation.moved_bytes)
-    moved_s = curves.copy_s(operation.moved_bytes)
     if operation.kind is Kind.PASS:
-        return moved_s
-    matmul_s = curves.matmul_s(precision, *operation.sides, batch=operation.batch)
+        return curves.pass_s(operation.moved_bytes, operation.how)
+    matmul_s = curves.matmul_s(
+        precision,
+        *operation.sides,
+        batch=operation.batch,
+        form=operation.form,
+        moved_bytes=operation.moved_bytes,
+    )
     assert matmul_s is not None
-    if operation.kind is Kind.ATTENTION:
-        matmul_s *= operation.matmuls / 2  # causal: half of the pairs
-    return max(matmul_s, moved_s)
+    return matmul_s
 
 
 def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH) -> TimePrediction:

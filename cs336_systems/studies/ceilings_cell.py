@@ -11,6 +11,7 @@ from cs336_systems.studies import cell
 from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     ONLY_ON_GPUS,
+    QUEUED_BYTES,
     STREAM_BYTES,
     CacheRow,
     CeilingsGrid,
@@ -24,8 +25,10 @@ from cs336_systems.studies.ceilings_records import (
     Stream,
     StreamCell,
 )
+from cs336_systems.studies.kernel_cell import measure_kernel, measure_pass
+from cs336_systems.studies.kernel_records import KernelCell, PassCell
 from cs336_systems.studies.loops import Loops
-from cs336_systems.studies.timing import Run, host_timer, launch_timer, measure, replayed, timed_loops
+from cs336_systems.studies.timing import Run, device_timer, host_timer, launch_timer, measure, replayed, timed_loops
 
 DTYPES = cell.DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
 LEAST_CAPABILITY = {
@@ -49,9 +52,13 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow]) -> list[Ceilin
         elif isinstance(row, StreamCell):
             elements = row.moved_bytes // STREAM_BYTES[row.stream]
             measured.append(row.with_loops(measure(make_stream(grid, row.stream, elements), grid)))
+        elif isinstance(row, KernelCell):
+            measured.append(measure_kernel(grid, row))
+        elif isinstance(row, PassCell):
+            measured.append(measure_pass(grid, row))
         elif isinstance(row, LaunchCell):
             measured.append(row.with_loops(measure_launch(grid, row.launch)))
-            if grid.device is Device.CUDA:
+            if grid.device is Device.CUDA and row.launch is Launch.EAGER:
                 measured.append(CacheRow(torch.cuda.get_device_properties().L2_cache_size))
     return measured
 
@@ -118,7 +125,10 @@ def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
 
 
 def measure_launch(grid: CeilingsGrid, launch: Launch) -> Loops:
-    """Time launches of a kernel on one element, one by one or as a CUDA graph of many."""
+    """Time launches of a kernel on one element, one by one or as a CUDA graph of many; or of copies one by one."""
+    if launch is Launch.QUEUED:
+        elements = QUEUED_BYTES // STREAM_BYTES[Stream.COPY]
+        return timed_loops(make_stream(grid, Stream.COPY, elements), device_timer, grid)
     element = torch.zeros(1, device=grid.device.value)
 
     def run() -> object:

@@ -3,7 +3,7 @@
 The fastest matmul and the largest copy of a study are its ceilings, of which other results are reported as shares.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -11,12 +11,14 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from cs336_systems.config import Device, Precision
+from cs336_systems.config import SIZES, Device, Precision
 from cs336_systems.costs.calls import Collective, sent_share
 from cs336_systems.costs.curves import Curves, Matmul
+from cs336_systems.costs.forecast.tape import Pass
 from cs336_systems.files import CEILINGS
 from cs336_systems.record import Count, Environment, Status
 from cs336_systems.settings import ByDevice, Setting, check
+from cs336_systems.studies.kernel_records import KernelCell, PassCell, kernel_cells, pass_cells
 from cs336_systems.studies.loops import TimedRow, Timing
 from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, Row
 
@@ -26,6 +28,9 @@ MAX_BYTES = 2**42
 PADDED = ", padded"
 """Ends the name of a matmul whose columns are those of another, rounded up."""
 FP32_BYTES = 4
+STEP_CONTEXTS = {Device.CUDA: (128, 256, 512), Device.CPU: (16,)}
+STEP_BATCH_SIZE = 4
+"""Of the same steps, those of the default grid; on a CPU of a short one."""
 SMALL_COLLECTIVES_BYTES = (2**12, 2**16)
 """Sizes below those of passes over memory, as those of a model's vectors."""
 
@@ -45,6 +50,8 @@ RESULT_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 2}
 """The result of an fp8 product is in bf16."""
 
 
+STEP_PRECISIONS = (ProductPrecision.FP32, ProductPrecision.TF32, ProductPrecision.BF16)
+"""Of the steps whose kernels are measured."""
 ONLY_ON_GPUS = (ProductPrecision.TF32, ProductPrecision.FP8)
 """A CPU has no such matmuls."""
 
@@ -62,10 +69,17 @@ STREAM_BYTES = {Stream.COPY: 2 * FP32_BYTES, Stream.READ: FP32_BYTES, Stream.ADA
 
 
 class Launch(StrEnum):
-    """How a kernel that does next to nothing is launched: each by the host, or many as one CUDA graph."""
+    """How a kernel is launched: one that does next to nothing, each by the host, or many as one CUDA graph; or, by the
+    host in time, a copy of QUEUED_BYTES, which takes much longer than its launch.
+    """
 
     EAGER = "eager"
     GRAPH = "graph"
+    QUEUED = "queued"
+
+
+QUEUED_BYTES = 2**28
+"""What copies move that show the time between two kernels: what each takes more than in a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +153,16 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         ),
     ] = 1
     seed: int = 0
+    step_presets: tuple[str, ...] | None = None
+    """Model sizes of which the kernels of steps are measured; None for none."""
     # fmt: on
 
     def __post_init__(self) -> None:
         check(self)
         if not 0 < self.loop_s <= 60:
             raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")
+        if unknown := [name for name in self.step_presets or () if name not in SIZES]:
+            raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
 
     def groups(self) -> list[list[Cell["CeilingsRow | CacheRow"]]]:
         """One group of all cells."""
@@ -162,6 +180,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
             yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
         for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
             yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=timing),))
+        yield from self._step_cells(timing)
         for ranks in self.numbers_of_ranks:
             multiple = FP32_BYTES * ranks  # each has a part of the tensor
             sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
@@ -173,6 +192,17 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
                 if size
             )
             yield Cell(label=f"collectives of {ranks} processes", rows=collectives)
+
+    def _step_cells(self, timing: Timing) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
+        """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
+        if not self.step_presets:
+            return
+        precisions = [Precision(name) for name in dict.fromkeys(self.precisions) if name in STEP_PRECISIONS]
+        contexts = STEP_CONTEXTS[self.device]
+        for kernel in kernel_cells(self.step_presets, contexts, precisions, STEP_BATCH_SIZE, timing):
+            yield Cell(label=kernel.label, rows=(kernel,))
+        for each in pass_cells(sorted(set(self.stream_bytes)), timing):
+            yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
 
     @property
     def numbers_of_ranks(self) -> list[int]:
@@ -188,6 +218,8 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
             streams=tuple(row for row in rows if isinstance(row, StreamCell)),
             launches=tuple(row for row in rows if isinstance(row, LaunchCell)),
             reductions=tuple(row for row in rows if isinstance(row, CollectiveCell)),
+            kernels=tuple(row for row in rows if isinstance(row, KernelCell)),
+            passes=tuple(row for row in rows if isinstance(row, PassCell)),
             cache_bytes=next((row.num_bytes for row in rows if isinstance(row, CacheRow)), None),
             environment=environment,
         )
@@ -257,7 +289,7 @@ class CacheRow(Row):
     """Size of the GPU's last cache before its memory."""
 
 
-CeilingsRow = ProductCell | StreamCell | LaunchCell | CollectiveCell
+CeilingsRow = ProductCell | StreamCell | LaunchCell | CollectiveCell | KernelCell | PassCell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +304,9 @@ class CeilingsStudy:
     launches: tuple[LaunchCell, ...] = ()
     reductions: tuple[CollectiveCell, ...] = ()
     """Collectives; earlier studies have all-reduces alone."""
+    kernels: tuple[KernelCell, ...] = ()
+    passes: tuple[PassCell, ...] = ()
+    """Kernels of steps, and passes over memory as steps make them; empty without `step_presets`."""
     cache_bytes: Count | None = None
     """Last cache of a GPU before its memory; None on a CPU."""
     environment: Environment
@@ -284,7 +319,9 @@ class CeilingsStudy:
     @property
     def timings(self) -> tuple[Timing, ...]:
         """Of all cells."""
-        cells: tuple[CeilingsRow, ...] = (*self.products, *self.streams, *self.launches, *self.reductions)
+        cells: tuple[CeilingsRow, ...] = (
+            *self.products, *self.streams, *self.launches, *self.reductions, *self.kernels, *self.passes,
+        )  # fmt: skip
         return tuple(cell.timing for cell in cells)
 
     def products_of(self, precision: ProductPrecision) -> list[ProductCell]:
@@ -331,15 +368,33 @@ class CeilingsStudy:
         copies, adamw = (self._stream_times(stream) for stream in (Stream.COPY, Stream.ADAMW))
         if launch_s is None or kernel_s is None or not copies or not adamw:
             return None
-        matmuls = {
-            precision: tuple(
-                Matmul(rows=cell.shape.rows, inner=cell.shape.inner, columns=cell.shape.columns, time_s=time_s)
-                for cell in self.products_of(ProductPrecision(precision))
-                if (time_s := cell.timing.time_s) is not None
-            )
-            for precision in Precision
-        }
-        return Curves(matmuls=matmuls, copies=copies, adamw=adamw, launch_s=launch_s, kernel_s=kernel_s)
+        passes: dict[Pass, dict[int, float]] = {}
+        for cell in self.passes:
+            if (time_s := cell.timing.time_s) is not None:
+                passes.setdefault(cell.how, {})[cell.moved_bytes] = time_s
+        return Curves(
+            matmuls={precision: tuple(self._matmuls(precision)) for precision in Precision},
+            copies=copies, adamw=adamw, passes=passes, launch_s=launch_s, kernel_s=kernel_s,
+            queued_gap_s=self._queued_gap_s(copies),
+        )  # fmt: skip
+
+    def _matmuls(self, precision: Precision) -> Iterator[Matmul]:
+        """The matmuls of layers, which stand for all forms, and those of steps."""
+        for cell in self.products_of(ProductPrecision(precision)):
+            shape, time_s = cell.shape, cell.timing.time_s
+            if time_s is not None:
+                yield Matmul(rows=shape.rows, inner=shape.inner, columns=shape.columns, time_s=time_s)
+        for kernel in self.kernels:
+            if kernel.precision is precision and (time_s := kernel.timing.time_s) is not None:
+                yield Matmul(
+                    rows=kernel.rows, inner=kernel.inner, columns=kernel.columns, batch=kernel.batch, form=kernel.form,
+                    time_s=time_s,
+                )  # fmt: skip
+
+    def _queued_gap_s(self, copies: Mapping[int, float]) -> float | None:
+        """What a copy that the host launches takes more than in a CUDA graph."""
+        queued_s, alone_s = self.launch_s(Launch.QUEUED), copies.get(QUEUED_BYTES)
+        return None if queued_s is None or alone_s is None else max(0.0, queued_s - alone_s)
 
     def _stream_times(self, stream: Stream) -> dict[int, float]:
         timed = ((cell.moved_bytes, cell.timing.time_s) for cell in self.streams if cell.stream is stream)

@@ -26,7 +26,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.costs.accounting import component_flops, count_parameters
 from cs336_systems.costs.curves import Curves, Matmul
-from cs336_systems.costs.forecast.tape import Kind
+from cs336_systems.costs.forecast.tape import MATMULS_OF, Kind
 from cs336_systems.costs.time import Launch, Limit, operations, replay, step_time
 from cs336_systems.model.transformer import RMSNorm, TransformerLM
 
@@ -118,7 +118,8 @@ def test_matmuls_of_the_operations_have_the_flops_of_the_closed_form(
         flops = 0
         for each in operations(config)[phase]:
             rows, inner, columns = each.sides
-            flops += each.launches * each.matmuls * 2 * each.batch * rows * inner * columns
+            matmuls = MATMULS_OF.get(each.form, 1)
+            flops += each.launches * matmuls * 2 * each.batch * rows * inner * columns
         assert flops == wanted, phase
 
 

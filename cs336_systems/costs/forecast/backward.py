@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cs336_systems.config import Attention, RunConfig
 from cs336_systems.costs.forecast.forward import FP32_BYTES, HIDDEN, SCORES, STREAM, ForwardTape, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS
-from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Tape
+from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Form, Pass, Tape
 from cs336_systems.costs.forecast.ways import InPlace
 
 GRADIENT = "gradient of the residual stream"
@@ -21,8 +21,6 @@ VIEWS_OF_FUSED_BACKWARD = 9
 """Of the gradients of queries, keys, values and output each, two that split or merge heads; one detached."""
 VIEWS_OF_NAIVE_BACKWARD = 20
 """The same, less the last, and those of four matmuls: a factor transposed, the factors and the result reshaped."""
-MATMULS_OF_BACKWARD = 5
-"""Of fused attention: the scores again, and two for each of forward's (Dao 2023, section 3.1)."""
 
 
 class BackwardTape(ForwardTape):
@@ -60,7 +58,7 @@ class BackwardTape(ForwardTape):
         partial sums over rows.
         """
         if self.norm_bytes > self.element_bytes:
-            gradient = self._replace(GRADIENT, STREAM, gradient, element_bytes=self.norm_bytes)
+            gradient = self._replace(GRADIENT, STREAM, gradient, element_bytes=self.norm_bytes, how=Pass.WIDEN)
         x = saved[f"{name} input"]
         out = self.temporary(GRADIENT, STREAM, self.norm_bytes, reads=(gradient, x))
         self.tape.pass_over(gradient, x, calls=0)  # a second kernel, for the gradients of its parameters
@@ -87,8 +85,8 @@ class BackwardTape(ForwardTape):
         x = self.temporary("gradient of a matmul's input", shape)
         columns, inner = weight.split()
         self.tape.views(VIEWS_OF_LINEAR_BACKWARD + 1)  # the gradient is detached
-        self.tape.matmul(columns, "batch T", inner, self.element_bytes)
-        self.tape.matmul("batch T", columns, inner, self.element_bytes)
+        self.tape.matmul(Form.WEIGHT, columns, "batch T", inner, self.element_bytes)
+        self.tape.matmul(Form.INPUT, "batch T", columns, inner, self.element_bytes)
         if with_bias:
             bias, of_bias = f"{name}.bias", weight.split()[0]
             self.tape.pass_over(gradient)
@@ -104,7 +102,7 @@ class BackwardTape(ForwardTape):
             x = total
         for parameter, of_parameter, axes in made if self.autocast else reversed(made):
             if self.autocast and parameter not in self.way.low:
-                narrow, of_parameter = of_parameter, self.new_gradient(axes, reads=(of_parameter,))
+                narrow, of_parameter = of_parameter, self.new_gradient(axes, reads=(of_parameter,), how=Pass.WIDEN)
                 self.tape.drop(narrow)
             if self.gpt2 and parameter == "lm_head":
                 self.of_head = of_parameter
@@ -119,10 +117,12 @@ class BackwardTape(ForwardTape):
         label = "gradient of a parameter, to be cast" if is_replaced else "gradients of parameters"
         return self.tape.new(category, label, shape, self.element_bytes)
 
-    def new_gradient(self, shape: str, is_low: bool = False, reads: Sequence[int] | None = None) -> int:
+    def new_gradient(
+        self, shape: str, is_low: bool = False, reads: Sequence[int] | None = None, how: Pass = Pass.COPY
+    ) -> int:
         """Gradient of a parameter, in fp32 or low."""
         element_bytes = self.element_bytes if is_low else FP32_BYTES
-        return self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, element_bytes, reads=reads)
+        return self.tape.new(Category.GRADIENTS, "gradients of parameters", shape, element_bytes, reads=reads, how=how)
 
     def _swiglu_backward(self, index: int, gradient: int, saved: Saved) -> int:
         hidden = self.linear_backward(f"{index}.w2", gradient, saved, HIDDEN)
@@ -161,7 +161,11 @@ class BackwardTape(ForwardTape):
 
     def _merge(self, gradient: int) -> int:
         """Merge the heads; a fused kernel has written them merged already."""
-        return gradient if self.is_fused else self._replace("gradient of heads, merged", STREAM, gradient)
+        return (
+            gradient
+            if self.is_fused
+            else self._replace("gradient of heads, merged", STREAM, gradient, how=Pass.STRIDED)
+        )
 
     def _rotate_backward(self, q: int, k: int) -> int:
         label, pairs = "gradient of queries and keys", "2 batch T d_model"
@@ -174,10 +178,10 @@ class BackwardTape(ForwardTape):
 
     def _naive_backward(self, values: int, saved: Saved) -> tuple[int, int, int]:
         self.tape.views(VIEWS_OF_NAIVE_BACKWARD)
-        rows = self._replace("gradient of heads, split", STREAM, values)
+        rows = self._replace("gradient of heads, split", STREAM, values, how=Pass.STRIDED)
         v, weights = self.temporary("gradient of values", STREAM), self.temporary("gradient of weights", SCORES)
-        self.matmul_of_heads("T", "T", "d_head")
-        self.matmul_of_heads("T", "d_head", "T")
+        self.matmul_of_heads(Form.WEIGHT, "T", "T", "d_head")
+        self.matmul_of_heads(Form.FORWARD, "T", "d_head", "T")
         self.tape.drop(rows)
         self.release(saved, "v_rows", "weights")
         wide = self.widen(weights, "gradient of weights", SCORES)
@@ -186,8 +190,8 @@ class BackwardTape(ForwardTape):
         self.release(saved, "softmax")
         scores = self._narrow(scores, "gradient of scores", SCORES)
         k, q = (self.temporary(f"gradient of {name}", STREAM) for name in ("keys", "queries"))
-        self.matmul_of_heads("d_head", "T", "T")
-        self.matmul_of_heads("T", "T", "d_head")
+        self.matmul_of_heads(Form.WEIGHT, "d_head", "T", "T")
+        self.matmul_of_heads(Form.INPUT, "T", "T", "d_head")
         self.tape.drop(scores)
         self.release(saved, "k_rows", "q_rows")
         return self._replace("gradient of queries", STREAM, q), k, v
@@ -219,7 +223,7 @@ class BackwardTape(ForwardTape):
         shape = "batch heads T128 d_head32" if self.autocast else STREAM
         workspace = self.temporary("workspace of fused attention", shape, FP32_BYTES)
         self.tape.views(VIEWS_OF_FUSED_BACKWARD)
-        self.tape.attention(MATMULS_OF_BACKWARD, "8 batch T d_model", self.element_bytes)
+        self.tape.attention(Form.ATTENTION_BACKWARD, "8 batch T d_model", self.element_bytes)
         self.tape.drop(sums, workspace, values)
         self.release(saved, "q_heads", *(["k_heads"] if self.gpt2 else []), "v_heads", "values", "sums")
         return q, k, v
@@ -231,15 +235,16 @@ class BackwardTape(ForwardTape):
         *old: int,
         element_bytes: int | None = None,
         reads: Sequence[int] | None = None,
+        how: Pass = Pass.COPY,
     ) -> int:
         """A tensor that one kernel makes of `reads`, by default of `old`, of which the references are dropped."""
-        made = self.temporary(label, shape, element_bytes, reads=old if reads is None else reads)
+        made = self.temporary(label, shape, element_bytes, reads=old if reads is None else reads, how=how)
         self.tape.drop(*old)
         return made
 
     def widen(self, x: int, label: str, shape: str) -> int:
         """Cast a gradient from autocast's type to fp32, after a matmul."""
-        return self._replace(label, shape, x, element_bytes=FP32_BYTES) if self.autocast else x
+        return self._replace(label, shape, x, element_bytes=FP32_BYTES, how=Pass.WIDEN) if self.autocast else x
 
     def _narrow(self, x: int, label: str, shape: str, keep: bool = False) -> int:
         """Cast a gradient to autocast's type, for a matmul; with `keep` the fp32 one is kept too."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cs336_systems.config import Arch, Attention, ModelConfig, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.parameters import WEIGHTS
-from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Tape
+from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Form, Pass, Tape
 from cs336_systems.costs.forecast.ways import InPlace
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
@@ -30,8 +30,6 @@ VIEWS_OF_ROTATION = 7
 flattened, and its two halves."""
 VIEWS_OF_NAIVE = 12
 """The keys transposed and the scores detached; of both matmuls, two of each factor and one of the result."""
-MATMULS_OF_FORWARD = 2
-"""Of fused attention: scores and values."""
 STREAM = "batch T d_model"
 HIDDEN = "batch T d_ff"
 SCORES = "batch heads T T"
@@ -112,7 +110,11 @@ class ForwardTape:
             values = self._math(saved)
         else:
             values = self._fused(heads, v, saved)
-        merged = tape.keep(values) if self.is_fused else self.activation("heads merged", STREAM, reads=(values,))
+        merged = (
+            tape.keep(values)
+            if self.is_fused
+            else self.activation("heads merged", STREAM, reads=(values,), how=Pass.STRIDED)
+        )
         change = self.linear(f"{index}.output", merged, saved, STREAM, "output of attention")
         tape.drop(merged, x, *heads, v, values)
         return change
@@ -126,7 +128,7 @@ class ForwardTape:
         """RoPE on queries and keys in one tensor, computed in fp32."""
         both, pairs = "queries and keys", "2 batch T d_model"
         joined = self.temporary(f"{both}, joined", pairs, reads=(q, k))
-        wide = [self.temporary(f"{both} in fp32", pairs, FP32_BYTES, reads=(joined,))] if self.autocast else []
+        wide = [self.widened(f"{both} in fp32", pairs, joined)] if self.autocast else []
         self.tape.views(VIEWS_OF_ROTATION)
         factors = wide or [joined]
         rotated = self.tape.new(Category.ACTIVATIONS, f"{both}, rotated", pairs, FP32_BYTES, reads=factors)
@@ -140,26 +142,28 @@ class ForwardTape:
         tape = self.tape
         tape.views(VIEWS_OF_NAIVE)
         scaled = self.temporary("scaled queries", STREAM, reads=(LIKE_ITSELF,))
-        k = self.activation("keys, copied", STREAM, reads=(LIKE_ITSELF,))
-        q = self.activation("scaled queries, copied", STREAM, reads=(scaled,))
+        k = self.activation("keys, copied", STREAM, reads=(LIKE_ITSELF,), how=Pass.STRIDED)
+        q = self.activation("scaled queries, copied", STREAM, reads=(scaled,), how=Pass.STRIDED)
         scores = self.temporary("scores", SCORES)
-        self.matmul_of_heads("T", "d_head", "T")
+        self.matmul_of_heads(Form.FORWARD, "T", "d_head", "T")
         self._save(saved, q_rows=q, k_rows=k)
         tape.drop(q, scaled, k)
         inverted = self.temporary("inverted mask", "T T", 1, reads=(LIKE_ITSELF,))
-        tape.pass_over(scores, scores, inverted)
+        tape.pass_over(scores, scores, inverted, how=Pass.MASKED)
         tape.drop(inverted)
-        wide = self.temporary("scores in fp32", SCORES, FP32_BYTES, reads=(scores,)) if self.autocast else None
-        softmax = tape.new(Category.ACTIVATIONS, "softmax output", SCORES, FP32_BYTES, reads=(LIKE_ITSELF,))
+        wide = self.widened("scores in fp32", SCORES, scores) if self.autocast else None
+        softmax = tape.new(
+            Category.ACTIVATIONS, "softmax output", SCORES, FP32_BYTES, reads=(LIKE_ITSELF,), how=Pass.SOFTMAX
+        )
         self._save(saved, softmax=softmax)
         if wide is not None:
             tape.drop(wide)
         weights = (
             self.activation("softmax output, cast", SCORES, reads=(softmax,)) if self.autocast else tape.keep(softmax)
         )
-        v_rows = self.activation("values, copied", STREAM, reads=(LIKE_ITSELF,))
+        v_rows = self.activation("values, copied", STREAM, reads=(LIKE_ITSELF,), how=Pass.STRIDED)
         values = self.temporary("heads", STREAM)
-        self.matmul_of_heads("T", "T", "d_head")
+        self.matmul_of_heads(Form.INPUT, "T", "T", "d_head")
         self._save(saved, weights=weights, v_rows=v_rows)
         tape.drop(v_rows, weights, scores, softmax)
         return values
@@ -195,7 +199,7 @@ class ForwardTape:
     def _fused(self, heads: tuple[int, ...], v: int, saved: Saved | None) -> int:
         """Flash, cuDNN or efficient: saves inputs, output and the logarithm of each row's sum, but no scores."""
         values = self.activation("output of fused attention", STREAM)
-        self.tape.attention(MATMULS_OF_FORWARD, "4 batch T d_model", self.element_bytes)
+        self.tape.attention(Form.ATTENTION, "4 batch T d_model", self.element_bytes)
         sums = self.tape.new(Category.ACTIVATIONS, "logarithms of softmax sums", "batch heads T", FP32_BYTES)
         names = ("q_heads", "k_heads") if self.gpt2 else ("q_heads",)
         self._save(saved, **dict(zip(names, heads, strict=True)), v_heads=v, values=values, sums=sums)
@@ -246,7 +250,7 @@ class ForwardTape:
         out = self.tape.new(category, label, shape, self.element_bytes)
         columns, inner = WEIGHTS[name.rpartition(".")[2]].split()
         self.tape.views(VIEWS_OF_LINEAR)
-        self.tape.matmul("batch T", inner, columns, self.element_bytes)
+        self.tape.matmul(Form.FORWARD, "batch T", inner, columns, self.element_bytes)
         self.claim_workspace()
         return out
 
@@ -280,19 +284,29 @@ class ForwardTape:
             self._threads_with_workspace.add(self.thread)
             self.tape.new(Category.LIBRARY_WORKSPACE, "cuBLAS workspace", str(CUBLAS_WORKSPACE_BYTES), 1)
 
-    def matmul_of_heads(self, rows: str, inner: str, columns: str) -> None:
+    def matmul_of_heads(self, form: Form, rows: str, inner: str, columns: str) -> None:
         """Launch a matmul for each head of each sequence."""
-        self.tape.matmul(rows, inner, columns, self.element_bytes, batch="batch heads")
+        self.tape.matmul(form, rows, inner, columns, self.element_bytes, batch="batch heads")
 
-    def activation(self, label: str, shape: str, reads: Sequence[int] | None = None) -> int:
+    def activation(self, label: str, shape: str, reads: Sequence[int] | None = None, how: Pass = Pass.COPY) -> int:
         """A tensor in the type of matmuls, which autograd's graph may save."""
-        return self.tape.new(Category.ACTIVATIONS, label, shape, self.element_bytes, reads=reads)
+        return self.tape.new(Category.ACTIVATIONS, label, shape, self.element_bytes, reads=reads, how=how)
 
     def temporary(
-        self, label: str, shape: str, element_bytes: int | None = None, reads: Sequence[int] | None = None
+        self,
+        label: str,
+        shape: str,
+        element_bytes: int | None = None,
+        reads: Sequence[int] | None = None,
+        how: Pass = Pass.COPY,
     ) -> int:
         """A tensor that autograd's graph does not save; by default in the type of matmuls."""
-        return self.tape.new(Category.TEMPORARIES, label, shape, element_bytes or self.element_bytes, reads=reads)
+        element_bytes = element_bytes or self.element_bytes
+        return self.tape.new(Category.TEMPORARIES, label, shape, element_bytes, reads=reads, how=how)
+
+    def widened(self, label: str, shape: str, narrow: int) -> int:
+        """A copy in fp32 of a tensor in autocast's type, which autograd's graph does not save."""
+        return self.temporary(label, shape, FP32_BYTES, reads=(narrow,), how=Pass.WIDEN)
 
     def _cast_normed(self, normed: int) -> int:
         """The output of a norm in the type of matmuls: a copy, or one more reference to it if it has the type."""

@@ -6,7 +6,7 @@ from cs336_systems.config import Attention, Mode, OptimizerKind, Phase, RunConfi
 from cs336_systems.costs.forecast.backward import BackwardTape
 from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS, axes, parameter_shapes
-from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Tape
+from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Pass, Tape
 from cs336_systems.costs.forecast.ways import WAYS
 from cs336_systems.costs.shards import HEAD, LOOKUP
 
@@ -108,8 +108,9 @@ class StepTape:
         shape: str,
         element_bytes: int = FP32_BYTES,
         reads: Sequence[int] | None = None,
+        how: Pass = Pass.COPY,
     ) -> int:
-        return self.tape.new(category, label, shape, element_bytes, reads=reads)
+        return self.tape.new(category, label, shape, element_bytes, reads=reads, how=how)
 
     def _forward(self) -> int:
         tape, layers = self.tape, self.layers
@@ -158,7 +159,7 @@ class StepTape:
         wide = tape.keep(log_softmax)
         if self.layers.autocast:
             tape.drop(wide)
-            wide = self._new(Category.LOSS, "log-softmax in fp32", LOGITS, reads=(log_softmax,))
+            wide = self._new(Category.LOSS, "log-softmax in fp32", LOGITS, reads=(log_softmax,), how=Pass.WIDEN)
         loss, weight = (self._new(Category.LOSS, "loss and its weight", SCALAR) for _ in range(2))
         tape.pass_over(loss, weight)  # which picks one element of each row
         if ends is not None:

@@ -53,19 +53,51 @@ class Kind(StrEnum):
     """No kernel: views, of which the host makes one in about the time of a launch."""
 
 
+class Form(StrEnum):
+    """How the factors of a matmul lie in memory, or that it is one kernel of fused attention."""
+
+    FORWARD = "forward"
+    """x W^T, as in a linear layer: the second factor is transposed."""
+    INPUT = "input"
+    """g W, the gradient of a layer's input: none is."""
+    WEIGHT = "weight"
+    """g^T x, the gradient of its weight: the first is."""
+    ATTENTION = "attention"
+    """Causal attention as one kernel, with the sides of its scores."""
+    ATTENTION_BACKWARD = "attention backward"
+
+
+MATMULS_OF = {Form.ATTENTION: 2, Form.ATTENTION_BACKWARD: 5}
+"""Matmuls of fused attention: scores and values; the scores again, and two for each of these (Dao 2023)."""
+
+
+class Pass(StrEnum):
+    """How a kernel goes over memory, which decides its bandwidth."""
+
+    COPY = "copy"
+    """One element after the other, all of one type, or narrower ones written."""
+    WIDEN = "widen"
+    """Written in a wider type, for which PyTorch's kernels do not read several elements at once."""
+    STRIDED = "strided"
+    """In another order than they lie in memory, as when heads change places with positions."""
+    MASKED = "masked"
+    """In place where a mask says so, which all heads share."""
+    SOFTMAX = "softmax"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """What PyTorch dispatches at once: one kernel, or several equal ones."""
 
     kind: Kind
+    how: Pass = Pass.COPY
+    form: Form = Form.FORWARD
     moved_bytes: int = 0
     """Read and written by each kernel, if nothing is read twice."""
     sides: tuple[int, int, int] = (0, 0, 0)
     """Rows, inner side and columns of a matmul, or of the scores of fused attention."""
     batch: int = 1
     """Matmuls of a batched one, or heads of all sequences."""
-    matmuls: int = 1
-    """Matmuls of fused attention for each head, of which causality leaves half."""
     element_bytes: int = 4
     """Of a matmul's factors."""
     launches: int = 1
@@ -109,6 +141,7 @@ class Tape:
         element_bytes: int,
         stream: str = "",
         reads: Sequence[int] | None = None,
+        how: Pass = Pass.COPY,
     ) -> int:
         """Make a tensor with one reference; `shape` consists of axis names and numbers, such as `2 batch T`.
 
@@ -119,38 +152,43 @@ class Tape:
         self._references.append(1)
         self.events.append(handle)
         if reads is not None:
-            self.pass_over(handle, *(handle if read == LIKE_ITSELF else read for read in reads))
+            self.pass_over(handle, *(handle if read == LIKE_ITSELF else read for read in reads), how=how)
         return handle
 
-    def pass_over(self, *handles: int, calls: int = 1) -> None:
+    def pass_over(self, *handles: int, calls: int = 1, how: Pass = Pass.COPY) -> None:
         """Launch a kernel that reads or writes these tensors, each as often as it is given."""
         moved_bytes = sum(self.specs[handle].size_bytes for handle in handles)
-        self.operations.append(Operation(kind=Kind.PASS, moved_bytes=moved_bytes, calls=calls))
+        self.operations.append(Operation(kind=Kind.PASS, how=how, moved_bytes=moved_bytes, calls=calls))
 
     def pass_of(self, moved_bytes: int, launches: int = 1) -> None:
         """Launch so many kernels, each of which moves so many bytes."""
         self.operations.append(Operation(kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches))
 
-    def matmul(self, rows: str, inner: str, columns: str, element_bytes: int, batch: str = "1") -> None:
+    def matmul(self, form: Form, rows: str, inner: str, columns: str, element_bytes: int, batch: str = "1") -> None:
         """Launch a matmul of (rows, inner) by (inner, columns) matrices; the sides are products of axes."""
         m, k, n = self.size(rows), self.size(inner), self.size(columns)
         count = self.size(batch)
         moved_bytes = element_bytes * count * (m * k + k * n + m * n)
         self.operations.append(
             Operation(
-                kind=Kind.MATMUL, moved_bytes=moved_bytes, sides=(m, k, n), batch=count, element_bytes=element_bytes
+                kind=Kind.MATMUL,
+                form=form,
+                moved_bytes=moved_bytes,
+                sides=(m, k, n),
+                batch=count,
+                element_bytes=element_bytes,
             )
         )
 
-    def attention(self, matmuls: int, moved: str, element_bytes: int) -> None:
-        """Launch fused attention, with so many matmuls for each head; `moved` is the shape of what it moves."""
+    def attention(self, form: Form, moved: str, element_bytes: int) -> None:
+        """Launch fused attention; `moved` is the shape of what it moves."""
         self.operations.append(
             Operation(
                 kind=Kind.ATTENTION,
                 moved_bytes=element_bytes * self.size(moved),
                 sides=(self.size("T"), self.size("d_head"), self.size("T")),
                 batch=self.size("batch heads"),
-                matmuls=matmuls,
+                form=form,
                 element_bytes=element_bytes,
             )
         )

@@ -16,8 +16,10 @@ from cs336_systems.report.sections.ceilings.roofline_plot import roofline_chart
 from cs336_systems.report.sections.ceilings.tables import (
     collective_rows,
     collectives_section,
+    kernels_section,
     launch_rows,
     launches_section,
+    passes_section,
     product_rows,
     products_section,
     stream_rows,
@@ -88,6 +90,8 @@ def ceilings_sections(study: CeilingsStudy, parts: StepParts | None = None) -> l
         replace(products_section(study), pictures=product_chart(study)),
         replace(streams_section(study), pictures=bandwidth_chart(study)),
         launches_section(study),
+        kernels_section(study),
+        passes_section(study),
         replace(collectives_section(study), pictures=collective_chart(study)),
         replace(parts_section(study, parts), pictures=roofline_chart(study, parts)),
     ]

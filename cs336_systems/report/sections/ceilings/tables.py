@@ -12,7 +12,13 @@ from cs336_systems.report.numbers import GIGA, MIB, TERA, ratio, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, promised_bandwidth
 from cs336_systems.report.table import Table, known, make_table
-from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductCell, ProductPrecision
+from cs336_systems.studies.ceilings_records import (
+    QUEUED_BYTES,
+    CeilingsStudy,
+    Launch,
+    ProductCell,
+    ProductPrecision,
+)
 from cs336_systems.studies.loops import Timing
 
 PRODUCTS = (
@@ -21,6 +27,12 @@ PRODUCTS = (
 )  # fmt: skip
 STREAMS = ("stream", "moved_mib", "device_name", "status", "error", "median_ms", "loop_spread", "gb_per_s",
            "data_sheet_share", "std_ms", "warnings")  # fmt: skip
+KERNELS = (
+    "precision", "form", "batch", "rows", "inner", "columns", "device_name", "status", "error", "median_ms",
+    "loop_spread", "tflops_per_s", "std_ms", "warnings",
+)  # fmt: skip
+PASSES = ("how", "moved_mib", "device_name", "status", "error", "median_ms", "loop_spread", "gb_per_s", "std_ms",
+          "warnings")  # fmt: skip
 LAUNCHES = ("launch", "device_name", "status", "error", "median_us", "loop_spread", "std_us", "warnings")
 COLLECTIVES = ("collective", "tensor_mib", "world_size", "device_name", "status", "error", "median_ms", "loop_spread",
               "algorithm_gb_per_s", "bus_gb_per_s", "std_ms", "warnings")  # fmt: skip
@@ -40,6 +52,8 @@ def launch_words(study: CeilingsStudy, launch: Launch) -> str:
     """How the kernel, or on a CPU the operation, was launched."""
     if study.grid.device is Device.CPU:
         return "one operation after the other"
+    if launch is Launch.QUEUED:
+        return f"a copy of {QUEUED_BYTES // MIB} MiB, launched one by one"
     return "launched one by one" if launch is Launch.EAGER else "in a CUDA graph"
 
 
@@ -148,6 +162,31 @@ def stream_rows(study: CeilingsStudy) -> list[Row]:
             **derived("data_sheet_share", ratio(cell.bytes_per_s, promised), own),
         })  # fmt: skip
     return rows
+
+
+def kernels_section(study: CeilingsStudy) -> Section:
+    """The matmuls and attention kernels of steps, as values alone: there are hundreds."""
+    rows = [
+        {
+            "precision": cell.precision, "form": cell.form, "batch": cell.batch, "rows": cell.rows,
+            "inner": cell.inner, "columns": cell.columns, "device_name": study.device_name,
+            **timing_values(cell.timing), "tflops_per_s": ratio(cell.timing.rate(cell.flops), TERA),
+        }
+        for cell in study.kernels
+    ]  # fmt: skip
+    return Section(name="kernels", rows=rows, keys=KERNELS)
+
+
+def passes_section(study: CeilingsStudy) -> Section:
+    """Passes over memory that are no copies, as values alone."""
+    rows = [
+        {
+            "how": cell.how, "moved_mib": cell.moved_bytes / MIB, "device_name": study.device_name,
+            **timing_values(cell.timing), "gb_per_s": ratio(cell.timing.rate(cell.moved_bytes), GIGA),
+        }
+        for cell in study.passes
+    ]  # fmt: skip
+    return Section(name="passes", rows=rows, keys=PASSES)
 
 
 def launches_section(study: CeilingsStudy) -> Section:

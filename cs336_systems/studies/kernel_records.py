@@ -1,0 +1,97 @@
+"""Kernels of a step, as cells of the study of ceilings: matmuls as forward and backward launch them, and passes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
+from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Kind, Pass
+from cs336_systems.costs.time import operations
+from cs336_systems.record import Count
+from cs336_systems.studies.loops import TimedRow, Timing
+
+MASK_SIDE = 512
+"""Positions of the sequences that a pass masks, and scores of a row of which it takes the softmax."""
+HEADS, D_HEAD = 16, 64
+"""Of the tensors whose heads a strided pass exchanges with positions; there are MASK_SIDE of these."""
+OTHER_PASSES = tuple(how for how in Pass if how is not Pass.COPY)
+"""Passes over memory that are no copies, of which there is a ceiling of its own."""
+PASS_BYTES = {Pass.WIDEN: 2 + 4} | dict.fromkeys((Pass.STRIDED, Pass.MASKED, Pass.SOFTMAX), 4 + 4)
+"""Bytes moved per element: bf16 read and fp32 written, or fp32 both."""
+PASS_UNIT = HEADS * MASK_SIDE * D_HEAD
+"""Elements of which a pass has a multiple: one sequence of heads, or two of masked scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCell(TimedRow):
+    """One matmul of a step, or one kernel of fused attention with the sides of its scores."""
+
+    precision: Precision
+    form: Form
+    batch: Count
+    """Matmuls of a batched one, or heads of all sequences."""
+    rows: Count
+    inner: Count
+    columns: Count
+    timing: Timing
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts as 2; causal attention counts in full."""
+        return MATMULS_OF.get(self.form, 1) * 2 * self.batch * self.rows * self.inner * self.columns
+
+    @property
+    def label(self) -> str:
+        """The kind of kernel and its sides."""
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{self.precision} {self.form} {batch}{self.rows} x {self.inner} x {self.columns}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCell(TimedRow):
+    """One pass over memory as a step makes them."""
+
+    how: Pass
+    moved_bytes: Count
+    timing: Timing
+
+    @property
+    def elements(self) -> int:
+        return self.moved_bytes // PASS_BYTES[self.how]
+
+
+def kernel_cells(
+    presets: Sequence[str], contexts: Sequence[int], precisions: Sequence[Precision], batch_size: int, timing: Timing
+) -> Iterator[KernelCell]:
+    """The matmuls and the attention kernels of training steps of these sizes, each once."""
+    found = dict.fromkeys(
+        (precision, each.form, each.batch, *each.sides)
+        for precision in precisions
+        for preset in presets
+        for context_length in contexts
+        for attention in Attention
+        for of_phase in operations(_config(preset, context_length, attention, precision, batch_size)).values()
+        for each in of_phase
+        if each.kind in (Kind.MATMUL, Kind.ATTENTION)
+    )
+    for precision, form, batch, rows, inner, columns in found:
+        yield KernelCell(
+            precision=precision, form=form, batch=batch, rows=rows, inner=inner, columns=columns, timing=timing
+        )  # fmt: skip
+
+
+def _config(preset: str, context_length: int, attention: Attention, precision: Precision, batch_size: int) -> RunConfig:
+    model = replace(SIZES[preset], context_length=context_length, attention=attention, num_layers=1)
+    return RunConfig(size=preset, model=model, precision=precision, batch_size=batch_size, device=Device.CUDA)
+
+
+def pass_cells(sizes: Sequence[int], timing: Timing) -> Iterator[PassCell]:
+    """Passes that are no copies, which move about so many bytes."""
+    for how in OTHER_PASSES:
+        units = dict.fromkeys(max(1, size // (PASS_BYTES[how] * PASS_UNIT)) for size in sizes)
+        for count in units:
+            yield PassCell(how=how, moved_bytes=count * PASS_UNIT * PASS_BYTES[how], timing=timing)
+
+
+def is_attention(form: Form) -> bool:
+    """Whether it is a kernel of fused attention."""
+    return form in MATMULS_OF
