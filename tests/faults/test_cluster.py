@@ -25,7 +25,7 @@ import pytest
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.record import Status, load_records
 from tests.faults.harness import NAME, ROOT, command, contents, eventually, lay_out_models, runs, sweep
-from tests.faults.models import PAUSED
+from tests.faults.models import PAUSED, RELEASED
 
 pytestmark = [
     pytest.mark.cluster,
@@ -335,6 +335,24 @@ def test_workers_that_fail_and_a_node_with_another_pytorch(start, place, ray_clu
         4: Status.OK, 8: Status.CRASHED, 12: Status.OOM, 16: Status.KILLED, 20: Status.OK,
     }  # fmt: skip
     assert records[8].failure.signal == "SIGSEGV"
+
+
+def test_a_node_that_was_another_and_is_like_the_others_again(start, place, ray_cluster):
+    fake = place / "fake"
+    (fake / "torch-9.9.dist-info").mkdir(parents=True)
+    (fake / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    other = ray_cluster.add(fake)
+    running = start(fault="pauses_until_released")
+    running.wait_for(ray_cluster.directory / PAUSED)
+    assert eventually(lambda: "is not used: torch is 9.9" in running.stderr), running.stderr
+    shutil.rmtree(fake)
+    num_nodes = len(ray_cluster.raylets) + 1
+    assert eventually(lambda: running.stderr.count(" joins: ") == num_nodes, 60), running.stderr
+    released = ray_cluster.directory / RELEASED
+    released.touch()
+    assert running.wait() == 0, running.stderr
+    released.unlink()
+    send(family(other), signal.SIGKILL)
 
 
 def test_the_head_dies(start, place, ray_cluster, chance):

@@ -26,9 +26,11 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cs336_systems
+from cs336_systems.config import Device
+from cs336_systems.record import Identity
 from cs336_systems.sweep.cluster.agent import LEASE_S, Agent
 from cs336_systems.sweep.cluster.fetch import RawFile
-from cs336_systems.sweep.cluster.measurer import Description, Request
+from cs336_systems.sweep.cluster.measurer import Description, Request, describe
 from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Failed, Message, Part
 from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Connected, Joined, Left, Node, Pending, Unfit
 from cs336_systems.sweep.process import die_with_forker
@@ -43,6 +45,8 @@ _MAX_AGENTS = 3
 """How many agents may die on a machine that goes on, without a record from it in between, before it is left alone."""
 _BACK_S = 6.0
 """How long after the death of an agent another is started on its machine, if that has not died too."""
+_AGAIN_S = 20.0
+"""How often machines that were left alone are asked whether they can be used again."""
 _PARTING_S = 0.5
 """How long the last calls to the agents may take."""
 
@@ -53,6 +57,7 @@ class _Agent:
     host: str
     heard: bool = False
     """Whether it has answered yet. Until then it may wait for GPUs that another job holds."""
+    identity: Identity | None = None
     joined: bool = False
     """Whether the driver knows its machine."""
 
@@ -67,6 +72,8 @@ class _Bridge:
         """Ids of machines that need no further agent."""
         self._died: Counter[str] = Counter()
         """How many agents have died on each machine since the last record from it."""
+        self._away: dict[str, Identity | None] = {}
+        """Ids of machines that may join again, with what each was like if the driver refused it for that."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._speaker = threading.Thread(target=self._speak, daemon=True)
@@ -94,6 +101,7 @@ class _Bridge:
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
         self._spawn(self._renew())
         self._spawn(self._count_pending())
+        self._spawn(self._look_again())
         watching = asyncio.create_task(self._watch())
         obeying = asyncio.create_task(self._obey(lines))
         done, _ = await asyncio.wait({watching, obeying}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,6 +126,7 @@ class _Bridge:
             elif command.run is None:
                 self._agents.pop(command.name)
                 self._kill(agent)
+                self._expect_back(_machine(command.name), agent.identity if command.refused else None)
             else:
                 reference = agent.actor.measure.remote(msgspec.json.encode(command.run), command.width)
                 self._spawn(self._answer(command.name, command.run, reference))
@@ -158,21 +167,52 @@ class _Bridge:
         if name in self._agents:
             self.say(Message(chunk=Chunk(name, key, file, offset, data if isinstance(data, bytes) else b"")))
 
-    def _leave(self, name: str, why: str) -> None:
-        """Use the machine no more, and say why."""
+    def _leave(self, name: str, why: str, *, may_return: bool = True) -> None:
+        """Use the machine no more for now, and say why."""
         agent = self._agents.pop(name, None)
         if agent is not None:
+            if may_return:
+                self._expect_back(_machine(name), None)
             self._kill(agent)
             self.say(Message(left=Left(name, why)) if agent.joined else Message(unfit=Unfit(agent.host, why)))
 
     def _lose(self, name: str, error: ray.exceptions.RayError) -> None:
         """Report that the agent is gone. If its machine is still there later, another is started on it."""
         if name in self._agents:
-            self._leave(name, in_a_line(error))
+            self._leave(name, in_a_line(error), may_return=False)
             machine = _machine(name)
             self._died[machine] += 1
             if self._died[machine] < _MAX_AGENTS:
                 asyncio.get_running_loop().call_later(_BACK_S, self._seen.discard, machine)
+
+    def _expect_back(self, machine: str, refused: Identity | None) -> None:
+        """Let the machine join again when it can be used: if it was refused, as another; if it failed, not for ever."""
+        self._died[machine] += refused is None
+        if self._died[machine] < _MAX_AGENTS:
+            self._away[machine] = refused
+
+    async def _look_again(self) -> None:
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            if self._away:
+                with contextlib.suppress(ray.exceptions.RayError):  # the head; it is watched elsewhere
+                    alive, free = await asyncio.to_thread(lambda: (machines(), free_resources()))
+                    away = {machine: refused for machine, refused in self._away.items() if machine in alive}
+                    self._away = away
+                    have_gpus = [
+                        machine for machine in away
+                        if self._device == "cpu" or free[machine].get("GPU") == alive[machine]["Resources"].get("GPU")
+                    ]  # fmt: skip
+                    await asyncio.gather(*(self._return(machine, away[machine]) for machine in have_gpus))
+
+    async def _return(self, machine: str, refused: Identity | None) -> None:
+        """Let the machine join again if it answers, and is not still as it was when it was refused."""
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError, msgspec.DecodeError):
+            line = await asyncio.wait_for(ask(machine, Device(self._device)), _READY_S)
+            found = msgspec.json.decode(line, type=Description | None)
+            if found is not None and found.identity != refused:
+                self._away.pop(machine, None)
+                self._seen.discard(machine)
 
     def _kill(self, agent: _Agent) -> None:
         async def kill() -> None:
@@ -198,7 +238,7 @@ class _Bridge:
             self._seen.update(alive)
             for name in [*self._agents]:
                 if _machine(name) not in alive:
-                    self._leave(name, "Ray says that the machine is dead")
+                    self._leave(name, "Ray says that the machine is dead", may_return=False)
             await asyncio.sleep(_LOOK_S)
 
     async def _count_pending(self) -> None:
@@ -256,7 +296,7 @@ class _Bridge:
             self._leave(name, msgspec.json.decode(line, type=_RawReply).error or "it does not describe itself")
         else:
             if name in self._agents:
-                agent.joined = True
+                agent.joined, agent.identity = True, found.identity
                 slots = len(found.gpus) or 1
                 node = Node(name=name, host=found.host, identity=found.identity, slots=slots)
                 self.say(Message(joined=Joined(node)))
@@ -276,6 +316,23 @@ def _machine(name: str) -> str:
 def machines() -> dict[str, dict[str, Any]]:
     """What Ray says of each machine that is alive, by its id."""
     return {machine["NodeID"]: machine for machine in ray.nodes() if machine["Alive"]}
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """What no job has reserved of each machine, by its id."""
+    found: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
+    return found
+
+
+def ask(machine: str, device: Device) -> "ray.ObjectRef[bytes]":
+    """Have a new process on the machine describe it, which takes none of its GPUs."""
+    options = {
+        "num_cpus": 0, "num_gpus": 0, "max_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(machine, soft=False),
+        # Ray before 2.51 hides the GPUs from a task that takes none
+        "runtime_env": {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}},
+    }  # fmt: skip
+    return ray.remote(max_calls=1)(describe).options(**options).remote(device.value)
 
 
 def in_a_line(error: BaseException | None) -> str:

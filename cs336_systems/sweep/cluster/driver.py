@@ -218,7 +218,7 @@ class Driver:
                     self._waiting.settle(record.config.digest, found)
 
     def _refuse(self, node: Node, why: str) -> None:
-        self.nodes.give_up(node.name)
+        self.nodes.give_up(node.name, refused=True)
         self._note(f"{node.host} is not used: {why}")
 
     def _note(self, line: str) -> None:

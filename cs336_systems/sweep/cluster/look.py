@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cs336_systems.config import Device
-from cs336_systems.sweep.cluster.bridge import connect, in_a_line, machines
-from cs336_systems.sweep.cluster.measurer import Description, describe
+from cs336_systems.sweep.cluster.bridge import ask, connect, free_resources, in_a_line, machines
+from cs336_systems.sweep.cluster.measurer import Description
 from cs336_systems.sweep.cluster.nodes import Look, Machine
 from cs336_systems.sweep.process import die_with_forker
 
@@ -26,8 +25,8 @@ def _look(asked: str) -> Look:
     found = machines()
     has_gpus = any(machine["Resources"].get("GPU") for machine in found.values())
     device = Device(asked) if asked != "auto" else Device.CUDA if has_gpus else Device.CPU
-    free = ray._private.state.available_resources_per_node()
-    answers = {name: _asked(name, device) for name in found}
+    free = free_resources()
+    answers = {name: ask(name, device) for name in found}
     ray.wait([*answers.values()], num_returns=len(answers), timeout=_ANSWER_S)
     seen = []
     for name, machine in found.items():
@@ -48,16 +47,6 @@ def _look(asked: str) -> Look:
             )
         )
     return Look(device=device, machines=tuple(sorted(seen, key=lambda each: (each.host, each.address, each.name))))
-
-
-def _asked(name: str, device: Device) -> "ray.ObjectRef[bytes]":
-    options = {
-        "num_cpus": 0, "num_gpus": 0, "max_retries": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(name, soft=False),
-        # Ray before 2.51 hides the GPUs from a task that takes none
-        "runtime_env": {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}},
-    }  # fmt: skip
-    return ray.remote(describe).options(**options).remote(device.value)
 
 
 def _answer(reference: "ray.ObjectRef[bytes]") -> tuple[Description | None, str | None]:

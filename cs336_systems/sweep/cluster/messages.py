@@ -25,6 +25,8 @@ class Command(msgspec.Struct, omit_defaults=True):
     run: Request | None = None
     width: int = 1
     part: Part | None = None
+    refused: bool = False
+    """With no other order: the machine is another than needed."""
 
 
 class Failed(msgspec.Struct):

@@ -123,8 +123,11 @@ class Nodes(Protocol):
     def release(self, name: str, key: str) -> None:
         """Let this machine remove the files of the run."""
 
-    def give_up(self, name: str) -> None:
-        """End what runs on this machine, and use it no more."""
+    def give_up(self, name: str, *, refused: bool = False) -> None:
+        """End what runs on this machine, and use it no more under this name.
+
+        It may join again under another one: a machine that was refused as soon as it is not as it was.
+        """
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         """What has happened since the last call, in order; waits for an event, but no longer than this."""

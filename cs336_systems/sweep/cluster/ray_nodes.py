@@ -128,9 +128,9 @@ class RayNodes:
         """Let this machine remove the files of the run."""
         self._tell(Command(name, part=Part(key)))
 
-    def give_up(self, name: str) -> None:
-        """End what runs on this machine, and use it no more."""
-        self._tell(Command(name))
+    def give_up(self, name: str, *, refused: bool = False) -> None:
+        """End what runs on this machine, and use it no more under this name."""
+        self._tell(Command(name, refused=refused))
 
     def now_s(self) -> float:
         """The time in seconds, by a clock that is never set back."""

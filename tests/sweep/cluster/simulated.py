@@ -105,7 +105,7 @@ class Cluster:
     def release(self, name, key):
         del self.left[name, key]
 
-    def give_up(self, name):
+    def give_up(self, name, *, refused=False):
         self.given_up.append(name)
         self.gone.add(name)
 

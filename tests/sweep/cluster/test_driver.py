@@ -196,6 +196,18 @@ def test_a_machine_with_another_version_is_told_so_and_used_only_if_mixed(tmp_pa
     assert set(hosts(mixed)) == {"node-0", "node-1", "node-2"}
 
 
+def test_machines_that_were_lost_or_refused_come_back(tmp_path):
+    cluster = Cluster([node(0), node(1), node(2, torch="2.12.0")], lambda config: 2.0)
+    for when_s, event in [
+        (3.0, Left("node-1", "it died")),
+        (9.0, Joined(replace(node(1), name="node-1/1"))), (9.0, Joined(replace(node(2), name="node-2/1"))),
+    ]:  # fmt: skip
+        cluster.at(when_s, event)
+    outcome = sweep(grid(30), tmp_path, cluster)
+    assert all(record.status is Status.OK for record in outcome.records)
+    assert set(hosts(cluster)) == {"node-0", "node-1", "node-1/1", "node-2/1"}
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_look_at_the_cluster_says_what_a_sweep_then_does(tmp_path, seed):
     draw = random.Random(seed)
