@@ -68,8 +68,12 @@ class CeilingsArguments(StudyArguments):
     """What a copy, a sum and an AdamW step move; with some smaller ones, also the tensors of
     collectives (MiB). The largest counts."""
     step_presets: Annotated[tuple[str, ...] | None, unset("[SIZE ...]", "none")] = None
-    """Model sizes of whose training steps every kernel's matrices are measured too, at batch 4 and contexts 128, 256
-    and 512, with passes over memory that are no copies: what makes the forecast of times exact for these steps."""
+    """Model sizes of whose training steps the matrices of every kernel are measured too, with passes over memory that
+    are no copies: what makes the forecast of times exact for these steps."""
+    step_contexts: tuple[int, ...] = (128, 256, 512)
+    """Context lengths of these steps."""
+    step_batch_size: int = 4
+    """Sequences in a batch of these steps."""
     profile: Annotated[Path | None, unset("FILE", "no parts of a step")] = None
     """Explained kernel profile of a step (kernels/*.json, profile.json) to put on the roofline. --measured without it
     takes the earlier one."""
@@ -99,6 +103,8 @@ class CeilingsArguments(StudyArguments):
             stream_bytes=tuple(size * MIB for size in memory_mib),
             world_size=value_or(self.world_size, num_gpus if on_gpu else 1),
             step_presets=self.step_presets or None,
+            step_contexts=self.step_contexts,
+            step_batch_size=self.step_batch_size,
         )
         return grid
 

@@ -1,6 +1,6 @@
 """The files of studies of ceilings: an earlier study is kept, and ceilings are found by the name of their device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cs336_systems.config import Precision
@@ -42,11 +42,23 @@ class Ceilings:
         return max((rate for rate in found if rate is not None), default=None)
 
     def curves(self, device_name: str) -> Curves | None:
-        """The times from which those of steps are predicted, of the study of this device that has most matmuls."""
+        """The times from which those of steps are predicted: of the first study of this device that has them.
+
+        The kernels of steps are those of all its studies, so that sizes can be measured one after the other.
+        """
         name = bare_name(device_name)
         studies = [study for study in self.studies if bare_name(study.device_name) == name]
         found = [curves for study in studies if (curves := study.curves()) is not None]
-        return max(found, key=lambda curves: sum(map(len, curves.matmuls.values())), default=None)
+        if not found:
+            return None
+        first, *others = found
+        matmuls = {
+            precision: (*own, *(each for other in others for each in other.matmuls[precision] if each.form is not None))
+            for precision, own in first.matmuls.items()
+        }
+        passes = next((each.passes for each in found if each.passes), {})
+        gap_s = next((each.queued_gap_s for each in found if each.queued_gap_s is not None), None)
+        return replace(first, matmuls=matmuls, passes=passes, queued_gap_s=gap_s)
 
     def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
         """Times of each collective among so many of this device by bytes, of the study that has most of them."""

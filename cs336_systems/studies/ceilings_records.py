@@ -28,9 +28,6 @@ MAX_BYTES = 2**42
 PADDED = ", padded"
 """Ends the name of a matmul whose columns are those of another, rounded up."""
 FP32_BYTES = 4
-STEP_CONTEXTS = {Device.CUDA: (128, 256, 512), Device.CPU: (16,)}
-STEP_BATCH_SIZE = 4
-"""Of the same steps, those of the default grid; on a CPU of a short one."""
 SMALL_COLLECTIVES_BYTES = (2**12, 2**16)
 """Sizes below those of passes over memory, as those of a model's vectors."""
 
@@ -155,6 +152,9 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
     seed: int = 0
     step_presets: tuple[str, ...] | None = None
     """Model sizes of which the kernels of steps are measured; None for none."""
+    step_contexts: Annotated[tuple[int, ...], Setting(least=1, most=MAX_SIDE)] = (128, 256, 512)
+    """Context lengths of these steps."""
+    step_batch_size: Annotated[int, Setting(least=1, most=MAX_SIDE)] = 4
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -198,8 +198,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         if not self.step_presets:
             return
         precisions = [Precision(name) for name in dict.fromkeys(self.precisions) if name in STEP_PRECISIONS]
-        contexts = STEP_CONTEXTS[self.device]
-        for kernel in kernel_cells(self.step_presets, contexts, precisions, STEP_BATCH_SIZE, timing):
+        for kernel in kernel_cells(self.step_presets, self.step_contexts, precisions, self.step_batch_size, timing):
             yield Cell(label=kernel.label, rows=(kernel,))
         for each in pass_cells(sorted(set(self.stream_bytes)), timing):
             yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))

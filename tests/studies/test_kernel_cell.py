@@ -1,6 +1,7 @@
 """Kernels of a step as cells: they are those that PyTorch runs in a layer, and their times come back in a forecast."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
 from cs336_systems.costs.forecast.tape import Form, Kind, Pass
 from cs336_systems.costs.time import operations, step_time
 from cs336_systems.record import Status
+from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import (
-    STEP_BATCH_SIZE,
-    STEP_CONTEXTS,
     CeilingsGrid,
     Launch,
     LaunchCell,
@@ -32,7 +32,7 @@ from cs336_systems.studies.kernel_records import (
     pass_cells,
 )
 from cs336_systems.studies.loops import Timing
-from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
+from tests.report.ceilings import FP32, lasting, make_ceilings, product_at, square, stream_at
 
 GRID = CeilingsGrid(
     device=Device.CPU,
@@ -42,6 +42,8 @@ GRID = CeilingsGrid(
     loops=3,
     loop_s=1e-4,
     step_presets=("tiny",),
+    step_contexts=(16, 24),
+    step_batch_size=2,
 )
 TIMING = Timing(status=Status.OK)
 
@@ -132,10 +134,9 @@ def test_a_grid_has_each_matmul_of_the_steps_once() -> None:
     rows = [row for cell in GRID.cells() for row in cell.rows if isinstance(row, KernelCell)]
     assert len(set(rows)) == len(rows)
     found = {(row.form, row.batch, row.rows, row.inner, row.columns) for row in rows}
-    (context_length,) = STEP_CONTEXTS[Device.CPU]
-    model = replace(SIZES["tiny"], context_length=context_length)
-    for attention in Attention:
-        config = RunConfig(size="tiny", model=replace(model, attention=attention), batch_size=STEP_BATCH_SIZE)
+    for attention, context_length in product(Attention, GRID.step_contexts):
+        model = replace(SIZES["tiny"], context_length=context_length, attention=attention)
+        config = RunConfig(size="tiny", model=model, batch_size=GRID.step_batch_size)
         for of_phase in operations(config).values():
             wanted = {(each.form, each.batch, *each.sides) for each in of_phase if each.kind is Kind.MATMUL}
             assert wanted <= found
@@ -170,3 +171,15 @@ def test_the_gap_is_what_a_queued_copy_takes_more_than_in_a_graph() -> None:
     assert measured is not None
     assert without.gap_s == pytest.approx(1e-6)
     assert measured.gap_s == pytest.approx(1.5e-6)
+
+
+def test_the_kernels_of_all_studies_of_a_device_count_and_a_layer_of_the_first_alone() -> None:
+    launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
+    streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
+    one, other = (make_ceilings([product_at(square(64), rate, FP32)], streams, launches) for rate in (1, 2))
+    cells = [kernel(Form.FORWARD, side, side, side) for side in (16, 32)]
+    timed = [replace(cell, timing=lasting(time_s)) for cell, time_s in zip(cells, (3e-6, 5e-6), strict=True)]
+    found = Ceilings((replace(one, kernels=(timed[0],)), replace(other, kernels=(timed[1],)))).curves("NVIDIA H200")
+    assert found is not None
+    assert [found.matmul_s(Precision.FP32, side, side, side) for side in (16, 32)] == pytest.approx([3e-6, 5e-6])
+    assert [each.flops_per_s for each in found.matmuls[Precision.FP32] if each.form is None] == pytest.approx([1e12])
