@@ -511,6 +511,17 @@ class RunConfig:
             ),
         ),
     ] = False
+    loss_chunks: Annotated[
+        int,
+        Setting(
+            "Compute logits and their loss for this many parts of the tokens, one part after the other, each with its "
+            "gradients, so that forward holds the logits of one part only. The head's gradient is added up in bf16. "
+            "Needs --fused-loss and --cast-once.",
+            default="1, and with --fast more where memory is scarce", is_shortcut=True, least=1, label=1,
+            word="loss chunks", note="loss in {} parts",
+            rules=(_needs("--fused-loss", lambda run: run.fused_loss, "none"), _CAST_ONCE),
+        ),
+    ] = 1
     fused_blocks: Annotated[
         bool,
         Setting(

@@ -30,7 +30,7 @@ def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfi
         ),
         run(
             size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA, precision=Precision.BF16,
-            optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True, checkpoint_blocks=1,
+            optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True, fused_loss=True, checkpoint_blocks=1,
         ),
         run(
             size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA, precision=Precision.BF16,

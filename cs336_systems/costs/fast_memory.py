@@ -11,6 +11,9 @@ from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, pa
 from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 
+LOSS_TOKENS = 8192
+"""Tokens whose logits are computed at once where memory is scarce. With fewer, the head's gradient, to which each part
+adds, would be read and written more often."""
 USABLE, USABLE_FIXED = 0.92, 0.85
 """Shares of the memory beside the CUDA context that tensors may take, in expandable segments and in fixed ones.
 
@@ -24,7 +27,8 @@ def with_checkpoints(config: RunConfig, memory_bytes: int, *, keeps_graph: bool 
     """The configuration with the checkpoints that cost least time of those with which its step fits.
 
     That is none, selective ones of which as many as fit keep their hidden activations, or one for each block; the last
-    also where not even these are enough. With checkpoints memory is scarce, so segments are expandable. On several
+    also where not even these are enough. Where the step does not fit as it is, the loss is computed in parts, which
+    costs next to nothing. With checkpoints memory is scarce, so segments are expandable. On several
     ranks there are no graphs then, or, with `keeps_graph`, segments stay fixed. Settings that the forecast does not
     cover, or that have checkpoints already, are left as they are.
     """
@@ -36,8 +40,10 @@ def with_checkpoints(config: RunConfig, memory_bytes: int, *, keeps_graph: bool 
     is_fixed = is_fixed or (keeps_graph and config.is_shared)
     expands = config.device is Device.CUDA and not is_fixed
     graph = config.cuda_graph and not (expands and config.is_shared)
-    whole = replace(config, checkpoint_blocks=1, expandable_segments=expands, cuda_graph=graph)
-    choices = [config]
+    chunks = max(config.loss_chunks, -(-_tokens(config) // LOSS_TOKENS)) if config.fused_loss else config.loss_chunks
+    chunked = replace(config, loss_chunks=chunks)
+    whole = replace(chunked, checkpoint_blocks=1, expandable_segments=expands, cuda_graph=graph)
+    choices = [config, chunked]
     if config.model.attention is Attention.SDPA and config.model.d_model % PACKED_MULTIPLE == 0:
         selective = replace(whole, selective_checkpoints=True)
         choices += [replace(selective, keep_hidden=kept) for kept in range(config.model.num_layers, -1, -1)]
@@ -48,11 +54,11 @@ def with_checkpoints(config: RunConfig, memory_bytes: int, *, keeps_graph: bool 
 def peak_bytes(config: RunConfig) -> int:
     """The most memory of a step with fused blocks and fused loss, without the allocator's rounding."""
     model, tokens = config.model, _tokens(config)
-    saved, ends = saved_bytes(config), _saved_at_ends(config)
-    of_head = HALF_BYTES * _padded_vocabulary(config) * model.d_model
+    saved, ends, of_head = saved_bytes(config), _saved_at_ends(config), _of_head(config)
     # the head's backward, with logits that are gradients by now; the last block's; the end of backward
+    beside = of_head if config.loss_chunks == 1 else _logits(config)
     return held_bytes(config) + max(
-        saved + of_head + tokens * HALF_BYTES * model.d_model,
+        saved + beside + tokens * HALF_BYTES * model.d_model,
         saved - ends + of_head + tokens * _recomputed_per_token(config),
         gradient_bytes(config) + tokens * _recomputed_per_token(config),
     )
@@ -101,10 +107,24 @@ def _recomputed_per_token(config: RunConfig) -> int:
 
 
 def _saved_at_ends(config: RunConfig) -> int:
-    """What is saved outside of the blocks: the last norm's sum and result, the logits, and the tokens themselves."""
+    """What is saved outside of the blocks: the last norm's sum and result, the logits, and the tokens themselves.
+
+    Where the loss is computed in parts, the gradients of the last norm's result and of the head are in the place of the
+    result and the logits.
+    """
     d_model = config.model.d_model
     normed = (FP32_BYTES + HALF_BYTES) * d_model + _statistics(config)
-    return _tokens(config) * (normed + HALF_BYTES * _padded_vocabulary(config) + 8)
+    return _tokens(config) * (normed + 8) + (_logits(config) if config.loss_chunks == 1 else _of_head(config))
+
+
+def _logits(config: RunConfig) -> int:
+    """Bytes of the logits that are there at once."""
+    return HALF_BYTES * _padded_vocabulary(config) * -(-_tokens(config) // config.loss_chunks)
+
+
+def _of_head(config: RunConfig) -> int:
+    """Bytes of the head's gradient."""
+    return HALF_BYTES * _padded_vocabulary(config) * config.model.d_model
 
 
 def _statistics(config: RunConfig) -> int:

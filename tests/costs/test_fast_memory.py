@@ -41,6 +41,8 @@ def of(model: ModelConfig, **changes: object) -> RunConfig:
 
 ON_TWO = {"parallel": Parallel.DDP_OVERLAP, "ranks": 2, "shard_optimizer": True}
 SELECTIVE = {"checkpoint_blocks": 1, "selective_checkpoints": True}
+IN_PARTS = {"loss_chunks": 4}
+"""Of 8192 tokens each, of a sequence of 32,768."""
 
 
 @pytest.mark.parametrize("padding", [1, 8])
@@ -102,19 +104,20 @@ def test_the_8b_step_fits_two_h200_with_selective_checkpoints() -> None:
     """Each token saves 146 kB in each of 34 blocks; the residual stream, q, k, v and attention's result are 48."""
     plain = of(EIGHT_B, **ON_TWO)
     chosen = with_checkpoints(plain, H200_BYTES)
-    assert chosen == replace(plain, **SELECTIVE, keep_hidden=chosen.keep_hidden)
+    assert chosen == replace(plain, **SELECTIVE, **IN_PARTS, keep_hidden=chosen.keep_hidden)
     hidden = 32_768 * 11_008 * 2 * 2
     assert saved_bytes(chosen) - saved_bytes(replace(chosen, keep_hidden=0)) == chosen.keep_hidden * hidden
     chosen = replace(chosen, keep_hidden=0)
-    logits = 32_768 * 151_936 * 2
-    per_token = (saved_bytes(chosen) - logits) / 34 / 32_768
+    of_head, logits = 4096 * 151_936 * 2, 32_768 * 151_936 * 2
+    per_token = (saved_bytes(chosen) - of_head) / 34 / 32_768
     assert per_token == pytest.approx(48 * 1024, rel=0.03)
     assert (saved_bytes(plain) - logits) / 34 / 32_768 == pytest.approx(146e3, rel=0.03)
 
 
 @pytest.mark.parametrize(("memory_bytes", "changes"), [
-    (300e9, {}), (150.1e9, {**SELECTIVE, "keep_hidden": 3}), (145e9, SELECTIVE), (120e9, {"checkpoint_blocks": 1}),
-    (30e9, {"checkpoint_blocks": 1}),
+    (300e9, {}), (260e9, IN_PARTS), (150.1e9, {**SELECTIVE, **IN_PARTS, "keep_hidden": 7}),
+    (140e9, {**SELECTIVE, **IN_PARTS}), (120e9, {"checkpoint_blocks": 1, **IN_PARTS}),
+    (30e9, {"checkpoint_blocks": 1, **IN_PARTS}),
 ])  # fmt: skip
 def test_checkpoints_are_those_that_fit(memory_bytes: float, changes: dict[str, object]) -> None:
     plain = of(EIGHT_B, **ON_TWO)
@@ -125,7 +128,7 @@ def test_in_fixed_segments_more_is_left_free() -> None:
     """Ranks that push open each other's memory, which must be in fixed segments; selective checkpoints did not fit."""
     plain = of(EIGHT_B, **ON_TWO, device=Device.CUDA, cuda_graph=True)
     pushes = replace(plain, parallel=Parallel.DDP_PUSH)
-    assert with_checkpoints(pushes, H200_BYTES) == replace(pushes, checkpoint_blocks=1)
+    assert with_checkpoints(pushes, H200_BYTES) == replace(pushes, checkpoint_blocks=1, **IN_PARTS)
 
 
 def test_segments_expand_only_without_graphs_of_collectives() -> None:
@@ -155,4 +158,4 @@ def test_what_the_user_chose_stays() -> None:
         config = of(EIGHT_B, **changes)
         assert with_checkpoints(config, H200_BYTES) == config
     unaligned = of(replace(EIGHT_B, d_model=4100, num_heads=2))
-    assert with_checkpoints(unaligned, H200_BYTES) == replace(unaligned, checkpoint_blocks=1)
+    assert with_checkpoints(unaligned, H200_BYTES) == replace(unaligned, checkpoint_blocks=1, **IN_PARTS)

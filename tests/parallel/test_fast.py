@@ -9,6 +9,7 @@ import torch
 from cs336_systems.costs.communication import sent_bytes
 from tests.parallel import fast
 from tests.parallel.ranks import ranks_of
+from tests.parallel.test_ways import distance
 
 pytestmark = pytest.mark.timeout(280)
 WAYS = ["ddp-naive", "ddp-flat", "ddp-overlap", "ddp-push"]
@@ -82,6 +83,17 @@ def test_selective_checkpoints_change_no_step(two, way, arch, shard):
         assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-6)
         for name, master in masters.items():
             torch.testing.assert_close(master, expected[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("way", "shard"), [("ddp-push", False), ("ddp-overlap", True), ("fsdp", False)])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_loss_in_parts_trains_alike(two, way, arch, shard):
+    """The head's gradient is rounded after each part."""
+    expected, losses = alone(two, arch)
+    results = two.call("tests.parallel.fast:train", way, arch, shard, "cpu", {"loss_chunks": 3})
+    for rank, (masters, _, own_losses, *_) in enumerate(results):
+        assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=5e-3)
+        assert distance(masters, expected) < 2e-2
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])

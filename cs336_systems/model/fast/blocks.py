@@ -5,6 +5,7 @@ computes the same with copies. Layers that read the same tensor are packed into 
 A layer may defer an addition to the kernel that reads its result: that of its bias, or of branch and residual stream.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.nn.functional as F  # noqa: N812
@@ -226,10 +227,13 @@ class PaddedHead(nn.Module):
         self.copies: Copies | None = None if maker is None else maker.padded(head, multiple)
         self._surplus = -len(head.weight) % multiple
 
-    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... padded"]:
+    def forward(
+        self, x: Float[Tensor, "... d_model"], loss_of: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Logits; or, with `loss_of`, what it makes of x and the weight."""
         with annotate(self.range):
             if self.copies is not None:
-                return self.copies.matmul(x)
+                return self.copies.matmul(x) if loss_of is None else loss_of(x, self.copies.weight)
             if self._surplus:
                 return F.linear(x, F.pad(to_autocast_dtype(self.weight), (0, 0, 0, self._surplus)))
             return F.linear(x, self.weight)

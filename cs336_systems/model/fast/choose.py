@@ -141,5 +141,5 @@ def _checkpoints(config: RunConfig) -> Iterator[str]:
         names = ("selective_checkpoints", "keep_hidden") if config.selective_checkpoints else ("checkpoint_blocks",)
         values = ((name, getattr(config, name)) for name in names)
         words = " of which ".join(in_note(name, SETTINGS[name], value) for name, value in values if value)
-        without = config.with_defaults("checkpoint_blocks", "selective_checkpoints", "keep_hidden")
+        without = config.with_defaults("checkpoint_blocks", "selective_checkpoints", "keep_hidden", "loss_chunks")
         yield f"{words} ({peak_bytes(without) / 2**30:.0f} GiB without)" if config.fused_blocks else words

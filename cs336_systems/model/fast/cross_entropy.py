@@ -25,9 +25,8 @@ def fused_cross_entropy(
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:  # noqa: ANN401
-        compute = _kernel_losses if logits.is_cuda else _losses
         needs_gradient = ctx.needs_input_grad[0]
-        loss = compute(logits, targets, vocab_size, write_gradients=needs_gradient).mean()
+        loss = _losses(logits, targets, vocab_size, len(logits), write_gradients=needs_gradient).mean()
         if needs_gradient:
             ctx.save_for_backward(logits)
         return loss
@@ -35,12 +34,69 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         (gradient,) = ctx.saved_tensors
-        (_kernel_scale if gradient.is_cuda else _scale)(gradient, factor)
+        _scale(gradient, factor)
         return gradient, None, None
 
 
-def _losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
-    """The same as the kernel of that name, in PyTorch's operators."""
+def chunked_cross_entropy(
+    x: Float[Tensor, "batch seq d_model"],
+    weight: Float[Tensor, "padded d_model"],
+    targets: Int[Tensor, "batch seq"],
+    vocab_size: int,
+    chunks: int,
+) -> Float[Tensor, ""]:
+    """The same mean of the logits x W^T, which are computed for one of so many parts of the tokens at a time.
+
+    If a gradient is needed, forward already computes those of x and of W. The latter is the sum over the parts, rounded
+    to the type of W after each. After Liger Kernel (Hsu et al. 2024).
+    """
+    rows = x.flatten(0, -2)
+    return cast(Tensor, _ChunkedCrossEntropy.apply(rows, weight, targets.flatten(), vocab_size, chunks))  # type: ignore[no-untyped-call]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int) -> Tensor:  # noqa: ANN401
+        needs_gradient = any(ctx.needs_input_grad[:2])
+        of_x = torch.empty_like(x) if needs_gradient else None
+        of_weight: Tensor | None = None
+        losses = []
+        for number, (part, wanted) in enumerate(zip(x.chunk(chunks), targets.chunk(chunks), strict=True)):
+            rows = part.to(weight.dtype)
+            logits = rows @ weight.t()
+            losses.append(_losses(logits, wanted, vocab_size, len(x), write_gradients=needs_gradient))
+            if of_x is not None:
+                of_x.chunk(chunks)[number].copy_(logits @ weight)
+                of_weight = logits.t() @ rows if of_weight is None else of_weight.addmm_(logits.t(), rows)
+            del logits  # before the next part's are allocated
+        if needs_gradient:
+            ctx.save_for_backward(of_x, of_weight)
+        return torch.cat(losses).mean()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # noqa: ANN401
+        of_x, of_weight = ctx.saved_tensors
+        _scale(of_x, factor)
+        _scale(of_weight, factor)
+        return of_x, of_weight, None, None, None
+
+
+def _losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool) -> Tensor:
+    """The loss of each row; with `write_gradients` the logits become the gradient of their sum over `count`."""
+    compute = _kernel_losses if logits.is_cuda else _plain_losses
+    return compute(logits, targets, vocab_size, count, write_gradients=write_gradients)
+
+
+def _scale(rows: Tensor, factor: Tensor) -> None:
+    """Multiply in place."""
+    if rows.is_cuda:
+        _kernel_scale(rows, factor)
+    else:
+        rows.mul_(factor)
+
+
+def _plain_losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool) -> Tensor:
+    """The same as the kernel, in PyTorch's operators."""
     real = logits[:, :vocab_size]
     wide = real.float()
     log_sums = wide.logsumexp(dim=1)
@@ -48,19 +104,15 @@ def _losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients
     if write_gradients:
         gradient = wide.sub_(log_sums[:, None]).exp_()
         gradient[torch.arange(len(targets)), targets] -= 1
-        real.copy_(gradient / len(targets))
+        real.copy_(gradient / count)
         logits[:, vocab_size:] = 0
     return found
 
 
-def _scale(rows: Tensor, factor: Tensor) -> None:
-    rows.mul_(factor)
-
-
-def _kernel_losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
+def _kernel_losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool) -> Tensor:
     from cs336_systems.model.fast import cross_entropy_kernel  # Triton, which only comes with PyTorch for GPUs
 
-    found = cross_entropy_kernel.losses(logits, targets, vocab_size, write_gradients=write_gradients)
+    found = cross_entropy_kernel.losses(logits, targets, vocab_size, count, write_gradients=write_gradients)
     if write_gradients:
         _report_write(logits)
     return found

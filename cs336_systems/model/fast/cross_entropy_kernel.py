@@ -22,18 +22,20 @@ LOWEST: tl.constexpr = tl.constexpr(-1.0e38)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
-def losses(logits: Tensor, targets: Tensor, vocab_size: int, *, write_gradients: bool) -> Tensor:
+def losses(
+    logits: Tensor, targets: Tensor, vocab_size: int, count: int | None = None, *, write_gradients: bool
+) -> Tensor:
     """The loss of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
 
-    With `write_gradients` the logits become the gradient of the mean loss: softmax, less 1 at the target, over the
-    number of rows, and 0 in the padding. Logits must lie within 1e38. For a target outside of the vocabulary, the loss
-    is nan, and the gradient is that of a row without a target.
+    With `write_gradients` the logits become the gradient of the losses' sum over `count`, or else over their number:
+    softmax, less 1 at the target, over that, and 0 in the padding. Logits must lie within 1e38. For a target outside of
+    the vocabulary, the loss is nan, and the gradient is that of a row without a target.
     """
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
     processors = torch.cuda.get_device_properties(logits.device).multi_processor_count if logits.is_cuda else 1
     _cross_entropy_losses[(min(len(logits), processors * programs),)](
-        logits, logits.stride(0), targets, found, len(logits), 1 / len(logits), vocab_size, logits.shape[1],
+        logits, logits.stride(0), targets, found, len(logits), 1 / (count or len(logits)), vocab_size, logits.shape[1],
         WRITE_GRADIENTS=write_gradients, BLOCK=BLOCK, num_warps=num_warps,
     )  # fmt: skip
     return found

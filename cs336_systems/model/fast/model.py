@@ -20,6 +20,7 @@ from cs336_systems.model.fast.blocks import (
     FusedEmbedding,
     PaddedHead,
 )
+from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy
 from cs336_systems.model.fast.selective import SelectiveBlock
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
 from cs336_systems.model.rope import Rotations
@@ -67,6 +68,14 @@ class FastLM(nn.Module):
         """Logits as `forward` returns them, followed by a 0 for each entry that pads the vocabulary."""
         logits: Tensor = self.lm_head(self._hidden(tokens))
         return logits
+
+    def chunked_loss(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
+        """Mean cross-entropy, of logits that are there for one part of the tokens at a time."""
+        vocab_size, chunks = self.config.vocab_size, self._settings.loss_chunks
+        loss: Tensor = self.lm_head(
+            self._hidden(tokens), lambda x, weight: chunked_cross_entropy(x, weight, targets, vocab_size, chunks)
+        )
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of parameters and copies."""

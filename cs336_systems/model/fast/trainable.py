@@ -36,6 +36,8 @@ class FastTrainable(Trainable):
             self.criterion = torch.compile(cross_entropy)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.config.loss_chunks > 1:
+            return self._fast.chunked_loss(tokens, targets)
         logits = self._fast.padded_logits(tokens)
         with annotate(Range.LOSS):
             return self.criterion(logits, targets, self.config.model.vocab_size)

@@ -74,7 +74,7 @@ AGAIN = """
 import json, torch
 from cs336_systems.model.fast import cross_entropy
 
-cross_entropy._losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
+cross_entropy._plain_losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
 targets, logits = torch.tensor([[1, 2]]), torch.randn(1, 2, 5, requires_grad=True)
 loss = 3 * cross_entropy.fused_cross_entropy(logits * 1, targets, 5)
 loss.backward(retain_graph=True)
@@ -181,8 +181,8 @@ def interpreted(script: str) -> dict[str, Any]:
 
 def test_adamw_does_what_pytorch_s_does() -> None:
     found = interpreted(ADAMW)
-    assert found.pop("bf16 copies") < 2**-7
-    assert all(error < 1e-6 for error in found.values()), found
+    assert all(error < (2**-7 if name.endswith("copies") else 1e-6) for name, error in found.items()), found
+    assert found["bf16 copies"] > 0
 
 
 def test_the_loss_and_its_gradient_are_pytorch_s() -> None:

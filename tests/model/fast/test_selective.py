@@ -108,7 +108,7 @@ def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch, kept:
 @pytest.mark.parametrize("changes", [{}, {"pad_vocabulary": 8}, {"batch_size": 2}], ids=str)
 @pytest.mark.parametrize("arch", Arch)
 def test_what_is_saved_is_forecast(arch: Arch, changes: dict[str, int]) -> None:
-    for config in (BASE, SELECTIVE, replace(SELECTIVE, keep_hidden=2)):
+    for config in (BASE, SELECTIVE, replace(SELECTIVE, keep_hidden=2), replace(SELECTIVE, loss_chunks=4)):
         config = replace(config, model=replace(MODEL, arch=arch), **changes)
         assert saved_bytes(config) == backward(config)[1]
 
