@@ -75,7 +75,7 @@ class RayCluster:
     @property
     def raylets(self):
         """The nodes that are there, the head first."""
-        return [raylet for raylet in self._raylets if raylet.is_running() and raylet.status() != psutil.STATUS_ZOMBIE]
+        return [*filter(is_alive, self._raylets)]
 
     def ensure(self, num_nodes):
         for _ in range(num_nodes - len(self.raylets)):
@@ -115,14 +115,15 @@ class RayCluster:
         return found
 
     def close(self):
-        """End it in order, then by force what may hang."""
-        with contextlib.suppress(subprocess.TimeoutExpired, OSError, ValueError):
-            self.process.communicate(timeout=20)
-        for process in [self.process, *in_directory(self.directory)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait()
+        """Kill all of it: in order, it would wait for a head that may be dead, and for processes that may hang."""
+        self.process.kill()
+        send(in_directory(self.directory), signal.SIGKILL)
+        self.process.communicate()
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def is_alive(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def in_directory(directory):
@@ -145,7 +146,7 @@ def whole_file(tmp_path_factory):
     made = []
 
     def get():
-        if not made or not all(process.is_running() for process in made[-1].head):
+        if not made or not all(map(is_alive, made[-1].head)):
             made.append(RayCluster(tmp_path_factory.mktemp("cluster"), 3))
         return made[-1]
 
@@ -359,7 +360,19 @@ def test_the_head_dies(start, place, ray_cluster, chance):
     running = start(fault="pauses_until_released", contexts=CONTEXTS)  # one run does not end before that is noticed
     random_moment(running, place, chance)
     send(ray_cluster.head, signal.SIGKILL)
+    check_that_it_gives_up(running, ray_cluster)
+
+
+def test_ray_dies_where_the_driver_is(start, place, ray_cluster, chance):
+    running = start(fault="pauses_until_released", contexts=CONTEXTS)
+    assert eventually(lambda: " joins: " in running.stderr)  # before, it would be connected through another node here
+    random_moment(running, place, chance)
+    send(ray_cluster.raylets[:1], signal.SIGKILL)
+    check_that_it_gives_up(running, ray_cluster)
+
+
+def check_that_it_gives_up(running, cluster):
     assert running.wait() == 1, running.stderr
     assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")
     assert "Traceback" not in running.stderr
-    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
+    assert eventually(lambda: not cluster.left(), END_S), cluster.left()

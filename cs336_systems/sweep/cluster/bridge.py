@@ -222,9 +222,12 @@ class _Bridge:
         self._spawn(kill())
 
     async def _watch(self) -> None:
-        """Start an agent on each machine that is new, and report those that are gone."""
+        """Start an agent on each machine that is new, and report those that are gone; raise OSError if this one is."""
+        this = ray.get_runtime_context().get_node_id()
         while True:
             alive = await asyncio.wait_for(asyncio.to_thread(machines), _HEAD_S)
+            if this not in alive:
+                raise OSError("Ray has died on this machine, and takes along what was started from here")
             joining = [
                 self._join(f"{machine}/{next(self._numbers)}", facts)
                 for machine, facts in alive.items()
