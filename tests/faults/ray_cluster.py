@@ -7,6 +7,7 @@ line of JSON with the process of its raylet. The first line says the address and
 import json
 import sys
 
+import psutil
 from ray.cluster_utils import Cluster
 
 SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False}
@@ -16,12 +17,25 @@ def raylet(node):
     return node.all_processes["raylet"][0].process.pid
 
 
+def added(cluster, environment, tries=3):
+    """A new node. Ray gives up one that has not started within 30 s, as it may where others are at work."""
+    before = psutil.Process().children(recursive=True)
+    try:
+        return cluster.add_node(**SMALL, env_vars=environment)
+    except Exception:
+        if tries == 1:
+            raise
+        for process in psutil.Process().children(recursive=True):
+            if process not in before:
+                process.kill()
+        return added(cluster, environment, tries - 1)
+
+
 if __name__ == "__main__":
     cluster = Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True})
     node = cluster.head_node
     head = [node.all_processes["gcs_server"][0].process.pid, raylet(node)]
     print(json.dumps({"address": cluster.address, "raylet": raylet(node), "head": head}), flush=True)
     for line in sys.stdin:
-        node = cluster.add_node(**SMALL, env_vars=json.loads(line))
-        print(json.dumps({"raylet": raylet(node)}), flush=True)
+        print(json.dumps({"raylet": raylet(added(cluster, json.loads(line)))}), flush=True)
     cluster.shutdown()
