@@ -38,8 +38,9 @@ def explain_cpu_fallback(device: DeviceChoice) -> None:
 
 
 def device_word(device: Device) -> str:
-    """The device as part of a directory's name."""
-    return "cpu" if device is Device.CPU else plain_word(visible_gpus()[0].name)
+    """The device as part of a directory's name; `gpu` for one that is not in this machine."""
+    gpus = visible_gpus()
+    return "cpu" if device is Device.CPU else plain_word(gpus[0].name) if gpus else "gpu"
 
 
 def plain_word(text: str) -> str:

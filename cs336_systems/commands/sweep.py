@@ -143,7 +143,7 @@ class SweepArguments(Flags):
 
     def plan(self) -> Plan:
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
-        device = resolve_device(self.step.device)
+        device = self.device()
         on_gpu = device is Device.CUDA
         once = [self._config(device, point) for point in self._grid(on_gpu)]
         plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
@@ -152,7 +152,15 @@ class SweepArguments(Flags):
         if self.profiler is not Profiler.NONE:
             pairs = ((plain, self._profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats)
             repeats = list(itertools.chain.from_iterable(pairs))
-        return replace(plan, configs=tuple(map(checked_ranks, repeats)))
+        if self.cluster is None:
+            repeats = list(map(checked_ranks, repeats))
+        return replace(plan, configs=tuple(repeats))
+
+    def device(self) -> Device:
+        """The device to measure. That of a cluster need not be in this machine if it is named."""
+        if self.cluster is not None and self.step.device == "cuda":
+            return Device.CUDA
+        return resolve_device(self.step.device)
 
     @property
     def profiler(self) -> Profiler:
@@ -216,7 +224,7 @@ class SweepArguments(Flags):
 
 def default_name(sweep: SweepArguments) -> str:
     """Modes, precisions, what differs from the defaults, and the device, so that machines do not collide."""
-    device = resolve_device(sweep.step.device)
+    device = sweep.device()
     groups = (sweep, sweep.model, sweep.step)
     axes, *different = [_differences(group, skip=("modes", "precisions")) for group in groups]
     repeats = [f"repeats-{sweep.repeats}"] if sweep.repeats > 1 else []

@@ -9,6 +9,7 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.config import Device
+from cs336_systems.measure import nvml
 from cs336_systems.sweep.cluster import ray_nodes
 from cs336_systems.sweep.cluster.nodes import Look
 from cs336_systems.sweep.store import SweepError
@@ -51,6 +52,17 @@ def test_help_and_a_local_sweep_import_no_ray():
     for words in (["sweep", *SMALL, "--dry-run"], ["cluster", "--help"]):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
+
+
+def test_gpus_of_a_cluster_need_not_be_in_this_machine(monkeypatch, capsys):
+    monkeypatch.setattr(nvml, "_initialised", lambda: False)
+    words = [*SMALL, "--parallel", "ddp", "--ranks", "8", "--dry-run", "--json"]
+    words[1] = "cuda"
+    assert cli.sweep(words) == 2
+    assert cli.sweep([*words, "--cluster", "auto"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(run["device"], run["ranks"]) for run in found["runs"]} == {("cuda", 8)}
+    assert found["directory"].endswith("_gpu")
 
 
 @pytest.fixture

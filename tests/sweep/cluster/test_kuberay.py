@@ -1,0 +1,64 @@
+"""docs/kuberay.yaml: its fields are among those of KubeRay (ray-operator/apis/ray/v1), and its command is ours."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cs336_systems import cli
+
+yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with Ray")
+
+PATH = Path(__file__).parents[3] / "docs" / "kuberay.yaml"
+JOB = {
+    "activeDeadlineSeconds", "backoffLimit", "clusterSelector", "deletionStrategy", "entrypoint", "entrypointNumCpus",
+    "entrypointNumGpus", "entrypointResources", "jobId", "managedBy", "metadata", "rayClusterSpec", "runtimeEnvYAML",
+    "shutdownAfterJobFinishes", "submissionMode", "submitterConfig", "submitterPodTemplate", "suspend",
+    "ttlSecondsAfterFinished",
+}  # fmt: skip
+CLUSTER = {
+    "autoscalerOptions", "enableInTreeAutoscaling", "headGroupSpec", "headServiceAnnotations", "rayVersion", "suspend",
+    "workerGroupSpecs",
+}  # fmt: skip
+HEAD = {"enableIngress", "headService", "rayStartParams", "serviceType", "template"}
+WORKERS = {
+    "groupName", "maxReplicas", "minReplicas", "numOfHosts", "rayStartParams", "replicas", "scaleStrategy", "template",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    (found,) = yaml.safe_load_all(PATH.read_text())
+    return found
+
+
+def test_the_fields_are_those_of_a_ray_job(manifest):
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    job = manifest["spec"]
+    cluster = job["rayClusterSpec"]
+    assert job.keys() <= JOB
+    assert cluster.keys() <= CLUSTER
+    assert {"rayStartParams", "template"} <= cluster["headGroupSpec"].keys() <= HEAD
+    needed = {"groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+    for group in cluster["workerGroupSpecs"]:
+        assert needed <= group.keys() <= WORKERS
+        assert 0 < group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert all(isinstance(each["value"], str) for each in container["env"])
+        assert container["resources"]["limits"] == container["resources"]["requests"]  # Kubernetes asks it of GPUs
+        assert all(isinstance(amount, str) for amount in container["resources"]["limits"].values())
+
+
+def test_the_command_is_a_sweep_on_gpus_that_writes_to_the_volume(manifest, capsys):
+    program, *words = shlex.split(manifest["spec"]["entrypoint"])
+    assert program == "cs336"
+    assert cli.main([*words, "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert {run["device"] for run in planned["runs"]} == {"cuda"}
+    (container,) = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert any(planned["directory"].startswith(f"{mount['mountPath']}/") for mount in container["volumeMounts"])
