@@ -9,13 +9,16 @@ import pytest
 
 from cs336_systems.analysis.kernels.explain import explain
 from cs336_systems.analysis.kernels.step_profile import encode_profile
+from cs336_systems.analysis.memory.notes import notes_path
+from cs336_systems.analysis.memory.profile import read_memory_profile
 from cs336_systems.config import Device, Parallel, Profiler
 from cs336_systems.record import Status, encode_record, load_records
 from cs336_systems.sweep.cluster.fetch import MAX_FILE_BYTES, Fetch, FetchError, RawFile
 from cs336_systems.sweep.cluster.nodes import Chunk, Left
 from cs336_systems.sweep.cluster.run import sweep_on_nodes
 from cs336_systems.sweep.run import Loop
-from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path, raw_profile_paths
+from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path, raw_profile_path, raw_profile_paths
+from tests.analysis.memory.programs import Training
 from tests.faults.harness import Witness as LocalWitness
 from tests.faults.harness import contents
 from tests.report.making import make_failure
@@ -279,3 +282,30 @@ def test_an_empty_file_and_notes_beside_a_snapshot(tmp_path, unexplained):
     sweep([config], tmp_path, cluster)
     found = {path.name: path.read_bytes() for path in (tmp_path / "snapshots").iterdir()}
     assert found == left
+
+
+@pytest.mark.parametrize("status", [Status.OK, Status.OOM])
+def test_a_snapshot_is_explained_of_a_run_out_of_memory_too(tmp_path, status):
+    config = replace(profiled(1)[0], profiler=Profiler.MEMORY)
+    training = Training()
+    training.step(0)
+    made = training.end(tmp_path)
+    left = {f"{config.key}.pickle": made.read_bytes(), f"{config.key}.notes.json": notes_path(made).read_bytes()}
+    record = record_of(config) if status is Status.OK else make_failure(config)
+    assert record.status is status
+    cluster = Cluster([node(0)], profile=lambda _: left, answer=lambda *_: encode_record(record))
+    outcome = sweep([config], tmp_path / "out", cluster)
+    assert ([found.status for found in outcome.records], outcome.unexplained) == ([status], ())
+    profile = read_memory_profile(memory_profile_path(config, tmp_path / "out" / "runs"))
+    assert (profile.num_steps, profile.source) == (1, f"{config.key}.pickle")
+
+
+def test_a_snapshot_that_would_run_code_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = replace(profiled(1)[0], profiler=Profiler.MEMORY)
+    left = {f"{config.key}.pickle": b"cos\nsystem\n(S'touch pwned'\ntR."}
+    witness = Witness()
+    outcome = sweep([config], tmp_path / "out", Cluster([node(0)], profile=lambda _: left), witness)
+    assert outcome.unexplained == (config,)
+    assert [found for found, why in witness.explanations if why] == [config]
+    assert not (tmp_path / "pwned").exists()
