@@ -22,8 +22,9 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, devices_called, find_device
+from cs336_systems.costs.time import TimePrediction, step_time
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
-from cs336_systems.studies.ceilings_files import ceilings_files
+from cs336_systems.studies.ceilings_files import Ceilings, ceilings_files
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")
@@ -54,7 +55,7 @@ class AccountArguments(Flags):
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them, and
-    the collectives of --parallel have times."""
+    the step and the collectives of --parallel have times."""
     step_ms: Annotated[float | None, unset("MS", "no rates")] = None
     """Measured time of a step; it gives the rates and the MFU."""
     top: int = 12
@@ -120,6 +121,13 @@ def device_meant(
     raise ValueError(f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?")
 
 
+def _predicted_time(config: RunConfig, device: DeviceSpec | None, ceilings: Ceilings) -> TimePrediction | None:
+    """The predicted time of a step on the device; None without its ceilings, and where none is predicted."""
+    found = (ceilings.curves(name) for name in (() if device is None else device.names))
+    curves = next((each for each in found if each is not None), None)
+    return None if curves is None else step_time(config, curves)
+
+
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
@@ -135,12 +143,13 @@ def run(arguments: AccountArguments) -> int:
     ceiling = max((rate for rate in found if rate is not None), default=None)
     times = [ceilings.collective_times(name, config.ranks) for name in (() if device is None else device.names)]
     curves = max(times, key=len, default={})
-    section = account_section(config, device, step_s, memory_bytes, arguments.top, ceiling, curves)
+    time = _predicted_time(config, device, ceilings)
+    section = account_section(config, device, step_s, memory_bytes, arguments.top, ceiling, curves, time)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
     show(
         arguments.json,
-        lambda: encode_json(account_json(config, device, step_s, memory_bytes, ceiling, curves)),
+        lambda: encode_json(account_json(config, device, step_s, memory_bytes, ceiling, curves, time)),
         lambda: section.tables,
         arguments.output,
     )

@@ -234,6 +234,8 @@ COLUMNS: dict[str, Column] = {
     "weak_scaling": Column("weak scaling", "%", "Time of the step of one process over that of all ranks, each of which "
                            "has as large a batch.", drop_order=4, derived=True, scale=100, write=three_digits),
     # the forecast of times, against measured ones
+    "predicted_ms": Column("predicted", "ms", "Time that follows from the ceilings.", write=rounded),
+    "kernels_ms": Column("kernels", "ms", "Time of the kernels alone.", write=rounded),
     "scored": _text("steps", "Which of the measured steps."),
     "num_scored": Column("count", "", "Measured configurations.", write=count),
     "median_error": Column("median error", "%", "Median of the errors, their signs left out.", write=two_digits),

@@ -1,6 +1,7 @@
 """`cs336 account`: what its flags mean, what it prints and writes, and what it refuses."""
 
 import csv
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from cs336_systems.costs.memory import predict_memory
 from cs336_systems.files import encode_json
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
-from tests.report.ceilings import make_ceilings, product_at, square
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
+from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
 
 GIB = 2**30
 
@@ -238,3 +240,21 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.C
 )  # fmt: skip
 def test_a_short_name_means_the_one_device_that_it_can_mean(short: str, name: str) -> None:
     assert device_meant(short) is find_device(name) is not None
+
+
+def test_ceilings_give_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Products so slow that nothing else counts: the step takes its FLOPs over their rate."""
+    products = [product_at(square(side), 1e-3) for side in (64, 512)]
+    streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
+    launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "ceilings.json").write_bytes(encode_json(make_ceilings(products, streams, launches)))
+    flags = ["--size", "small", "--device-name", "H200", "--ceilings", tmp_path]
+    assert account(*flags, "--mixed-precision", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    flops = sum(part["step_flops"] for part in found["parts"] if part["component"] == "all")
+    assert found["time"]["step_s"] == pytest.approx(flops / 1e9, rel=0.01)
+    assert account(*flags, "--mixed-precision") == 0
+    assert "Predicted time of a step" in capsys.readouterr().out
+    assert account(*flags, "--precision", "fp32") == 0, "no product in fp32 was measured"
+    assert "Predicted time of a step" not in capsys.readouterr().out

@@ -11,7 +11,9 @@ import scipy.stats
 from cs336_systems.analysis import compare, few_processes, warnings
 from cs336_systems.analysis.statistics import FEWEST, mean_interval
 from cs336_systems.config import Phase, Precision, Profiler, RunConfig
+from cs336_systems.costs.curves import SHEPARD_EXPONENT
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.costs.time import QUEUE_DEPTH
 from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
 from cs336_systems.record import Measurement
 from cs336_systems.sweep.ladder import GATE_STEPS
@@ -61,6 +63,16 @@ def days_of_training() -> Sequence[Value]:
     assert device is not None
     flops_per_s = float(devices) * 0.5 * device.peak_flops_per_s[Precision.BF16]
     return 6, 0.5, 6 * float(parameters) * float(tokens) / flops_per_s / (24 * 60 * 60)
+
+
+@claim(METHOD, r"logarithms of the sides, to the power of (\d+)")
+def exponent_of_distances() -> Sequence[Value]:
+    return (SHEPARD_EXPONENT,)
+
+
+@claim(METHOD, r"at most (\d+) launches ahead")
+def depth_of_the_queue() -> Sequence[Value]:
+    return (QUEUE_DEPTH,)
 
 
 @claim(METHOD, r"Its losses over (\d+) steps must be those of the first rung")

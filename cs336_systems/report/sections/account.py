@@ -31,6 +31,7 @@ from cs336_systems.costs.memory import (
     saved_by_block,
 )
 from cs336_systems.costs.napkin import rule_of_thumb_flops
+from cs336_systems.costs.time import Limit, TimePrediction
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, rounded, significant
 from cs336_systems.report.section import Section
@@ -59,12 +60,14 @@ def account_section(
     top: int,
     ceiling_flops_per_s: float | None = None,
     collective_times: Curves = NO_CURVES,
+    time: TimePrediction | None = None,
 ) -> Section:
     """The cost of one configuration of this project's model; the CSV has a row for each part of the model.
 
     `device` adds the ridge point of its data sheet, `step_s` (the measured time of a step) its rates,
     `ceiling_flops_per_s` (the highest measured rate of matmuls on the device) their shares of it, and `memory_bytes`
-    the largest batch and context that fit; `collective_times` are measured times of collectives among such devices.
+    the largest batch and context that fit; `collective_times` are measured times of collectives among such devices, and
+    `time` is the predicted time of the step.
     `top` is the most rows of the tables of the peak and of a block.
     """
     prediction, parts = predict_memory(config), _parts(config)
@@ -78,6 +81,7 @@ def account_section(
         *([_collectives_table(config, collective_times)] if calls(config) else ()),
         _intensity_table(config, device),
         _rule_table(config, parts),
+        *([_time_table(time)] if time is not None else ()),
     ]
     if step_s is not None:
         tables.append(_rates_table(config, whole, device, step_s, ceiling_flops_per_s))
@@ -95,6 +99,7 @@ def account_json(
     memory_bytes: int | None,
     ceiling_flops_per_s: float | None = None,
     collective_times: Curves = NO_CURVES,
+    time: TimePrediction | None = None,
 ) -> dict[str, object]:
     """What `account_section` says, as numbers in SI units; None for what is not asked or not known."""
     parts, state = _parts(config), state_bytes(config)
@@ -107,6 +112,7 @@ def account_json(
         "memory": predict_memory(config),
         "saved_by_block": saved_by_block(config) if _saves_blocks(config) else None,
         "collectives": _collectives(config, collective_times) if calls(config) else None,
+        "time": time,
         "device": device,
         "rates": None if step_s is None else _rates(config, parts[ALL], device, step_s, ceiling_flops_per_s),
         "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
@@ -269,6 +275,24 @@ def _collectives_table(config: RunConfig, curves: Curves) -> Table:
         for row in (*rows, whole)
     ]  # fmt: skip
     return make_table("Collectives of a step", columns, shown, notes)
+
+
+def _time_table(time: TimePrediction) -> Table:
+    """The predicted time of each phase, and of its kernels alone."""
+    rows = [
+        *({"phase": phase, "predicted_ms": 1e3 * time_s, "kernels_ms": 1e3 * time.kernels_s[phase]}
+          for phase, time_s in time.phases_s.items()),
+        {"phase": Phase.STEP, "predicted_ms": 1e3 * time.step_s, "kernels_ms": 1e3 * sum(time.kernels_s.values())},
+    ]  # fmt: skip
+    limit = {
+        Limit.DEVICE: "The GPU is the limit",
+        Limit.LAUNCHES: f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms",
+    }[time.limit]
+    notes = (
+        f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step.",
+        "From the configuration and the ceilings alone; cs336 report DIR says how far it is from measured steps.",
+    )
+    return make_table("Predicted time of a step", [column(key) for key in rows[0]], rows, notes)
 
 
 def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
