@@ -75,15 +75,21 @@ NO_CEILINGS = Ceilings()
 
 
 def load_ceilings(directory: Path) -> Ceilings:
-    """The studies in the folders of `directory`, which need not exist. Raises RecordError for a damaged one."""
+    """The study in `directory`, which need not exist, or those in its folders; raise RecordError for a damaged one."""
     return Ceilings(tuple(read_study(path, CeilingsStudy) for path in ceilings_files(directory)))
 
 
 def ceilings_files(directory: Path) -> list[Path]:
-    """The files of the studies in the folders of `directory`."""
-    return sorted(directory.glob(f"*/{FILE_NAME}"))
+    """The file of the study in `directory`, or the files of those in its folders."""
+    own = directory / FILE_NAME
+    return [own] if own.exists() else sorted(directory.glob(f"*/{FILE_NAME}"))
 
 
 def ceilings_beside(results: Path) -> Path:
-    """The directory of ceilings, OUTPUT/ceilings, that belongs to results in OUTPUT/KIND/NAME."""
-    return results.resolve().parent.parent / "ceilings"
+    """The directory of ceilings that belongs to results in OUTPUT/KIND/NAME.
+
+    That is OUTPUT/ceilings; or, if it does not exist, the one beside OUTPUT, which then is a group of results.
+    """
+    output = results.resolve().parent.parent
+    own, beside = output / "ceilings", output.parent / "ceilings"
+    return beside if beside.is_dir() and not own.is_dir() else own

@@ -10,7 +10,7 @@ from cs336_systems.config import Device, Precision
 from cs336_systems.costs.calls import Collective
 from cs336_systems.files import encode_json
 from cs336_systems.record import RecordError
-from cs336_systems.studies.ceilings_files import load_ceilings
+from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
@@ -139,10 +139,20 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
     assert found.flops_per_s("NVIDIA H200 NVL", Precision.BF16) == pytest.approx(900e12)
     assert found.flops_per_s(H200, Precision.TF32) is None
     assert found.flops_per_s("NVIDIA H100 NVL", Precision.BF16) is None
+    assert load_ceilings(tmp_path / "b").studies == (studies["b"],)
     assert load_ceilings(tmp_path / "nowhere").studies == ()
     (tmp_path / "a" / "ceilings.json").write_bytes(b"{")
     with pytest.raises(RecordError, match="not a study"):
         load_ceilings(tmp_path)
+
+
+def test_a_group_of_results_has_the_ceilings_beside_it_unless_it_has_its_own(tmp_path: Path) -> None:
+    grouped, (outer, inner) = tmp_path / "group/e2e_benchmark/one", (tmp_path / "ceilings", tmp_path / "group/ceilings")
+    assert ceilings_beside(grouped) == inner
+    outer.mkdir()
+    assert ceilings_beside(grouped) == ceilings_beside(tmp_path / "e2e_benchmark/two") == outer
+    inner.mkdir(parents=True)
+    assert ceilings_beside(grouped) == inner
 
 
 @pytest.mark.parametrize(
