@@ -192,6 +192,7 @@ class _Bridge:
             self._away[machine] = refused
 
     async def _look_again(self) -> None:
+        reserved = "GPU" if self._device == "cuda" else "CPU"
         while True:
             await asyncio.sleep(_AGAIN_S)
             if self._away:
@@ -199,11 +200,11 @@ class _Bridge:
                     alive, free = await asyncio.to_thread(lambda: (machines(), free_resources()))
                     away = {machine: refused for machine, refused in self._away.items() if machine in alive}
                     self._away = away
-                    have_gpus = [
+                    are_free = [
                         machine for machine in away
-                        if self._device == "cpu" or free[machine].get("GPU") == alive[machine]["Resources"].get("GPU")
+                        if free[machine].get(reserved) == alive[machine]["Resources"].get(reserved)
                     ]  # fmt: skip
-                    await asyncio.gather(*(self._return(machine, away[machine]) for machine in have_gpus))
+                    await asyncio.gather(*(self._return(machine, away[machine]) for machine in are_free))
 
     async def _return(self, machine: str, refused: Identity | None) -> None:
         """Let the machine join again if it answers, and is not still as it was when it was refused."""
@@ -282,8 +283,9 @@ class _Bridge:
         host = str(machine["NodeManagerHostname"])
         if self._device == "cuda" and not num_gpus:
             return  # such as a head without a GPU
+        num_cpus = machine["Resources"].get("CPU", 0) if self._device == "cpu" else 0
         options = {
-            "num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_concurrency": max(1, int(num_gpus)) + 1,
+            "num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0, "max_concurrency": max(1, int(num_gpus)) + 1,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(_machine(name), soft=False),
         }  # fmt: skip
         actor = ray.remote(Agent).options(**options).remote(self._device, self._modules)
@@ -292,7 +294,7 @@ class _Bridge:
             line = await asyncio.wait_for(actor.describe.remote(), _READY_S)
             found = msgspec.json.decode(line, type=Description)
         except TimeoutError:
-            self._leave(name, f"not ready within {_READY_S:g} s; if other jobs hold its GPUs, wait for them")
+            self._leave(name, f"not ready within {_READY_S:g} s; if other jobs hold its GPUs or cores, wait for them")
         except ray.exceptions.RayError as error:
             self._lose(name, error)
         except msgspec.DecodeError:

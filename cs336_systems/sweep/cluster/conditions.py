@@ -63,5 +63,7 @@ def refusals(look: Look, require_device: str | None) -> dict[str, str | None]:
 
 
 def _why_busy(machine: Machine, device: Device) -> str | None:
-    held = machine.num_gpus - machine.free_gpus if device is Device.CUDA else 0
-    return f"other jobs hold {held:g} of its {machine.num_gpus:g} GPUs" if held > 0 else None
+    count, free, what = machine.num_cpus, machine.free_cpus, "cores"
+    if device is Device.CUDA:
+        count, free, what = machine.num_gpus, machine.free_gpus, "GPUs"
+    return f"other jobs hold {count - free:g} of its {count:g} {what}" if free < count else None

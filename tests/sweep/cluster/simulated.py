@@ -29,10 +29,11 @@ def node(number, slots=1, **changes):
 
 
 def machine(node, held=0, failure=None):
-    """The node as `cs336 cluster` sees it, of whose GPUs other jobs hold so many."""
+    """The node as `cs336 cluster` sees it, of whose GPUs and cores other jobs hold so many."""
     return Machine(
         name=node.name, host=node.host, address="192.0.2.1", identity=None if failure else node.identity,
-        slots=node.slots, num_cpus=8, free_cpus=8, num_gpus=node.slots, free_gpus=node.slots - held, failure=failure,
+        slots=node.slots, num_cpus=8, free_cpus=8 - held, num_gpus=node.slots, free_gpus=node.slots - held,
+        failure=failure,
     )  # fmt: skip
 
 

@@ -84,8 +84,13 @@ def test_the_machines_of_a_cluster(looked, capsys):
     assert "3 of its 4 GPUs" in found["host-2"]["refused"]
     assert found["host-3"]["refused"] == "it has no NVIDIA GPU"
     assert [each["free"] for each in found.values()] == [4, 2, 1, 1]
+    looked(machine(fine), machine(busy, held=5), device=Device.CPU)
+    assert cli.main(["cluster", "--json"]) == 0
+    idle, held = (each["refused"] for each in json.loads(capsys.readouterr().out)["machines"])
+    assert idle is None
+    assert "5 of its 8 cores" in held
     assert cli.main(["cluster", "h:1", "--require-device", "A100"]) == 1
-    assert "uses 0 of 4 machines" in capsys.readouterr().out
+    assert "uses 0 of 2 machines" in capsys.readouterr().out
 
 
 def test_a_cluster_that_is_not_there(monkeypatch, capsys):
