@@ -24,7 +24,7 @@ import pytest
 
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.record import Status, load_records
-from tests.faults.harness import NAME, ROOT, command, contents, eventually, lay_out_models, runs, sweep
+from tests.faults.harness import NAME, ROOT, command, contents, eventually, lay_out_models, memory_cgroup, runs, sweep
 from tests.faults.models import PAUSED, RELEASED
 
 pytestmark = [
@@ -313,16 +313,22 @@ def test_ctrl_c(start, place, ray_cluster):
     assert len(load_records(runs(place))[0]) == 2
 
 
+def another_pytorch(place):
+    """A directory in which a node finds that PyTorch 9.9 is installed."""
+    metadata = place / "fake" / "torch-9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    return place / "fake"
+
+
 def test_workers_that_fail_and_a_node_with_another_pytorch(start, place, ray_cluster, chance):
-    fake = place / "fake"
-    (fake / "torch-9.9.dist-info").mkdir(parents=True)
-    (fake / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
-    other = ray_cluster.add(fake)
+    other = ray_cluster.add(another_pytorch(place))
     words = [sys.executable, "-m", "cs336_systems", "cluster", ray_cluster.address, "--json"]
     looked = subprocess.run(words, capture_output=True, text=True, check=True)
     contexts = (4, 8, 12, 16, 20)
-    running = start(fault="fails_by_context", contexts=chance.sample(contexts, len(contexts)))
-    assert running.wait() == 1, running.stderr
+    with memory_cgroup(ray_cluster.directory) as group:
+        running = start(fault="fails_by_context", contexts=chance.sample(contexts, len(contexts)))
+        assert running.wait() == 1, running.stderr
     send(family(other), signal.SIGKILL)
     assert "is not used: torch is 9.9, needed" in running.stderr
     machines = json.loads(looked.stdout)["machines"]
@@ -336,12 +342,11 @@ def test_workers_that_fail_and_a_node_with_another_pytorch(start, place, ray_clu
         4: Status.OK, 8: Status.CRASHED, 12: Status.OOM, 16: Status.KILLED, 20: Status.OK,
     }  # fmt: skip
     assert records[8].failure.signal == "SIGSEGV"
+    assert group is None or "memory" in records[16].failure.message
 
 
 def test_a_node_that_was_another_and_is_like_the_others_again(start, place, ray_cluster):
-    fake = place / "fake"
-    (fake / "torch-9.9.dist-info").mkdir(parents=True)
-    (fake / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    fake = another_pytorch(place)
     other = ray_cluster.add(fake)
     running = start(fault="pauses_until_released")
     running.wait_for(ray_cluster.directory / PAUSED)

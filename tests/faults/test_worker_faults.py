@@ -17,16 +17,13 @@ from tests.faults.harness import (
     contents,
     eventually,
     lay_out_models,
+    memory_cgroup,
     path_of,
     processes_in,
     sweep,
     time_is_up,
 )
 from tests.faults.models import HANGING
-
-CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
-CGROUP_LIMIT_BYTES = 64 * 2**20
-
 
 SIGNALS = {
     "sigkill": (Status.KILLED, "SIGKILL"),
@@ -117,27 +114,10 @@ def test_death_by_a_signal_names_it(record_of, fault):
 
 @pytest.fixture
 def small_cgroup(place):
-    """A memory cgroup of 64 MiB that the worker can enter."""
-    for root in CGROUPS:
-        group = root / f"faults-{place.parent.name}-{time.monotonic_ns()}"
-        limit = group / ("memory.max" if root == CGROUPS[1] else "memory.limit_in_bytes")
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            limit.write_text(str(CGROUP_LIMIT_BYTES))
-            for name in ("memory.swap.max", "memory.swappiness"):
-                if (group / name).exists():
-                    (group / name).write_text("0")
-            Path("cgroup").write_text(str(group))
-            yield group
-            return
-        except OSError:
-            continue
-        finally:
-            group.rmdir()
-    pytest.skip("memory cgroups cannot be made here")
+    with memory_cgroup(place) as group:
+        if group is None:
+            pytest.skip("memory cgroups cannot be made here")
+        yield
 
 
 def test_the_kernels_out_of_memory_killer(place, small_cgroup):
