@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cs336_systems.analysis.advice import against_launches
 from cs336_systems.analysis.statistics import lag1_autocorrelation, modified_z_scores, slope
 from cs336_systems.config import RunConfig
+from cs336_systems.costs.time import launching_limits
 from cs336_systems.record import Measurement, RunWarning, WarningCode
 
 MAX_CV = 0.05
@@ -33,11 +34,6 @@ MIN_LAG1 = 0.5
 """Least lag-1 autocorrelation r that warns: 3 such steps are worth 1 independent step, by (1 + r) / (1 - r)."""
 MAX_LAG1_Z = 2.5
 """Standard errors by which the lag-1 autocorrelation must exceed -1/n, its mean for independent steps."""
-MAX_LAUNCH_SHARE = 0.95
-"""Launching limits the step if it takes more than this share of it, and the backlog is at most MAX_BACKLOG_S."""
-MAX_BACKLOG_S = 1e-3
-"""Longest time from the last launch to the end of the step if launching limits it. Launching also takes long if the
-device lags behind, since the host waits while the queue is full, but then about a thousand kernels are left to run."""
 MAX_LISTED = 5
 DOUBTFUL = frozenset(
     {
@@ -189,13 +185,13 @@ def _correlation_seen(times_s: Sequence[float], repeated: Repeated) -> str | Non
 def _launch_bound(times_s: Sequence[float], host_times_s: Sequence[float], config: RunConfig | None) -> str | None:
     if not host_times_s:
         return None
-    share = statistics.median(host_times_s) / statistics.median(times_s)
+    host_s, step_s = statistics.median(host_times_s), statistics.median(times_s)
     backlog_s = statistics.median(step - host for step, host in zip(times_s, host_times_s, strict=True))
-    if share <= MAX_LAUNCH_SHARE or backlog_s > MAX_BACKLOG_S:
+    if not launching_limits(host_s, backlog_s, step_s):
         return None
     return (
-        f"the CPU is the limit: launching took {_percent(share)} of the step, so a faster GPU would not help; "
-        f"use {against_launches(config)}"
+        f"the CPU is the limit: launching took {_percent(host_s / step_s)} of the step, "
+        f"so a faster GPU would not help; use {against_launches(config)}"
     )
 
 

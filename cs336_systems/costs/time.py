@@ -18,7 +18,11 @@ from cs336_systems.costs.memory import is_predictable
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver takes before it lets the host wait for the device."""
-HALF = (Precision.BF16, Precision.FP16)
+MAX_LAUNCH_SHARE = 0.95
+"""Launching limits the step if it takes more than this share of it, and the backlog is at most MAX_BACKLOG_S."""
+MAX_BACKLOG_S = 1e-3
+"""Longest time from the last launch to the end of the step if launching limits it. Launching also takes long if the
+device lags behind, since the host waits while the queue is full, but then about a thousand kernels are left to run."""
 
 
 class Limit(StrEnum):
@@ -60,8 +64,13 @@ class TimePrediction:
 
     @property
     def limit(self) -> Limit:
-        """Whichever takes longer: computing everything or launching it."""
-        return Limit.LAUNCHES if self.launch_s > sum(self.kernels_s.values()) else Limit.DEVICE
+        """Launches, where a measured step gets the warning `launch-bound`."""
+        return Limit.LAUNCHES if launching_limits(self.host_s, self.step_s - self.host_s, self.step_s) else Limit.DEVICE
+
+
+def launching_limits(host_s: float, backlog_s: float, step_s: float) -> bool:
+    """Whether launching, which ends `backlog_s` before the step does, is what the step waits for."""
+    return host_s / step_s > MAX_LAUNCH_SHARE and backlog_s <= MAX_BACKLOG_S
 
 
 def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:

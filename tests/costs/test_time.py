@@ -53,7 +53,19 @@ def test_a_slow_host_hides_the_device() -> None:
     found = replay({Phase.FORWARD: [Launch(host_s=5, kernel_s=2, count=10)]}, gap_s=1)
     assert (found.step_s, found.host_s, found.launch_s) == (10 * 5 + 2, 50, 50)
     assert found.busy_share == pytest.approx(20 / 52)
-    assert found.limit is Limit.LAUNCHES
+
+
+@pytest.mark.parametrize(
+    ("kernel_us", "last_us", "limit"),
+    [(5, 5, Limit.LAUNCHES), (20, 5, Limit.DEVICE), (5, 900, Limit.LAUNCHES), (5, 1100, Limit.DEVICE)],
+)
+def test_launches_limit_a_step_that_ends_soon_after_the_last_one(kernel_us: int, last_us: int, limit: Limit) -> None:
+    """Of 10,000 launches of 10 us each; the last kernel may leave up to 1 ms."""
+    launches = [
+        Launch(host_s=1e-5, kernel_s=kernel_us * 1e-6, count=10_000),
+        Launch(host_s=1e-5, kernel_s=last_us * 1e-6),
+    ]
+    assert replay({Phase.FORWARD: launches}).limit is limit
 
 
 def test_a_slow_device_hides_the_host_and_waits_between_kernels() -> None:

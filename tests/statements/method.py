@@ -13,7 +13,7 @@ from cs336_systems.analysis.statistics import FEWEST, mean_interval
 from cs336_systems.config import Phase, Precision, Profiler, RunConfig
 from cs336_systems.costs.curves import SHEPARD_EXPONENT
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.costs.time import QUEUE_DEPTH
+from cs336_systems.costs.time import MAX_LAUNCH_SHARE, QUEUE_DEPTH
 from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
 from cs336_systems.record import Measurement
 from cs336_systems.sweep.ladder import GATE_STEPS
@@ -178,4 +178,4 @@ def drift() -> Sequence[Value]:
 
 @claim(METHOD, r"launching took more than (\d+) % of the step")
 def launch_bound() -> Sequence[Value]:
-    return (100 * warnings.MAX_LAUNCH_SHARE,)
+    return (100 * MAX_LAUNCH_SHARE,)
