@@ -264,15 +264,17 @@ def test_a_machine_offers_files_that_cannot_be_the_runs(tmp_path, files):
 
 
 def test_parts_that_nobody_asked_for_change_nothing(tmp_path, unexplained):
-    configs = profiled(2)
-    cluster = Cluster([node(0)], profile=traces)
-    name = f"{configs[0].key}.json.gz"
-    for when_s in (0.5, 0.9, 30.0):
-        cluster.at(when_s, Chunk("node-0", configs[0].key, name, 0, b"early or late"))
-    cluster.at(0.7, Chunk("node-9", configs[0].key, name, 0, b"of a stranger"))
+    """One comes before its run has ended, one while its run waits for eight others to be fetched, one too late."""
+    configs = profiled(9)
+    cluster = Cluster([node(number) for number in range(9)], profile=traces)
+    for number, when_s in ((0, 0.5), (8, 1.1), (0, 1.9)):
+        key = configs[number].key
+        cluster.at(when_s, Chunk(f"node-{number}", key, f"{key}.json.gz", 0, b"not asked for"))
+    cluster.at(0.7, Chunk("node-9", configs[0].key, f"{configs[0].key}.json.gz", 0, b"of a stranger"))
     outcome = sweep(configs, tmp_path, cluster)
     assert {record.status for record in outcome.records} == {Status.OK}
-    assert raw_profile_path(configs[0], tmp_path / "runs").read_bytes() == TRACE
+    assert cluster.given_up == []
+    assert all(raw_profile_path(config, tmp_path / "runs").read_bytes() == TRACE for config in configs)
 
 
 def test_an_empty_file_and_notes_beside_a_snapshot(tmp_path, unexplained):
