@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.config import Phase, Profiler, RunConfig
-from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.time import Limit, TimePrediction, step_time
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column
@@ -31,6 +30,8 @@ SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
 }
 GROUPS = ("size", "context_length", "precision", "mode", "attention", "checkpoint_blocks")
 """Settings by whose values the errors are also given."""
+WITHOUT_TIME = ("seed", "warmup_steps", "measured_steps", "sync_phases", "ranges")
+"""Settings that change no prediction, so that configurations that differ in these alone are predicted once."""
 OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
 
 
@@ -44,23 +45,27 @@ def scored(
     """
     rows: list[Row] = []
     others = 0
+    known: dict[tuple[RunConfig, str], TimePrediction | None] = {}
     for directory, records in sorted(sweeps.items()):
         alike: dict[RunConfig, list[RunRecord]] = {}
         for record in records:
             if record.status is Status.OK and record.config.profiler is Profiler.NONE:
                 alike.setdefault(replace(record.config, repeat=0), []).append(record)
         for config, own in alike.items():
-            curves = _curves(own[0], ceilings_of(directory))
-            found = None if curves is None else step_time(config, curves)
-            if found is None:
+            ceilings, name = ceilings_of(directory), _device_name(own[0])
+            key = config.with_defaults(*WITHOUT_TIME), f"{name} {id(ceilings)}"
+            if key not in known:
+                curves = ceilings.curves(name)
+                known[key] = None if curves is None else step_time(config, curves)
+            if (found := known[key]) is None:
                 others += 1
             else:
                 rows.append(_row(directory, config, own, found))
     return rows, others
 
 
-def _curves(record: RunRecord, ceilings: Ceilings) -> Curves | None:
-    return None if record.environment is None else ceilings.curves(record.environment.identity.device_name)
+def _device_name(record: RunRecord) -> str:
+    return "" if record.environment is None else record.environment.identity.device_name
 
 
 def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction) -> Row:
