@@ -4,6 +4,7 @@ Each line of standard input asks for a node, with the environment variables that
 line of JSON with the process of its raylet. The first line says the address and the processes of the head too.
 """
 
+import functools
 import json
 import sys
 
@@ -17,25 +18,27 @@ def raylet(node):
     return node.all_processes["raylet"][0].process.pid
 
 
-def added(cluster, environment, tries=3):
-    """A new node. Ray gives up one that has not started within 30 s, as it may where others are at work."""
+def patiently(start, tries=3):
+    """What `start` returns. Ray gives up what has not started within 30 s, as it may where others are at work."""
     before = psutil.Process().children(recursive=True)
     try:
-        return cluster.add_node(**SMALL, env_vars=environment)
+        return start()
     except Exception:
         if tries == 1:
             raise
         for process in psutil.Process().children(recursive=True):
             if process not in before:
                 process.kill()
-        return added(cluster, environment, tries - 1)
+        return patiently(start, tries - 1)
 
 
 if __name__ == "__main__":
-    cluster = Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True})
+    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True}))
     node = cluster.head_node
     head = [node.all_processes["gcs_server"][0].process.pid, raylet(node)]
     print(json.dumps({"address": cluster.address, "raylet": raylet(node), "head": head}), flush=True)
     for line in sys.stdin:
-        print(json.dumps({"raylet": raylet(added(cluster, json.loads(line)))}), flush=True)
+        options = SMALL | {"env_vars": json.loads(line)}
+        node = patiently(functools.partial(cluster.add_node, **options))
+        print(json.dumps({"raylet": raylet(node)}), flush=True)
     cluster.shutdown()
