@@ -166,7 +166,9 @@ class Driver:
                 raise SweepError(self._why_nothing_runs())
             if now_s - ticked_s >= _TICK_S:
                 ticked_s = now_s
-                left_s = None if self._num_running else max(0.0, self.wait_nodes_s - (now_s - worked_s))
+                left_s = (
+                    None if self._num_running or not self._waiting else max(0.0, self.wait_nodes_s - (now_s - worked_s))
+                )
                 now = Machines(len(self._places), self._num_pending, self._num_running, left_s)
                 self.keeper.listener.machines(now)
                 self.keeper.listener.tick()

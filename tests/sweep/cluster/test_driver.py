@@ -394,6 +394,7 @@ def test_it_says_how_the_machines_stand_and_how_long_it_waits(tmp_path):
         (0, 0, 0), (0, 2, 0), (1, 2, 1), (0, 2, 0), (1, 1, 1),
     ]  # fmt: skip
     assert [at[s].patience_s for s in (6, 12, 51)] == [19.0, None, None]
+    assert witness.moments[-1].patience_s is None
     assert at[40].patience_s == pytest.approx(15.0, abs=1.0)
     waiting = Cluster([])
     waiting.at(1.0, Pending(1))
