@@ -140,7 +140,7 @@ class _Bridge:
         try:
             reply = msgspec.json.decode(await reference, type=_RawReply)
         except ray.exceptions.RayError as error:
-            self._lose(name, error)
+            await self._lose(name, error)
             return
         except msgspec.DecodeError as error:
             self._leave(name, in_a_line(error))
@@ -162,7 +162,7 @@ class _Bridge:
         try:
             data = await reference
         except ray.exceptions.RayError as error:
-            self._lose(name, error)
+            await self._lose(name, error)
             return
         if name in self._agents:
             self.say(Message(chunk=Chunk(name, key, file, offset, data if isinstance(data, bytes) else b"")))
@@ -176,8 +176,12 @@ class _Bridge:
             self._kill(agent)
             self.say(Message(left=Left(name, why)) if agent.joined else Message(unfit=Unfit(agent.host, why)))
 
-    def _lose(self, name: str, error: ray.exceptions.RayError) -> None:
+    async def _lose(self, name: str, error: ray.exceptions.RayError) -> None:
         """Report that the agent is gone. If its machine is still there later, another is started on it."""
+        with contextlib.suppress(TimeoutError):
+            alive = await asyncio.wait_for(asyncio.to_thread(machines), _HEAD_S)
+            if ray.get_runtime_context().get_node_id() not in alive:
+                return  # all agents die because Ray has died here, as the next look finds: no run loses a try
         if name in self._agents:
             self._leave(name, in_a_line(error), may_return=False)
             machine = _machine(name)
@@ -272,7 +276,7 @@ class _Bridge:
             if agent.heard:
                 self._leave(name, f"it has not answered for {LEASE_S:g} s")
         except ray.exceptions.RayError as error:
-            self._lose(name, error)
+            await self._lose(name, error)
 
     async def _join_first(self, joining: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*joining)
@@ -296,7 +300,7 @@ class _Bridge:
         except TimeoutError:
             self._leave(name, f"not ready within {_READY_S:g} s; if other jobs hold its GPUs or cores, wait for them")
         except ray.exceptions.RayError as error:
-            self._lose(name, error)
+            await self._lose(name, error)
         except msgspec.DecodeError:
             self._leave(name, msgspec.json.decode(line, type=_RawReply).error or "it does not describe itself")
         else:
