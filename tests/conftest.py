@@ -1,7 +1,6 @@
 """Shapes are checked in the modules of CHECKED, unless steps are timed; GPU tests run only where there is a GPU."""
 
 import gc
-import multiprocessing.util
 import os
 import shutil
 import signal
@@ -90,7 +89,6 @@ def own_locks() -> Iterator[None]:
     if worker is None:
         yield
         return
-    multiprocessing.util.get_temp_dir()  # which this process removes as the last thing, so it must not be in ours
     directory = Path(tempfile.gettempdir()) / f"cs336-{worker}-{os.getpid()}"
     directory.mkdir()
     directory.chmod(0o1777)  # as /tmp: some tests become other users

@@ -24,7 +24,7 @@ from cs336_systems.config import Device, RunConfig
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, devices_called, find_device
 from cs336_systems.costs.time import TimePrediction, step_time
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
-from cs336_systems.studies.ceilings_files import Ceilings, ceilings_files
+from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")
@@ -138,7 +138,8 @@ def run(arguments: AccountArguments) -> int:
     from cs336_systems.report.sections.account import account_json, account_section
 
     step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
-    ceilings = load_ceilings_or_warn(arguments.ceilings or CEILINGS)
+    ceilings_at = arguments.ceilings or CEILINGS
+    ceilings = (load_ceilings if (ceilings_at / FILE_NAME).exists() else load_ceilings_or_warn)(ceilings_at)
     found = (ceilings.flops_per_s(name, config.precision) for name in (() if device is None else device.names))
     ceiling = max((rate for rate in found if rate is not None), default=None)
     times = [ceilings.collective_times(name, config.ranks) for name in (() if device is None else device.names)]

@@ -185,6 +185,7 @@ def interrupted_at(cluster, when):
     return cluster
 
 
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_an_interruption_during_a_fetch_leaves_nothing_of_the_run(tmp_path, unexplained):
     configs = profiled(2)
     cluster = Cluster([node(0)], profile=traces)
