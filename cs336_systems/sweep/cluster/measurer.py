@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from cs336_systems.record import Identity, RunRecord
 from cs336_systems.sweep.cluster.fetch import RawFile
 from cs336_systems.sweep.isolation import WorkerProcess, preload, spare_children
 from cs336_systems.sweep.locks import LockedError, at_work, cpu_lock_path, exclusive, gpu_lock_path
-from cs336_systems.sweep.process import adopt_orphans, begin_worker, die_with
+from cs336_systems.sweep.process import adopt_orphans, begin_worker, when_it_ends
 from cs336_systems.sweep.run import measure_one
 from cs336_systems.sweep.store import SweepError, raw_profile_paths
 
@@ -79,7 +80,8 @@ def _description(device: Device, gpus: Sequence[Gpu]) -> Description:
 
 def main(words: Sequence[str]) -> None:
     """Serve the process `words[0]`; measure on the device `words[1]`, with the modules `words[2:]` preloaded."""
-    die_with(int(words[0]))
+    # alone: what removes its temporary directory has to outlive it
+    when_it_ends(int(words[0]), lambda: os.kill(os.getpid(), signal.SIGKILL))
     device = Device(words[1])
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

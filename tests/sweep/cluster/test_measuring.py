@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +29,18 @@ SCRIPT = ROOT / "tests" / "fake_nsys.py"
 
 @pytest.fixture
 def agent(monkeypatch, tmp_path):
-    """An agent whose processes find an nsys, and write to `tmp_path / "scratch"`."""
-    (tmp_path / "scratch").mkdir()
+    """An agent whose processes find an nsys, and write to a directory whose name is short enough for their sockets."""
     (tmp_path / "bin").mkdir()
+    with tempfile.TemporaryDirectory(prefix="cs336-") as scratch:
+        yield from _agent(monkeypatch, tmp_path, Path(scratch))
+
+
+def _agent(monkeypatch, tmp_path, scratch):
     fake = tmp_path / "bin" / "nsys"
     fake.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {SCRIPT} "$@"\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr(Agent, "_end_unless_renewed", lambda _: None)
     monkeypatch.setattr("cs336_systems.sweep.cluster.agent.when_it_ends", lambda *_: None)
     started = []
@@ -43,12 +48,12 @@ def agent(monkeypatch, tmp_path):
     monkeypatch.setattr(Agent, "_started", lambda own: started.append(start(own)) or started[-1])
     made = Agent("cpu", ("torch._dynamo",))
     made.describe()
-    assert list((tmp_path / "scratch").glob("pymp-*"))
+    assert list(scratch.glob("pymp-*"))
     yield made
     for process in started:
         process.kill()
         process.communicate()
-    assert eventually(lambda: not list((tmp_path / "scratch").glob("pymp-*")))
+    assert eventually(lambda: not list(scratch.glob("pymp-*")))
 
 
 def fetched(agent, config, runs):
