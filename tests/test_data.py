@@ -8,10 +8,11 @@ import pytest
 
 from cs336_systems.commands.rebuild import load, write
 from cs336_systems.record import load_records
+from cs336_systems.report.sections.forecast import FOLDER, write_forecast
 from cs336_systems.report.sections.memory.entries import load_memory
 from cs336_systems.report.sections.memory.files import write_memory
 from cs336_systems.report.status_line import StatusLine
-from tests.committed import DATA, committed_directories
+from tests.committed import DATA, committed_directories, load_committed
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -94,3 +95,10 @@ def test_of_a_sweep_that_kept_some_profiles_their_rows_are_in_its_tables(
 def table(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(tmp_path: Path) -> None:
+    found = load_committed(tmp_path)
+    sweeps = {path: results.published for path, results in found.sweeps.items()}
+    assert write_forecast(sweeps, found.ceilings_of, tmp_path) == tmp_path / FOLDER
+    assert outputs(tmp_path / FOLDER) == outputs(DATA / FOLDER)

@@ -7,7 +7,6 @@ model is on the stack, so `backward_ranges` marks it through the nodes of autogr
 import functools
 import gzip
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,12 +39,15 @@ def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
         yield
-    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as scratch:
-        plain, compressed = Path(scratch) / "trace.json", Path(scratch) / "trace.json.gz"
+    plain, compressed = (path.with_name(f".{path.name}.{word}.tmp") for word in ("plain", "gzip"))
+    try:
         profiler.export_chrome_trace(str(plain))
         with plain.open("rb") as source, gzip.open(compressed, "wb", COMPRESSION) as target:
             shutil.copyfileobj(source, target, 2**20)
         compressed.replace(path)
+    finally:
+        for leftover in (plain, compressed):
+            leftover.unlink(missing_ok=True)
 
 
 class _Thread(threading.local):

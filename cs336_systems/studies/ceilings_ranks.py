@@ -86,12 +86,17 @@ def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratc
     place = Rank(rank=rank, ranks=ranks, meeting=f"file://{scratch}/{_MEETING}", timeout_s=PATIENCE_S)
     with group_of(place, grid.device):
         loops: list[Loops | None] = []
-        for count in range(len(rows) + 1):
-            if count:
-                loops.append(_loops(grid, rows[count - 1]))
-            if rank == 0:
-                write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
-            _agreed(0.0, grid.device)  # no process fails at the next row while this one is not yet written
+        _keep(loops, grid.device, scratch)  # as a sign that the processes have come together
+        for row in rows:
+            loops.append(_loops(grid, row))
+            _keep(loops, grid.device, scratch)
+
+
+def _keep(loops: Sequence[Loops | None], device: Device, scratch: str) -> None:
+    """Have the first process write what is measured so far, before any process can fail at the next row."""
+    if dist.get_rank() == 0:
+        write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
+    _agreed(0.0, device)
 
 
 def _loops(grid: CeilingsGrid, row: CollectiveCell) -> Loops | None:

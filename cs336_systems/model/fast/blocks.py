@@ -230,10 +230,13 @@ class PaddedHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "... d_model"], loss_of: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Logits; or, with `loss_of`, what it makes of x and the weight."""
+        """Logits; or, with `loss_of`, what it makes of x and the copy of the weight, which then must be there."""
         with annotate(self.range):
+            if loss_of is not None:
+                assert self.copies is not None
+                return loss_of(x, self.copies.weight)
             if self.copies is not None:
-                return self.copies.matmul(x) if loss_of is None else loss_of(x, self.copies.weight)
+                return self.copies.matmul(x)
             if self._surplus:
                 return F.linear(x, F.pad(to_autocast_dtype(self.weight), (0, 0, 0, self._surplus)))
             return F.linear(x, self.weight)

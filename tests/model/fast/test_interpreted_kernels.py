@@ -89,6 +89,24 @@ for name, again in (("backward", loss), ("logits", both)):
 print(json.dumps(refused))
 """
 
+CHUNKED = """
+import json, torch
+from cs336_systems.model.fast import cross_entropy
+
+cross_entropy._plain_losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
+torch.manual_seed(0)
+factors = torch.randn(1, 11, 8), torch.randn(40, 8)
+targets = torch.randint(37, (1, 11))
+ours, theirs = ([factor.clone().requires_grad_() for factor in factors] for _ in range(2))
+loss = cross_entropy.chunked_cross_entropy(*ours, targets, 37, 3)
+(2 * loss).backward()
+logits = (theirs[0] @ theirs[1].t())[..., :37].flatten(0, 1)
+expected = torch.nn.functional.cross_entropy(logits, targets.flatten())
+(2 * expected).backward()
+pairs = [(loss, expected), *((mine.grad, other.grad) for mine, other in zip(ours, theirs))]
+print(json.dumps([(mine - other).abs().max().item() for mine, other in pairs]))
+"""
+
 PACKED = """
 import json, torch
 from cs336_systems.model.rope import rope_rotations
@@ -206,3 +224,8 @@ def test_what_is_between_matmuls_is_what_pytorch_computes() -> None:
 
 def test_what_the_kernels_overwrite_autograd_knows() -> None:
     assert interpreted(AGAIN) == {"backward": True, "logits": True}
+
+
+def test_a_loss_in_parts_and_its_gradients_are_pytorch_s() -> None:
+    """Each part's gradients are those of the mean over all parts."""
+    assert max(interpreted(CHUNKED)) < 1e-6
