@@ -20,8 +20,8 @@ from cs336_systems.sweep.locks import LockedError
 from cs336_systems.text import inert_line
 
 COMMANDS = (
-    "benchmark", "sweep", "kernels", "memory", "account", "napkin", "precision", "fusion", "attention", "ceilings",
-    "ladder", "compare", "report", "cluster",
+    "benchmark", "sweep", "kernels", "memory", "account", "napkin", "scale", "precision", "fusion", "attention",
+    "ceilings", "ladder", "compare", "report", "cluster",
 )  # fmt: skip
 """The subcommands of `cs336`. Each is a module of commands/, imported only when it is called."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
@@ -76,8 +76,8 @@ def precision(argv: Sequence[str] | None = None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `cs336`: the first word names the command, and the others are its arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:2] == ["account", "napkin"]:  # another spelling of `cs336 napkin`
-        return _run("napkin", "cs336 account napkin", words[2:])
+    if words[:1] == ["account"] and words[1:2] in (["napkin"], ["scale"]):  # other spellings of `cs336 napkin`, `scale`
+        return _run(words[1], f"cs336 account {words[1]}", words[2:])
     if words and words[0] in COMMANDS:
         return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
     subcommands = [Annotated[_arguments(name), tyro.conf.subcommand(name)] for name in COMMANDS]

@@ -19,8 +19,10 @@ FP8_MULTIPLE = 16
 """All sizes of a matmul in fp8 must be multiples of this, for cuBLAS."""
 PACKED_MULTIPLE = 8
 """Parts of a packed bf16 weight and bias start at multiples of 16 bytes if d_model is a multiple of this."""
-MAX_RANKS = 64
-"""Most ranks of one step: they are processes of one machine, which has at most 16 GPUs, or some more CPU cores."""
+MAX_RANKS = 2**20
+"""Most ranks of one step, more than any step has had: a step of many ranks is predicted, and not measured."""
+MAX_MEASURED_RANKS = 64
+"""Most ranks of a measured step: they are processes of one machine, which has at most 16 GPUs, or more CPU cores."""
 MAX_PADDING = 2**16
 """Largest multiple that a vocabulary may be padded to; no kernel needs a larger one."""
 EAGER_STEPS_BEFORE_GRAPH = 3

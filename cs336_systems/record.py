@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from cs336_systems.config import Phase, RunConfig
+from cs336_systems.config import Device, Phase, RunConfig
 from cs336_systems.files import RECORD, FileError, decode_json, encode_json, read_json, write_atomically
 
 FORMAT_VERSION = 1
@@ -351,6 +351,14 @@ class RunRecord:
     @property
     def key(self) -> str:
         return self.config.key
+
+    @property
+    def launch_times_s(self) -> tuple[float, ...]:
+        """How long the host took to launch each step; empty where it takes as long as to run it.
+
+        That is so on a CPU, and with a synchronisation after each phase.
+        """
+        return self.host_times_s if self.config.device is Device.CUDA and not self.config.sync_phases else ()
 
     def measurement(self, phase: Phase) -> Measurement | None:
         """Times of `phase`, or None where the run has none."""

@@ -5,7 +5,9 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("COLUMNS", None)
     # Compiling headers ahead saves time for hundreds of kernels; a test has a few.
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+    config.option.loadscopereorder = False  # pytest-xdist: see pytest_collection_modifyitems
     if not config.option.markexpr.startswith("gpu"):
         install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")
 
@@ -96,10 +99,19 @@ def own_locks() -> Iterator[None]:
         patch.setenv("TMPDIR", str(directory))
         patch.setattr(tempfile, "tempdir", str(directory))
         yield
-    shutil.rmtree(directory, ignore_errors=True)
+    # after multiprocessing has removed what it has there, with priority -100
+    Finalize(None, shutil.rmtree, (directory,), {"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, files on Ray come first, because they take a minute each; the others by their number of tests.
+
+    Otherwise, a file that takes long could be the last one, while the other processes have nothing to do.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        counts = Counter(item.path for item in items)
+        on_ray = {item.path for item in items if item.get_closest_marker("cluster")}
+        items.sort(key=lambda item: (item.path not in on_ray, -counts[item.path]))
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 

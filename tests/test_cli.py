@@ -491,6 +491,7 @@ READS = {
     "ceilings, profile": ("x.json", "ceilings --device cpu --profile x.json"),
     "ceilings, record": ("x.json", "ceilings --device cpu --profile kernels.json --record x.json"),
     "account": ("x/ceilings.json", "account --ceilings x"),
+    "scale": ("x/ceilings.json", "scale --ceilings x"),
     "ladder": ("x", "ladder --report x"),
     "ladder, tokens": ("x.npy", "ladder --device cpu --tokens x.npy"),
     "ladder, model": ("x.py", "ladder --device cpu --model x:make"),

@@ -20,7 +20,8 @@ BASE = ("", "text", "files", "ranges", "settings", "config", "record")
 TOP = ("cli", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
-ELSEWHERE = ("sweep.worker", "sweep.preload", "sweep.cluster.bridge", "sweep.cluster.look")
+ON_RAY = ("agents", "bridge", "connection", "look")
+ELSEWHERE = ("sweep.worker", "sweep.preload", *(f"sweep.cluster.{name}" for name in ON_RAY))
 """Modules of such a folder that run in the processes that measure, or in one that needs Ray."""
 
 
@@ -103,7 +104,7 @@ def test_results_are_read_and_sweeps_are_run_without_torch() -> None:
     free = [name for name in free if name not in ELSEWHERE]
     code = f"""
 import sys
-sys.modules["torch"] = None  # importing it is now an ImportError
+sys.modules["torch"] = sys.modules["ray"] = None  # importing them is now an ImportError
 for name in {[f"{PACKAGE}.{name}".rstrip(".") for name in free]}:
     __import__(name)
 """

@@ -11,16 +11,20 @@ from cs336_systems.commands.flags import parse
 from cs336_systems.record import load_records
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.ceilings_files import load_ceilings
-from tests.statements import data, method
+from tests.statements import data, method, parallel
 from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, linked, read, unclaimed
 from tests.statements.results import README, RESULTS
 
-DOCUMENTS = (README, method.METHOD, RESULTS, data.DATA)
+DOCUMENTS = (parallel.README, method.METHOD, RESULTS, data.DATA)
 
 SETTINGS = (
     r"Python 3\.\d+ or newer",
     r"\b(?:batch|context) \d+",
     r"between two synchronisations",
+    r"\b[Oo](?:n|f) two\b",
+    r"\d+ x \d+",
+    r"2026 leaderboard",
+    r"ZeRO stage 1",
     r"assignment 2",
     r"a multiply-add counts as two",
     r"et al\. \d{4}",

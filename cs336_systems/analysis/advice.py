@@ -1,55 +1,125 @@
-"""Flags with which a run launches fewer kernels, without those that it uses already.
+"""Ways to make a step shorter, as flags of this project, without those that a run uses already.
 
 If the configuration is unknown, as that of another program's trace, the advice names no flags and leaves open which are
 in use.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
+from typing import Any
 
-from cs336_systems.config import Attention, CompileMode, Mode, OptimizerKind, Precision, RunConfig
+from cs336_systems.config import (
+    EAGER_STEPS_BEFORE_GRAPH,
+    Attention,
+    CompileMode,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Precision,
+    RunConfig,
+)
 
 NOT_IN_USE = "where not in use yet"
 
 
 class Remedy(Enum):
-    """A way to launch fewer kernels: in words, and as this project's flag."""
+    """A way to make a step shorter, in words."""
 
-    COMPILE = ("torch.compile", "--compile default")
-    ATTENTION = ("fused attention", "--attention sdpa")
-    OPTIMIZER = ("a fused optimizer", "--optimizer fused")
-    GRAPHS = ("CUDA graphs", "--compile reduce-overhead")
+    COMPILE = "torch.compile"
+    ATTENTION = "fused attention"
+    OPTIMIZER = "a fused optimizer"
+    GRAPHS = "CUDA graphs"
+    TF32 = 'TF32 (torch.set_float32_matmul_precision("high"))'
+    BF16 = "autocast to bf16"
+    FP16 = "autocast to fp16"
+    OVERLAP = "communication during backward"
+
+    def applied_to(self, config: RunConfig) -> RunConfig | None:
+        """The run with this too; None if it has it already or cannot have it.
+
+        Flags cannot change the attention of a user's own model.
+        """
+        changes = _CHANGES[self](config)
+        try:
+            return replace(config, **changes) if changes else None
+        except ValueError:  # another setting excludes it
+            return None
 
     def named_for(self, config: RunConfig | None) -> str:
-        """The flag; the words if the configuration is unknown."""
-        words, flag = self.value
-        return words if config is None else flag
+        """The flags, with those that it needs besides; the words if the configuration is unknown."""
+        if config is None:
+            return self.value
+        if self is Remedy.OVERLAP and not _overlapped(config):
+            return "a larger --batch-size"
+        return " ".join(_flag(name, value) for name, value in _CHANGES[self](config).items())
 
     def is_open_to(self, config: RunConfig | None) -> bool:
         """Whether the run could use it and does not; True if the configuration is unknown.
 
-        Flags cannot change the attention of a user's own model.
+        Steps of several ranks that overlap communication already have another way: a larger batch computes longer for
+        the same bytes.
         """
-        if config is None:
-            return True
-        return {
-            Remedy.COMPILE: config.compile is CompileMode.NONE,
-            Remedy.ATTENTION: config.model_factory is None and config.model.attention is Attention.NAIVE,
-            Remedy.OPTIMIZER: config.mode is Mode.TRAIN and config.optimizer is not OptimizerKind.FUSED,
-            Remedy.GRAPHS: not config.cuda_graph and config.compile is not CompileMode.REDUCE_OVERHEAD,
-        }[self]
+        if config is None or self is Remedy.OVERLAP:
+            return config is None or config.is_shared
+        return self.applied_to(config) is not None
 
 
-_PRECISIONS = {
-    Precision.TF32: ('TF32 (torch.set_float32_matmul_precision("high"))', "--precision tf32"),
-    Precision.BF16: ("autocast to bf16", "--mixed-precision"),
-    Precision.FP16: ("autocast to fp16", "--precision fp16"),
+OF_PRECISION = {Precision.TF32: Remedy.TF32, Precision.BF16: Remedy.BF16, Precision.FP16: Remedy.FP16}
+
+
+def _compiled(config: RunConfig) -> dict[str, Any]:
+    return {"compile": CompileMode.DEFAULT} if config.compile is CompileMode.NONE else {}
+
+
+def _with_sdpa(config: RunConfig) -> dict[str, Any]:
+    if config.model_factory is not None or config.model.attention is not Attention.NAIVE:
+        return {}
+    return {"model": replace(config.model, attention=Attention.SDPA)}
+
+
+def _with_fused_adamw(config: RunConfig) -> dict[str, Any]:
+    is_open = config.mode is Mode.TRAIN and config.optimizer is not OptimizerKind.FUSED
+    return {"optimizer": OptimizerKind.FUSED} if is_open else {}
+
+
+def _with_graphs(config: RunConfig) -> dict[str, Any]:
+    if config.cuda_graph or config.compile is CompileMode.REDUCE_OVERHEAD:
+        return {}
+    least = EAGER_STEPS_BEFORE_GRAPH + 1
+    warmup = {"warmup_steps": least} if config.warmup_steps < least else {}
+    return {"cuda_graph": True, **_with_fused_adamw(config), **warmup}
+
+
+def _at(precision: Precision, *slower: Precision) -> Callable[[RunConfig], dict[str, Any]]:
+    return lambda config: {"precision": precision} if config.precision in slower else {}
+
+
+def _overlapped(config: RunConfig) -> dict[str, Any]:
+    is_open = config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
+    return {"parallel": Parallel.DDP_OVERLAP} if is_open else {}
+
+
+_CHANGES: Mapping[Remedy, Callable[[RunConfig], dict[str, Any]]] = {
+    Remedy.COMPILE: _compiled,
+    Remedy.ATTENTION: _with_sdpa,
+    Remedy.OPTIMIZER: _with_fused_adamw,
+    Remedy.GRAPHS: _with_graphs,
+    Remedy.TF32: _at(Precision.TF32, Precision.FP32),
+    Remedy.BF16: _at(Precision.BF16, Precision.FP32, Precision.TF32),
+    Remedy.FP16: _at(Precision.FP16, Precision.FP32, Precision.TF32),
+    Remedy.OVERLAP: _overlapped,
 }
+"""Settings to change by remedy; none for a run that has it already."""
 
 
-def use_of(precision: Precision, config: RunConfig | None) -> str:
-    """How to compute matmuls in that precision: the flag; if the configuration is unknown, PyTorch's function."""
-    words, flag = _PRECISIONS[precision]
-    return words if config is None else flag
+def _flag(name: str, value: object) -> str:
+    """The setting on the command line."""
+    if name == "model":
+        return f"--attention {Attention.SDPA}"
+    if value is Precision.BF16:
+        return "--mixed-precision"
+    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
 
 
 def remedies(config: RunConfig | None, *candidates: Remedy) -> str:

@@ -21,8 +21,10 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.costs.hardware import DEVICES, DeviceSpec, devices_called, find_device
-from cs336_systems.costs.time import TimePrediction, step_time
+from cs336_systems.costs.data_sheet import data_sheet_curves
+from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device
+from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.costs.time import TimePrediction
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 
@@ -52,10 +54,10 @@ class AccountArguments(Flags):
     memory_gib: Annotated[float | None, unset("GIB", "this machine's GPU")] = None
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
-    """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090."""
+    """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090; it need not be here."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them, and
-    the step and the collectives of --parallel have times."""
+    the step and the collectives of --parallel have times. If all are of one device, that is the GPU."""
     step_ms: Annotated[float | None, unset("MS", "no rates")] = None
     """Measured time of a step; it gives the rates and the MFU."""
     top: int = 12
@@ -81,8 +83,7 @@ class AccountArguments(Flags):
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
         if self.model.model is not None:
             raise ValueError("the cost of a model of your own is not known from its flags: leave --model out")
-        if self.ceilings is not None and not ceilings_files(self.ceilings):
-            raise ValueError(f"--ceilings {self.ceilings}: no directory with ceilings; `cs336 ceilings` makes one")
+        check_ceilings(self.ceilings)
 
     def memory_bytes(self) -> int | None:
         """Memory that the step must fit; None without --fit. Raises ValueError if no size is given or known."""
@@ -97,6 +98,18 @@ class AccountArguments(Flags):
                 "--fit needs --memory-gib here: this machine has no NVIDIA GPU that tells how much memory it has"
             )
         return usable_bytes
+
+
+def check_ceilings(directory: Path | None) -> None:
+    """Raise ValueError for a directory without ceilings; None is the usual one, which need not exist."""
+    if directory is not None and not ceilings_files(directory):
+        raise ValueError(f"--ceilings {directory}: no directory with ceilings; `cs336 ceilings` makes one")
+
+
+def ceilings_in(directory: Path | None) -> Ceilings:
+    """The ceilings in the directory; of one study that was asked for by name a damaged one is an error."""
+    chosen = directory or CEILINGS
+    return (load_ceilings if (chosen / FILE_NAME).exists() else load_ceilings_or_warn)(chosen)
 
 
 def device_meant(
@@ -121,36 +134,62 @@ def device_meant(
     raise ValueError(f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?")
 
 
-def _predicted_time(config: RunConfig, device: DeviceSpec | None, ceilings: Ceilings) -> TimePrediction | None:
-    """The predicted time of a step on the device; None without its ceilings, and where none is predicted."""
-    found = (ceilings.curves(name) for name in (() if device is None else device.names))
-    curves = next((each for each in found if each is not None), None)
-    return None if curves is None else step_time(config, curves)
+def machine_meant(
+    name: str | None, ceilings: Ceilings, *, takes_only_one: bool = True
+) -> tuple[str | None, DeviceSpec | None]:
+    """The name by which ceilings have the device that is meant, or else its own, and its data sheet.
+
+    Without a name it is this machine's GPU, or else the only device of the ceilings, if `takes_only_one`. Raises
+    ValueError for a name that neither ceilings nor a data sheet have.
+    """
+    measured = ceilings.device_names
+    if name is not None and bare_name(name) in measured:
+        return bare_name(name), find_device(name)
+    device = device_meant(name)
+    if device is not None:
+        return next((each for each in device.names if each in measured), device.names[0]), device
+    if takes_only_one and len(measured) == 1:
+        return measured[0], find_device(measured[0])
+    return None, None
+
+
+def _predicted_time(
+    config: RunConfig, name: str | None, device: DeviceSpec | None, ceilings: Ceilings
+) -> tuple[TimePrediction | None, bool]:
+    """The predicted time of a step on the device, and whether it was measured, or else has its data sheet's rates."""
+    measured = None if name is None else ceilings.curves(name)
+    if measured is not None:
+        return predicted_time(config, measured), True
+    return (None if device is None else predicted_time(config, data_sheet_curves(device))), False
 
 
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config, memory_bytes = checked(arguments.config), checked(arguments.memory_bytes)
-    device = checked(functools.partial(device_meant, arguments.device_name))
+    ceilings = ceilings_in(arguments.ceilings)
+    meant = functools.partial(
+        machine_meant, arguments.device_name, ceilings, takes_only_one=arguments.ceilings is not None
+    )  # fmt: skip
+    name, device = checked(meant)
     from cs336_systems.files import encode_json
     from cs336_systems.report.section import texts_of, write_files
     from cs336_systems.report.sections.account import account_json, account_section
 
     step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
-    ceilings_at = arguments.ceilings or CEILINGS
-    ceilings = (load_ceilings if (ceilings_at / FILE_NAME).exists() else load_ceilings_or_warn)(ceilings_at)
-    found = (ceilings.flops_per_s(name, config.precision) for name in (() if device is None else device.names))
-    ceiling = max((rate for rate in found if rate is not None), default=None)
-    times = [ceilings.collective_times(name, config.ranks) for name in (() if device is None else device.names)]
-    curves = max(times, key=len, default={})
-    time = _predicted_time(config, device, ceilings)
-    section = account_section(config, device, step_s, memory_bytes, arguments.top, ceiling, curves, time)
+    ceiling = None if name is None else ceilings.flops_per_s(name, config.precision)
+    curves = {} if name is None else ceilings.collective_times(name, config.ranks)
+    time, is_measured = _predicted_time(config, name, device, ceilings)
+    section = account_section(
+        config, device, step_s, memory_bytes, arguments.top, ceiling, curves, time, is_measured=is_measured
+    )  # fmt: skip
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
     show(
         arguments.json,
-        lambda: encode_json(account_json(config, device, step_s, memory_bytes, ceiling, curves, time)),
+        lambda: encode_json(
+            account_json(config, device, step_s, memory_bytes, ceiling, curves, time, is_measured=is_measured)
+        ),
         lambda: section.tables,
         arguments.output,
     )

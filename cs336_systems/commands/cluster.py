@@ -11,7 +11,7 @@ from cs336_systems.commands.device import DeviceChoice
 from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, json_alone
 
-ANY_DEVICE = "that of most machines"
+ANY_DEVICE = "that of the largest group of like machines"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class ClusterArguments:
     )
     require_device: Annotated[str | None, unset("NAME", ANY_DEVICE)] = None
     """As in a sweep: only machines whose device has this in its name, such as H200."""
+    nsys: Switch = False
+    """As in a sweep with --nsys: only machines that have nsys on their PATH."""
     json: Switch = False
     """Print JSON instead of a table."""
 
@@ -56,13 +58,14 @@ def run(arguments: ClusterArguments) -> int:
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table
     from cs336_systems.sweep.cluster import ray_nodes
-    from cs336_systems.sweep.cluster.conditions import refusals
+    from cs336_systems.sweep.cluster.conditions import Conditions, refusals
 
     with json_alone(arguments.json) as print_json:
         with StatusLine() as status:
             status("asking the machines of the cluster")
             look = ray_nodes.look(arguments.address, arguments.device)
-        refused = refusals(look, arguments.require_device)
+        conditions = Conditions(require_device=arguments.require_device, needs_nsys=arguments.nsys)
+        refused = refusals(look, conditions)
         section = cluster_section(look, refused)
         if print_json is not None:
             print_json(encode_json({"address": arguments.address, "device": look.device, "machines": section.json}))

@@ -18,6 +18,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from cs336_systems.commands.device import DeviceChoice, DeviceFlag, device_word, plain_word, resolve_device
 from cs336_systems.commands.outcome import UsageError
 from cs336_systems.config import (
+    MAX_MEASURED_RANKS,
     SIZES,
     Arch,
     Attention,
@@ -296,7 +297,9 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
 
 
 def checked_ranks(config: RunConfig) -> RunConfig:
-    """The run itself; raise ValueError if this process sees fewer GPUs of one kind than the run has ranks."""
+    """The run itself; raise ValueError if it has too many ranks, or more than this process sees GPUs of one kind."""
+    if config.ranks > MAX_MEASURED_RANKS:
+        raise ValueError(f"--ranks must be at most {MAX_MEASURED_RANKS} for a step that is run, got {config.ranks}")
     if config.ranks > 1 and config.device is Device.CUDA and (found := len(alike(visible_gpus()))) < config.ranks:
         raise ValueError(
             f"--ranks {config.ranks} needs as many GPUs of one kind that this process can see (CUDA_VISIBLE_DEVICES), "

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,15 +45,20 @@ from cs336_systems.commands.outcome import (
     UsageError,
     checked,
     json_alone,
+    load_ceilings_or_warn,
     status_of,
 )
 from cs336_systems.commands.outputs import print_last
 from cs336_systems.commands.results import show_results
-from cs336_systems.config import Device, Parallel, Precision, Profiler, RunConfig
+from cs336_systems.config import Device, Mode, Parallel, Precision, Profiler, RunConfig
+from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected, expect
+from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
+from cs336_systems.costs.hardware import devices_called
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
-from cs336_systems.measure.nvml import usable_gpu_bytes
+from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
 from cs336_systems.model.fast.choose import describe_fast
+from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
@@ -258,12 +264,13 @@ def run(arguments: SweepArguments) -> int:
     explain_cpu_fallback(arguments.step.device)
     for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
         print(f"fast: {chosen}", file=sys.stderr)
+    expected = _expected(arguments, plan, directory)
     if arguments.dry_run:
         with json_alone(arguments.json) as print_json:
             if print_json is not None:
-                print_json(encode_json({"directory": str(directory), "runs": configs, "too_large": plan.too_large}))
+                print_json(encode_json(_plan_json(plan, directory, expected)))
             else:
-                _print_plan(plan, directory)
+                _print_plan(plan, directory, expected)
         return OK
     for config in plan.too_large:
         print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
@@ -272,22 +279,60 @@ def run(arguments: SweepArguments) -> int:
         print(inert_line(f"error: no profile: {missing}. The times are measured all the same."), file=sys.stderr)
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
     with json_alone(arguments.json) as print_json:
-        status = measure_all(configs, directory, arguments.measuring, print_json, _machines(arguments))
+        status = measure_all(configs, directory, arguments.measuring, print_json, _machines(arguments), expected)
     return FAILED if missing is not None and status == OK else status
 
 
-def _print_plan(plan: Plan, directory: Path) -> None:
+def _expected(arguments: SweepArguments, plan: Plan, directory: Path) -> Expected:
+    """How long the runs should take, where there are ceilings of the device that measures them."""
+    if arguments.device() is Device.CPU:
+        return NOTHING_EXPECTED
+    gpus = alike(visible_gpus()) if arguments.cluster is None else ()
+    meant = [] if arguments.require_device is None else devices_called(arguments.require_device)
+    names = [gpu.name for gpu in gpus[:1]] or [name for device in meant for name in device.names]
+    ceilings = load_ceilings_or_warn(ceilings_beside(directory))
+    curves = next((found for name in names if (found := ceilings.curves(name)) is not None), None)
+    return NOTHING_EXPECTED if curves is None else expect(plan.configs, plan.too_large, curves, len(gpus) or 1)
+
+
+def _plan_json(plan: Plan, directory: Path, expected: Expected) -> dict[str, object]:
+    """The runs, and by their keys what is predicted of each, as far as it is."""
+    predicted = {
+        config.key: {"step_s": expected.steps_s.get(config), "peak_bytes": _peak_bytes(config)}
+        for config in plan.configs
+    }
+    total_s = expected.total_s(plan.configs)
+    return {
+        "directory": str(directory), "runs": plan.configs, "too_large": plan.too_large,
+        "predicted": predicted, "predicted_s": total_s,
+    }  # fmt: skip
+
+
+def _print_plan(plan: Plan, directory: Path, expected: Expected) -> None:
     for config in plan.configs:
         steps = f"{config.warmup_steps} + {config.measured_steps} steps"
-        print(f"{config.key}: {config.label}, {steps}{_predicted(config)}")
+        step_s = expected.steps_s.get(config)
+        step = "" if step_s is None else f", predicted step {1e3 * step_s:.4g} ms"
+        print(f"{config.key}: {config.label}, {steps}{step}{_predicted(config)}")
     for config in plan.too_large:
         print(f"will not fit: {config.label}")
-    print(inert_line(f"{counted(len(plan.configs), 'run')} into {directory}"))
+    total_s = expected.total_s(plan.configs)
+    took = "" if total_s is None else f", which should take {timedelta(seconds=round(total_s))} (h:mm:ss)"
+    print(inert_line(f"{counted(len(plan.configs), 'run')} into {directory}{took}"))
 
 
 def _predicted(config: RunConfig) -> str:
-    peak_bytes = predicted_peak_bytes(config)
-    return "" if peak_bytes is None else f", predicted peak {peak_bytes / 2**30:.1f} GiB"
+    """The predicted peak of memory in words; that of `--fast` is in closed form, without the allocator's rounding."""
+    if (peak_bytes := _peak_bytes(config)) is None:
+        return ""
+    about = "about " if predicted_peak_bytes(config) is None else ""
+    return f", predicted peak {about}{peak_bytes / 2**30:.1f} GiB"
+
+
+def _peak_bytes(config: RunConfig) -> int | None:
+    is_fast = config.fused_blocks and config.fused_loss and config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
+    exact = predicted_peak_bytes(config)
+    return fast_peak_bytes(config) if exact is None and is_fast else exact
 
 
 def _why_no_profile(arguments: SweepArguments) -> str | None:
@@ -323,10 +368,11 @@ def measure_all(
     measuring: MeasuringArguments,
     print_json: PrintJson | None = None,
     elsewhere: Callable[..., "Outcome"] | None = None,
+    expected: Expected = NOTHING_EXPECTED,
 ) -> int:
     """Run the configurations that have no result yet, write the tables and plots, print them or their JSON.
 
-    `elsewhere` measures them on other machines in place of `run_sweep`.
+    `elsewhere` measures them on other machines in place of `run_sweep`. `expected` is how long they should take.
     """
     if is_under_nsys():
         raise UsageError(
@@ -339,7 +385,7 @@ def measure_all(
     if elsewhere is None:
         note_unused_gpus(configs)
     first = FIRST if elsewhere is None else "connecting to the cluster"
-    with TerminalListener(first=first) as listener:
+    with TerminalListener(first=first, expected=expected) as listener:
         outcome = (elsewhere or run_sweep)(
             configs, directory, listener,
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,

@@ -55,19 +55,21 @@ def sent_bytes(config: RunConfig) -> int | None:
 
 def _of_gradients(config: RunConfig) -> Iterator[Call]:
     counts = parameter_elements(config)
+    kind = Collective.PUSH if config.parallel is Parallel.DDP_PUSH else Collective.ALL_REDUCE
+    for group in gradient_groups(config):
+        yield call_of(kind, FP32_BYTES * sum(counts[name] for name in group))
+    yield from meetings(config)
+
+
+def gradient_groups(config: RunConfig) -> list[list[str]]:
+    """Names of the parameters whose gradients are averaged together, in the order in which backward makes them."""
+    counts = parameter_elements(config)
     sizes = {name: FP32_BYTES * counts[name] for name in gradient_order(config)}
-    if config.parallel is Parallel.DDP_PUSH:
-        yield from (call_of(Collective.PUSH, size) for size in sizes.values())
-        yield from meetings(config)
-        return
-    if config.parallel is Parallel.DDP_NAIVE:
-        groups = [[name] for name in sizes]
-    elif config.parallel is Parallel.DDP_FLAT:
-        groups = [[*sizes]]
-    else:
-        groups = buckets_of(sizes, BUCKET_BYTES, FIRST_BUCKET_BYTES if config.parallel is Parallel.DDP else None)
-    for group in groups:
-        yield call_of(Collective.ALL_REDUCE, sum(sizes[name] for name in group))
+    if config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_PUSH):
+        return [[name] for name in sizes]
+    if config.parallel is Parallel.DDP_FLAT:
+        return [[*sizes]]
+    return buckets_of(sizes, BUCKET_BYTES, FIRST_BUCKET_BYTES if config.parallel is Parallel.DDP else None)
 
 
 def _of_shards(config: RunConfig) -> Iterator[Call]:
@@ -84,6 +86,14 @@ def _of_shards(config: RunConfig) -> Iterator[Call]:
     vectors = sum(count for name, count in parameter_elements(config).items() if name not in in_units)
     yield call_of(Collective.ALL_REDUCE, FP32_BYTES * vectors)
     yield from meetings(config)
+
+
+def unit_bytes(config: RunConfig) -> dict[str, int]:
+    """Bytes of the parameters of all ranks that are gathered together, by unit; of copies those of a rank's part."""
+    if config.parallel is Parallel.FSDP2:
+        return _payloads_of_fully_shard(config)
+    parts = config.ranks if config.parallel.writes_to_others else 1
+    return {unit.name: unit.payload_bytes // parts for unit in units(config) if unit.counts}
 
 
 def _payloads_of_fully_shard(config: RunConfig) -> dict[str, int]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import dist, exp, log
 
 from cs336_systems.config import Precision
+from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Pass
 
 ALIGNMENT = 8
@@ -35,9 +36,9 @@ class Matmul:
         return 2 * self.batch * self.rows * self.inner * self.columns / self.time_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curves:
-    """Times that `cs336 ceilings` has measured on one device."""
+    """Times that `cs336 ceilings` has measured on one device. Two objects are never equal, so that each is a key."""
 
     matmuls: Mapping[Precision, tuple[Matmul, ...]]
     copies: Mapping[int, float]
@@ -50,6 +51,8 @@ class Curves:
     """Time of such a kernel in a CUDA graph, where no host is waited for."""
     passes: Mapping[Pass, Mapping[int, float]] = field(default_factory=dict)
     """Times of other passes than copies by the bytes that they read and write."""
+    collectives: Mapping[int, Mapping[Collective, Mapping[int, float]]] = field(default_factory=dict)
+    """Times of each collective by its bytes, by the number of ranks among which they were measured."""
     queued_gap_s: float | None = None
     """Time between two kernels that the host launched one by one in time; None if it was not measured."""
 
@@ -82,10 +85,15 @@ class Curves:
         if not points:
             return None
         seconds = 2 * batch * rows * inner * columns / _rate(points, batch * rows, inner, columns)
-        if any(each.form is form and (each.batch > 1) is (batch > 1) for each in measured):
+        if self.has_form(precision, form, is_batched=batch > 1):
             return seconds
         least_s = self.pass_s(moved_bytes) if moved_bytes else 0.0
         return max(seconds * MATMULS_OF.get(form, 2) / 2, least_s)
+
+    def has_form(self, precision: Precision, form: Form, *, is_batched: bool) -> bool:
+        """Whether matmuls of this form were measured, batched ones if it is batched."""
+        measured = self.matmuls.get(precision, ())
+        return any(each.form is form and (each.batch > 1) is is_batched for each in measured)
 
     def pass_s(self, num_bytes: int, how: Pass = Pass.COPY) -> float:
         """Time of a kernel that reads and writes so many bytes; that of a copy, if passes like it were not measured."""

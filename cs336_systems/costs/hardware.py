@@ -19,6 +19,8 @@ class DeviceSpec:
     source: str
     fp8_peak_flops_per_s: float | None = None
     """Peak with both factors in fp8, counted like the peaks above; None: unsupported or uncertain."""
+    link_bytes_per_s: float | None = None
+    """Rate of NVLink in one direction: half of the figure of the data sheet; None if boards differ in their links."""
 
 
 def _spec(
@@ -29,9 +31,10 @@ def _spec(
     fp16: float | None = None,
     fp8: float | None = None,
     gb_per_s: float,
+    nvlink: float | None = None,
     source: str,
 ) -> DeviceSpec:
-    """One row of the table: peaks in TFLOP/s, bandwidth in GB/s."""
+    """One row of the table: peaks in TFLOP/s, bandwidths in GB/s; that of NVLink in both directions together."""
     peaks = {Precision.FP32: fp32, Precision.TF32: tf32, Precision.BF16: bf16, Precision.FP16: fp16}
     return DeviceSpec(
         names=names,
@@ -39,6 +42,7 @@ def _spec(
         memory_bandwidth_bytes_per_s=gb_per_s * 1e9,
         source=source,
         fp8_peak_flops_per_s=None if fp8 is None else fp8 * 1e12,
+        link_bytes_per_s=None if nvlink is None else nvlink * 1e9 / 2,
     )
 
 
@@ -55,12 +59,12 @@ _GB202 = "NVIDIA RTX Blackwell GPU architecture white paper"
 
 # fmt: off
 DEVICES: tuple[DeviceSpec, ...] = (
-    _spec("V100-SXM2-16GB", "V100-SXM2-32GB", fp32=15.7, fp16=125, gb_per_s=900, source=_V100),
+    _spec("V100-SXM2-16GB", "V100-SXM2-32GB", fp32=15.7, fp16=125, gb_per_s=900, nvlink=300, source=_V100),
     _spec("V100-PCIE-16GB", "V100-PCIE-32GB", fp32=14, fp16=112, gb_per_s=900, source=_V100),
     _spec("V100S-PCIE-32GB", fp32=16.4, fp16=130, gb_per_s=1134, source=_V100),
     _spec("T4", fp32=8.1, fp16=65, gb_per_s=300, source="NVIDIA T4 data sheet"),
     _spec("A100-SXM4-40GB", "A100-PCIE-40GB", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=1555, source=_A100),
-    _spec("A100-SXM4-80GB", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=2039, source=_A100),
+    _spec("A100-SXM4-80GB", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=2039, nvlink=600, source=_A100),
     _spec("A100 80GB PCIe", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=1935, source=_A100),
     _spec("A10", fp32=31.2, tf32=62.5, bf16=125, fp16=125, gb_per_s=600, source="NVIDIA A10 data sheet"),
     _spec("A30", fp32=10.3, tf32=82, bf16=165, fp16=165, gb_per_s=933, source="NVIDIA A30 data sheet"),
@@ -68,12 +72,14 @@ DEVICES: tuple[DeviceSpec, ...] = (
     _spec("L4", fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, gb_per_s=300, source="NVIDIA L4 data sheet"),
     _spec("L40", fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, gb_per_s=864, source=_L40),
     _spec("L40S", fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, gb_per_s=864, source=_L40S),
-    _spec("H100 80GB HBM3", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=3350, source=_H100),
+    _spec("H100 80GB HBM3", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=3350,
+          nvlink=900, source=_H100),
     _spec("H100 PCIe", fp32=51, tf32=378, bf16=756.5, fp16=756.5, fp8=1513, gb_per_s=2000, source=_H100),
     _spec("H100 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, fp8=1670.5, gb_per_s=3900, source=_H100),
-    _spec("H200", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=4800, source=_H200),
+    _spec("H200", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=4800, nvlink=900, source=_H200),
     _spec("H200 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, fp8=1670.5, gb_per_s=4800, source=_H200),
-    _spec("B200", bf16=2250, fp16=2250, fp8=4500, gb_per_s=8000, source=_B200),  # editions disagree on fp32 and tf32
+    # editions disagree on fp32 and tf32 of a B200
+    _spec("B200", bf16=2250, fp16=2250, fp8=4500, gb_per_s=8000, nvlink=1800, source=_B200),
     _spec("RTX A6000", fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8, gb_per_s=768, source=_GA102),
     _spec("GeForce RTX 3090", fp32=35.6, tf32=35.6, bf16=71, fp16=71, gb_per_s=936, source=_GA102),
     _spec("GeForce RTX 4090", fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, gb_per_s=1008, source=_ADA),

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
-from cs336_systems.costs.forecast.step import StepTape
+from cs336_systems.costs.forecast.step import StepTape, as_costed, tape_of
 from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
 from cs336_systems.costs.forecast.ways import WAYS
 
@@ -21,10 +21,6 @@ CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on the H200 that ran out of memory."""
 NCCL_BYTES = 478 * 2**20
 """Memory of NCCL on a rank, once it has called each kind of collective: measured on two H200."""
-WITHOUT_MEMORY = (
-    "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
-)  # fmt: skip
-"""Settings that change no prediction. Configurations that differ in these alone share a cached one."""
 MAX_LAYERS = 1000
 """Most layers that are simulated; more would take minutes."""
 
@@ -88,12 +84,12 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """
     if not is_predictable(config):
         return None
-    return _predict(replace(config, size="").with_defaults(*WITHOUT_MEMORY))
+    return _predict(as_costed(config))
 
 
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
-    return _Replay(_record(config)).prediction()
+    return _Replay(tape_of(config)).prediction()
 
 
 def predicted_peak_bytes(config: RunConfig) -> int | None:
@@ -120,7 +116,7 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     if not is_predictable(config):
         return None
     try:
-        _Replay(_record(config), memory_bytes - outside_bytes(config))
+        _Replay(tape_of(config), memory_bytes - outside_bytes(config))
     except OutOfMemoryError:
         return False
     return True
@@ -185,12 +181,27 @@ def is_predictable(config: RunConfig) -> bool:
     return is_plain and not refused and config.model.num_layers <= MAX_LAYERS
 
 
-def _record(config: RunConfig) -> Tape:
-    step = StepTape(config)
-    step.set_up()
-    for _ in range(step.way.steps):
-        step.run()
-    return step.tape
+def peaks_by_half(config: RunConfig) -> list[int] | None:
+    """The most bytes of tensors in each half of each phase of a steady step; None if that is not predicted.
+
+    Each grows in proportion to the layers, which the peak of the step does not: it moves from one moment to another.
+    Rests of blocks that the allocator does not split, under 1 MiB each, are left out.
+    """
+    if not is_predictable(config):
+        return None
+    tape = tape_of(config)
+    sizes = [_rounded(spec.size_bytes) for spec in tape.specs]
+    curve: list[int] = []
+    begins: list[int] = []
+    allocated = 0
+    for event in tape.events:
+        if isinstance(event, Phase):
+            begins = [len(curve)] if event is Phase.FORWARD else [*begins, len(curve)]
+        else:
+            allocated += sizes[event] if event >= 0 else -sizes[~event]
+        curve.append(allocated)
+    halves = [place for begin, end in pairwise([*begins, len(curve)]) for place in (begin, (begin + end) // 2)]
+    return [max(curve[begin:end], default=0) for begin, end in pairwise([*halves, len(curve)])]
 
 
 class _Replay:
@@ -206,12 +217,13 @@ class _Replay:
         """Bytes allocated after each event."""
         allocator = CachingAllocator(capacity_bytes)
         blocks: dict[int, Block] = {}
+        specs = tape.specs
         for event in tape.events:
             if isinstance(event, Phase):
                 self.marks.append((event, len(self.curve_bytes), allocator.allocated_bytes))
             elif event >= 0:
-                blocks[event] = allocator.allocate(tape.specs[event].size_bytes, tape.specs[event].stream)
-                self.sizes_bytes.append(blocks[event].size_bytes)
+                blocks[event] = block = allocator.allocate(specs[event].size_bytes, specs[event].stream)
+                self.sizes_bytes.append(block.size_bytes)
             else:
                 allocator.free(blocks.pop(~event))
             self.curve_bytes.append(allocator.allocated_bytes)

@@ -13,6 +13,11 @@ ALIGNMENT_BYTES = 128
 """Parameters of a unit begin at multiples of this, in `parallel/fully_sharded.py`."""
 
 
+def factor_bytes(precision: Precision) -> int:
+    """Bytes of an element of what matmuls read."""
+    return HALF_BYTES if precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
+
+
 def parameter_elements(config: RunConfig) -> dict[str, int]:
     """Elements of every parameter, by its name."""
     sizes = axes(config)

@@ -4,16 +4,18 @@
 say of one like it. The host launches them in order into a queue, from which the device takes them.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
+from sys import maxsize
 
-from cs336_systems.config import Phase, Precision, RunConfig, SdpaBackend
+from cs336_systems.config import Attention, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.forecast.step import StepTape
-from cs336_systems.costs.forecast.tape import Kind, Operation
+from cs336_systems.costs.forecast.fast import fast_tape, is_fast_step
+from cs336_systems.costs.forecast.step import as_costed, tape_of
+from cs336_systems.costs.forecast.tape import Kind, Operation, Pass
 from cs336_systems.costs.memory import is_predictable
 
 QUEUE_DEPTH = 1024
@@ -23,6 +25,10 @@ MAX_LAUNCH_SHARE = 0.95
 MAX_BACKLOG_S = 1e-3
 """Longest time from the last launch to the end of the step if launching limits it. Launching also takes long if the
 device lags behind, since the host waits while the queue is full, but then about a thousand kernels are left to run."""
+TRUSTED_SHARE = 0.9
+"""A prediction is trusted if kernels run for at least this part of the step, and those whose like was measured take at
+least this part of their time. Otherwise the step depends on the host, whose speed varies by a third from one machine to
+the next, or on kernels of which no ceiling is known."""
 
 
 class Limit(StrEnum):
@@ -41,6 +47,10 @@ class Launch:
     kernel_s: float
     """Time that the device needs for each."""
     count: int = 1
+    wait_s: float = 0.0
+    """Time that each waits, besides the gap, after the kernel before it, as for another stream."""
+    is_after_wait: bool = False
+    """Before each, the host waits until the device has run everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +66,13 @@ class TimePrediction:
     """When the host has launched everything."""
     launch_s: float
     """Time that the host needs to launch everything, if it never waits for room in the queue."""
+    known_share: float = 1.0
+    """Part of the kernels' time that kernels take whose like was measured."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether a step that differs from it much is more likely to be slow than the prediction to be wrong."""
+        return min(self.busy_share, self.known_share) >= TRUSTED_SHARE
 
     @property
     def busy_share(self) -> float:
@@ -76,50 +93,89 @@ def launching_limits(host_s: float, backlog_s: float, step_s: float) -> bool:
 def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     """Predict the time of a step of a CUDA run on the device that has these curves.
 
-    None for what is not predicted: what `predict_memory` does not predict, steps of several ranks, loaded tokens, fp16,
-    whose gradient scaler waits for the device, PyTorch's attention with matmuls and softmax (math), and precisions that
-    were not measured. What the host does for an operation takes as long as one launch, and for each view too.
+    None for what is not predicted: eager steps that `predict_memory` does not predict, what else makes a step faster
+    than CUDA graphs and all of `--fast` together, steps of several ranks, loaded tokens, fp16, whose gradient scaler
+    waits for the device, PyTorch's attention with matmuls and softmax (math), and precisions that were not measured.
+    What the host does for an operation takes as long as one launch, and for each view too.
     """
-    is_math = config.model.sdpa_backend is SdpaBackend.MATH
-    refused = config.is_shared or config.tokens is not None or config.precision is Precision.FP16 or is_math
-    if refused or not is_predictable(config) or not curves.matmuls.get(config.precision):
+    if config.is_shared or not has_known_kernels(config, curves):
         return None
-    found = operations(config)
-    kernel_s = cache(lambda operation: _kernel_s(operation, config.precision, curves))
-    return replay({phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}, curves.gap_s)
+    return _step_time(as_costed(config), curves)
+
+
+def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
+    """Whether the kernels of a step, on each rank, are known from its configuration, and curves have their times."""
+    is_math = config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
+    refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
+    is_known = is_predictable(_without_graph(config)) or (config.model_factory is None and is_fast_step(config))
+    return not refused and is_known and bool(curves.matmuls.get(config.precision))
+
+
+def _without_graph(config: RunConfig) -> RunConfig:
+    """The configuration whose step has the same operations, launched one by one."""
+    return replace(config, cuda_graph=False)
+
+
+@lru_cache(maxsize=4096)
+def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
+    return replay_operations(operations(config), config.precision, curves, in_graphs=config.cuda_graph)
+
+
+def replay_operations(
+    found: Mapping[Phase, Sequence[Operation]], precision: Precision, curves: Curves, *, in_graphs: bool = False
+) -> TimePrediction:
+    """The time of these operations on the device that has these curves, launched one by one or as a graph a phase."""
+    kernel_s = cache(lambda operation: kernel_time_s(operation, precision, curves))
+    launches = {phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}
+    if in_graphs:
+        predicted = replay({phase: _as_graph(each, curves.launch_s) for phase, each in launches.items()}, depth=maxsize)
+    else:
+        predicted = replay(launches, curves.gap_s)
+    counts = Counter(each for of_phase in found.values() for each in of_phase if each.kind is not Kind.VIEWS)
+    known_s = sum(
+        count * each.launches * kernel_s(each) for each, count in counts.items() if _is_known(each, precision, curves)
+    )
+    return replace(predicted, known_share=known_s / sum(predicted.kernels_s.values()))
+
+
+def _as_graph(launches: Sequence[Launch], launch_s: float) -> list[Launch]:
+    """The same kernels launched at once. Short ones were timed in a graph, with what is between two of them."""
+    return [Launch(host_s=launch_s, kernel_s=0.0), *(replace(each, host_s=0.0) for each in launches)]
 
 
 def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     """Operations of each phase of a step in the steady state."""
-    step = StepTape(config)
-    step.set_up()
-    for _ in range(2):  # the second has the optimizer's state
-        step.tape.operations.clear()
-        step.run()
+    tape = fast_tape(config) if config.fused_blocks else tape_of(_without_graph(config))
+    start = len(tape.operations) - 1 - tape.operations[::-1].index(Phase.FORWARD)  # of the last step
     found: dict[Phase, list[Operation]] = {}
-    phase = Phase.STEP
-    for each in step.tape.operations:
+    own: list[Operation] = []
+    for each in tape.operations[start:]:
         if isinstance(each, Phase):
-            phase = each
+            own = found[each] = []
         else:
-            found.setdefault(phase, []).append(each)
-    return found
+            own.append(each)
+    return {phase: own for phase, own in found.items() if own}
 
 
 def _launches(found: Iterable[Operation], kernel_s: Callable[[Operation], float], launch_s: float) -> list[Launch]:
     """The launches of operations; views wait for the next of them."""
+
+    @cache
+    def launch_of(operation: Operation, views: int) -> Launch:
+        host_s = (views + operation.calls) * launch_s
+        return Launch(host_s=host_s, kernel_s=kernel_s(operation), count=operation.launches)
+
     launches, views = [], 0
     for each in found:
         if each.kind is Kind.VIEWS:
             views += each.calls
-            continue
-        host_s = (views + each.calls) * launch_s
-        launches.append(Launch(host_s=host_s, kernel_s=kernel_s(each), count=each.launches))
-        views = 0
+        else:
+            launches.append(launch_of(each, views))
+            views = 0
     return launches
 
 
-def _kernel_s(operation: Operation, precision: Precision, curves: Curves) -> float:
+def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) -> float:
     """Time of one kernel of an operation."""
     if operation.kind is Kind.ADAMW:
         return curves.adamw_s(operation.moved_bytes)
@@ -136,11 +192,24 @@ def _kernel_s(operation: Operation, precision: Precision, curves: Curves) -> flo
     return matmul_s
 
 
-def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH) -> TimePrediction:
+def _is_known(operation: Operation, precision: Precision, curves: Curves) -> bool:
+    """Whether kernels like it were measured. Those of linear layers stand for all matmuls that are not batched."""
+    if operation.kind is Kind.ADAMW:
+        return True
+    if operation.kind is Kind.PASS:
+        return operation.how is Pass.COPY or operation.how in curves.passes
+    is_batched = operation.batch > 1
+    is_linear = operation.kind is Kind.MATMUL and not is_batched
+    return is_linear or curves.has_form(precision, operation.form, is_batched=is_batched)
+
+
+def replay(
+    phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH, latency_s: float = 0.0
+) -> TimePrediction:
     """Let a host launch the kernels of a step in order, and a device run them.
 
-    A kernel starts when it is launched and the one before it has ended for `gap_s`. While `depth` kernels are launched
-    and have not ended, the host waits.
+    A kernel starts when it is launched for `latency_s` and the one before it has ended for `gap_s`. While `depth`
+    kernels are launched and have not ended, the host waits.
     """
     host_s = launch_s = 0.0
     device_s = -gap_s  # it has been idle
@@ -151,11 +220,13 @@ def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: 
     for phase, launches in phases.items():
         for launch in launches:
             for _ in range(launch.count):
+                if launch.is_after_wait:
+                    host_s = max(host_s, device_s)
                 host_s += launch.host_s
                 launch_s += launch.host_s
                 if len(ends) == depth:
                     host_s = max(host_s, ends[0])
-                device_s = max(device_s + gap_s, host_s) + launch.kernel_s
+                device_s = max(device_s + gap_s + launch.wait_s, host_s + latency_s) + launch.kernel_s
                 ends.append(device_s)
         ended_s = max(device_s, host_s)
         phases_s[phase] = ended_s - begun_s

@@ -25,6 +25,7 @@ from cs336_systems.parallel.peers import Pushes, of_all_ranks, shared_rows
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that are averaged together while backward goes on, as in PyTorch's DistributedDataParallel."""
+OTHER_GRADIENTS = "backward made other gradients than in the first step; use ddp-naive or ddp-flat"
 
 
 class Leaf(NamedTuple):
@@ -85,7 +86,8 @@ class OverlapDDP(NaiveDDP):
 
     A bucket is averaged in place by one group of collectives. In the first step gradients are averaged after backward,
     and rank 0's order in which they became ready is agreed on. Every rank then starts its buckets in this order,
-    however its own gradients arrive.
+    however its own gradients arrive. A second backward before they are averaged, or one that makes other gradients than
+    the first step's, raises RuntimeError.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class OverlapDDP(NaiveDDP):
     ) -> None:
         super().__init__(module, leaves)
         self._bucket_bytes = bucket_bytes
-        self._ready: list[int] = []
+        self._ready: dict[int, None] = {}
         """Numbers of the leaves whose gradients this backward has made so far, in the order of their arrival."""
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
@@ -102,9 +104,16 @@ class OverlapDDP(NaiveDDP):
             leaf.tensor.register_post_accumulate_grad_hook(lambda _, number=number: self._note(number))
 
     def _note(self, number: int) -> None:
-        self._ready.append(number)
+        if number in self._ready:
+            raise RuntimeError(
+                "backward came twice before finish_gradient_synchronization(), and gradients of the first may be "
+                "averaged already; use ddp-naive or ddp-flat to add up the gradients of several batches"
+            )
+        self._ready[number] = None
         if not self._buckets:
             return
+        if number not in self._bucket_of:
+            raise RuntimeError(OTHER_GRADIENTS)
         self._bucket_of[number].num_missing -= 1
         while self._num_started < len(self._buckets) and not self._buckets[self._num_started].num_missing:
             self._buckets[self._num_started].start()
@@ -113,7 +122,7 @@ class OverlapDDP(NaiveDDP):
     def _average(self, leaves: Sequence[Leaf]) -> None:
         if self._buckets:
             if self._num_started < len(self._buckets):
-                raise RuntimeError("backward made other gradients than in the first step; use ddp-naive or ddp-flat")
+                raise RuntimeError(OTHER_GRADIENTS)
             for bucket in self._buckets:
                 bucket.finish()
         else:
@@ -124,7 +133,7 @@ class OverlapDDP(NaiveDDP):
 
     def _agree(self) -> None:
         """Make buckets of the leaves in the order in which rank 0 had their gradients."""
-        agreed = [self._ready]
+        agreed = [list(self._ready)]
         dist.broadcast_object_list(agreed, src=0)
         for numbers in _split(agreed[0], self._leaves, self._bucket_bytes):
             bucket = _Bucket([self._leaves[number] for number in numbers])

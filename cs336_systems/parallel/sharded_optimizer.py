@@ -50,15 +50,24 @@ class ShardedOptimizer(EagerOptimizer):
         if self._local is not None:
             self._local.step()
         updated = [each for each in self._owner if each.grad is not None]
-        works = [dist.broadcast(each.detach(), src=self._owner[each], async_op=True) for each in updated]
+        values = [each.detach().contiguous() for each in updated]
+        works = [
+            dist.broadcast(value, src=self._owner[each], async_op=True)
+            for each, value in zip(updated, values, strict=True)
+        ]
         for work in works:
             wait(work)
+        for each, value in zip(updated, values, strict=True):
+            if value.data_ptr() != each.data_ptr():
+                each.copy_(value)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Share out the parameters of another group; every rank must add the same."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for name, value in self._usual(group["params"]).items():
+            group.setdefault(name, value)
         for parameter in group["params"]:
             owner = min(range(self._ranks), key=self._owned.__getitem__)
             self._owner[parameter] = owner
@@ -73,6 +82,10 @@ class ShardedOptimizer(EagerOptimizer):
         else:
             self._local.add_param_group(local)
         self._local_groups.append((group, self._local.param_groups[-1]))
+
+    def _usual(self, parameters: list[nn.Parameter]) -> dict[str, Any]:
+        """The hyperparameters that `optimizer_cls` takes by itself, also on a rank that owns no parameter."""
+        return self._make([nn.Parameter(each[:0]) for each in parameters[:1]], **self._settings).defaults
 
     def state_dict(self) -> dict[str, Any]:
         """State of the parameters that this rank owns, and which rank of how many it is."""

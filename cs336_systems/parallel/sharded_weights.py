@@ -70,6 +70,9 @@ def leaves_of(model: FastLM, *, shares: bool) -> list[Leaf]:
 class ShardedMasterAdamW(MasterAdamW):
     """MasterAdamW of this rank's part of all matrices; each rank also updates every vector.
 
+    A matrix that cannot be cut into aligned parts, one for each rank, is updated whole by every rank. Raises ValueError
+    if all matrices are such.
+
     Masters that the model does not read itself are given up but for this part, so the model's own are empty. The ranks
     exchange what they have updated in buckets, each while the next one is updated.
     """
@@ -77,6 +80,12 @@ class ShardedMasterAdamW(MasterAdamW):
     def __init__(self, model: FastLM, lr: float, pushes: PushDDP | None = None) -> None:
         """`pushes` is the way around the model, if its ranks push their gradients; then copies are pushed too."""
         packs = list(packs_of(model))
+        if not any(pack.shared_elements for pack in packs):
+            ranks = dist.get_world_size()
+            raise ValueError(
+                f"no matrix of the model has a multiple of {ranks * ALIGNMENT} elements, so none can be cut into "
+                f"aligned parts for {ranks} ranks: use another number, or --parallel fsdp, which pads its parts"
+            )
         self._own = [_own_weights(pack, pushes) for pack in packs]
         self._names = [pack.names for pack in packs]
         self._shapes = [[weight.master.shape for weight in pack.weights] for pack in packs]

@@ -10,10 +10,12 @@ import pandas as pd
 
 from cs336_systems.analysis.statistics import mean_interval, quotient_stdev
 from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.config import SIZES, Mode, Phase, Precision, RunConfig
+from cs336_systems.config import SIZES, Device, Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import mfu, step_flops
 from cs336_systems.costs.communication import calls, time_s
 from cs336_systems.costs.memory import predicted_peak_bytes
+from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.costs.time import TimePrediction
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.report.identity import SHAPE, SHORTCUTS, identities, identity, settings_of, shared_settings
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
@@ -31,7 +33,7 @@ RESULTS = (
     "step_mean_ms", "step_std_ms", "step_cv", "step_median_ms", "step_min_ms", "step_ci95_low_ms", "step_ci95_high_ms",
     "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
     "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms",
-    *SHORTCUTS,
+    *SHORTCUTS, "predicted_step_ms", "predicted_step_error",
 )  # fmt: skip
 """Columns of results.csv, in order; the settings that no column of these has, and `processes`, come after them."""
 QUANTITIES = RESULTS[RESULTS.index("forward_mean_ms") : RESULTS.index("warnings")]
@@ -51,11 +53,14 @@ efficiency of weak scaling.
 """
 SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib", "predicted_collectives_ms")
 """Columns that results.csv has only if a run has several ranks."""
-BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "fp32_status",
+BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "fp32_status", "is_off_forecast",
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
-NUMBERS = (*QUANTITIES, "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms", "first_step_ms", *SHARED,
-           *SPEED_UPS, *(f"{key}_std" for key in SPEED_UPS))  # fmt: skip
+OFF_FORECAST = 0.15
+"""A step should have a reason if its forecast is trusted and differs by more than this part of it."""
+NUMBERS = (*QUANTITIES, "predicted_peak_gib", "predicted_step_ms", "predicted_step_error", "ceiling_share",
+           "data_mean_ms", "data_std_ms", "first_step_ms", *SHARED, *SPEED_UPS,
+           *(f"{key}_std" for key in SPEED_UPS))  # fmt: skip
 
 
 def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> pd.DataFrame:
@@ -67,7 +72,11 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     are not independent. `processes` is the number of processes with times. Peaks are the largest of all processes. If
     some repeats failed, the times are those of the others, `status` and `error` are those of the first failure, and
     `warnings` counts the failures. Repeats on different devices are different rows. `ceiling_share` is `mfu` with the
-    measured ceiling in place of the data sheet's peak. `predicted_collectives_ms` is the time of the collectives of a
+    measured ceiling in place of the data sheet's peak. `predicted_step_ms` is the time of a step by the measured
+    ceilings of the device, and `predicted_step_error` by how much of the measured mean it is longer;
+    `is_off_forecast` says whether that is more than OFF_FORECAST though the forecast is trusted, as none of a step on
+    several ranks is.
+    `predicted_collectives_ms` is the time of the collectives of a
     step, one after the other, by the measured ceilings of the device and as many ranks. `first_step_ms` is the first
     measured step, the mean over processes.
 
@@ -205,6 +214,7 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
         codes[f"{len(failed)}-of-{len(group)}-repeats-failed"] = None
     memories = [record.memory for record in done if record.memory is not None]
     device_name = next((name for record in group if (name := _device_name(record)) is not None), None)
+    predicted = _predicted_step(config, device_name, ceilings)
     row = {
         **identity(config, device_name),
         "world_size": config.ranks,
@@ -213,6 +223,8 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
         "warnings": ";".join(codes) or None,
         "predicted_peak_gib": _scaled(predicted_peak_bytes(config), 2**-30),
         "peak_allocated_gib": _scaled(max((m.peak_allocated_bytes for m in memories), default=None), 2**-30),
+        "predicted_step_ms": None if predicted is None else predicted.step_s * 1e3,
+        "is_off_forecast": False,
         "sent_mib": _scaled(max(map(_sent_bytes, done), default=None), 2**-20) if config.is_shared else None,
         "predicted_collectives_ms": _scaled(_predicted_collectives_s(config, device_name, ceilings), 1e3),
         "peak_reserved_gib": _scaled(max((m.peak_reserved_bytes for m in memories), default=None), 2**-30),
@@ -222,7 +234,12 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
         row |= {f"{phase}_mean_ms": _scaled(mean_s, 1e3), f"{phase}_std_ms": _scaled(stdev_s, 1e3)}
     steps = _measured(done, Phase.STEP)
     row["processes"] = len(steps)
-    return row | _step(steps, config, device_name, ceilings) if steps else row
+    if steps:
+        row |= _step(steps, config, device_name, ceilings)
+    if predicted is not None and row["step_mean_ms"]:
+        row["predicted_step_error"] = error = predicted.step_s * 1e3 / row["step_mean_ms"] - 1
+        row["is_off_forecast"] = predicted.is_trusted and not config.is_shared and abs(error) > OFF_FORECAST
+    return row
 
 
 def _step(
@@ -252,6 +269,11 @@ def _step(
         columns["mfu"] = mfu(flops / mean_s, device_name, config.precision)
         columns["ceiling_share"] = None if ceiling_flops_per_s is None else flops / mean_s / ceiling_flops_per_s
     return columns
+
+
+def _predicted_step(config: RunConfig, device_name: str | None, ceilings: Ceilings) -> TimePrediction | None:
+    curves = None if device_name is None or config.device is not Device.CUDA else ceilings.curves(device_name)
+    return None if curves is None else predicted_time(config, curves)
 
 
 def _predicted_collectives_s(config: RunConfig, device_name: str | None, ceilings: Ceilings) -> float | None:

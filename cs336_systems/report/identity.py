@@ -65,6 +65,8 @@ _ALWAYS_IN_NOTES = {*_FIRST_IN_NOTES} - {"compile"}
 """Settings that notes name even if they have their usual values."""
 _BESIDE_NOTES = ("size", *SHAPE, "context_length", "profiler", "repeat", "device", "digest")
 """Settings that notes leave out, because a column or an axis shows them."""
+_USUALLY_OFF = {field.name for field in fields(RunConfig) if field.default is False}
+"""Settings that names leave out where they are off."""
 OTHERS: Mapping[str, Setting] = MappingProxyType(
     {"device_name": Setting(heading="device", word="", note="{}"), "digest": Setting(heading="record")}
 )
@@ -232,12 +234,16 @@ def names_of(rows: Sequence[Identity], *, always: Sequence[str] = ALWAYS, withou
     """
     kept = apart_from(rows, without) if without else rows
     shown = distinguishing(kept, [name for name in always if name not in without])
-    names = [" ".join(filter(None, (in_words(name, _setting(name), row[name]) for name in shown))) for row in kept]
+    names = [" ".join(filter(None, (_word(name, row[name]) for name in shown))) for row in kept]
     same = Counter(name for name, _ in {(name, tuple(row.values())) for name, row in zip(names, kept, strict=True)})
     return [
         name if same[name] == 1 else f"{name} {_hashed(repr(list(row.values())))}"
         for name, row in zip(names, kept, strict=True)
     ]
+
+
+def _word(name: str, value: object) -> str:
+    return "" if value is False and name in _USUALLY_OFF else in_words(name, _setting(name), value)
 
 
 def shared_settings(runs: Sequence[tuple[RunConfig, str | None]], also: Collection[str] = ()) -> str:

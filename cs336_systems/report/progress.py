@@ -1,6 +1,7 @@
 """Shows the progress of a sweep on standard error: a bar, the runs in progress, and a line for each result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from time import monotonic
 from types import TracebackType
 
@@ -10,13 +11,16 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from cs336_systems.config import Phase, RunConfig
+from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.status_line import StatusLine
@@ -32,12 +36,18 @@ SAY_AGAIN_S = 30.0
 class TerminalListener(Listener):
     """Shows the progress of a sweep. It has no thread, which would disturb what is timed on the host."""
 
-    def __init__(self, names: Mapping[RunConfig, str] | None = None, first: str = FIRST) -> None:
+    def __init__(
+        self,
+        names: Mapping[RunConfig, str] | None = None,
+        first: str = FIRST,
+        expected: Expected = NOTHING_EXPECTED,
+    ) -> None:
         """`names` are names of configurations that replace the list of their settings; repeats share a name.
 
-        `first` is what a sweep does before its first run.
+        `first` is what a sweep does before its first run, and `expected` how long its runs should take.
         """
         self._names, self._first = names or {}, first
+        self._left = TimeLeft(expected)
         self.console = Console(stderr=True, emoji=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -45,7 +55,7 @@ class TerminalListener(Listener):
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
-            TimeRemainingColumn(),
+            _LeftColumn(self._left),
             console=self.console,
             auto_refresh=False,
             disable=not self.console.is_terminal,
@@ -76,6 +86,7 @@ class TerminalListener(Listener):
         if kept:
             self._print(f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go")
         self._total = len(todo)
+        self._left.planned(todo)
         first = self._first if todo else ""
         self._task = self._progress.add_task(first, total=self._total)
         self._progress.refresh()
@@ -84,6 +95,7 @@ class TerminalListener(Listener):
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those in progress; without a bar, in a line of its own."""
+        self._left.started()
         label = self._label(config)
         number = self._numbers.setdefault(config, len(self._numbers))
         is_named = gpu is not None and gpu.index > 0 and not config.is_shared
@@ -95,6 +107,7 @@ class TerminalListener(Listener):
     def finished(self, record: RunRecord) -> None:
         """Print the result in one line."""
         self._running.pop(record.key, None)
+        self._left.finished(record.config)
         self._num_failed += not record.status.is_result
         self._print(describe_run(record, self._label(record.config)))
         if self._task is not None:
@@ -152,6 +165,56 @@ class TerminalListener(Listener):
             now = _in_words(self._machines, self._num_failed) if self._machines else " | ".join(self._running.values())
             self._progress.update(self._task, description=escape(now))
         self._progress.refresh()
+
+
+class TimeLeft:
+    """The time that is left of a sweep: by what its runs should take, and how much longer those so far have taken."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self._waiting: list[RunConfig] = []
+        self._done_s = 0.0
+        """What the finished runs should have taken."""
+        self._begun_s: float | None = None
+        self._took_s = 0.0
+        """From the start of the first run to the end of the last."""
+
+    def planned(self, todo: Sequence[RunConfig]) -> None:
+        """Note the runs to come, in order."""
+        self._waiting = list(todo)
+
+    def started(self) -> None:
+        """Note that a run begins now."""
+        if self._begun_s is None:
+            self._begun_s = monotonic()
+
+    def finished(self, config: RunConfig) -> None:
+        """Note that this run ends now."""
+        if config in self._waiting and self._begun_s is not None:
+            self._waiting.remove(config)
+            self._done_s += self._expected.runs_s.get(config, 0.0)
+            self._took_s = monotonic() - self._begun_s
+
+    def __call__(self) -> float | None:
+        """Seconds left; None if of some run it is not known how long it should take."""
+        if (left_s := self._expected.total_s(self._waiting)) is None or self._begun_s is None:
+            return left_s
+        if self._done_s:
+            left_s = sum(map(self._expected.runs_s.__getitem__, self._waiting)) * self._took_s / self._done_s
+        return max(0.0, left_s - (monotonic() - self._begun_s - self._took_s))
+
+
+class _LeftColumn(TimeRemainingColumn):
+    """The time that is left; by the number of runs so far, if no more is known."""
+
+    def __init__(self, left_s: Callable[[], float | None]) -> None:
+        super().__init__()
+        self._left_s = left_s
+
+    def render(self, task: Task) -> Text:
+        """Hours, minutes and seconds."""
+        left_s = self._left_s()
+        return super().render(task) if left_s is None else Text(str(timedelta(seconds=round(left_s))), style="cyan")
 
 
 def _in_words(now: Machines, num_failed: int) -> str:

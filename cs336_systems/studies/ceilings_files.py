@@ -1,6 +1,6 @@
 """The files of studies of ceilings: an earlier study is kept, and ceilings are found by the name of their device."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cs336_systems.config import Precision
@@ -34,6 +34,13 @@ class Ceilings:
     """The best that studies have measured on each device; the rates of a step are reported as shares of it."""
 
     studies: tuple[CeilingsStudy, ...] = ()
+    _curves: dict[str, Curves | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By the name of the device, once they were asked for, so that predictions from them can be kept."""
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices that were measured, without the manufacturer's name."""
+        return list(dict.fromkeys(bare_name(study.device_name) for study in self.studies))
 
     def flops_per_s(self, device_name: str, precision: Precision | ProductPrecision) -> float | None:
         """Highest rate of matmuls that any study of this device measured, or None."""
@@ -47,6 +54,11 @@ class Ceilings:
         The kernels of steps are those of all its studies, so that sizes can be measured one after the other.
         """
         name = bare_name(device_name)
+        if name not in self._curves:
+            self._curves[name] = self._joined_curves(name)
+        return self._curves[name]
+
+    def _joined_curves(self, name: str) -> Curves | None:
         studies = [study for study in self.studies if bare_name(study.device_name) == name]
         found = [curves for study in studies if (curves := study.curves()) is not None]
         if not found:
@@ -58,7 +70,17 @@ class Ceilings:
         }
         passes = next((each.passes for each in found if each.passes), {})
         gap_s = next((each.queued_gap_s for each in found if each.queued_gap_s is not None), None)
-        return replace(first, matmuls=matmuls, passes=passes, queued_gap_s=gap_s)
+        return replace(
+            first, matmuls=matmuls, passes=passes, queued_gap_s=gap_s, collectives=self.collectives(name)
+        )  # fmt: skip
+
+    def collectives(self, device_name: str) -> dict[int, dict[Collective, dict[int, float]]]:
+        """Times of collectives among several of this device, by their number."""
+        name = bare_name(device_name)
+        studies = [study for study in self.studies if bare_name(study.device_name) == name]
+        numbers = sorted({cell.world_size for study in studies for cell in study.reductions})
+        found = {ranks: self.collective_times(name, ranks) for ranks in numbers}
+        return {ranks: times for ranks, times in found.items() if times}
 
     def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
         """Times of each collective among so many of this device by bytes, of the study that has most of them."""

@@ -138,8 +138,8 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
     """Bytes that a pass over memory moves; also, with smaller ones, the sizes of the tensors of collectives."""
     loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)] = 5
     loop_s: Annotated[
-        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.06, cpu=0.02))
-    ] = 0.06
+        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.04, cpu=0.02))
+    ] = 0.04
     """Repetitions are added until a loop takes this long."""
     world_size: Annotated[
         int,

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
+from cs336_systems.costs.forecast.fast import is_fast_step
 from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Kind, Pass
 from cs336_systems.costs.time import operations
+from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import Count
 from cs336_systems.studies.loops import TimedRow, Timing
 
@@ -68,8 +70,8 @@ def kernel_cells(
         for precision in precisions
         for preset in presets
         for context_length in contexts
-        for attention in Attention
-        for of_phase in operations(_config(preset, context_length, attention, precision, batch_size)).values()
+        for config in _configs(preset, context_length, precision, batch_size)
+        for of_phase in operations(config).values()
         for each in of_phase
         if each.kind in (Kind.MATMUL, Kind.ATTENTION)
     )
@@ -79,9 +81,18 @@ def kernel_cells(
         )  # fmt: skip
 
 
-def _config(preset: str, context_length: int, attention: Attention, precision: Precision, batch_size: int) -> RunConfig:
-    model = replace(SIZES[preset], context_length=context_length, attention=attention, num_layers=1)
-    return RunConfig(size=preset, model=model, precision=precision, batch_size=batch_size, device=Device.CUDA)
+def _configs(preset: str, context_length: int, precision: Precision, batch_size: int) -> list[RunConfig]:
+    """Steps of one block: eager with each attention, and in bf16 as `--fast` computes it."""
+    model = replace(SIZES[preset], context_length=context_length, num_layers=1)
+    eager = [
+        RunConfig(
+            size=preset, model=replace(model, attention=attention), precision=precision, batch_size=batch_size,
+            device=Device.CUDA,
+        )
+        for attention in Attention
+    ]  # fmt: skip
+    fast = fastest(eager[0], None)
+    return [*eager, fast] if is_fast_step(fast) and fast.precision is precision else eager
 
 
 def pass_cells(sizes: Sequence[int], timing: Timing) -> Iterator[PassCell]:

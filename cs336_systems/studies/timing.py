@@ -69,12 +69,19 @@ def measure(run: Run, grid: CeilingsGrid) -> Loops:
 
 
 def replayed(run: Run, count: int) -> Run:
-    """A function that launches `count` runs at once, as a CUDA graph. `run` must have been called before."""
+    """A function that launches `count` runs at once, as a CUDA graph. `run` must have been called before.
+
+    It holds `run`, and with it all memory that `run` works on: a graph itself keeps addresses alone.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
             run()
-    return graph.replay
+    return partial(_replay, graph, run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _captured: Run) -> None:
+    graph.replay()
 
 
 def timed_loops(run: Run, timer: Timer, grid: CeilingsGrid, runs_per_call: int = 1) -> Loops:
@@ -83,11 +90,18 @@ def timed_loops(run: Run, timer: Timer, grid: CeilingsGrid, runs_per_call: int =
     `runs_per_call` is the number of repetitions in one call of `run`, such as those of a CUDA graph.
     """
     timer(run, 1)
-    count = 1
-    # the shorter of two times, because an interruption of the machine makes a short loop look long
-    while (elapsed_s := min(timer(run, count), timer(run, count))) < grid.loop_s:
+    count, elapsed_s = 1, timer(run, 1)
+    while True:
+        if elapsed_s >= grid.loop_s:
+            # a second loop has to take as long, because an interruption of the machine makes a short one look long
+            first_s = timer(run, count)
+            if first_s >= grid.loop_s:
+                break
+            elapsed_s = first_s
         count = next_count(count, elapsed_s, grid.loop_s)
-    return Loops(count=count * runs_per_call, times_s=tuple(timer(run, count) for _ in range(grid.loops)))
+        elapsed_s = timer(run, count)
+    others_s = (timer(run, count) for _ in range(grid.loops - 1))
+    return Loops(count=count * runs_per_call, times_s=(first_s, *others_s))
 
 
 def next_count(count: int, elapsed_s: float, wanted_s: float) -> int:

@@ -128,9 +128,9 @@ def test_a_run_is_not_advised_what_it_does_already() -> None:
     graphs = replace(fused, model=replace(plain.model, attention=Attention.SDPA), cuda_graph=True)
     end = "use a larger model or batch"
     flags = "fewer kernels (--compile default, --attention sdpa, --optimizer fused)"
-    assert launch_bound(plain).endswith(f"{end}, {flags}, or CUDA graphs (--compile reduce-overhead)")
+    assert launch_bound(plain).endswith(f"{end}, {flags}, or CUDA graphs (--cuda-graph --optimizer fused)")
     assert launch_bound(fused).endswith(
-        f"{end}, fewer kernels (--compile default, --attention sdpa), or CUDA graphs (--compile reduce-overhead)"
+        f"{end}, fewer kernels (--compile default, --attention sdpa), or CUDA graphs (--cuda-graph)"
     )
     assert launch_bound(graphs).endswith(f"{end}, or fewer kernels (--compile default)")
     assert launch_bound(replace(graphs, compile=CompileMode.DEFAULT)).endswith(end)

@@ -258,3 +258,59 @@ def test_ceilings_give_the_time_of_a_step(tmp_path: Path, capsys: pytest.Capture
     assert "Predicted time of a step" in capsys.readouterr().out
     assert account(*flags, "--precision", "fp32") == 0, "no product in fp32 was measured"
     assert "Predicted time of a step" not in capsys.readouterr().out
+
+
+def ceilings_of(directory: Path, device_name: str) -> Path:
+    products = [product_at(square(side), 1) for side in (64, 512)]
+    streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
+    launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
+    directory.mkdir()
+    study = make_ceilings(products, streams, launches, device_name=device_name)
+    (directory / "ceilings.json").write_bytes(encode_json(study))
+    return directory
+
+
+def test_ceilings_of_a_device_that_is_not_here_give_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No GPU, no name: the ceilings that are asked for are of one device, be it in no table of devices."""
+    monkeypatch.setattr(command, "visible_gpus", lambda: ())
+    monkeypatch.chdir(tmp_path)
+    flags = ["--size", "tiny", "--mixed-precision", "--json"]
+    times = []
+    for name in ("NVIDIA H200", "Own GPU"):
+        directory = ceilings_of(tmp_path / name.replace(" ", "-"), name)
+        assert account(*flags, "--ceilings", directory) == 0
+        times.append(json.loads(capsys.readouterr().out))
+    assert times[0]["time"] == times[1]["time"] is not None
+    assert [found["time_is_measured"] for found in times] == [True, True]
+    assert [found["device"] is None for found in times] == [False, True]
+    assert account(*flags) == 0
+    assert json.loads(capsys.readouterr().out)["time"] is None
+    (tmp_path / "both").mkdir()
+    for number, name in enumerate(("NVIDIA H200", "NVIDIA A30")):
+        ceilings_of(tmp_path / "both" / str(number), name)
+    assert account(*flags, "--ceilings", tmp_path / "both") == 0
+    assert json.loads(capsys.readouterr().out)["time"] is None, "which of the two is not said"
+    assert account(*flags, "--ceilings", tmp_path / "both", "--device-name", "A30") == 0
+    assert json.loads(capsys.readouterr().out)["time"]["step_s"] == times[0]["time"]["step_s"]
+
+
+def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a large model nothing but the matmuls counts, at the stated share of the peak."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--size", "8B", "--batch-size", "8", "--mixed-precision", "--attention", "sdpa", "--device-name", "B200"]
+    assert account(*flags, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["time_is_measured"] is False
+    whole = next(part for part in found["parts"] if part["component"] == "all")
+    phases = found["time"]["phases_s"]
+    rate = whole["step_flops"] / (phases["forward"] + phases["backward"])
+    assert 0.4 * 2250e12 < rate < 0.7 * 2250e12
+    assert account(*flags) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "by its data sheet, with stated efficiencies" in said
+    assert account("--size", "tiny", "--device-name", "B200") == 0
+    assert "Predicted time of a step" not in capsys.readouterr().out, "its fp32 is in no data sheet"

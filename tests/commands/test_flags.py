@@ -1,6 +1,7 @@
 """What the flags mean on a machine with a GPU and without, what they cannot mean, and where results go."""
 
 import io
+import json
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ import tyro
 from cs336_systems.cli import sweep
 from cs336_systems.commands import device as device_module
 from cs336_systems.commands import flags as flags_module
+from cs336_systems.commands import sweep as sweep_module
 from cs336_systems.commands.attention import AttentionArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.ceilings import CeilingsArguments
@@ -38,23 +40,28 @@ from cs336_systems.config import (
     Mode,
     ModelConfig,
     OptimizerKind,
+    Phase,
     Precision,
     Profiler,
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.costs.time import step_time
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.model.factory import call_factory
 from cs336_systems.model.fast.choose import fastest
+from cs336_systems.record import load_records
+from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.neighbours import each_configuration
 
 ROOT = Path(__file__).parents[2]
+DATA = ROOT / "data"
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
 
 
 def see(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
-    for module in (device_module, flags_module, nvml):
+    for module in (device_module, flags_module, nvml, sweep_module):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
 
 
@@ -487,6 +494,54 @@ def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(capsys: pyte
     printed = capsys.readouterr().out
     assert re.findall(r"will not fit: (\S+)", printed) == ["10B"]
     assert re.search(r"small ctx 512 train fp32, 5 \+ 10 steps, predicted peak \d\.\d GiB", printed)
+
+
+def test_a_dry_run_says_how_long_each_step_and_the_sweep_should_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On an H200, whose committed ceilings are beside the results; on a GPU without ceilings nothing is said."""
+    flags = shlex.split(f"--output {DATA} --sizes small --context-lengths 128 512 --dry-run")
+    see(monkeypatch, H100)
+    assert sweep(flags) == 0
+    assert "predicted step" not in capsys.readouterr().out
+    see(monkeypatch, replace(H100, name="NVIDIA H200"))
+    assert sweep(flags) == 0
+    printed = capsys.readouterr().out
+    curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
+    steps_s = [step_time(config, curves).step_s for config in grid("--sizes small --context-lengths 128 512")]
+    assert [float(ms) for ms in re.findall(r"predicted step ([\d.]+) ms", printed)] == pytest.approx(
+        [1e3 * step_s for step_s in steps_s], rel=1e-3
+    )
+    (hours, minutes, seconds) = re.search(r"should take (\d+):(\d+):(\d+)", printed).groups()
+    assert 15 * sum(steps_s) < 3600 * int(hours) + 60 * int(minutes) + int(seconds) < 15 * sum(steps_s) + 4
+    assert sweep([*flags, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert [each["step_s"] for each in planned["predicted"].values()] == pytest.approx(steps_s)
+    assert [*planned["predicted"]] == re.findall(r"^(\S+): ", printed, re.MULTILINE)
+
+
+def test_a_dry_run_says_what_a_fast_step_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As long as it took on an H200 to a fifth, and nearly as much memory; nothing of steps that are not forecast."""
+    see(monkeypatch, replace(H100, name="NVIDIA H200", memory_bytes=140 * 2**30))
+    flags = f"--output {DATA} --fast --sizes medium xl --context-lengths 512"
+    assert sweep(shlex.split(f"{flags} --dry-run")) == 0
+    printed = capsys.readouterr().out
+    found = re.findall(r": (\w+) ctx .*predicted step ([\d.]+) ms, predicted peak about ([\d.]+) GiB", printed)
+    measured = {
+        record.config.size: (1e3 * record.measurement(Phase.STEP).median_s, record.memory.peak_allocated_bytes / 2**30)
+        for record in load_records(DATA / "e2e_benchmark/train_fast/runs")[0]
+    }
+    assert [size for size, *_ in found] == ["medium", "xl"]
+    for size, step_ms, peak_gib in found:
+        assert float(step_ms) == pytest.approx(measured[size][0], rel=0.2)
+        assert float(peak_gib) == pytest.approx(measured[size][1], rel=0.05)
+    assert "should take" in printed
+    assert sweep(shlex.split(f"{flags} --fp8 --dry-run")) == 0
+    printed = capsys.readouterr().out
+    assert "predicted step" not in printed
+    assert "should take" not in printed
 
 
 def test_there_are_no_more_checkpoints_than_blocks() -> None:

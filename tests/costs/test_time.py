@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cs336_systems.config import (
     Arch,
     Attention,
+    CompileMode,
     Device,
     Mode,
     ModelConfig,
@@ -24,7 +25,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.accounting import component_flops, count_parameters
+from cs336_systems.costs.accounting import Component, component_flops, count_parameters
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.forecast.tape import MATMULS_OF, Kind
 from cs336_systems.costs.time import Launch, Limit, operations, replay, step_time
@@ -240,6 +241,15 @@ def test_a_step_of_a_slow_host_takes_a_launch_for_each_call() -> None:
     assert found.limit is Limit.LAUNCHES
 
 
+def test_kernels_of_which_nothing_alike_was_measured_are_not_known() -> None:
+    """The matmuls of heads, where those of linear layers were measured alone: their part of the FLOPs."""
+    found = step_time(RUN, curves(rate=1e6))
+    assert found is not None
+    parts = {part.component: part.step for part in component_flops(RUN)}
+    of_heads = parts[Component.SCORES] + parts[Component.VALUES]
+    assert found.known_share == pytest.approx(1 - of_heads / sum(parts.values()), abs=0.01)
+
+
 @pytest.mark.parametrize("mode", Mode)
 def test_a_prediction_has_the_phases_that_a_run_times(mode: Mode) -> None:
     config = replace(RUN, mode=mode)
@@ -252,7 +262,7 @@ def test_a_prediction_has_the_phases_that_a_run_times(mode: Mode) -> None:
     "change",
     [
         {"precision": Precision.FP16},
-        {"cuda_graph": True, "optimizer": OptimizerKind.FUSED},
+        {"compile": CompileMode.DEFAULT},
         {"model": replace(MODEL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH)},
         {"model_factory": "own:model"},
     ],
@@ -265,3 +275,20 @@ def test_a_precision_that_was_not_measured_is_none() -> None:
     known = curves()
     without = replace(known, matmuls={Precision.FP32: known.matmuls[Precision.FP32]})
     assert step_time(replace(RUN, precision=Precision.BF16), without) is None
+
+
+# CUDA graphs
+
+
+def test_a_step_of_graphs_is_that_of_its_kernels_and_a_launch_for_each_phase() -> None:
+    """A launch of a phase's graph waits for the launches before it alone; a slow host hides all phases but the last."""
+    eager = replace(RUN, optimizer=OptimizerKind.FUSED)
+    for launch_s in (1e-6, 1.0):
+        known = curves(rate=1e9, launch_s=launch_s, kernel_s=1e-3)
+        found, graph = (step_time(config, known) for config in (eager, replace(eager, cuda_graph=True)))
+        assert found is not None
+        assert graph is not None
+        assert graph.kernels_s == found.kernels_s
+        slow_host_s = 3 * launch_s + graph.kernels_s[Phase.OPTIMIZER]
+        slow_device_s = launch_s + sum(graph.kernels_s.values())
+        assert graph.step_s == pytest.approx(max(slow_host_s, slow_device_s))

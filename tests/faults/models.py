@@ -304,6 +304,8 @@ def fails_where_context_is_8(vocab_size, d_model, context_length):
 def fails_by_context(vocab_size, d_model, context_length):
     killer = host_out_of_memory if CGROUP.exists() else lambda: os.kill(os.getpid(), signal.SIGKILL)
     faults = {8: segfault, 12: asks_for_a_pebibyte, 16: killer}
+    while context_length == 20 and not RELEASED.exists():
+        time.sleep(0.02)
     return AtSecondStep(faults.get(context_length, time.time), vocab_size, d_model)
 
 

@@ -270,6 +270,80 @@ def gradient_on_rank_0_only(way):
     return ""
 
 
+def accumulated(way):
+    """Weights after two steps whose gradients are those of two backwards on this rank; or what the way says to that."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = make_model("cs336", rank, torch.float64)
+    wrapped = WAYS[way](model)
+    opt = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    own = BATCH // ranks
+    try:
+        for start in (0, 2):
+            for tokens in batches()[start : start + 2]:
+                loss_of(wrapped, tokens[rank * own : (rank + 1) * own]).backward()
+            wrapped.finish_gradient_synchronization()
+            opt.step()
+            opt.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return wrapped.gather_full_parameters() if hasattr(wrapped, "gather_full_parameters") else weights_of(model)
+
+
+def accumulated_alone():
+    """The weights in one process with the whole batches."""
+    model = make_model("cs336", 0, torch.float64)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in (0, 2):
+        for tokens in batches()[start : start + 2]:
+            loss_of(model, tokens).backward()
+        opt.step()
+        opt.zero_grad()
+    return weights_of(model)
+
+
+def other_gradients_later(early, late):
+    """What ddp-overlap says if the second backward makes gradients of other layers than the first."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
+    wrapped = WAYS["ddp-overlap"](model)
+    try:
+        for names in (early, late):
+            sum(model[name](torch.ones(2)).sum() for name in names).backward()
+            wrapped.finish_gradient_synchronization()
+            wrapped.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def scheduled():
+    """Weights and rates after two steps of an optimizer that got no learning rate; one matrix is transposed."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    model.weight = nn.Parameter(torch.rand(5, 3).t())
+    opt = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    return _two_scheduled_steps(model, opt)
+
+
+def scheduled_alone():
+    """The same without sharding."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    model.weight = nn.Parameter(torch.rand(5, 3).t())
+    return _two_scheduled_steps(model, torch.optim.AdamW(model.parameters()))
+
+
+def _two_scheduled_steps(model, opt):
+    schedule = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
+    rates = []
+    for _ in range(2):
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        opt.step()
+        schedule.step()
+        rates += [group["lr"] for group in opt.param_groups]
+    return weights_of(model), rates
+
+
 def recorded(settings, folder):
     """Bytes by kind of what the recorder of memory sees in a step."""
     count = itertools.count(1)

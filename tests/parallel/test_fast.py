@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from cs336_systems.costs.communication import sent_bytes
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.parallel import sharded_weights
 from tests.parallel import fast
 from tests.parallel.ranks import ranks_of
 from tests.parallel.test_ways import distance
@@ -52,6 +54,14 @@ def test_all_of_three_ranks_add_up_what_was_pushed_in_one_order(way):
         masters = [found for found, *_ in three.call("tests.parallel.fast:train", way, "cs336", False)]
     for other in masters[1:]:
         assert all(torch.equal(other[name], master) for name, master in masters[0].items())
+
+
+def test_ranks_that_no_matrix_can_be_cut_for_are_refused(monkeypatch):
+    """No number of elements here is a multiple of 7 x 16."""
+    step = TrainingStep(fast.config_of("cs336"))
+    monkeypatch.setattr(sharded_weights.dist, "get_world_size", lambda: 7)
+    with pytest.raises(ValueError, match="multiple of 112 elements"):
+        sharded_weights.ShardedMasterAdamW(step.model, 1e-3)
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-push"])

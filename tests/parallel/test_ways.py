@@ -130,6 +130,32 @@ def test_ranks_that_use_different_parameters_are_told_which(two, way):
         assert "1 of 2 ranks" in error
 
 
+@pytest.mark.parametrize("way", ["ddp-naive", "ddp-flat", "ddp-push", "fsdp"])
+def test_gradients_of_several_backwards_are_averaged_as_their_sum(two, way):
+    expected = checks.accumulated_alone()
+    for found in two.call("tests.parallel.checks:accumulated", way):
+        assert distance(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("way", ["ddp-overlap", "fsdp-push"])
+def test_a_way_that_averages_during_backward_refuses_a_second_one(two, way):
+    for said in two.call("tests.parallel.checks:accumulated", way):
+        assert "finish_gradient_synchronization" in said
+
+
+@pytest.mark.parametrize(("early", "late"), [("a", "ab"), ("ab", "a")])
+def test_gradients_that_come_or_go_after_the_first_step_are_told(two, early, late):
+    for said in two.call("tests.parallel.checks:other_gradients_later", early, late):
+        assert "first step" in said
+
+
+def test_a_sharded_optimizer_has_the_usual_rate_and_takes_transposed_matrices(two):
+    weights, rates = checks.scheduled_alone()
+    for found, found_rates in two.call("tests.parallel.checks:scheduled"):
+        assert found_rates == rates
+        assert distance(found, weights) < 1e-6
+
+
 def test_low_precision_is_gathered_and_the_masters_are_not(two):
     expected = checks.train_alone_in_bf16()
     ways = {way: two.call("tests.parallel.checks:train_in_bf16", way) for way in FSDP_WAYS}

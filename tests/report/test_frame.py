@@ -11,13 +11,14 @@ import scipy.stats
 from cs336_systems.config import SIZES, Arch, Attention, CompileMode, Device, Mode, Parallel, Precision, SdpaBackend
 from cs336_systems.costs.accounting import mfu, step_flops
 from cs336_systems.costs.memory import predict_memory
+from cs336_systems.costs.time import step_time
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
 from cs336_systems.report.plots.series import size_names
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import CollectiveCell
-from tests.report.ceilings import lasting, make_ceilings, product_at, square
+from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
 from tests.report.making import CODES, make_config, make_failure, make_record
 
 CONTRACT = """size, arch, d_model, d_ff, num_layers, num_heads, vocab_size, context_length, batch_size, mode, precision,
@@ -26,7 +27,7 @@ forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms, optimizer_me
 step_mean_ms, step_std_ms, step_cv, step_median_ms, step_min_ms, step_ci95_low_ms, step_ci95_high_ms,
 tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib,
 ceiling_share, data_mean_ms, data_std_ms, checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate,
-fused_loss, fp8, fused_blocks"""
+fused_loss, fp8, fused_blocks, predicted_step_ms, predicted_step_error"""
 
 
 def only_row(*records):
@@ -79,6 +80,34 @@ def test_the_share_of_a_measured_ceiling_is_that_of_the_runs_own_device_and_prec
     rows = {row["precision"]: row for row in rows_of(to_frame([bf16, fp32], ceilings))}
     assert rows["bf16"]["ceiling_share"] == pytest.approx(160.2 / 500, rel=1e-3)
     assert rows["fp32"]["ceiling_share"] is None
+
+
+def test_a_step_stands_beside_its_forecast_on_the_device_that_measured_it():
+    """Measured 25 % longer than its forecast, which is 20 % of that too short; without ceilings there is none."""
+    ceilings, config = Ceilings((make_rates(1e-3),)), make_config("tiny", 16)
+    predicted_s = step_time(config, ceilings.curves("NVIDIA H200")).step_s
+    other = make_record(replace(config, batch_size=1), [predicted_s], device_name="NVIDIA A10")
+    failed = make_failure(replace(config, batch_size=2), device_name="NVIDIA H200")
+    rows = rows_of(to_frame([make_record(config, [predicted_s, 1.5 * predicted_s]), other, failed], ceilings))
+    measured, alone, lost = (next(row for row in rows if row["batch_size"] == size) for size in (4, 1, 2))
+    assert measured["predicted_step_ms"] == pytest.approx(1e3 * predicted_s)
+    assert measured["predicted_step_error"] == pytest.approx(-0.2)
+    assert (alone["predicted_step_ms"], alone["predicted_step_error"]) == (None, None)
+    assert lost["predicted_step_ms"] > 0
+    assert lost["predicted_step_error"] is None
+
+
+@pytest.mark.parametrize(
+    ("rates", "longer", "is_off"),
+    [((1e-3,), 1.15, False), ((1e-3,), 1.2, True), ((1e-3,), 0.8, True), ((100, 1e6), 1.2, False)],
+    ids=["within 15 %", "slower", "faster", "where launches decide"],
+)
+def test_a_step_is_off_its_forecast_only_where_that_is_trusted(rates, longer, is_off):
+    """On a device so slow that matmuls take all the time, or so fast that kernels take none."""
+    ceilings, config = Ceilings((make_rates(*rates),)), make_config("tiny", 16)
+    predicted_s = step_time(config, ceilings.curves("NVIDIA H200")).step_s
+    (row,) = rows_of(to_frame([make_record(config, [longer * predicted_s])], ceilings))
+    assert row["is_off_forecast"] is is_off
 
 
 def test_repeats_are_pooled_over_processes():

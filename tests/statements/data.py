@@ -41,19 +41,24 @@ from tests.statements.results import (
 
 @claim(
     DATA,
-    r"\(driver ([\d.]+), CUDA ([\d.]+), torch ([\d.]+), Python ([\d.]+), (\d+) CPU cores of a virtual machine\)",
+    r"\(driver ([\d.]+), CUDA ([\d.]+), torch ([\d.]+), Python ([\d.]+), (\d+) CPU cores of a virtual machine; "
+    r"in `parallel/` (\w+) of one host and (\d+) cores\)",
 )
 def machines() -> Sequence[Value]:
-    found = set()
+    found, cores, ranks = set(), {}, set()
     for directory in (path.parent.relative_to(ROOT / "data") for path in committed_runs()):
-        for environment in (record.environment for record in records(str(directory))):
-            if environment is not None:
+        is_of_several = directory.parts[0] == "parallel"
+        for record in records(str(directory)):
+            if (environment := record.environment) is not None:
                 identity, python = environment.identity, environment.python.rpartition(".")[0]
-                found.add((identity.driver, environment.cuda, identity.torch, python, environment.cpu_count))
-    ((driver, cuda, torch, python, cores),) = found
+                found.add((identity.driver, environment.cuda, identity.torch, python))
+                cores.setdefault(is_of_several, set()).add(float(environment.cpu_count))
+                ranks.add(record.config.ranks)
+    ((driver, cuda, torch, python),) = found
+    (of_one,), (of_several,) = cores[False], cores[True]
     assert driver is not None
     assert cuda is not None
-    return driver, cuda, torch, python, float(cores or 0)
+    return driver, cuda, torch, python, of_one, float(max(ranks)), of_several
 
 
 @claim(DATA, r"Batch (\d+), (\d+) warm-up and (\d+) measured steps unless said otherwise")

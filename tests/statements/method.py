@@ -13,6 +13,7 @@ from cs336_systems.analysis.statistics import FEWEST, mean_interval
 from cs336_systems.config import Phase, Precision, Profiler, RunConfig
 from cs336_systems.costs.curves import SHEPARD_EXPONENT
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.costs.ranks_time import SPEED_BESIDE
 from cs336_systems.costs.time import MAX_LAUNCH_SHARE, QUEUE_DEPTH
 from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
 from cs336_systems.record import Measurement
@@ -73,6 +74,11 @@ def exponent_of_distances() -> Sequence[Value]:
 @claim(METHOD, r"at most (\d+) launches ahead")
 def depth_of_the_queue() -> Sequence[Value]:
     return (QUEUE_DEPTH,)
+
+
+@claim(METHOD, r"others are taken to be (\w+) as fast")
+def speed_beside_collectives() -> Sequence[Value]:
+    return (SPEED_BESIDE,)
 
 
 @claim(METHOD, r"Its losses over (\d+) steps must be those of the first rung")

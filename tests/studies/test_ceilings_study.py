@@ -1,8 +1,13 @@
 """Ceilings on a CPU: FLOPs, bytes and results from other libraries, clocks of a known rate, injected failures."""
 
+import contextlib
+import gc
 import itertools
 import time
+import types
+import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_systems.config import Device
 from cs336_systems.costs.calls import Collective
 from cs336_systems.record import Status
-from cs336_systems.studies import ceilings_cell
+from cs336_systems.studies import ceilings_cell, ceilings_ranks
 from cs336_systems.studies.ceilings_cell import make_product, make_stream, measure_rows, why_unavailable
 from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
@@ -27,7 +32,7 @@ from cs336_systems.studies.ceilings_records import (
 )
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.runner import run_study
-from cs336_systems.studies.timing import MAX_GROWTH, host_timer, next_count, timed_loops
+from cs336_systems.studies.timing import MAX_GROWTH, host_timer, next_count, replayed, timed_loops
 
 SHAPE = Shape(rows=5, inner=7, columns=3, name="unequal on purpose")
 GRID = CeilingsGrid(
@@ -121,12 +126,46 @@ def test_a_clock_of_known_rate_gives_that_rate() -> None:
     assert of_graphs.median_s == pytest.approx(2e-7)
 
 
+def test_what_a_graph_works_on_stays_as_long_as_it_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph without its tensors writes to memory that belongs to others by then."""
+    replays = []
+    graph = types.SimpleNamespace(replay=lambda: replays.append(1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    target = torch.zeros(1)
+    seen = weakref.ref(target)
+    replay = replayed(partial(target.add_, 1), 7)
+    del target
+    gc.collect()
+    assert seen() is not None
+    assert seen().item() == 7
+    replay()
+    assert replays == [1]
+    del replay
+    gc.collect()
+    assert seen() is None
+
+
 def test_one_interruption_does_not_end_the_search() -> None:
     """The first loops take 50 ms longer, which is longer than asked for."""
     pauses = itertools.chain([0.05, 0.05], itertools.repeat(0.0))
     loops = timed_loops(lambda: None, lambda _, count: count * 1e-6 + next(pauses), GRID)
     assert loops.count * 1e-6 >= GRID.loop_s
     assert loops.median_s == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("time_s", [1e-6, 3e-4, 0.0019, 0.05])
+def test_the_search_takes_no_longer_than_two_loops(time_s: float) -> None:
+    """Of the time of a whole study it is the part that measures nothing."""
+    asked = []
+
+    def timer(_: object, count: int) -> float:
+        asked.append(count)
+        return count * time_s
+
+    loops = timed_loops(lambda: None, timer, GRID)
+    searching_s = sum(asked) * time_s - sum(loops.times_s)
+    assert searching_s <= 2 * max(1.1 * GRID.loop_s + time_s, time_s)
 
 
 def test_a_run_is_called_as_often_as_it_is_counted() -> None:
@@ -260,6 +299,14 @@ def test_numbers_of_processes_are_powers_of_two_and_the_last() -> None:
     for row in six.rows:
         assert row.num_bytes % 24 == 0
         assert 0 <= min(size - row.num_bytes for size in (1 << 12, 1 << 14, 1 << 16) if size >= row.num_bytes) < 24
+
+
+def test_a_pause_before_the_loops_of_a_collective_makes_them_no_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = iter([0.0, 0.5])
+    monkeypatch.setattr(ceilings_ranks, "_agreed", lambda time_s, _device: time_s)
+    monkeypatch.setattr(ceilings_ranks, "host_timer", lambda _run, count: count * 1e-4 + next(pauses, 0.0))
+    loops = ceilings_ranks._time(replace(GRID, loop_s=0.1), lambda: None)
+    assert loops.count == 0.1 * ceilings_ranks.LOOP_SHARE / 1e-4
 
 
 def test_processes_that_fail_at_a_row_leave_the_others() -> None:

@@ -14,6 +14,11 @@ class NsysError(RuntimeError):
     """nsys is missing or failed; the message says what to do."""
 
 
+def has_nsys() -> bool:
+    """Whether nsys is installed."""
+    return shutil.which("nsys") is not None
+
+
 def find_nsys() -> str:
     """Path of nsys; raise NsysError if it is not installed."""
     if (nsys := shutil.which("nsys")) is None:

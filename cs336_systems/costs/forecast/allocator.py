@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 MIB = 2**20
 ROUND_BYTES = 512
@@ -20,22 +21,21 @@ class OutOfMemoryError(Exception):
     """The simulated device has no room for the segment that a request needs."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """A part of a segment, in use or free, linked to its neighbours in the segment."""
 
     address: int
     size_bytes: int
-    small: bool
-    stream: str
-    used: bool = False
+    pool: "Pool" = field(repr=False)
+    """Where it is kept while it is free."""
     before: "Block | None" = field(default=None, repr=False)
     after: "Block | None" = field(default=None, repr=False)
+    used: bool = False
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sort key of free blocks: the first one that is large enough is the best fit."""
-        return self.size_bytes, self.address
+
+Pool: TypeAlias = list[tuple[int, int, Block]]
+"""Free blocks by size and address, so that the first one that is large enough is the best fit."""
 
 
 class CachingAllocator:
@@ -50,7 +50,7 @@ class CachingAllocator:
         """Bytes that the driver can provide; None means no limit."""
         self.allocated_bytes = 0
         self.reserved_bytes = 0
-        self._free: defaultdict[tuple[bool, str], list[tuple[tuple[int, int], Block]]] = defaultdict(list)
+        self._free: defaultdict[tuple[bool, str], Pool] = defaultdict(list)
         self._next_address = 0
 
     def allocate(self, size_bytes: int, stream: str = "") -> Block:
@@ -58,11 +58,11 @@ class CachingAllocator:
 
         The block is larger if the remainder is too small to be split off.
         """
-        size_bytes = round_up(size_bytes, ROUND_BYTES)
+        size_bytes = -(-size_bytes // ROUND_BYTES) * ROUND_BYTES
         small = size_bytes <= SMALL_BYTES
-        free = self._free[small, stream]
-        index = bisect_left(free, ((size_bytes, -1),))
-        block = free.pop(index)[1] if index < len(free) else self._new_segment(size_bytes, small, stream)
+        pool = self._free[small, stream]
+        index = bisect_left(pool, (size_bytes,))
+        block = pool.pop(index)[2] if index < len(pool) else self._new_segment(size_bytes, pool)
         rest_bytes = block.size_bytes - size_bytes
         if rest_bytes >= ROUND_BYTES if small else rest_bytes > SMALL_BYTES:
             self._split(block, size_bytes)
@@ -75,20 +75,20 @@ class CachingAllocator:
         block.used = False
         self.allocated_bytes -= block.size_bytes
         if (before := block.before) is not None and not before.used:
-            self._remove(before)
+            _remove(before)
             block.address, block.size_bytes = before.address, block.size_bytes + before.size_bytes
             block.before = before.before
             if block.before is not None:
                 block.before.after = block
         if (after := block.after) is not None and not after.used:
-            self._remove(after)
+            _remove(after)
             block.size_bytes += after.size_bytes
             block.after = after.after
             if block.after is not None:
                 block.after.before = block
-        self._insert(block)
+        insort(block.pool, (block.size_bytes, block.address, block))
 
-    def _new_segment(self, size_bytes: int, small: bool, stream: str) -> Block:
+    def _new_segment(self, size_bytes: int, pool: Pool) -> Block:
         segment_bytes = segment_size(size_bytes)
         if self._lacks(segment_bytes):
             self._release_free_segments()
@@ -98,7 +98,7 @@ class CachingAllocator:
                     f"are reserved and {self.allocated_bytes} allocated"
                 )
         self.reserved_bytes += segment_bytes
-        block = Block(address=self._next_address, size_bytes=segment_bytes, small=small, stream=stream)
+        block = Block(self._next_address, segment_bytes, pool)
         self._next_address += segment_bytes
         return block
 
@@ -108,31 +108,23 @@ class CachingAllocator:
     def _release_free_segments(self) -> None:
         """Return all wholly free segments to the driver, as PyTorch does before it raises an out-of-memory error."""
         for free in self._free.values():
-            whole = [block for _, block in free if block.before is None and block.after is None]
+            whole = [block for *_, block in free if block.before is None and block.after is None]
             self.reserved_bytes -= sum(block.size_bytes for block in whole)
             for block in whole:
-                self._remove(block)
+                _remove(block)
 
     def _split(self, block: Block, size_bytes: int) -> None:
-        rest = Block(
-            address=block.address + size_bytes,
-            size_bytes=block.size_bytes - size_bytes,
-            small=block.small,
-            stream=block.stream,
-            before=block,
-            after=block.after,
-        )
+        address, rest_bytes = block.address + size_bytes, block.size_bytes - size_bytes
+        rest = Block(address, rest_bytes, block.pool, block, block.after)
         if rest.after is not None:
             rest.after.before = rest
         block.after, block.size_bytes = rest, size_bytes
-        self._insert(rest)
+        insort(block.pool, (rest_bytes, address, rest))
 
-    def _insert(self, block: Block) -> None:
-        insort(self._free[block.small, block.stream], (block.order, block))
 
-    def _remove(self, block: Block) -> None:
-        free = self._free[block.small, block.stream]
-        del free[bisect_left(free, (block.order,))]
+def _remove(block: Block) -> None:
+    """Take a free block out of its pool."""
+    del block.pool[bisect_left(block.pool, (block.size_bytes, block.address))]
 
 
 def round_up(size_bytes: int, step_bytes: int) -> int:

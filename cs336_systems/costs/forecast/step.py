@@ -1,6 +1,8 @@
 """The tensors of whole steps: the model, forward and loss, backward, the optimizer, and what is kept between steps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from cs336_systems.config import Attention, Mode, OptimizerKind, Phase, RunConfig
 from cs336_systems.costs.forecast.backward import BackwardTape
@@ -21,6 +23,29 @@ FOREACH_CHUNK = 65_536
 """Elements of a block of a foreach kernel (kChunkSize of PyTorch's MultiTensorApply.cuh)."""
 FOREACH_BLOCKS = 320
 """Blocks of one of its launches (depth_to_max_blocks of the same file)."""
+WITHOUT_COST = (
+    "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
+)  # fmt: skip
+"""Settings that change no operation and no tensor. Configurations that differ in these alone have one tape."""
+
+
+def tape_of(config: RunConfig) -> Tape:
+    """The steps of a run until all of them are alike; the forecasts of memory and of time read the same tape."""
+    return _tape_of(as_costed(config))
+
+
+def as_costed(config: RunConfig) -> RunConfig:
+    """The configuration without the settings that change no forecast of a step."""
+    return replace(config, size="").with_defaults(*WITHOUT_COST)
+
+
+@lru_cache(maxsize=32)
+def _tape_of(config: RunConfig) -> Tape:
+    step = StepTape(config)
+    step.set_up()
+    for _ in range(step.way.steps):
+        step.run()
+    return step.tape
 
 
 class StepTape:

@@ -85,9 +85,9 @@ class Pass(StrEnum):
     SOFTMAX = "softmax"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operation:
-    """What PyTorch dispatches at once: one kernel, or several equal ones."""
+    """What PyTorch dispatches at once: one kernel, or several equal ones. Alike ones of a tape are one object."""
 
     kind: Kind
     how: Pass = Pass.COPY
@@ -132,6 +132,9 @@ class Tape:
             return TensorSpec(category=category, label=label, formula=formula, size_bytes=size_bytes, stream=stream)
 
         self._specify = specify
+        # layers repeat, so that of thousands of operations few are different
+        self._make_pass = cache(_pass)
+        self._make_matmul, self._make_attention = cache(self._matmul), cache(self._attention)
 
     def new(
         self,
@@ -147,50 +150,57 @@ class Tape:
 
         One kernel writes it if there are `reads`, the tensors that this kernel reads.
         """
-        handle = len(self.specs)
-        self.specs.append(self._specify(category, label, shape, element_bytes, stream))
+        handle, spec = len(self.specs), self._specify(category, label, shape, element_bytes, stream)
+        self.specs.append(spec)
         self._references.append(1)
         self.events.append(handle)
         if reads is not None:
-            self.pass_over(handle, *(handle if read == LIKE_ITSELF else read for read in reads), how=how)
+            moved_bytes = spec.size_bytes
+            for read in reads:
+                moved_bytes += spec.size_bytes if read == LIKE_ITSELF else self.specs[read].size_bytes
+            self.operations.append(self._make_pass(moved_bytes, how, 1, 1))
         return handle
 
     def pass_over(self, *handles: int, calls: int = 1, how: Pass = Pass.COPY) -> None:
         """Launch a kernel that reads or writes these tensors, each as often as it is given."""
-        moved_bytes = sum(self.specs[handle].size_bytes for handle in handles)
-        self.operations.append(Operation(kind=Kind.PASS, how=how, moved_bytes=moved_bytes, calls=calls))
+        moved_bytes = 0
+        for handle in handles:
+            moved_bytes += self.specs[handle].size_bytes
+        self.operations.append(self._make_pass(moved_bytes, how, 1, calls))
 
     def pass_of(self, moved_bytes: int, launches: int = 1) -> None:
         """Launch so many kernels, each of which moves so many bytes."""
-        self.operations.append(Operation(kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches))
+        self.operations.append(self._make_pass(moved_bytes, Pass.COPY, launches, 1))
 
     def matmul(self, form: Form, rows: str, inner: str, columns: str, element_bytes: int, batch: str = "1") -> None:
         """Launch a matmul of (rows, inner) by (inner, columns) matrices; the sides are products of axes."""
+        self.operations.append(self._make_matmul(form, rows, inner, columns, element_bytes, batch))
+
+    def _matmul(self, form: Form, rows: str, inner: str, columns: str, element_bytes: int, batch: str) -> Operation:
         m, k, n = self.size(rows), self.size(inner), self.size(columns)
         count = self.size(batch)
         moved_bytes = element_bytes * count * (m * k + k * n + m * n)
-        self.operations.append(
-            Operation(
-                kind=Kind.MATMUL,
-                form=form,
-                moved_bytes=moved_bytes,
-                sides=(m, k, n),
-                batch=count,
-                element_bytes=element_bytes,
-            )
+        return Operation(
+            kind=Kind.MATMUL,
+            form=form,
+            moved_bytes=moved_bytes,
+            sides=(m, k, n),
+            batch=count,
+            element_bytes=element_bytes,
         )
 
     def attention(self, form: Form, moved: str, element_bytes: int) -> None:
         """Launch fused attention; `moved` is the shape of what it moves."""
-        self.operations.append(
-            Operation(
-                kind=Kind.ATTENTION,
-                moved_bytes=element_bytes * self.size(moved),
-                sides=(self.size("T"), self.size("d_head"), self.size("T")),
-                batch=self.size("batch heads"),
-                form=form,
-                element_bytes=element_bytes,
-            )
+        self.operations.append(self._make_attention(form, moved, element_bytes))
+
+    def _attention(self, form: Form, moved: str, element_bytes: int) -> Operation:
+        return Operation(
+            kind=Kind.ATTENTION,
+            moved_bytes=element_bytes * self.size(moved),
+            sides=(self.size("T"), self.size("d_head"), self.size("T")),
+            batch=self.size("batch heads"),
+            form=form,
+            element_bytes=element_bytes,
         )
 
     def adamw(self, elements: int) -> None:
@@ -199,7 +209,7 @@ class Tape:
 
     def views(self, count: int) -> None:
         """Let the host make views, for which nothing is launched."""
-        self.operations.append(Operation(kind=Kind.VIEWS, launches=0, calls=count))
+        self.operations.append(_views(count))
 
     def size(self, shape: str) -> int:
         """Number of elements of a shape, which consists of axis names and numbers."""
@@ -223,3 +233,12 @@ class Tape:
         """Begin `phase` of a step here; STEP is the time between two steps."""
         self.events.append(phase)
         self.operations.append(phase)
+
+
+def _pass(moved_bytes: int, how: Pass, launches: int, calls: int) -> Operation:
+    return Operation(kind=Kind.PASS, how=how, moved_bytes=moved_bytes, launches=launches, calls=calls)
+
+
+@cache
+def _views(count: int) -> Operation:
+    return Operation(kind=Kind.VIEWS, launches=0, calls=count)

@@ -19,6 +19,7 @@ from cs336_systems.report.page.subjects import Subjects
 from cs336_systems.report.page.write import Linked, Part, Prose
 from cs336_systems.report.sections.memory.facts import by_category
 from cs336_systems.report.sections.memory.words import parts_of, size
+from cs336_systems.report.sections.steps_answers import OFF_FORECAST_WORDS, off_forecast
 from cs336_systems.text import counted, inert_line
 
 SPREADS = (WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT)
@@ -71,6 +72,17 @@ def _stands_out(own: Subjects) -> Iterator[Linked]:
     yield from _extremes([step for step in steps if step.row["step_mean_ms"] is not None])
     yield from _peaks(steps, recorded_runs(own.memory))
     yield from _checkpoints(steps)
+    yield from _off_forecast(steps)
+
+
+def _off_forecast(steps: Sequence[Named]) -> Iterator[Linked]:
+    """The steps that are far from a trusted forecast."""
+    off = [step for step in steps if step.row["is_off_forecast"]]
+    for is_slower, (what, why) in OFF_FORECAST_WORDS.items():
+        own = [step for step in off if (step.row["predicted_step_error"] < 0) is is_slower]
+        if own:
+            named = listed(own, "predicted_step_ms", lambda step: f"{step.name} ({off_forecast(step.row)})")
+            yield linked(f"{what}: ", *named, f". {why}")
 
 
 def _extremes(steps: Sequence[Named]) -> Iterator[Linked]:

@@ -10,7 +10,6 @@ from cs336_systems.report.columns import Row
 from cs336_systems.report.frame import codes_of
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.page.rows import Named, Parts, between, linked, listed, named_rows
-from cs336_systems.report.page.run_facts import launch_times_s
 from cs336_systems.report.page.subjects import Subjects
 from cs336_systems.report.page.write import Block, Linked, Part
 from cs336_systems.report.sections.kernels.facts import is_launch_bound
@@ -70,7 +69,7 @@ def _launches(steps: Sequence[Named], own: Subjects) -> Iterator[Linked]:
         ways = list(dict.fromkeys(against_launches(step.row["config"]) for step in launched))
         whom = f", for {launched[0].name}," if len(ways) > 1 else ""
         yield linked(f"The host's launches limit {_of(launched, steps)}: ", *named, f". What helps{whom} is {ways[0]}.")
-    watched = {record.config.configuration for record in own.results.published if launch_times_s(record)}
+    watched = {record.config.configuration for record in own.results.published if record.launch_times_s}
     others = [step for step in timed if step.row["config"] in watched and step not in launched]
     if others:
         is_rest = 0 < len(launched) == len(steps) - len(others) and len(own.steps) == 1

@@ -12,6 +12,7 @@ from cs336_systems.report.page.answers import (
     checkpoints,
     kernels,
     memory,
+    paper,
     parallel,
     precision,
     steps,
@@ -50,7 +51,6 @@ INTRODUCTION = (
     "of 2025. Batch 4 and context 512 unless said otherwise."
 )
 MEASURED_BY = "Measured by"
-NO_COMMAND = "This tool has no command for it yet."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ class Part:
     id: str
     asked: str
     """The question in a few words."""
-    command: str = ""
-    """What measures what answers it; empty where the tool has no command."""
-    answer: Callable[[Material], Answer | None] = lambda _: None
+    command: str
+    """What measures what answers it."""
+    answer: Callable[[Material], Answer | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ class Problem:
     parts: tuple[Part, ...]
 
 
-def _part(id: str, asked: str, command: str = "", answer: Callable[[Material], Answer | None] | None = None) -> Part:
-    return Part(id=id, asked=asked, command=command, answer=answer or (lambda _: None))
+def _part(id: str, asked: str, command: str, answer: Callable[[Material], Answer | None]) -> Part:
+    return Part(id=id, asked=asked, command=command, answer=answer)
 
 
 PROBLEMS = (
@@ -212,7 +212,10 @@ PROBLEMS = (
     Problem(
         title="Parallelism on paper",
         settings="closed forms",
-        parts=(_part("parallelism", "From which N on does communication limit each kind of parallel training?"),),
+        parts=(
+            _part("parallelism", "From which N on does communication limit each kind of parallel training?",
+                  f"{paper.PARALLELISM} --device-name H200", paper.parallelism),
+        ),
     ),
     Problem(
         title="Leaderboard",
@@ -228,10 +231,9 @@ def questions_chapter(collection: Collection) -> Chapter:
     material = Material.of(collection)
     found = {part.id: part.answer(material) for problem in PROBLEMS for part in problem.parts}
     whole = sum(answer is not None and not answer.lacking for answer in found.values())
-    without = sum(not part.command for problem in PROBLEMS for part in problem.parts)
     summary = (
-        f"{whole} of {counted(len(found), 'part')} are answered in full; {len(found) - whole - without} say what to "
-        f"run for what is missing; for {without} this tool has no command yet."
+        f"{whole} of {counted(len(found), 'part')} are answered in full; {len(found) - whole} say what to run for what "
+        "is missing."
     )
     chapters = [
         Chapter(
@@ -257,7 +259,6 @@ def _blocks(problem: Problem, found: Mapping[str, Answer | None]) -> Iterator[Bl
         answer = found[part.id]
         letter = part.id[-1] if len(problem.parts) > 1 else ""
         sentences = [(inert_line(text), "") for text in answer.sentences] if answer else []
-        sentences += [] if part.command else [(NO_COMMAND, "")]
         yield Prose(heading=f"{letter}: {part.asked}" if letter else part.asked, paragraphs=sentences)
         for number, table in enumerate(answer.tables if answer else ()):
             yield TableBlock(id=f"questions-{part.id}-{number}", table=table)
@@ -281,9 +282,9 @@ def _commands(part: Part, found: Answer | None) -> Iterator[tuple[str, str]]:
     """What measured the answer, and what measures what is lacking."""
     for command in dict.fromkeys(found.commands if found else ()):
         yield MEASURED_BY, command
-    if part.command and found is None:
+    if found is None:
         yield "Not measured yet; run", part.command
-    elif part.command and found is not None and found.lacking:
+    elif found.lacking:
         yield f"The course also asks for {found.lacking}, not among these results; run", part.command
 
 

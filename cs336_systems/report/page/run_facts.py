@@ -3,21 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from cs336_systems.config import Device, Phase, Profiler
+from cs336_systems.config import Phase, Profiler
 from cs336_systems.record import Environment, GpuState, Measurement, Memory, RunRecord
 from cs336_systems.report.numbers import mean_and_std, significant
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.words import status_text
 from cs336_systems.sweep.store import VIEWERS, raw_profile_path
 from cs336_systems.text import counted, inert_line
-
-
-def launch_times_s(record: RunRecord) -> tuple[float, ...]:
-    """How long the host took to launch each step; empty where it takes as long as to run it.
-
-    That is so on a CPU, and with a synchronisation after each phase.
-    """
-    return record.host_times_s if record.config.device is Device.CUDA and not record.config.sync_phases else ()
 
 
 def facts_of(record: RunRecord, directory: Path) -> list[tuple[str, str]]:
@@ -53,7 +45,7 @@ def _mean(measured: Measurement) -> str:
 
 def _times(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Mean and deviation of the step and of its phases."""
-    step, host, warmup = record.measurement(Phase.STEP), launch_times_s(record), record.warmup_times_s
+    step, host, warmup = record.measurement(Phase.STEP), record.launch_times_s, record.warmup_times_s
     if step is not None:
         extremes = f"median {significant(step.median_s * 1e3)} ms, fastest {significant(step.min_s * 1e3)} ms"
         yield "Step", f"{_mean(step)} over {counted(len(step.times_s), 'step')}; {extremes}"

@@ -11,7 +11,7 @@ from cs336_systems.report.numbers import significant
 from cs336_systems.report.page.command import command_of
 from cs336_systems.report.page.figures import Spec
 from cs336_systems.report.page.provenance import PlaceOf, provenance
-from cs336_systems.report.page.run_facts import facts_of, launch_times_s
+from cs336_systems.report.page.run_facts import facts_of
 from cs336_systems.report.page.write import Chapter, Figure, Run
 from cs336_systems.report.plots import palette
 from cs336_systems.report.words import status_text
@@ -69,7 +69,7 @@ def _series(record: RunRecord) -> list[tuple[str, Sequence[float]]]:
     return [
         ("warm-up", record.warmup_times_s),
         *((str(own.phase), own.times_s) for own in measured),
-        (HOST, launch_times_s(record)),
+        (HOST, record.launch_times_s),
     ]
 
 

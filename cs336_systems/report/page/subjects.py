@@ -19,7 +19,7 @@ from cs336_systems.report.plots.steps import step_charts
 from cs336_systems.report.results import Results
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.communication import by_configuration
-from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.sections.kernels.entries import Profiled, replayed
 from cs336_systems.report.sections.kernels.files import SUBJECTS
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.kernels.plots import class_chart, communication_chart, configuration_chart
@@ -49,7 +49,10 @@ class Subjects:
         self.results, self.directory, self.ceilings = results, directory, ceilings
         self.place_of, self.prefix, self.ending, self.conditions = place_of, prefix, ending, conditions
         self.source = provenance(results.records, place_of)
-        self.of_kernels = self._told(results.kernels, lambda entry: kernel_findings(entry.profile, entry.config))
+        self.profiled = replayed(results.kernels, ceilings)
+        self.of_kernels = self._told(
+            self.profiled, lambda entry: kernel_findings(entry.profile, entry.config, entry.what_if)
+        )
         self.of_memory = self._told(results.memory, lambda entry: memory_findings(entry.profile))
         self.steps = self._steps()
         self.time = self._time()
@@ -89,7 +92,7 @@ class Subjects:
 
     def _kernels(self) -> list[Block]:
         """What the kernels of the profiled runs did: tables, and pictures and findings of each run."""
-        entries = self.results.kernels
+        entries = self.profiled
         if not entries:
             return []
         blocks: list[Block] = list(self._tables(make(entries) for make in SUBJECTS))

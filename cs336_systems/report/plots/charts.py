@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import TypeAlias, TypeVar
 
-from cs336_systems.report.plots.palette import MARKERS
-
+MARKERS = "osD^vPX<>*hpd8"
+"""Marks of lines that belong together, in matplotlib's letters."""
 TICKS_APART = 1 / 14
 """Of a logarithmic axis: what the label of a tick needs."""
 Place: TypeAlias = str | float

@@ -1,4 +1,4 @@
-"""Colours and marks of all pictures, of PNGs and of the page; nothing here draws."""
+"""Colours of all pictures, of PNGs and of the page; nothing here draws."""
 
 from typing import Final
 
@@ -48,8 +48,6 @@ REST_COLOUR: Final = "#BBBBBB"
 FAILURE_COLOUR: Final = "#B00020"
 GREY: Final = "#777777"
 """What a data sheet says, and other lines that are not measured."""
-MARKERS: Final = "osD^vPX<>*hpd8"
-"""In matplotlib's letters."""
 _VIRIDIS = ("#440154", "#3B528B", "#21918C", "#5EC962", "#FDE725")
 """Colours of matplotlib's map of this name, equally far apart."""
 

@@ -17,6 +17,7 @@ from cs336_systems.report.identity import apart_from, distinguishing, file_name,
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots import draw
 from cs336_systems.report.plots.charts import (
+    MARKERS,
     Axis,
     Bar,
     Chart,
@@ -31,7 +32,7 @@ from cs336_systems.report.plots.charts import (
     curves_of,
     doubling,
 )
-from cs336_systems.report.plots.palette import MARKERS, PHASE_COLOURS, PRECISION_COLOURS, REST_COLOUR, shades, tints
+from cs336_systems.report.plots.palette import PHASE_COLOURS, PRECISION_COLOURS, REST_COLOUR, shades, tints
 from cs336_systems.report.plots.series import AXES, Row, line, lines, named_rows, speed_up_lines, split
 from cs336_systems.report.words import STEP_WORDS
 

@@ -19,6 +19,7 @@ from cs336_systems.costs.accounting import (
 )
 from cs336_systems.costs.calls import Call, Collective, sent_share
 from cs336_systems.costs.communication import calls, time_s
+from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
     MemoryPrediction,
@@ -61,13 +62,15 @@ def account_section(
     ceiling_flops_per_s: float | None = None,
     collective_times: Curves = NO_CURVES,
     time: TimePrediction | None = None,
+    *,
+    is_measured: bool = True,
 ) -> Section:
     """The cost of one configuration of this project's model; the CSV has a row for each part of the model.
 
     `device` adds the ridge point of its data sheet, `step_s` (the measured time of a step) its rates,
     `ceiling_flops_per_s` (the highest measured rate of matmuls on the device) their shares of it, and `memory_bytes`
     the largest batch and context that fit; `collective_times` are measured times of collectives among such devices, and
-    `time` is the predicted time of the step.
+    `time` is the predicted time of the step, by ceilings of the device or, if it is not `is_measured`, its data sheet.
     `top` is the most rows of the tables of the peak and of a block.
     """
     prediction, parts = predict_memory(config), _parts(config)
@@ -81,7 +84,7 @@ def account_section(
         *([_collectives_table(config, collective_times)] if calls(config) else ()),
         _intensity_table(config, device),
         _rule_table(config, parts),
-        *([_time_table(time)] if time is not None else ()),
+        *([_time_table(time, None if is_measured or device is None else device.names[0])] if time is not None else ()),
     ]
     if step_s is not None:
         tables.append(_rates_table(config, whole, device, step_s, ceiling_flops_per_s))
@@ -100,6 +103,8 @@ def account_json(
     ceiling_flops_per_s: float | None = None,
     collective_times: Curves = NO_CURVES,
     time: TimePrediction | None = None,
+    *,
+    is_measured: bool = True,
 ) -> dict[str, object]:
     """What `account_section` says, as numbers in SI units; None for what is not asked or not known."""
     parts, state = _parts(config), state_bytes(config)
@@ -113,6 +118,7 @@ def account_json(
         "saved_by_block": saved_by_block(config) if _saves_blocks(config) else None,
         "collectives": _collectives(config, collective_times) if calls(config) else None,
         "time": time,
+        "time_is_measured": None if time is None else is_measured,
         "device": device,
         "rates": None if step_s is None else _rates(config, parts[ALL], device, step_s, ceiling_flops_per_s),
         "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
@@ -277,8 +283,8 @@ def _collectives_table(config: RunConfig, curves: Curves) -> Table:
     return make_table("Collectives of a step", columns, shown, notes)
 
 
-def _time_table(time: TimePrediction) -> Table:
-    """The predicted time of each phase, and of its kernels alone."""
+def _time_table(time: TimePrediction, unmeasured: str | None = None) -> Table:
+    """The predicted time of each phase, and of its kernels alone; of an `unmeasured` device by its data sheet."""
     rows = [
         *({"phase": phase, "predicted_ms": 1e3 * time_s, "kernels_ms": 1e3 * time.kernels_s[phase]}
           for phase, time_s in time.phases_s.items()),
@@ -290,9 +296,19 @@ def _time_table(time: TimePrediction) -> Table:
     }[time.limit]
     notes = (
         f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step.",
-        "From the configuration and the ceilings alone; cs336 report DIR says how far it is from measured steps.",
+        "From the configuration and the ceilings alone; cs336 report DIR says how far it is from measured steps."
+        if unmeasured is None
+        else by_data_sheet(unmeasured),
     )
     return make_table("Predicted time of a step", [column(key) for key in rows[0]], rows, notes)
+
+
+def by_data_sheet(device_name: str) -> str:
+    """A note below times of a device without ceilings."""
+    return (
+        f"There are no ceilings of {device_name}: by its data sheet, with stated efficiencies of "
+        f"{100 * MATMUL_EFFICIENCY:.0f} % in matmuls and {100 * MEMORY_EFFICIENCY:.0f} % of the memory bandwidth."
+    )
 
 
 def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from cs336_systems.record import Status
+from cs336_systems.report.plots.charts import MARKERS as MARKS
 from cs336_systems.report.plots.charts import Axis, Chart, Curve, Line, Panel, Point, doubling
-from cs336_systems.report.plots.palette import MARKERS as MARKS
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.fusion_records import PHASES
 

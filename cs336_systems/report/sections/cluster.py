@@ -20,6 +20,8 @@ _COLUMNS = (
            text=lambda row: f"{row['free']:g} of {row['count']:g}"),
     Column("PyTorch", key="torch", numeric=False, write=str, about="Version of PyTorch."),
     Column("driver", key="driver", numeric=False, write=str, drop_order=1, about="Version of NVIDIA's driver."),
+    Column("nsys", key="nsys", numeric=False, drop_order=4, about="Whether nsys is on its PATH, which --nsys needs.",
+           text=lambda row: {True: "yes", False: "no", None: ""}[row["nsys"]]),
     Column("code", key="code", numeric=False, write=str, drop_order=3, about="Digest of the measuring code."),
     Column("in a sweep", key="refused", numeric=False, about="Whether a sweep uses it, or why not.",
            text=lambda row: row["refused"] or "used"),
@@ -45,6 +47,7 @@ def _row(machine: Machine, device: Device, refused: str | None) -> Row:
     return {
         "name": machine.name, "host": machine.host, "address": machine.address, "slots": machine.slots,
         **(identity if machine.identity is None else asdict(machine.identity)),
+        "nsys": None if machine.identity is None else machine.has_nsys,
         "count": machine.num_gpus if is_gpu else machine.num_cpus,
         "free": machine.free_gpus if is_gpu else machine.free_cpus,
         "refused": refused,

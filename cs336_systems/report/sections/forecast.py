@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.config import Phase, Profiler, RunConfig
-from cs336_systems.costs.time import Limit, TimePrediction, step_time
+from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.costs.time import Limit, TimePrediction
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.section import Section, texts_of, write_files
@@ -27,11 +28,10 @@ SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "attention": lambda config: config.model.attention,
     "optimizer": lambda config: config.optimizer,
     "checkpoint_blocks": lambda config: config.checkpoint_blocks,
+    "fast": lambda config: config.fused_blocks,
 }
-GROUPS = ("size", "context_length", "precision", "mode", "attention", "checkpoint_blocks")
+GROUPS = ("size", "context_length", "precision", "mode", "attention", "checkpoint_blocks", "fast")
 """Settings by whose values the errors are also given."""
-WITHOUT_TIME = ("seed", "warmup_steps", "measured_steps", "sync_phases", "ranges")
-"""Settings that change no prediction, so that configurations that differ in these alone are predicted once."""
 OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
 
 
@@ -45,7 +45,6 @@ def scored(
     """
     rows: list[Row] = []
     others = 0
-    known: dict[tuple[RunConfig, str], TimePrediction | None] = {}
     for directory, records in sorted(sweeps.items()):
         alike: dict[RunConfig, list[RunRecord]] = {}
         for record in records:
@@ -53,11 +52,9 @@ def scored(
                 alike.setdefault(replace(record.config, repeat=0), []).append(record)
         for config, own in alike.items():
             ceilings, name = ceilings_of(directory), _device_name(own[0])
-            key = config.with_defaults(*WITHOUT_TIME), f"{name} {id(ceilings)}"
-            if key not in known:
-                curves = ceilings.curves(name)
-                known[key] = None if curves is None else step_time(config, curves)
-            if (found := known[key]) is None:
+            curves = ceilings.curves(name)
+            found = None if curves is None else predicted_time(config, curves)
+            if found is None:
                 others += 1
             else:
                 rows.append(_row(directory, config, own, found))
@@ -87,8 +84,8 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
     """A table of errors for each limit, and of all phases; the values are those of each configuration."""
     tables = [*(_table(limit, rows) for limit in Limit), _phases_table(rows)]
     note = (
-        f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models, CUDA graphs, the fast model, "
-        "steps of several ranks and devices without ceilings."
+        f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models but for the whole of --fast, "
+        "such steps on several ranks, and devices without ceilings."
     )
     last = replace(tables[-1], notes=(*tables[-1].notes, *([note] if others else ())))
     return Section(name="errors", tables=(*tables[:-1], last), rows=rows)

@@ -25,14 +25,18 @@ ALWAYS = ("size", "context_length", "precision")
 PHASES = ("data_mean_ms", "forward_mean_ms", "backward_mean_ms", "communication_mean_ms", "optimizer_mean_ms")
 """Columns of the phases, in the order of a step."""
 DERIVED = (
-    "step_cv", "sent_mib", "predicted_collectives_ms", "tokens_per_s", "mfu", "ceiling_share", "peak_allocated_gib",
-    "predicted_peak_gib", *SPEED_UPS,
+    "predicted_step_ms", "predicted_step_error", "step_cv", "sent_mib", "predicted_collectives_ms", "tokens_per_s",
+    "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib", *SPEED_UPS,
 )  # fmt: skip
 """Columns that are computed from the times, and those of memory."""
 ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
 """First columns of results.csv; all other settings come after them."""
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
 CEILING = "Of ceiling: of the highest rate that matrix products were measured to reach."
+FORETOLD = (
+    "Predicted (ms): the step, by its configuration and the measured ceilings of its device alone. Where it is empty, "
+    "there is no forecast."
+)
 PREDICTED = (
     "Collectives, predicted: the time of all of them one after the other, by the measured ceilings. The phase "
     "communication has only what is left of them after backward, and copying and waiting besides."
@@ -51,6 +55,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *interval_notes(frame["processes"]),
         *mfu_notes(frame),
         *([CEILING] if frame["ceiling_share"].notna().any() else []),
+        *([FORETOLD] if frame["predicted_step_ms"].notna().any() else []),
         *([PREDICTED] if frame["predicted_collectives_ms"].notna().any() else []),
         *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
         *([DOUBTED] if frame[[f"{key}_is_doubted" for key in SPEED_UPS]].any(axis=None) else []),

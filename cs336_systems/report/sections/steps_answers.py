@@ -11,16 +11,31 @@ import pandas as pd
 from cs336_systems.analysis.warnings import MAX_CV
 from cs336_systems.config import Precision
 from cs336_systems.record import RunRecord
-from cs336_systems.report.frame import SPEED_UPS, over_warmup, rows_of, steady, to_frame
+from cs336_systems.report.frame import SPEED_UPS, codes_of, over_warmup, rows_of, steady, to_frame
 from cs336_systems.report.identity import names_of
 from cs336_systems.report.numbers import DOUBT, mean_and_std, significant
 from cs336_systems.report.plots.series import Row
 from cs336_systems.report.sentences import answers_markdown, between, percent_of
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 FIRST_STEPS = 1.05
 """The first measured step over the mean step after enough warm-up, above which the reason is given."""
 Answers = list[tuple[str, list[tuple[str, str]]]]
 """Questions with their paragraphs; each paragraph has the name of its configuration, or none."""
+
+
+OFF_FORECAST_WORDS = {
+    True: (
+        "Slower than this device should be, by its measured ceilings",
+        "Was the GPU throttled or shared, the CPU slower or shared, or another kernel chosen? "
+        "cs336 ceilings measures again what the device reaches.",
+    ),
+    False: (
+        "Faster than its measured ceilings allow",
+        "Were they measured while the device was throttled or shared, or is another kernel chosen?",
+    ),
+}
+"""What is said of steps that are slower than a trusted forecast, and of faster ones, and what may be the reason."""
 
 
 def step_answers(frame: pd.DataFrame) -> Answers:
@@ -35,13 +50,14 @@ def step_answers(frame: pd.DataFrame) -> Answers:
         "What does activation checkpointing cost and save, and which group has the least peak?": (
             checkpoint_answers(rows)
         ),
+        "Is a step far from what this device should take for it?": forecast_answers(rows),
     }
     return [(question, found) for question, sentences in every.items() if (found := list(sentences))]
 
 
-def answers_text(records: Iterable[RunRecord]) -> str:
+def answers_text(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> str:
     """Markdown: each question as a heading, and below it the answers; empty where nothing is answered."""
-    found = step_answers(to_frame(records))
+    found = step_answers(to_frame(records, ceilings))
     return answers_markdown("How long a step takes: the questions of CS336", found) if found else ""
 
 
@@ -234,3 +250,20 @@ def _checkpoint(row: Row) -> str:
     return {0: "no checkpoints", 1: "a checkpoint for every block"}.get(
         blocks, f"a checkpoint for every {blocks} blocks"
     )
+
+
+def forecast_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """The steps that are far from a trusted forecast, the slower ones first, with what may be the reason."""
+    off = [(name, row) for name, row in zip(_named(rows), rows, strict=True) if row["is_off_forecast"]]
+    for is_slower, (what, why) in OFF_FORECAST_WORDS.items():
+        if own := [
+            f"{name} ({off_forecast(row)})" for name, row in off if (row["predicted_step_error"] < 0) is is_slower
+        ]:
+            yield "", f"{what}: {'; '.join(own)}. {why}"
+
+
+def off_forecast(row: Row) -> str:
+    """The step beside its forecast, and its warnings."""
+    warned = ", ".join(filter(None, codes_of(row)))
+    times = f"{_ms(row['step_mean_ms'])}, forecast {_ms(row['predicted_step_ms'])}"
+    return f"{times}, with warnings {warned}" if warned else times

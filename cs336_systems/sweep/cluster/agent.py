@@ -20,16 +20,16 @@ from cs336_systems.sweep.cluster.fetch import CHUNK_BYTES, RawFile
 from cs336_systems.sweep.cluster.measurer import Description, Reply, Request
 from cs336_systems.sweep.process import child_environment, when_it_ends
 
-LEASE_S = 12.0
-"""How long an agent goes on without hearing from its sweep, which may be unable to end it."""
-
 
 class Agent:
-    """One process that measures for each GPU of the machine, or one for its CPU."""
+    """One process that measures for each GPU of the machine, or one for its CPU.
 
-    def __init__(self, device: str, modules: Sequence[str]) -> None:
+    It goes on for `lease_s` seconds without hearing from its sweep, which may be unable to end it.
+    """
+
+    def __init__(self, device: str, modules: Sequence[str], lease_s: float) -> None:
         when_it_ends(os.getppid(), functools.partial(os._exit, 1))  # the engine's process on this machine
-        self._renewed = monotonic()
+        self._renewed, self._lease_s = monotonic(), lease_s
         threading.Thread(target=self._end_unless_renewed, daemon=True).start()
         self._command = [sys.executable, "-m", f"{__package__}.measurer", str(os.getpid()), device, *modules]
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class Agent:
         self._measurers: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
 
     def renew(self) -> None:
-        """The sweep goes on. Without this for LEASE_S the agent ends, and its processes with it."""
+        """The sweep goes on. Without this for so long the agent ends, and its processes with it."""
         self._renewed = monotonic()
 
     def end(self) -> None:
@@ -47,7 +47,7 @@ class Agent:
         os._exit(1)
 
     def _end_unless_renewed(self) -> None:
-        while (left_s := self._renewed + LEASE_S - monotonic()) > 0:
+        while (left_s := self._renewed + self._lease_s - monotonic()) > 0:
             sleep(left_s)
         os._exit(1)
 

@@ -18,22 +18,23 @@ class Conditions:
     allow_mixed: bool = False
     require_device: str | None = None
     """Part of the name of the device that machines must have; capital and small letters count as equal."""
+    needs_nsys: bool = False
+    """Whether a run is to be profiled by Nsight Systems."""
 
     def choose(self, nodes: Sequence[Node]) -> None:
         """If the conditions are not known yet, take those of the machines that have most slots among these."""
         slots: Counter[Identity] = Counter()
         for node in nodes:
-            if self._has_device(node):
+            if self._why_unable(node) is None:
                 slots[node.identity] += node.slots
         if slots and self.identity is None:
             self.identity = slots.most_common(1)[0][0]
 
     def why_refused(self, node: Node) -> str | None:
         """Why the sweep does not use the machine; None if it does. `choose` has been called with it."""
-        if not self._has_device(node):
-            return f"it has {node.identity.device_name}, needed {self.require_device}"
-        if self.allow_mixed:
-            return None
+        why = self._why_unable(node)
+        if why is not None or self.allow_mixed:
+            return why
         assert self.identity is not None
         needed, found = asdict(self.identity), asdict(node.identity)
         different = [
@@ -41,18 +42,25 @@ class Conditions:
         ]
         return f"{'; '.join(different)}; --allow-mixed uses it too" if different else None
 
-    def _has_device(self, node: Node) -> bool:
-        return (self.require_device or "").casefold() in node.identity.device_name.casefold()
+    def _why_unable(self, node: Node) -> str | None:
+        """Why the machine could not measure what is wanted, whatever the others are like."""
+        if (self.require_device or "").casefold() not in node.identity.device_name.casefold():
+            return f"it has {node.identity.device_name}, needed {self.require_device}"
+        if self.needs_nsys and not node.has_nsys:
+            return "it has no nsys on the PATH, which --nsys needs"
+        return None
 
 
-def refusals(look: Look, require_device: str | None) -> dict[str, str | None]:
+def refusals(look: Look, conditions: Conditions) -> dict[str, str | None]:
     """By the name of each machine, why a sweep that begins now does not use it; None if it does."""
-    conditions = Conditions(require_device=require_device)
     nodes = {
-        machine.name: Node(name=machine.name, host=machine.host, identity=machine.identity, slots=machine.slots)
+        machine.name: Node(
+            name=machine.name, host=machine.host, identity=machine.identity, slots=machine.slots,
+            has_nsys=machine.has_nsys,
+        )
         for machine in look.machines
         if machine.identity is not None
-    }
+    }  # fmt: skip
     conditions.choose([*nodes.values()])
     return {
         machine.name: conditions.why_refused(nodes[machine.name]) or _why_busy(machine, look.device)

@@ -4,7 +4,6 @@ It writes a `Look` to standard output as JSON.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -12,10 +11,10 @@ import msgspec
 import ray
 
 from cs336_systems.config import Device
-from cs336_systems.sweep.cluster.bridge import ask, connect, free_resources, in_a_line, machines
+from cs336_systems.sweep.cluster.connection import ask, begin, connect, free_resources, in_a_line, machines
 from cs336_systems.sweep.cluster.measurer import Description
 from cs336_systems.sweep.cluster.nodes import Look, Machine
-from cs336_systems.sweep.process import die_with_forker
+from cs336_systems.sweep.cluster.patience import PATIENCE
 
 _ANSWER_S = 60.0
 """How long all machines together may take to describe themselves; the package is sent to them first."""
@@ -38,7 +37,8 @@ def _look(asked: str) -> Look:
                 host=str(machine["NodeManagerHostname"]),
                 address=str(machine["NodeManagerAddress"]),
                 identity=None if description is None else description.identity,
-                slots=0 if description is None else len(description.gpus) or 1,
+                slots=0 if description is None else description.slots,
+                has_nsys=description is not None and description.has_nsys,
                 num_cpus=counts.get("CPU", 0),
                 free_cpus=left.get("CPU", 0),
                 num_gpus=counts.get("GPU", 0),
@@ -56,21 +56,15 @@ def _answer(reference: "ray.ObjectRef[bytes]") -> tuple[Description | None, str 
         return msgspec.json.decode(data, type=Description | None), "it has no NVIDIA GPU" if data == b"null" else None
     except ray.exceptions.GetTimeoutError:
         return None, f"it did not answer within {_ANSWER_S:g} s"
-    except ray.exceptions.RayTaskError as error:
-        return None, in_a_line(error.cause)
     except (ray.exceptions.RayError, msgspec.DecodeError) as error:
         return None, in_a_line(error)
 
 
 def main(words: Sequence[str]) -> None:
     """Look, for the process `words[0]`, at the cluster at `words[1]`, for runs on the device `words[2]`."""
-    die_with_forker(signal.SIGKILL)  # by the kernel, since Ray can hold Python's lock while it waits
-    if os.getppid() != int(words[0]):
-        os._exit(1)
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    out = begin(words[0])
     try:
-        connect(words[1])
+        connect(words[1], PATIENCE.head_s)
         found = _look(words[2])
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         found = Look(failure=in_a_line(error))

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from cs336_systems.analysis.kernels.nsys_export import has_nsys
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.environment import identity
@@ -41,6 +42,18 @@ class Description(msgspec.Struct, frozen=True):
     identity: Identity
     gpus: tuple[str, ...]
     """UUIDs of the GPUs of one kind that the process can see; empty where the CPU is measured."""
+    has_nsys: bool
+    """Whether Nsight Systems is installed."""
+
+    @property
+    def slots(self) -> int:
+        """How many ranks the machine can run at once."""
+        return len(self.gpus) or 1
+
+    @property
+    def kind(self) -> tuple[Identity, bool]:
+        """What a sweep may refuse the machine for."""
+        return self.identity, self.has_nsys
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -75,7 +88,7 @@ def _gpus(device: Device) -> tuple[Gpu, ...]:
 
 def _description(device: Device, gpus: Sequence[Gpu]) -> Description:
     found = identity(device, gpus[0] if gpus else None)
-    return Description(platform.node(), found, tuple(gpu.uuid for gpu in gpus))
+    return Description(platform.node(), found, tuple(gpu.uuid for gpu in gpus), has_nsys())
 
 
 def main(words: Sequence[str]) -> None:

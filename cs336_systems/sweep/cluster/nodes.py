@@ -19,6 +19,8 @@ class Node:
     identity: Identity
     slots: int
     """How many ranks it can run at once: its GPUs, or 1 for a CPU, on which two runs would time each other."""
+    has_nsys: bool
+    """Whether Nsight Systems is installed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Machine:
     """None if it is not known, with the reason in `failure`."""
     slots: int
     """As in `Node`; 0 if it is not known."""
+    has_nsys: bool
     num_cpus: float
     free_cpus: float
     num_gpus: float

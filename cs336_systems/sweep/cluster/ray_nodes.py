@@ -18,6 +18,7 @@ from cs336_systems.config import Device, RunConfig
 from cs336_systems.sweep.cluster.measurer import Request
 from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Message, Part
 from cs336_systems.sweep.cluster.nodes import Event, Joined, Look
+from cs336_systems.sweep.cluster.patience import PATIENCE
 from cs336_systems.sweep.cluster.run import sweep_on_nodes
 from cs336_systems.sweep.cluster.waiting import Placement
 from cs336_systems.sweep.listener import Listener
@@ -69,9 +70,10 @@ def sweep_on_ray(
 def connected(address: str, device: Device, modules: Sequence[str], timeout_s: float) -> Iterator["RayNodes"]:
     """The machines of the cluster at `address` ("auto": the one that this machine belongs to), with agents on them."""
     with tempfile.TemporaryFile() as errors:
-        words = [sys.executable, "-m", f"{__package__}.bridge", str(os.getpid()), address, device.value, *modules]
+        patience = msgspec.json.encode(PATIENCE).decode()
+        words = [sys.executable, "-m", f"{__package__}.bridge", str(os.getpid()), address, device.value, patience]
         process = subprocess.Popen(
-            words,
+            [*words, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -69,7 +69,8 @@ def sweep_on_nodes(
         if todo:
             with connect() as nodes:
                 spare_children()
-                conditions = Conditions(identity, allow_mixed, require_device)
+                needs_nsys = any(config.profiler is Profiler.NSYS for config in todo)
+                conditions = Conditions(identity, allow_mixed, require_device, needs_nsys)
                 driver = Driver(
                     keeper,
                     nodes,

@@ -54,4 +54,5 @@ def expected(run, fp32, row):
         "MFU %": 3 * (2 * weights + attention) * tokens / (mean_ms / 1e3) / peak,
         "peak GiB": run["memory"]["peak_allocated_bytes"] / 2**30, "speed-up vs fp32": speed_up,
         "predicted GiB": float(row["predicted_peak_gib"]), "of ceiling %": float(row["ceiling_share"]),
+        "predicted ms": float(row["predicted_step_ms"]), "error %": float(row["predicted_step_ms"]) / mean_ms - 1,
     }  # fmt: skip

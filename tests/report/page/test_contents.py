@@ -34,7 +34,7 @@ def test_the_page_of_the_grid_takes_three_seconds_at_most(grid_page):
 
 
 @pytest.mark.parametrize("runs", committed_runs(), ids=lambda path: str(path.parent.relative_to(DATA)))
-def test_the_command_line_of_a_run_makes_its_configuration_again(runs, monkeypatch):
+def test_the_command_line_of_a_run_makes_its_configuration_again(runs, two_gpus, monkeypatch):
     monkeypatch.setattr("cs336_systems.commands.benchmark.resolve_device", lambda asked: Device(asked))
     for record in load_records(runs)[0]:
         argv = shlex.split(command_of(record.config))

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.config import Device, OptimizerKind, Phase
+from cs336_systems.costs.time import step_time
 from cs336_systems.record import Measurement, WarningCode, load_records
 from cs336_systems.report.page.contents import sweep_page
 from cs336_systems.report.page.write import Linked, TableBlock, to_html
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.findings import findings
+from cs336_systems.studies.ceilings_files import Ceilings
+from tests.report.ceilings import make_rates
 from tests.report.making import make_config, make_record
 from tests.report.page.grid import GRID, grid_runs, grid_values
 
@@ -274,3 +277,14 @@ def test_advice_that_is_not_that_of_all_says_whose_it_is(tmp_path):
         sentence = one_with("What helps", found["What limits each configuration"])
         assert "--optimizer fused" in sentence.text
         assert bool(re.search("What helps, for small", sentence.text)) == is_of_one
+
+
+def test_a_step_far_from_its_forecast_stands_out_with_a_link_to_it(tmp_path):
+    ceilings, config = Ceilings((make_rates(1e-3),)), make_config("tiny", 16)
+    predicted_s = step_time(config, ceilings.curves("NVIDIA H200")).step_s
+    page = sweep_page(Results(records=[make_record(config, [2 * predicted_s] * 3)]), tmp_path, ceilings)
+    found = one_with("Slower than this device", findings_of(page)["What stands out"])
+    (target,) = [target for _, target in found.parts if target]
+    (table,) = (b for chapter in page.chapters for b in chapter.blocks if isinstance(b, TableBlock))
+    headings = [heading.key for heading in table.table.headings]
+    assert target == f"{table.id}.0.{headings.index('predicted_step_ms')}"

@@ -11,8 +11,10 @@ from tests.report.page.grid import GRID, grid_runs, grid_values
 from tests.report.page.parsed import Parsed
 
 SETTINGS = ("size", "context", "precision")
-DERIVED = ("tokens/s", "MFU %", "of ceiling %", "std/mean %", "peak GiB", "predicted GiB")
-NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+DERIVED = (
+    "tokens/s", "MFU %", "of ceiling %", "std/mean %", "peak GiB", "predicted GiB", "predicted ms", "error %",
+)  # fmt: skip
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 MOST_OFF = 0.01
 """Of the measured peak, by which a forecast may miss it."""
 
@@ -101,6 +103,6 @@ def test_every_number_of_every_table_is_that_of_its_run(grid_page):
     assert seen == set(grid_runs())
     assert len(rows) == len(seen) == 30
     doubted = sum(row["speed-up vs fp32"][0].endswith("?") for row in rows)
-    # of each run four times with deviations and six other values; of half of them a speed-up, some with a deviation
-    assert num_numbers == 30 * (4 * 2 + 6) + 15 + doubted
-    assert len(page.cells) == 30 * (len(SETTINGS) + 4 + 6 + 1)
+    # of each run four times with deviations and eight other values; of half of them a speed-up, some with a deviation
+    assert num_numbers == 30 * (4 * 2 + 8) + 15 + doubted
+    assert len(page.cells) == 30 * (len(SETTINGS) + 4 + 8 + 1)

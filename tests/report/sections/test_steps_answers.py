@@ -5,9 +5,12 @@ import re
 import pytest
 
 from cs336_systems.config import Mode, Precision
+from cs336_systems.costs.time import step_time
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.sections.steps_answers import answers_text, step_answers
-from tests.report.making import make_config, make_failure, make_record
+from cs336_systems.studies.ceilings_files import Ceilings
+from tests.report.ceilings import make_rates
+from tests.report.making import CODES, make_config, make_failure, make_record
 
 
 def told(records):
@@ -94,3 +97,20 @@ def test_the_best_group_of_checkpoints_is_named_with_what_it_costs():
     assert numbers(best)[:2] == [4.0, 2.0]
     assert numbers(others)[:4] == [8.0, 2.0, 1000.0, pytest.approx(2 / 3, abs=1e-3)]
     assert "checkpointing" not in told(records[:1])
+
+
+def test_a_step_far_from_its_forecast_is_told_with_both_times_and_its_warnings():
+    """The first takes twice its forecast, the second exactly as long, the third half as long."""
+    ceilings = Ceilings((make_rates(1e-3),))
+    configs = [make_config("tiny", 16, batch_size=size) for size in (1, 2, 3)]
+    times_s = [step_time(config, ceilings.curves("NVIDIA H200")).step_s for config in configs]
+    records = [
+        make_record(config, [factor * time_s], codes=codes)
+        for config, time_s, factor, codes in zip(configs, times_s, (2, 1, 0.5), (CODES[:1], (), ()), strict=True)
+    ]
+    ((_, said),) = [each for each in step_answers(to_frame(records, ceilings)) if "far from" in each[0]]
+    (_, slower), (_, faster) = said
+    assert numbers(slower)[1:4] == pytest.approx([1, 2e3 * times_s[0], 1e3 * times_s[0]], rel=1e-3)
+    assert str(CODES[0]) in slower
+    assert numbers(faster)[1:4] == pytest.approx([3, 0.5e3 * times_s[2], 1e3 * times_s[2]], rel=1e-3)
+    assert "far from" not in answers_text(records)

@@ -24,8 +24,9 @@ def grid(count, repeats=1):
     return [replace(base, seed=index // repeats, repeat=index % repeats) for index in range(count)]
 
 
-def node(number, slots=1, **changes):
-    return Node(name=f"node-{number}", host=f"host-{number}", identity=replace(IDENTITY, **changes), slots=slots)
+def node(number, slots=1, has_nsys=True, **changes):
+    identity = replace(IDENTITY, **changes)
+    return Node(name=f"node-{number}", host=f"host-{number}", identity=identity, slots=slots, has_nsys=has_nsys)
 
 
 def machine(node, held=0, failure=None):
@@ -33,7 +34,7 @@ def machine(node, held=0, failure=None):
     return Machine(
         name=node.name, host=node.host, address="192.0.2.1", identity=None if failure else node.identity,
         slots=node.slots, num_cpus=8, free_cpus=8 - held, num_gpus=node.slots, free_gpus=node.slots - held,
-        failure=failure,
+        has_nsys=node.has_nsys, failure=failure,
     )  # fmt: skip
 
 

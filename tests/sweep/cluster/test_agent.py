@@ -6,16 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from cs336_systems.sweep.cluster.agent import Agent
-from cs336_systems.sweep.cluster.measurer import Request
+from cs336_systems.sweep.cluster.measurer import Description, Request, describe
 from tests.faults.harness import eventually
 from tests.sweep.cluster.simulated import grid
 
 UUIDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 MEASURER = f"""
 import json, sys, time
-print(json.dumps({{"host": "h", "gpus": {list(UUIDS)}, "identity": {{
+print(json.dumps({{"host": "h", "has_nsys": False, "gpus": {list(UUIDS)}, "identity": {{
     "device_name": "H200", "driver": "1", "torch": "2", "code": "0"}}}}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
@@ -35,7 +36,7 @@ def made(monkeypatch, script):
     # an agent ends its process where nothing renews it, which here is that of the tests
     monkeypatch.setattr(Agent, "_end_unless_renewed", lambda _: None)
     monkeypatch.setattr("cs336_systems.sweep.cluster.agent.when_it_ends", lambda *_: None)
-    return Agent("cuda", ()), started
+    return Agent("cuda", (), 60.0), started
 
 
 def end(started):
@@ -69,7 +70,7 @@ def test_runs_at_the_same_time_have_gpus_of_their_own(monkeypatch):
 
 LEAVER = """
 import json, os, sys, tempfile
-print(json.dumps({"host": "h", "gpus": ["GPU-a"], "identity": {
+print(json.dumps({"host": "h", "has_nsys": False, "gpus": ["GPU-a"], "identity": {
     "device_name": "H200", "driver": "1", "torch": "2", "code": "0"}}), flush=True)
 for line in sys.stdin:
     with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
@@ -123,8 +124,7 @@ def test_an_agent_that_is_not_renewed_ends():
     script = """
 import os, sys, time
 from cs336_systems.sweep.cluster import agent
-agent.LEASE_S = 1.0
-made = agent.Agent("cpu", ())
+made = agent.Agent("cpu", (), 1.0)
 began = time.monotonic()
 while time.monotonic() - began < 1.5:
     made.renew()
@@ -134,3 +134,12 @@ time.sleep(60)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
     assert (done.stdout, done.returncode) == ("renewed\n", 1), done.stderr
+
+
+@pytest.mark.parametrize("has_nsys", [False, True])
+def test_a_machine_says_whether_it_has_nsys(monkeypatch, tmp_path, has_nsys):
+    program = tmp_path / "nsys"
+    program.touch()
+    program.chmod(0o755 if has_nsys else 0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert msgspec.json.decode(describe("cpu"), type=Description).has_nsys is has_nsys

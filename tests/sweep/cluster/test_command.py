@@ -93,6 +93,16 @@ def test_the_machines_of_a_cluster(looked, capsys):
     assert "uses 0 of 2 machines" in capsys.readouterr().out
 
 
+def test_machines_without_nsys_are_refused_for_a_sweep_that_needs_it(looked, capsys):
+    looked(machine(node(0, slots=4, has_nsys=False)), machine(node(1)))
+    for words, refused in (([], [False, False]), (["--nsys"], [True, False])):
+        assert cli.main(["cluster", "--json", *words]) == 0
+        found = json.loads(capsys.readouterr().out)["machines"]
+        assert [each["nsys"] for each in found] == [False, True]
+        assert [each["refused"] is not None for each in found] == refused
+        assert [each["host"] for each in found if "nsys" in (each["refused"] or "")] == ["host-0"] * sum(refused)
+
+
 def test_a_cluster_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setattr(ray_nodes, "is_installed", lambda: True)
     assert cli.main(["cluster", "ray://h:1"]) == 2

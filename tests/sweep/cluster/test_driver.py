@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import Device, Parallel
+from cs336_systems.config import Device, Parallel, Profiler
 from cs336_systems.record import RunWarning, Status, WarningCode, encode_record, load_records
-from cs336_systems.sweep.cluster.conditions import refusals
+from cs336_systems.sweep.cluster.conditions import Conditions, refusals
 from cs336_systems.sweep.cluster.nodes import Answer, Joined, Left, Look, Pending, Unfit
 from cs336_systems.sweep.cluster.run import sweep_on_nodes
 from cs336_systems.sweep.cluster.waiting import Placement
@@ -212,13 +212,34 @@ def test_machines_that_were_lost_or_refused_come_back(tmp_path):
 def test_a_look_at_the_cluster_says_what_a_sweep_then_does(tmp_path, seed):
     draw = random.Random(seed)
     changes = [{}, {"torch": "2.12.0"}, {"driver": "535.2"}, {"device_name": "NVIDIA H100"}]
-    machines = [node(number, draw.randint(1, 4), **draw.choice(changes)) for number in range(8)]
-    required = draw.choice([None, "h200"])
+    machines = [
+        node(number, draw.randint(1, 4), has_nsys=draw.random() < 0.7, **draw.choice(changes)) for number in range(8)
+    ]
+    required, needs_nsys = draw.choice([None, "h200"]), draw.random() < 0.5
+    profiler = Profiler.NSYS if needs_nsys else Profiler.NONE
+    configs = [replace(config, device=Device.CUDA, profiler=profiler) for config in grid(40)]
     cluster, witness = Cluster(machines), Witness()
-    sweep(grid(40), tmp_path, cluster, witness, require_device=required)
-    foretold = refusals(Look(device=Device.CUDA, machines=tuple(map(simulated.machine, machines))), required)
+    sweep(configs, tmp_path, cluster, witness, require_device=required)
+    look = Look(device=Device.CUDA, machines=tuple(map(simulated.machine, machines)))
+    foretold = refusals(look, Conditions(require_device=required, needs_nsys=needs_nsys))
     assert set(hosts(cluster)) == {name for name, why in foretold.items() if why is None}
     assert {f"{each.host} is not used: {why}" for each in machines if (why := foretold[each.name])} <= {*witness.notes}
+
+
+def test_a_machine_without_nsys_is_used_unless_a_run_is_profiled_by_it(tmp_path):
+    """Also where most machines have none, and where machines may be mixed."""
+    machines = [node(0, slots=4, has_nsys=False), node(1), node(2, slots=4, has_nsys=False)]
+    plain = [replace(config, device=Device.CUDA) for config in grid(30)]
+    profiled = [replace(config, profiler=Profiler.NSYS) for config in plain]
+    for name, configs, used in (("a", plain, {0, 1, 2}), ("b", [*plain[:3], profiled[3]], {1})):
+        for allow_mixed in (False, True):
+            cluster, witness = Cluster(machines), Witness()
+            directory = tmp_path / f"{name}{allow_mixed}"
+            outcome = sweep(configs, directory, cluster, witness, allow_mixed=allow_mixed)
+            assert len(outcome.records) == len(configs)
+            assert set(hosts(cluster)) == {f"node-{number}" for number in used}
+            told = [line.split()[0] for line in witness.notes if "nsys" in line]
+            assert told == [f"host-{number}" for number in range(3) if number not in used]
 
 
 def test_records_of_an_earlier_sweep_decide_which_machines_may_go_on(tmp_path):

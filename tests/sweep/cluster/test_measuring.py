@@ -46,7 +46,7 @@ def _agent(monkeypatch, tmp_path, scratch):
     started = []
     start = Agent._started
     monkeypatch.setattr(Agent, "_started", lambda own: started.append(start(own)) or started[-1])
-    made = Agent("cpu", ("torch._dynamo",))
+    made = Agent("cpu", ("torch._dynamo",), 60.0)
     made.describe()
     assert list(scratch.glob("pymp-*"))
     yield made

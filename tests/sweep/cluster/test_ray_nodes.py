@@ -15,7 +15,7 @@ IDENTITY = Identity(device_name="H200", driver="1", torch="2", code="0")
 
 
 def test_a_machine_that_dies_while_others_join_is_not_used():
-    joined = [Joined(Node(name=name, host=name, identity=IDENTITY, slots=1)) for name in "abc"]
+    joined = [Joined(Node(name=name, host=name, identity=IDENTITY, slots=1, has_nsys=True)) for name in "abc"]
     said = [Message(joined=joined[0]), Message(joined=joined[1]), Message(left=Left("a", "dead")),
             Message(), Message(joined=joined[2]), Message(left=Left("b", "dead"))]  # fmt: skip
     lines = "\n".join(msgspec.json.encode(message).decode() for message in said)

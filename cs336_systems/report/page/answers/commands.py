@@ -49,14 +49,18 @@ def command_for(collection: Collection, directory: Path) -> str:
 
 
 def _sweep_command(collection: Collection, directory: Path) -> str:
-    return sweep_command(collection.sweeps[directory].records, collection.place(directory).name)
+    place = collection.place(directory)
+    group = place.parent.parent
+    output = collection.root.resolve().name / group if group.parts else None
+    return sweep_command(collection.sweeps[directory].records, place.name, output)
 
 
-def sweep_command(records: Sequence[RunRecord], name: str) -> str:
-    """The command of a sweep of this name that measures what these records are of.
+def sweep_command(records: Sequence[RunRecord], name: str, output: Path | None = None) -> str:
+    """The command of a sweep of this name that measures what these records are of; `output` is None for the usual one.
 
     Several commands if some have a switch that others have not, as a sweep takes one value of a switch.
     """
+    where = ["--output", shlex.quote(str(output))] if output else []
     ordered = sorted(records, key=lambda record: order(record.config))
     groups: dict[tuple[Any, ...], list[RunRecord]] = {}
     for record in ordered:
@@ -64,7 +68,7 @@ def sweep_command(records: Sequence[RunRecord], name: str) -> str:
         switches = (value for name, value in settings.items() if isinstance(value, bool) and not SETTINGS[name].plural)
         groups.setdefault(tuple(switches), []).append(record)
     return " && ".join(
-        " ".join(["python benchmark_sweep.py", *_sweep_flags(group), "--name", shlex.quote(name)])
+        " ".join(["python benchmark_sweep.py", *_sweep_flags(group), *where, "--name", shlex.quote(name)])
         for group in groups.values()
     )
 
@@ -80,7 +84,10 @@ def _sweep_flags(records: Sequence[RunRecord]) -> Iterator[str]:
     plain = [config for config in configs if config.profiler is Profiler.NONE] or configs
     values = [(settings_of(config), usual_settings(config)) for config in plain]
     for name, setting in SETTINGS.items():
-        found = list(dict.fromkeys(_in_order([own[name] for own, _ in values])))
+        own_values = [own[name] for own, _ in values]
+        if name == "ranks":  # a sweep measures --parallel none on one rank whatever --ranks says
+            own_values = [config.ranks for config in plain if config.is_shared] or own_values
+        found = list(dict.fromkeys(_in_order(own_values)))
         is_flag = bool(setting.help) and all(value is not None for value in found)
         if is_flag and (name in ALWAYS or any(own[name] != usual[name] for own, usual in values)):
             yield _flag(name, setting, found)

@@ -30,6 +30,18 @@ MOMENTS = (
     Column("in all", key="allocated_bytes", write=size),
 )
 """Of the memory of one rank at a moment."""
+OF_SHARDING = {
+    "step_mean_ms": "a step takes",
+    "peak_allocated_gib": "its peak of memory is",
+    "sent_mib": "a rank sends",
+}
+"""What is compared with the optimizer's state sharded and without, by column."""
+ZERO_1 = (
+    "ZeRO stage 1 (Rajbhandari et al. 2020) keeps the same parts of the state, but each rank averages only the "
+    "gradients that it updates, by a reduce-scatter, before it gathers the parameters: it sends as much as one "
+    "all-reduce of the gradients. The course's way averages all gradients on every rank, and sends the parameters "
+    "besides."
+)
 PROCESSES = (2, 4, 6)
 BACKENDS = {"gloo": Device.CPU, "NCCL": Device.CUDA}
 
@@ -130,7 +142,7 @@ def sharded_optimizer(material: Material) -> Answer | None:
             if row["shard_optimizer"] and not other["shard_optimizer"] and is_same_but(row, other, "shard_optimizer")
         ]
         names = _names([row for row, _ in pairs])
-        for key, what in (("step_mean_ms", "a step takes"), ("peak_allocated_gib", "its peak of memory is")):
+        for key, what in OF_SHARDING.items():
             ratios = {
                 name: row[key] / other[key]
                 for name, (row, other) in zip(names, pairs, strict=True)
@@ -140,6 +152,7 @@ def sharded_optimizer(material: Material) -> Answer | None:
                 words = between(ratios, lambda ratio: significant(ratio, 3))
                 yield f"With the optimizer's state sharded, {what} {words} times that without."
         yield "The peaks are those of the rank with the highest."
+        yield ZERO_1
 
     return _shared(material, "The optimizer's state sharded and whole", "shard_optimizer", lambda _: True, sentences)
 
@@ -153,6 +166,7 @@ def sharded_parameters(material: Material) -> Answer | None:
         steps = {name: row["step_mean_ms"] for name, row in zip(names, rows, strict=True)}
         if peaks:
             yield f"The peak of memory is {between(peaks, lambda gib: f'{significant(gib, 4)} GiB')}."
+            yield from _saved(rows)
         yield f"A step takes {between(steps, lambda time_ms: f'{significant(time_ms, 4)} ms')}."
         yield from _gathers_in_words(runs)
 
@@ -251,6 +265,17 @@ def _gathers_in_words(runs: Runs) -> Iterator[str]:
             f"In a profile of {name}, {significant(late, 3)} of {significant(count, 3)} gathers in a step end after "
             f"they are needed, and the step waits {significant(waited_ms, 3)} ms for them."
         )
+
+
+def _saved(rows: list[Row]) -> Iterator[str]:
+    """The least peak with sharded parameters beside the least with whole ones."""
+    peaks: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        if row["peak_allocated_gib"]:
+            peaks[Parallel(row["parallel"]).shards_parameters].append(row["peak_allocated_gib"])
+    if all(peaks.values()):
+        ratio = min(peaks[True]) / min(peaks[False])
+        yield f"The least peak with sharded parameters is {significant(ratio, 3)} times the least with whole ones."
 
 
 def _names(rows: list[Row]) -> list[str]:

@@ -7,6 +7,9 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import GIGA, MIB, TERA
 from cs336_systems.report.plots.charts import (
+    MARKERS as MARKS,
+)
+from cs336_systems.report.plots.charts import (
     Axis,
     Chart,
     Curve,
@@ -19,7 +22,6 @@ from cs336_systems.report.plots.charts import (
     doubling,
 )
 from cs336_systems.report.plots.palette import GREY, PRECISION_COLOURS
-from cs336_systems.report.plots.palette import MARKERS as MARKS
 from cs336_systems.report.sections.ceilings.tables import (
     collective_rows,
     product_rows,

@@ -7,8 +7,8 @@ from cs336_systems.config import Phase
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.numbers import TERA
 from cs336_systems.report.plots import palette
-from cs336_systems.report.plots.charts import Axis, Chart, Curve, Line, Panel, Point
-from cs336_systems.report.plots.palette import GREY, MARKERS
+from cs336_systems.report.plots.charts import MARKERS, Axis, Chart, Curve, Line, Panel, Point
+from cs336_systems.report.plots.palette import GREY
 from cs336_systems.report.sections.ceilings.plots import COLOURS, DATA_SHEET, points_of, slow_layers
 from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops, timed
 from cs336_systems.report.sections.study import promised_bandwidth

@@ -23,7 +23,8 @@ ALL_KINDS = "all"
 """Name of all collectives together in the column of their kinds."""
 EXPOSED = (
     "Exposed: the GPU runs a collective and nothing that computes, so the step waits for it; overlapped is the rest. "
-    "A rank's kernel runs while it waits for other ranks, and that is a part of its time."
+    "A rank's kernel runs while it waits for other ranks, and that is a part of its time. Times are those of rank 0, "
+    "in the phase in which they pass: a collective can begin in a later phase than the one that launched it."
 )
 IN_TIME = (
     "Late: the gather ended after what needs it was ready, which is when the work before it had ended and the host had "

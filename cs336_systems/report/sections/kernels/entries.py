@@ -1,15 +1,20 @@
 """The entries of tables about kernels: explained traces, with the records of their runs if these are known."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile, decode_profile
+from cs336_systems.analysis.kernels.what_if import WhatIf, what_if
 from cs336_systems.config import Phase, Profiler, RunConfig
-from cs336_systems.record import RunRecord, Status
+from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.entries import load_entries
+from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.sweep.store import kernel_profile_path
 
 KERNEL_PROFILERS = (Profiler.NSYS, Profiler.KINETO)
@@ -24,6 +29,8 @@ class Explained:
     profiled: RunRecord | None = None
     plain: RunRecord | None = None
     """The same run without a profiler; None if there is none that finished."""
+    what_if: WhatIf | None = None
+    """What the step would take with changes; None if that was not worked out."""
 
     @property
     def device_name(self) -> str | None:
@@ -51,6 +58,9 @@ class Profiled(Explained):
     profiled: RunRecord
 
 
+E = TypeVar("E", bound=Explained)
+
+
 def explained(profile: StepProfile, record: RunRecord | None, others: Sequence[RunRecord] = ()) -> Explained:
     """The entry of a profile: with the record of its run, if known, and the run without a profiler among `others`."""
     if record is None:
@@ -74,6 +84,24 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profile
         return Profiled(config=record.config, profile=profile, plain=_plain_run(record, records), profiled=record)
 
     return load_entries(records, KERNEL_PROFILERS, load)
+
+
+def replayed(entries: Iterable[E], ceilings: Ceilings) -> list[E]:
+    """The entries with what their steps would take with changes, of which those ceilings tell the times of matmuls."""
+    return [replace(entry, what_if=_what_if(entry, ceilings)) for entry in entries]
+
+
+def _what_if(entry: Explained, ceilings: Ceilings) -> WhatIf:
+    """The host's time is that of the run without a profiler if launches limit it; otherwise that time is a bound."""
+    curves = ceilings.curves(entry.device_name or next(iter(entry.profile.device_names), ""))
+    plain = None if entry.config is None else entry.config.unprofiled
+    predicted = None if plain is None or curves is None else predicted_time(plain, curves)
+    measured = () if entry.plain is None else entry.plain.launch_times_s
+    known_s = [statistics.median(measured)] if measured else []
+    is_host_measured = entry.plain is not None and WarningCode.LAUNCH_BOUND in {w.code for w in entry.plain.warnings}
+    if predicted is not None and not (known_s and is_host_measured):
+        known_s.append(predicted.launch_s)
+    return what_if(entry.profile, entry.config, curves, min(known_s, default=None))
 
 
 def _plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:

@@ -3,16 +3,16 @@
 All numbers are per step. A finding is there only if it costs at least the share that its threshold below says.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cs336_systems.analysis.advice import NOT_IN_USE, Remedy, against_launches, remedies, use_of
+from cs336_systems.analysis.advice import OF_PRECISION, Remedy
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, StepProfile, Work
-from cs336_systems.config import Parallel, Precision, RunConfig
-from cs336_systems.costs.hardware import DeviceSpec, faster_precisions, find_device
+from cs336_systems.analysis.kernels.what_if import WhatIf, faster_than_now, full_precision_kernels, unknown_gains
+from cs336_systems.config import Precision, RunConfig
+from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.numbers import label
 from cs336_systems.report.sections.kernels.facts import (
     MIN_LATE_SHARE,
@@ -27,6 +27,7 @@ from cs336_systems.report.sections.kernels.facts import (
     wall_s,
 )
 from cs336_systems.report.sections.kernels.one_offs import OneOff, find_one_offs, without
+from cs336_systems.report.sections.kernels.what_if import proposals
 from cs336_systems.report.sections.kernels.words import WHERE, items, launches, ms, path_text, terms, times, us
 from cs336_systems.report.sentences import percent_of
 from cs336_systems.text import counted
@@ -56,10 +57,6 @@ MIN_FULL_PRECISION_SHARE = 0.25
 """Smallest reported share of the kernels' time in fp32 products, for which tensor cores need a tenth of the time."""
 MIN_MAIN_SHARE = 0.25
 """Smallest share of the CPU time with which an operator is reported whatever it does."""
-_FULL_PRECISION = re.compile(r"sgemm|f32f32_f32f32_f32")
-"""Part of the names of fp32 products of cuBLAS and CUTLASS: ampere_sgemm_, simt_sgemm, xmma_gemm_f32f32_f32f32_f32_."""
-_HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
-"""Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32 and bf16."""
 
 _WAITING = tuple(phase for phase in WHERE if phase not in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED))
 """Phases in which the host has no reason to wait; a timed step synchronises only before and after them."""
@@ -74,14 +71,16 @@ class _Finding:
     text: str
 
 
-def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
-    """Sentences in order: one-offs, what limits the step, where the device idles, what else takes long; longest first.
+def findings(profile: StepProfile, config: RunConfig | None = None, replayed: WhatIf | None = None) -> tuple[str, ...]:
+    """Sentences in order: one-offs, what limits the step, what would shorten it, where the device idles, what else.
 
-    With the `config` of the run, nothing is advised that it does already.
+    Of the last two, the longest come first. With the `config` of the run, nothing is advised that it does already.
+    `replayed` is what the step takes with changes; without it, how much each would gain is not known.
     """
     one_offs = find_one_offs(profile)
     found, steady = _Findings(profile, config), _Findings(without(profile, one_offs), config)
-    first = [*found.one_offs(one_offs), *found.limit(), *steady.main_operators()]
+    ways = replayed or unknown_gains(profile, config)
+    first = [*found.one_offs(one_offs), *found.limit(), *steady.main_operators(), *steady.proposals(ways)]
     idle = [*found.late_phases(), *found.waits(), *found.pauses(), *found.between()]
     long = [*steady.unknown(), *steady.unattributed(), *steady.recomputed(), *steady.communication(),
             *steady.full_precision(), *found.optimizer(), *steady.moving()]  # fmt: skip
@@ -143,9 +142,8 @@ class _Findings:
         )
         if is_launch_bound(self.profile):
             yield (
-                f"The CPU is the limit: the GPU is busy {told}{self.launch_cost()} What helps is "
-                f"{against_launches(self.config)}; a faster GPU does not. A profiler makes each launch slower: without "
-                "one it is less."
+                f"The CPU is the limit: the GPU is busy {told}{self.launch_cost()} A larger model or batch helps, a "
+                "faster GPU does not. A profiler makes each launch slower: without one it is less."
             )
         elif busy_s >= MIN_BUSY_SHARE * self.wall_s > busy_s - exposed_s(self.profile):
             yield f"Communication is a limit: the GPU computes less than it seems to. It is busy {told}"
@@ -243,7 +241,6 @@ class _Findings:
 
     def between(self) -> Sequence[_Finding]:
         """The time that the device takes from one kernel to the next."""
-        advice = remedies(self.config, Remedy.COMPILE, Remedy.OPTIMIZER)
         lost = idle(self.profile, IdleCause.BETWEEN_KERNELS)
         each = us(lost.total_s / max(lost.count, 1))
         return _from(
@@ -251,7 +248,7 @@ class _Findings:
             lost.total_s,
             f"Between kernels that were launched in time the GPU idles {self.ms(lost.total_s)}, "
             f"{self.of_wall(lost.total_s)} of the step: {each} each, {self.times(lost.count)}. Fewer and longer "
-            f"kernels have less of it{advice and f' ({advice})'}.",
+            "kernels have less of it.",
         )
 
     def unknown(self) -> Sequence[_Finding]:
@@ -307,8 +304,7 @@ class _Findings:
             _Finding(
                 lost_s,
                 f"Communication takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, {self.of_wall(lost_s)} of "
-                f"the step, the GPU computes nothing: {', '.join(parts)}.{self.waits_for_ranks(lost_s)}"
-                f"{_hiding(self.config)}",
+                f"the step, the GPU computes nothing: {', '.join(parts)}.{self.waits_for_ranks(lost_s)}",
             ),
         )
 
@@ -329,61 +325,75 @@ class _Findings:
 
     def full_precision(self) -> Sequence[_Finding]:
         """Products in true fp32 on a device with tensor cores that take them in TF32 or in half precision."""
-        if not self.on_device or (self.config is not None and self.config.precision is not Precision.FP32):
-            return ()
-        rows = [row for row in self.kernels if _is_full_precision(row)]
-        full_s = added(rows).total_s
-        device = next(filter(None, map(find_device, self.profile.device_names)), None)
-        if device is not None:
-            faster = faster_precisions(device)
-        else:
-            faster = (Precision.TF32, Precision.BF16) if any(_HAS_TF32.search(row.name) for row in rows) else ()
-        ways = " or ".join(use_of(precision, self.config) for precision in faster)
+        faster = self.faster()
+        full_s = self.full_precision_s() if faster else 0.0
         return _from(
             MIN_FULL_PRECISION_SHARE * self.kernel_s,
-            full_s if faster else 0,
+            full_s,
             f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, and leave the tensor cores "
-            f"idle: {ways} would use them{'' if device is None else _promised(device, faster)}.",
+            f"idle, which have {' and '.join(faster)}{_promised(self.profile, faster)}.",
         )
 
+    def faster(self) -> tuple[Precision, ...]:
+        """Faster precisions of the device, for a run in fp32."""
+        is_full = self.config is None or self.config.precision is Precision.FP32
+        return faster_than_now(self.profile, self.config) if self.on_device and is_full else ()
+
+    def full_precision_s(self) -> float:
+        return added(full_precision_kernels(self.profile)).total_s
+
+    def optimizer_s(self) -> float:
+        """Wall time of the optimizer."""
+        return sum(sum(phase.wall_s) for phase in self.profile.phases if phase.phase is LaunchPhase.OPTIMIZER)
+
     def optimizer(self) -> Sequence[_Finding]:
-        """A large optimizer; what to do depends on whether it is fused already, as its kernels and the run say."""
+        """A large optimizer."""
         phases = [phase for phase in self.profile.phases if phase.phase is LaunchPhase.OPTIMIZER]
-        whole_s = sum(sum(phase.wall_s) for phase in phases)
-        own = [row for row in self.profile.classes if row.phase is LaunchPhase.OPTIMIZER]
-        fused_s = added(row for row in own if row.kind is KernelClass.OPTIMIZER).total_s
-        is_written_out = fused_s < added(own).total_s / 2 and Remedy.OPTIMIZER.is_open_to(self.config)
-        remedy = f"; {Remedy.OPTIMIZER.named_for(self.config)} does the same in few" if is_written_out else ""
+        whole_s = self.optimizer_s()
         return _from(
             MIN_OPTIMIZER_SHARE * self.wall_s,
             whole_s,
             f"The optimizer takes {self.ms(whole_s)}, {self.of_wall(whole_s)} of the step, in "
-            f"{self.items(num_launches(*phases))}{remedy}.",
+            f"{self.items(num_launches(*phases))}.",
         )
+
+    def moving_s(self) -> tuple[float, float]:
+        """Time in forward and backward of kernels that move values, and of all."""
+        rows = [row for row in self.profile.classes if row.phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD)]
+        return added(row for row in rows if row.kind in _MOVING).total_s, added(rows).total_s
 
     def moving(self) -> Sequence[_Finding]:
         """Element-wise work and the like, which a compiler fuses."""
-        is_open = Remedy.COMPILE.is_open_to(self.config)
-        fuses = f": {Remedy.COMPILE.named_for(self.config)} fuses them" if is_open else ""
-        fuses += f", {NOT_IN_USE}" if self.config is None else ""
-        rows = [row for row in self.profile.classes if row.phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD)]
-        moving_s, whole_s = added(row for row in rows if row.kind in _MOVING).total_s, added(rows).total_s
+        moving_s, whole_s = self.moving_s()
         return _from(
             MIN_MOVING_SHARE * whole_s,
             moving_s,
             f"In forward and backward, {percent_of(moving_s, whole_s)} of the {self.words.time}, {self.ms(moving_s)}, "
-            "goes to element-wise work, norms, sums and copies, which move values more than they compute"
-            f"{fuses}.",
+            "goes to element-wise work, norms, sums and copies, which move values more than they compute.",
         )
 
+    def proposals(self, ways: WhatIf) -> Iterator[str]:
+        """What would shorten the step, with the flags that do it."""
+        if text := proposals(ways, self.config, self.evident()):
+            yield text
 
-def _hiding(config: RunConfig | None) -> str:
-    """What would hide communication, beyond what the run does already."""
-    if config is None or config.parallel is Parallel.NONE:
-        return ""
-    if config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT):
-        return f" --parallel {Parallel.DDP_OVERLAP} averages gradients while backward computes."
-    return " A larger batch on each rank computes longer for the same bytes."
+    def evident(self) -> set[Remedy]:
+        """Ways to shorten the step that these sums speak for, though not by how much."""
+        found: set[Remedy] = set()
+        if is_launch_bound(self.profile):
+            found |= {Remedy.COMPILE, Remedy.ATTENTION, Remedy.OPTIMIZER, Remedy.GRAPHS}
+        if idle(self.profile, IdleCause.BETWEEN_KERNELS).total_s >= MIN_BETWEEN_SHARE * self.wall_s:
+            found |= {Remedy.COMPILE, Remedy.OPTIMIZER}
+        if self.full_precision_s() >= MIN_FULL_PRECISION_SHARE * self.kernel_s:
+            found |= {OF_PRECISION[precision] for precision in self.faster()}
+        if self.optimizer_s() >= MIN_OPTIMIZER_SHARE * self.wall_s:
+            found.add(Remedy.OPTIMIZER)
+        moving_s, whole_s = self.moving_s()
+        if moving_s >= MIN_MOVING_SHARE * whole_s:
+            found.add(Remedy.COMPILE)
+        if exposed_s(self.profile) >= MIN_EXPOSED_SHARE * self.wall_s:
+            found.add(Remedy.OVERLAP)
+        return found
 
 
 def _median_s(kernels: Iterable[KernelTimes]) -> float:
@@ -402,12 +412,11 @@ def _rounded_ms(time_s: float) -> str:
     return f"{time_s * 1e3:,.0f} ms" if time_s >= 10e-3 else ms(time_s)
 
 
-def _is_full_precision(row: KernelTimes) -> bool:
-    return row.kind is KernelClass.MATMUL and _FULL_PRECISION.search(row.name) is not None and "tf32" not in row.name
-
-
-def _promised(device: DeviceSpec, faster: Iterable[Precision]) -> str:
-    """Peak rates of these precisions and of fp32 by the data sheet."""
+def _promised(profile: StepProfile, faster: Iterable[Precision]) -> str:
+    """Peak rates of these precisions and of fp32 by the data sheet of the device, if it is known."""
+    device = next(filter(None, map(find_device, profile.device_names)), None)
+    if device is None:
+        return ""
     rates = {precision: device.peak_flops_per_s.get(precision) for precision in (*faster, Precision.FP32)}
     named = [f"{precision} {rate / 1e12:g}" for precision, rate in rates.items() if rate is not None]
     return f" ({device.names[0]}, by its data sheet: {', '.join(named)} TFLOP/s)"

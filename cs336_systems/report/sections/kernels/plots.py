@@ -141,7 +141,7 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
     if not bars:
         return None
     return Chart(
-        name="communication", title="What of the communication computing hides",
+        name="communication", title="How much of the communication is hidden behind computing",
         settings=", ".join(describe_devices([profile for _, profile in shared])), size=(6.0, 0.0), legend=4,
         styles=COMMUNICATION, is_lying=True,
         panels=[Panel(x=Axis(names=labels), y=Axis(label="time of a step on the device (ms)", unit="ms"), bars=bars)],

@@ -31,7 +31,8 @@ FIELDS = ("batch_size", "precision", "compile", "compile_blocks", "optimizer",
 """Settings that ladder.csv gives of each rung."""
 TIMES = ("step_mean_ms", "step_std_ms", "step_ci95_low_ms", "step_ci95_high_ms", "tokens_per_s", "model_tflops_per_s",
          "mfu", "ceiling_share")  # fmt: skip
-MEASURED = ("device_name", "status", "error", *TIMES, "peak_allocated_gib", "peak_reserved_gib", "warnings")
+PREDICTED = ("predicted_step_ms", "predicted_step_error")
+MEASURED = ("device_name", "status", "error", *TIMES, *PREDICTED, "peak_allocated_gib", "peak_reserved_gib", "warnings")
 """Columns of a sweep's results, over the rung's processes; None for a rung that has not run."""
 COMPILED = ("graphs", "graph_breaks", "recompiles")
 LEAST = ("weights", "casts", "optimizer", "activations", "state")

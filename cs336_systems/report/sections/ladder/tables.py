@@ -9,7 +9,7 @@ from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
 from cs336_systems.report.sections.ladder.notes import count_notes, gate_notes, reason_notes, speed_notes
 from cs336_systems.report.sections.ladder.plots import ladder_chart
 from cs336_systems.report.sections.ladder.reasons import reasons
-from cs336_systems.report.sections.ladder.rows import COMPILED, FIELDS, TIMES
+from cs336_systems.report.sections.ladder.rows import COMPILED, FIELDS, PREDICTED, TIMES
 from cs336_systems.report.table import known, make_table
 from cs336_systems.sweep.ladder import GATE_STEPS
 
@@ -21,10 +21,11 @@ BYTES = ("least_weights_bytes", "least_casts_bytes", "least_optimizer_bytes", "l
 CSV_COLUMNS = (
     "rung", "change", "size", *FIELDS, "context_length", "vocab_size", "attention", "device_name", "status", "error",
     "processes", *TIMES, "last", *SPEED_UPS, "peak_allocated_gib", "peak_reserved_gib", "compile_s", *COMPILED,
-    *DISTANCES, "launches_per_step", "busy_ms", "busy_share", *BYTES, "warnings",
+    *DISTANCES, "launches_per_step", "busy_ms", "busy_share", *BYTES, "warnings", *PREDICTED,
 )  # fmt: skip
 SPEED = (
     column("rung"), column("change"), column("step_mean_ms", instead="ended"), column("step_ci95_low_ms"),
+    column("predicted_step_ms", drop_order=5), column("predicted_step_error", drop_order=5),
     column("tokens_per_s"), column("mfu", drop_order=6), column("ceiling_share", drop_order=10),
     column("speed_up_over_last"), column("speed_up_over_last_ci95_low"), column("speed_up_over_first"),
     column("speed_up_over_first_ci95_low"), column("peak_allocated_gib", drop_order=4), column("gate"),

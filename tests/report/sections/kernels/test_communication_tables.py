@@ -93,8 +93,12 @@ def test_exposed_communication_is_told_with_its_phases_and_what_hides_it() -> No
     def config(way: Parallel) -> RunConfig:
         return make_config("small", parallel=way, ranks=2)
 
-    assert "--parallel ddp-overlap" in told(make_shared(), config(Parallel.DDP_FLAT))
-    assert "--parallel" not in told(make_shared(), config(Parallel.DDP_OVERLAP))
+    def proposed(way: Parallel) -> str:
+        return " ".join(text for text in findings(make_shared(), config(way)) if text.startswith("What may"))
+
+    assert "--parallel ddp-overlap" in proposed(Parallel.DDP_FLAT)
+    assert "--parallel" not in proposed(Parallel.DDP_OVERLAP)
+    assert "a larger --batch-size" in proposed(Parallel.DDP_OVERLAP)
 
 
 def test_a_rank_for_which_the_others_wait_is_named_if_it_is_always_the_same() -> None:

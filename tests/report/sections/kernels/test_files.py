@@ -47,10 +47,10 @@ def test_what_the_tables_are_of(change, text):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_findings_are_numbered_in_their_order(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_files, "findings", lambda profile, config: ("first", "second"))
+    monkeypatch.setattr(kernel_files, "findings", lambda *_: ("first", "second"))
     table = tables_of_one(of_file(), 3)[0]
     assert (table.title, table.rows) == ("Findings", (("1", "first"), ("2", "second")))
-    monkeypatch.setattr(kernel_files, "findings", lambda profile, config: ())
+    monkeypatch.setattr(kernel_files, "findings", lambda *_: ())
     assert tables_of_one(of_file(), 3)[0].title == "Phases of a step"
     write_kernels([of_file()], tmp_path, 3)
     assert "Nothing stands out." in (tmp_path / "findings.md").read_text()

@@ -1,0 +1,179 @@
+"""`cs336 scale` (also `cs336 account scale`): a training step on many GPUs, on paper."""
+
+import functools
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from cs336_systems.commands.account import ceilings_in, check_ceilings, machine_meant
+from cs336_systems.commands.flags import (
+    Flags,
+    Flat,
+    GlobalBatchSize,
+    ModelArguments,
+    Switch,
+    choices,
+    make_config,
+    unset,
+    with_flags,
+)
+from cs336_systems.commands.outcome import OK, checked, show
+from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
+from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY, data_sheet_curves, data_sheet_link
+from cs336_systems.costs.hardware import DeviceSpec
+from cs336_systems.costs.limits import FEED_FORMULAS, Given, Paper, Scheme, feed
+from cs336_systems.costs.links import Links, measured_links
+from cs336_systems.costs.scale import Machine, Scale, scale_step
+from cs336_systems.costs.shards import factor_bytes
+from cs336_systems.files import encode_json
+from cs336_systems.report.numbers import GIGA
+from cs336_systems.report.section import pngs_of, texts_of, write_files
+from cs336_systems.report.sections.scale import link_source, rate_source, scale_json, scale_section
+from cs336_systems.studies.ceilings_files import Ceilings
+
+MAX_GB_PER_S = 1e6
+
+
+@with_flags(
+    "size", "context_length", "batch_size", "precision", "optimizer", "checkpoint_blocks",
+    rules={"size": "small", "context_length": "512, and 1024 for gpt2", "precision": "bf16", "optimizer": "fused"},
+)  # fmt: skip
+class ScaleArguments(Flags):
+    """Predict a training step that many GPUs share: time, exposed communication, memory and MFU of each way, and from
+    how many ranks on communication takes longer than computing.
+
+    Nothing is run, and no GPU is needed. Attention is fused unless --attention says otherwise. Each GPU has
+    --batch-size sequences on any number of ranks; with --global-batch-size the ranks share out one batch.
+    """
+
+    ranks: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "powers of 2 up to a node")] = None
+    """Numbers of GPUs; beyond one node they must fill nodes."""
+    parallel: Annotated[tuple[Scheme, ...], choices(Scheme, many=True)] = tuple(Scheme)
+    """ddp: data parallel, PyTorch's; fsdp: fully sharded, ours; tp: tensor parallel; fsdp+tp: both."""
+    global_batch_size: GlobalBatchSize = None
+    gpus_per_node: int = 8
+    """GPUs that NVLink connects."""
+    network_gb_per_s: Annotated[float | None, unset("GB/S", "no network: one node")] = None
+    """Rate at which each GPU sends to other nodes while the others of its node do too (GB/s): that of its adapter."""
+    node_gb_per_s: Annotated[float | None, unset("GB/S", "measured, or else by the data sheet")] = None
+    """Rate at which each GPU sends to others of its node (GB/s)."""
+    device_name: Annotated[str | None, unset("NAME", "this machine's GPU, or the only one with ceilings")] = None
+    """GPU to train on, such as H200."""
+    ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
+    """Directory of measured ceilings (`cs336 ceilings`). A device without any takes its data sheet's rates at stated
+    efficiencies."""
+    model: Flat[ModelArguments] = field(default_factory=ModelArguments)
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    """Directory for the tables (scale.md, .tex, .typ), their values (scale.csv) and the picture (plots/scale.png)."""
+    json: Switch = False
+    """Print JSON instead of tables."""
+
+    def config(self) -> RunConfig:
+        """The step of one process; raise ValueError for flags that contradict each other."""
+        usual = {
+            "size": "small", "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "attention": Attention.SDPA
+        }  # fmt: skip
+        config = make_config(Device.CUDA, **usual | self.given() | self.model.given())
+        if config.precision is Precision.FP16:
+            raise ValueError("--precision fp16 is not predicted: its gradient scaler waits for the device; use bf16")
+        return config
+
+    @property
+    def rank_counts(self) -> tuple[int, ...]:
+        """The numbers of GPUs, each once."""
+        powers = (2**power for power in range(self.gpus_per_node.bit_length()))
+        return tuple(dict.fromkeys(powers if self.ranks is None else self.ranks))
+
+    def check(self) -> None:
+        """Raise ValueError for values out of range and for flags that do not go together."""
+        check_ceilings(self.ceilings)
+        if self.model.model is not None:
+            raise ValueError("the cost of a model of your own is not known from its flags: leave --model out")
+        for flag, numbers, most in (
+            ("--gpus-per-node", (self.gpus_per_node,), 1024),
+            ("--ranks", self.rank_counts, MAX_RANKS),
+            ("--global-batch-size", (1 if self.global_batch_size is None else self.global_batch_size,), 10**9),
+        ):
+            if not numbers or not 1 <= min(numbers) <= max(numbers) <= most:
+                raise ValueError(f"{flag} must be from 1 to {most}, got {' '.join(map(str, numbers)) or 'none'}")
+        for flag, rate in (("--network-gb-per-s", self.network_gb_per_s), ("--node-gb-per-s", self.node_gb_per_s)):
+            if rate is not None and not 0 < rate <= MAX_GB_PER_S:
+                raise ValueError(f"{flag} must be above 0 and at most {MAX_GB_PER_S:g}, got {rate}")
+        most = max(self.rank_counts)
+        if most > self.gpus_per_node and self.network_gb_per_s is None:
+            raise ValueError(f"{most} ranks need several nodes of {self.gpus_per_node} GPUs: give --network-gb-per-s")
+        if wrong := [ranks for ranks in self.rank_counts if ranks > self.gpus_per_node and ranks % self.gpus_per_node]:
+            raise ValueError(f"--ranks {wrong[0]} does not fill nodes of --gpus-per-node {self.gpus_per_node}")
+
+    def sequences(self, ranks: int) -> int:
+        """Sequences of a step of all ranks."""
+        return ranks * self.batch_size if self.global_batch_size is None else self.global_batch_size
+
+
+def _links(arguments: ScaleArguments, name: str, device: DeviceSpec | None, ceilings: Ceilings) -> tuple[Links, str]:
+    """How the GPUs are connected, and where the rate within a node comes from; raise ValueError if it is not known."""
+    size = arguments.gpus_per_node
+    network = None if arguments.network_gb_per_s is None else arguments.network_gb_per_s * GIGA
+    if arguments.node_gb_per_s is not None:
+        rate = arguments.node_gb_per_s * GIGA
+        return Links(gpus_per_node=size, node_bytes_per_s=rate, network_bytes_per_s=network), "given"
+    if (measured := measured_links(ceilings.collectives(name), size, network)) is not None:
+        return measured, link_source(measured.measured_ranks)
+    promised = None if device is None else data_sheet_link(device)
+    if promised is None:
+        raise ValueError(
+            f"needed --node-gb-per-s: no collectives among several {name} were measured, and how they are connected "
+            "is not in its data sheet"
+        )
+    return Links(gpus_per_node=size, node_bytes_per_s=promised, network_bytes_per_s=network), link_source(None)
+
+
+def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> Scale:
+    """The answer to what was asked; raise ValueError if the device is not known well enough."""
+    name, device = machine_meant(arguments.device_name, ceilings)
+    if name is None:
+        found = f"; there are ceilings of {', '.join(ceilings.device_names)}" if ceilings.device_names else ""
+        raise ValueError(f"needed --device-name: this machine has no GPU whose data sheet is known{found}")
+    links, source = _links(arguments, name, device, ceilings)
+    measured = ceilings.curves(name)
+    if measured is not None and not measured.matmuls.get(config.precision):
+        measured = None
+    peak = None if device is None else device.peak_flops_per_s.get(config.precision)
+    rate = None if measured is None else ceilings.flops_per_s(name, config.precision)
+    curves = data_sheet_curves(device) if measured is None and device is not None else measured
+    rate = MATMUL_EFFICIENCY * peak if rate is None and peak is not None else rate
+    if curves is None or rate is None:
+        raise ValueError(f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a data sheet")
+    machine = Machine(curves=curves, links=links, peak_flops_per_s=peak)
+    bytes_of_factor = factor_bytes(config.precision)
+    paper = Paper(
+        tokens=arguments.sequences(max(arguments.rank_counts)) * config.model.context_length,
+        feed=feed(config.model), flops_per_s=rate, links=links, weight_bytes=bytes_of_factor,
+        activation_bytes=bytes_of_factor,
+    )  # fmt: skip
+    steps = tuple(
+        (scheme, ranks, scale_step(config, scheme, ranks, arguments.sequences(ranks), machine))
+        for scheme in dict.fromkeys(arguments.parallel)
+        for ranks in arguments.rank_counts
+    )
+    return Scale(
+        config=config, steps=steps, machine=machine, device_name=name, is_measured=measured is not None,
+        given=Given(
+            paper=paper, feed_formula=FEED_FORMULAS[config.model.arch], link_source=source,
+            rate_source=rate_source(name, config.precision, is_measured=measured is not None),
+        ),
+    )  # fmt: skip
+
+
+def run(arguments: ScaleArguments) -> int:
+    """Print the tables, and write them with the picture if --output is given."""
+    checked(arguments.check)
+    config = checked(arguments.config)
+    found = checked(functools.partial(_scale, arguments, config, ceilings_in(arguments.ceilings)))
+    section = scale_section(found)
+    if arguments.output is not None:
+        write_files({**texts_of(section), **pngs_of(section)}, arguments.output)
+    show(arguments.json, lambda: encode_json(scale_json(found)), lambda: section.tables, arguments.output)
+    return OK

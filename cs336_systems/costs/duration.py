@@ -1,0 +1,64 @@
+"""How long a run takes with all that is not a step, and a sweep of many, before anything is measured."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from cs336_systems.config import CompileMode, Profiler, RunConfig
+from cs336_systems.costs.curves import Curves
+from cs336_systems.costs.ranks_time import predicted_time
+
+RUN_S = 0.8
+"""What a run takes besides its steps: a process with its CUDA context, the model, the first kernels, the record.
+
+The 150 runs of the sweeps train, train_bf16, train_fp32, sdpa and inference in data/e2e_benchmark took 0.74 to 0.87 s
+each, from the start of one to that of the next, whatever the size of the model."""
+COMPILED_S = 6.0
+"""What a run with compiled blocks takes beside that, with the compiler's cache on disk.
+
+In train_fast and train_fast_batch16 it was 4.3 to 7.3 s, and 10.4 s for the first, which filled the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """How long the runs of a sweep should take, as far as that is known."""
+
+    steps_s: Mapping[RunConfig, float]
+    """The predicted step of each run."""
+    runs_s: Mapping[RunConfig, float]
+    """Each whole run, those too that will not fit and end early."""
+    num_gpus: int = 1
+    """GPUs that take the next run whenever they are free."""
+
+    def total_s(self, configs: Iterable[RunConfig]) -> float | None:
+        """Time until the last of these runs ends, in this order; None if that of any run is not known.
+
+        A run on several ranks waits until as many GPUs are free.
+        """
+        free_s = [0.0] * self.num_gpus
+        for config in configs:
+            if (run_s := self.runs_s.get(config)) is None:
+                return None
+            count = min(config.ranks, self.num_gpus)
+            free_s = sorted([free_s[count - 1] + run_s] * count + free_s[count:])
+        return free_s[-1]
+
+
+NOTHING_EXPECTED = Expected(steps_s={}, runs_s={})
+
+
+def expect(configs: Iterable[RunConfig], too_large: Iterable[RunConfig], curves: Curves, num_gpus: int = 1) -> Expected:
+    """What the ceilings of the device let expect; of the runs in `too_large`, that they end before their first step.
+
+    Nothing is expected of a run under a profiler, which slows it.
+    """
+    failing = {config.configuration for config in too_large}
+    steps_s: dict[RunConfig, float] = {}
+    runs_s: dict[RunConfig, float] = {}
+    for config in configs:
+        if config.configuration in failing:
+            runs_s[config] = RUN_S
+        elif config.profiler is Profiler.NONE and (found := predicted_time(config, curves)) is not None:
+            steps_s[config] = found.step_s
+            compiled_s = 0.0 if config.compile is CompileMode.NONE else COMPILED_S
+            runs_s[config] = RUN_S + compiled_s + (config.warmup_steps + config.measured_steps) * found.step_s
+    return Expected(steps_s=steps_s, runs_s=runs_s, num_gpus=num_gpus)

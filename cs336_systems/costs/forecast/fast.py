@@ -1,0 +1,156 @@
+"""The operations of a step with fused blocks in CUDA graphs, as `--fast` computes it, in the order of their launches.
+
+It follows model/fast/ kernel by kernel. How much memory such a step takes is in costs/fast_memory.py.
+"""
+
+from cs336_systems.config import (
+    PACKED_MULTIPLE,
+    Arch,
+    Attention,
+    Mode,
+    OptimizerKind,
+    Phase,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.costs.accounting import Component, parameters_by_component
+from cs336_systems.costs.forecast.forward import FP32_BYTES, HALF_BYTES
+from cs336_systems.costs.forecast.parameters import axes
+from cs336_systems.costs.forecast.tape import ADAMW_BYTES, Form, Tape
+
+PARTIAL_ROWS = 264
+"""Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (sums_kernel.py)."""
+
+
+def is_fast_step(config: RunConfig) -> bool:
+    """Whether the step is one whose operations are listed here: all of what `--fast` chooses, without checkpoints."""
+    model = config.model
+    settings = (
+        config.fused_blocks, config.fused_loss, config.compile_blocks, config.cuda_graph,
+        config.mode is not Mode.TRAIN or config.optimizer is OptimizerKind.FUSED,
+        model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,
+        model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0,
+    )  # fmt: skip
+    return all(settings) and not (config.fp8 or config.checkpoint_blocks or config.loss_chunks > 1)
+
+
+def fast_tape(config: RunConfig) -> Tape:
+    """The operations of one step in the steady state, on a tape without tensors."""
+    step = _FastStep(config)
+    step.run()
+    return step.tape
+
+
+class _FastStep:
+    """Writes the operations of one step; bytes are those that a kernel reads and writes if nothing is read twice."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.gpt2 = config, config.model.arch is Arch.GPT2
+        self.vocabulary = -(-config.model.vocab_size // config.pad_vocabulary) * config.pad_vocabulary
+        self.tape = Tape(axes(config) | {"vocabulary": self.vocabulary})
+        self.stream = self.tape.size("batch T d_model")
+        """Elements of the residual stream."""
+        self.hidden = self.tape.size("batch T d_ff")
+        self.logits = self.tape.size("batch T vocabulary")
+        self.factors = 1 if self.gpt2 else 2
+        """Results of the feed-forward network's first matmul, side by side."""
+
+    def run(self) -> None:
+        """One step in the configuration's mode."""
+        tape, mode = self.tape, self.config.mode
+        tape.begin(Phase.FORWARD)
+        self._forward()
+        if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+            tape.begin(Phase.BACKWARD)
+            self._backward()
+        if mode is Mode.TRAIN:
+            tape.begin(Phase.OPTIMIZER)
+            self._update()
+
+    def _forward(self) -> None:
+        tape = self.tape
+        tape.pass_of(2 * FP32_BYTES * self.stream)  # the looked up rows
+        if self.gpt2:
+            tape.pass_of(2 * FP32_BYTES * self.stream)  # plus positions
+        tape.pass_of(HALF_BYTES * self.stream)  # a branch of zeros
+        for _ in range(self.config.model.num_layers):
+            self._add_norm()
+            self._linear("3 d_model", "d_model")
+            if not self.gpt2:
+                tape.pass_of(2 * HALF_BYTES * 3 * self.stream)  # heads cut, two of three rotated
+            tape.attention(Form.ATTENTION, "4 batch T d_model", HALF_BYTES)
+            self._linear("d_model", "d_model")
+            self._add_norm()
+            self._linear(f"{self.factors} d_ff", "d_model")
+            tape.pass_of(HALF_BYTES * (self.factors + 1) * self.hidden)  # SwiGLU, or GELU
+            self._linear("d_model", "d_ff")
+        self._add_norm()
+        self._linear("vocabulary", "d_model")
+        writes = self.config.mode is not Mode.INFERENCE  # the logits become their own gradient
+        tape.pass_of(HALF_BYTES * (2 if writes else 1) * self.logits)
+        tape.pass_of(FP32_BYTES * tape.size("batch T"))  # their mean
+
+    def _backward(self) -> None:
+        tape = self.tape
+        tape.pass_of(FP32_BYTES)  # the gradient of the loss
+        tape.pass_of(FP32_BYTES)  # its product with the logits' gradient, which nothing reads if it is 1
+        self._linear_backward("vocabulary", "d_model")
+        self._add_norm_backward(is_last=True)
+        for _ in range(self.config.model.num_layers):
+            self._linear_backward("d_model", "d_ff")
+            tape.pass_of(HALF_BYTES * (2 * self.factors + 1) * self.hidden)
+            if self.gpt2:
+                self._reduce(1, "d_ff")
+            self._linear_backward(f"{self.factors} d_ff", "d_model")
+            self._add_norm_backward()
+            self._linear_backward("d_model", "d_model")
+            tape.attention(Form.ATTENTION_BACKWARD, "8 batch T d_model", HALF_BYTES)
+            tape.pass_of(2 * HALF_BYTES * 3 * self.stream)
+            if self.gpt2:
+                self._reduce(3, "d_model")
+            self._linear_backward("3 d_model", "d_model")
+            self._add_norm_backward()
+        if self.gpt2:
+            tape.pass_of(FP32_BYTES * (self.stream + tape.size("T d_model")))  # positions, summed over the batch
+        tape.pass_of(FP32_BYTES * self.config.model.vocab_size * self.config.model.d_model)  # zeros
+        tape.pass_of(3 * FP32_BYTES * self.stream)  # to which each token's gradient is added
+
+    def _update(self) -> None:
+        """AdamW for weights with copies, for those without, and for a tied table, which has two gradients.
+
+        Its kernel reads and writes each tensor in order, as a copy does.
+        """
+        parts = parameters_by_component(self.config.model)
+        alone = parts[Component.EMBEDDING] + parts[Component.NORMS]
+        tied = parts[Component.HEAD] if self.gpt2 else 0
+        copied = sum(parts.values()) - alone - tied
+        self.tape.pass_of(2 * FP32_BYTES)  # the number of steps
+        for moved_bytes in (ADAMW_BYTES * copied, ADAMW_BYTES * alone, (ADAMW_BYTES + FP32_BYTES) * tied):
+            if moved_bytes:
+                self.tape.pass_of(moved_bytes)
+
+    def _linear(self, columns: str, inner: str) -> None:
+        """x W^T; a bias is added by the same kernel, or later."""
+        self.tape.matmul(Form.FORWARD, "batch T", inner, columns, HALF_BYTES)
+
+    def _linear_backward(self, columns: str, inner: str) -> None:
+        """Gradients of weight and input."""
+        self.tape.matmul(Form.WEIGHT, columns, "batch T", inner, HALF_BYTES)
+        self.tape.matmul(Form.INPUT, "batch T", columns, inner, HALF_BYTES)
+
+    def _add_norm(self) -> None:
+        """Stream and branch are read, their sum and its norm written."""
+        self.tape.pass_of(2 * (FP32_BYTES + HALF_BYTES) * self.stream)
+
+    def _add_norm_backward(self, *, is_last: bool = False) -> None:
+        """The sum and the gradients of norm and stream are read, those of branch and stream written.
+
+        After the last norm nothing reads the stream, so there it has no gradient.
+        """
+        wide = 2 if is_last else 3
+        self.tape.pass_of((wide * FP32_BYTES + 2 * HALF_BYTES) * self.stream)
+        self._reduce(3 if self.gpt2 else 1, "d_model")
+
+    def _reduce(self, sums: int, width: str) -> None:
+        """Add up partial sums over rows, for the gradients of gains and biases."""
+        self.tape.pass_of(FP32_BYTES * sums * PARTIAL_ROWS * self.tape.size(width))

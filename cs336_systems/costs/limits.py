@@ -1,0 +1,227 @@
+"""How many ranks can share a step before communication takes longer than computing: four inequalities on paper.
+
+They are those of the course, from Austin et al. 2025, How to Scale Your Model, chapters "How to Parallelize a
+Transformer for Training" and "How to Think About GPUs", in the units of this project:
+
+    B  tokens of a step                      N  ranks = X data ranks times Y tensor ranks
+    C  FLOP/s of a GPU in matmuls            G  GPUs of a node
+    W  bytes/s that a GPU sends, to its node or through the network
+    e  bytes of an element that is sent      P, D  elements of a block's matrices, d_model
+
+Only the matmuls of the blocks are counted. Communication may overlap with them, and with communication on other links.
+
+**Data parallel.** Backward takes 4 B P / (N C) for a block. Its gradients are averaged meanwhile: an all-reduce sends
+2 e P (N - 1) / N, in time / W. Computing takes longer while B / N > a (1 - 1 / N), with a = e C / (2 W). Across nodes a
+GPU sends 2 e P (1 - 1 / G) to its own, so N (1 - 1 / G) < B / a, and with many ranks B / N > a: the course's form. It
+sends 2 e P (1 - G / N) / G through the network, as the G GPUs of a node share what leaves it: N < G (1 + B / a).
+
+**Fully sharded.** Forward takes 2 B P / (N C) and gathers e P (N - 1) / N; backward computes twice as much, gathers
+again, and scatters as many gradients. Both have the same ratio as above, with e of the gathered weights.
+
+**Tensor parallel.** All B tokens pass each rank, which has 1 / Y of every matrix: 2 B P / (Y C). A block gathers its
+input and scatters its result, e B D (Y - 1) / Y each, twice: for attention and for the feed-forward network. Computing
+takes longer while Y (1 - 1 / Y) < f / a, with f = P / (4 D): the same form with f in the place of B, which has no part
+in it. Of a feed-forward network of two matrices alone, which gathers and scatters once, f is d_ff: the course's.
+
+**Both.** Weights are gathered among X ranks, 1 / Y of them, and activations among Y ranks, of B / X tokens: X and Y
+have the limits from above, one by one. With many of both N = X Y < (B / a) (f / a), or B / N > a^2 / f: the course's
+form. Across nodes tensor ranks first fill a node, and there N < G (1 + B / a) as without: the GPUs of a node gather
+different weights, but through one network. With n < 1 + f / a nodes of tensor ranks N < n G (1 + B / a).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import floor, inf, sqrt
+
+from cs336_systems.config import Arch, ModelConfig
+from cs336_systems.costs.links import Links
+
+SLACK = 1e-9
+"""Relative, so that a limit that is a whole number is not rounded down."""
+
+
+class Scheme(StrEnum):
+    """The four ways to share a step that have an inequality."""
+
+    DATA = "ddp"
+    SHARDED = "fsdp"
+    TENSOR = "tp"
+    BOTH = "fsdp+tp"
+
+
+class Link(StrEnum):
+    """What carries a part of every collective."""
+
+    NODE = "node"
+    NETWORK = "network"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paper:
+    """What the inequalities know of a step."""
+
+    tokens: int
+    """B, those of all ranks together."""
+    feed: float
+    """f, the elements of a block's matrices over 4 d_model."""
+    flops_per_s: float
+    links: Links
+    weight_bytes: int
+    """Bytes of an element of gathered weights and their gradients."""
+    activation_bytes: int
+    gradient_bytes: int = 4
+    """Bytes of an element of gradients that are averaged whole: fp32."""
+
+    def intensity(self, link: Link, element_bytes: int) -> float:
+        """a = e C / (2 W); infinite without a network."""
+        rate = self.links.node_bytes_per_s if link is Link.NODE else self.links.network_bytes_per_s
+        return inf if rate is None else element_bytes * self.flops_per_s / (2 * rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the inequalities are about, and where its numbers come from."""
+
+    paper: Paper
+    feed_formula: str
+    rate_source: str
+    """Of C."""
+    link_source: str
+    """Of W within a node."""
+    network_source: str = "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """One inequality, and what it gives if the other link is never waited for."""
+
+    scheme: Scheme
+    link: Link
+    formula: str
+    intensity: float
+    """a of the data ranks, or of the tensor ranks of tensor parallelism alone."""
+    least_tokens: float | None
+    """Tokens of a rank below which communication takes longer if there are many ranks; None where it has no part."""
+    ranks: int | None
+    """The most ranks; beyond one node they fill nodes. None if this link sets no limit."""
+
+
+def feed(model: ModelConfig) -> float:
+    """f: the elements of the matrices of a block over 4 d_model, of which attention has 4 d_model^2."""
+    return model.d_model + (3 if model.arch is Arch.CS336 else 2) * model.d_ff / 4
+
+
+FEED_FORMULAS = {Arch.CS336: "d_model + 3 d_ff / 4", Arch.GPT2: "d_model + d_ff / 2"}
+"""f in words: a feed-forward network has three matrices (SwiGLU) or two."""
+
+
+def most_ranks(budget: float, near: float, far: float, in_node: int) -> float:
+    """The most ranks, `in_node` of each node, whose communication takes no longer than computing.
+
+    `budget` is B or f, `near` and `far` are the intensities a of the node's links and of the network.
+    """
+    within, across = (budget / each if each else inf for each in (near, far))
+    if 1 + within < in_node:
+        return 1 + within
+    of_node = within * in_node / (in_node - 1) if in_node > 1 else inf
+    return max(in_node, min(of_node, in_node * (1 + across)))
+
+
+def best_data_ranks(ranks: int, tokens: int, feed: float) -> float:
+    """X of the best X times Y = `ranks` on links of one kind, where both communications take equally long.
+
+    With a X / B = a Y / f it is sqrt(N B / f).
+    """
+    return sqrt(ranks * tokens / feed)
+
+
+def bounds(paper: Paper) -> list[Bound]:
+    """The inequality of each scheme for each link."""
+    links = [Link.NODE] if paper.links.network_bytes_per_s is None else [*Link]
+    return [_bound(paper, scheme, link) for scheme in Scheme for link in links]
+
+
+def largest_ranks(paper: Paper, scheme: Scheme) -> int | None:
+    """The most ranks of a scheme; beyond one node they fill nodes. None if there is no limit."""
+    size = paper.links.gpus_per_node
+    if scheme is Scheme.TENSOR:
+        most = _whole(_most_tensor(paper), size)
+    elif scheme is Scheme.BOTH:
+        most = max(y * _most_data(paper, paper.weight_bytes, max(1, size // y)) for y in _tensor_ranks(paper))
+    else:
+        most = _most_data(paper, paper.gradient_bytes if scheme is Scheme.DATA else paper.weight_bytes, size)
+    return None if most == inf else int(most)
+
+
+def _whole(ranks: float, in_node: int) -> float:
+    """Whole ranks, and whole nodes beyond one; one rank shares with nobody."""
+    if ranks == inf:
+        return inf
+    if ranks < in_node:
+        return max(1, floor(ranks * (1 + SLACK)))
+    return floor(ranks / in_node * (1 + SLACK)) * in_node
+
+
+def _most_data(paper: Paper, element_bytes: int, in_node: int) -> float:
+    near, far = (paper.intensity(link, element_bytes) for link in Link)
+    return _whole(most_ranks(paper.tokens, near, far, in_node), in_node)
+
+
+def _most_tensor(paper: Paper) -> float:
+    near, far = (paper.intensity(link, paper.activation_bytes) for link in Link)
+    return most_ranks(paper.feed, near, far, paper.links.gpus_per_node)
+
+
+def _tensor_ranks(paper: Paper) -> Iterator[int]:
+    """Numbers of tensor ranks that divide a node, or fill nodes, within their own limit."""
+    size, most = paper.links.gpus_per_node, _most_tensor(paper) * (1 + SLACK)
+    yield from (y for y in range(1, size + 1) if size % y == 0 and y <= most)
+    if size <= most < inf and (nodes := floor(most / size)) > 1:
+        yield nodes * size
+    elif most == inf:
+        yield size
+
+
+FORMULAS = {
+    Scheme.DATA: ("N (1 - 1 / g) < B / a", "N < G (1 + B / a)"),
+    Scheme.SHARDED: ("N (1 - 1 / g) < B / a", "N < G (1 + B / a)"),
+    Scheme.TENSOR: ("N (1 - 1 / g) < f / a", "N < G (1 + f / a)"),
+    Scheme.BOTH: ("X (1 - 1 / x) < B / a, Y (1 - 1 / y) < f / a", "N < n G (1 + B / a), n < 1 + f / a"),
+}
+"""Of each scheme, for the links of a node and for the network. Of N, X, Y ranks g, x, y are in one node, and n is the
+number of nodes over which tensors are shared out, at least 1."""
+
+
+def _bound(paper: Paper, scheme: Scheme, link: Link) -> Bound:
+    sizes = {Scheme.DATA: paper.gradient_bytes, Scheme.TENSOR: paper.activation_bytes}
+    a = paper.intensity(link, sizes.get(scheme, paper.weight_bytes))
+    return Bound(
+        scheme=scheme,
+        link=link,
+        formula=FORMULAS[scheme][link is Link.NETWORK],
+        intensity=a,
+        least_tokens=_least_tokens(paper, scheme, link, a),
+        ranks=largest_ranks(_with_alone(paper, link), scheme),
+    )
+
+
+def _with_alone(paper: Paper, link: Link) -> Paper:
+    """The same with an infinitely fast other link, if there is another."""
+    links = paper.links
+    if link is Link.NETWORK:
+        return replace(paper, links=replace(links, node_bytes_per_s=inf))
+    return paper if links.network_bytes_per_s is None else replace(paper, links=replace(links, network_bytes_per_s=inf))
+
+
+def _least_tokens(paper: Paper, scheme: Scheme, link: Link, a: float) -> float | None:
+    """B / N with very many ranks: a, or a / G as the GPUs of a node share the network; less with tensor ranks."""
+    if scheme is Scheme.TENSOR:
+        return None
+    size = 1 if link is Link.NODE else paper.links.gpus_per_node
+    if scheme is not Scheme.BOTH:
+        return a / size
+    of_tensors = paper.intensity(link, paper.activation_bytes)
+    if link is Link.NODE:
+        return a * of_tensors / paper.feed
+    return a / size / max(1, floor(1 + paper.feed / of_tensors))

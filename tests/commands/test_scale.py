@@ -1,0 +1,143 @@
+"""`cs336 account scale`: its tables hold the formulas and the forecast; what is not known is refused."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.cli import main
+from cs336_systems.commands import account
+from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY
+from cs336_systems.costs.limits import FORMULAS, Scheme
+from cs336_systems.files import encode_json
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
+from tests.report.ceilings import CollectiveCell, lasting, make_ceilings, product_at, square, stream_at
+
+GIVEN = ["--size", "8B", "--ranks", "8", "64", "1024", "--gpus-per-node", "8", "--network-gb-per-s", "50"]
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This machine has none, and no ceilings."""
+    monkeypatch.setattr(account, "visible_gpus", lambda: ())
+    monkeypatch.chdir(tmp_path)
+
+
+def scale(*words: str | Path) -> int:
+    return main(["account", "scale", *map(str, words)])
+
+
+def ceilings_at(directory: Path, **fields: object) -> Path:
+    """Ceilings of a device that reaches 800 TFLOP/s in bf16, and 200 GB/s on the bus among two."""
+    products = [product_at(square(side), 800) for side in (512, 4096)]
+    streams = [stream_at(4000, 2**30, stream) for stream in (Stream.COPY, Stream.ADAMW)]
+    launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
+    reductions = [CollectiveCell(num_bytes=64 * MIB, world_size=2, timing=lasting(64 * MIB / 200e9))]
+    directory.mkdir()
+    study = make_ceilings(products, streams, launches, reductions, **fields)
+    (directory / "ceilings.json").write_bytes(encode_json(study))
+    return directory
+
+
+def test_every_way_has_its_formula_its_limit_and_a_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = ceilings_at(tmp_path / "h200")
+    assert scale(*GIVEN, "--parallel", "ddp", "fsdp", "tp", "fsdp+tp", "--ceilings", directory) == 0
+    said = capsys.readouterr().out
+    for scheme in Scheme:
+        assert len(re.findall(rf"^{re.escape(scheme)} +[\d,]+ +\d+ x \d+ ", said, re.MULTILINE)) == 3
+        assert all(formula in said for formula in FORMULAS[scheme])
+    assert "How to Scale Your Model" in said
+
+
+def test_json_has_the_numbers_of_the_inequalities_in_si_units(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand: C / W is 800e12 / 200e9 = 4000 tokens in a node, 800e12 / 400e9 = 2000 across nodes."""
+    directory = ceilings_at(tmp_path / "h200")
+    assert scale(*GIVEN, "--parallel", "fsdp", "--ceilings", directory, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    least = {
+        each["link"]: each["least_tokens"] for each in found["limits"]["bounds"] if each["scheme"] == Scheme.SHARDED
+    }
+    assert least == {"node": pytest.approx(4000), "network": pytest.approx(2000)}
+    tokens = 1024 * 4 * 512
+    assert found["limits"]["largest_ranks"]["fsdp"] == int(tokens / 4000 * 8 / 7) // 8 * 8
+    steps = found["steps"]
+    assert [each["ranks"] for each in steps] == [8, 64, 1024]
+    assert all(0 < each["exposed_s"] < each["step_s"] < 10 for each in steps)
+    for each in steps:
+        assert each["step_s"] == pytest.approx(each["compute_s"] + each["slowed_s"] + each["exposed_s"])
+
+
+def test_files_hold_the_tables_their_values_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scale("--size", "small", "--device-name", "H200", "--output", tmp_path / "paper") == 0
+    capsys.readouterr()
+    with (tmp_path / "paper" / "scale.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["way"], row["ranks"]) for row in rows] == [
+        (str(scheme), ranks) for scheme in Scheme for ranks in ("1", "2", "4", "8")
+    ]
+    assert "N < 1 + f / a" not in (tmp_path / "paper" / "scale.md").read_text(), "one node has no network"
+    assert (tmp_path / "paper" / "plots" / "scale.png").stat().st_size > 10_000
+
+
+def test_one_batch_is_shared_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scale("--device-name", "H200", "--global-batch-size", "8", "--parallel", "ddp", "--json") == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert [each["batch_size"] for each in steps] == [8, 4, 2, 1]
+    assert scale("--device-name", "H200", "--global-batch-size", "6", "--parallel", "ddp") == 0
+    assert "No ddp on 4" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_data_sheet_is_marked_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scale("--device-name", "B200", "--parallel", "ddp") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "data sheet" in said
+    assert f"{100 * MATMUL_EFFICIENCY:.0f} %" in said
+
+
+def test_the_only_device_with_ceilings_needs_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even one that no table has; without a peak there is no MFU."""
+    directory = ceilings_at(tmp_path / "own", device_name="Own GPU")
+    assert scale("--ceilings", directory, "--parallel", "ddp", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["device_name"] == "Own GPU"
+    assert found["is_measured"] is True
+    assert {each["mfu"] for each in found["steps"]} == {None}
+    assert scale("--ceilings", directory, "--parallel", "ddp") == 0
+    assert "No MFU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needed --device-name"),
+        (["--device-name", "Own GPU"], "is not known"),
+        (["--device-name", "H100"], "which differ"),
+        (["--device-name", "4090"], "--node-gb-per-s"),
+        (["--device-name", "B200", "--precision", "fp32"], "nothing is known of B200 at fp32"),
+        (["--device-name", "H200", "--ranks", "16"], "--network-gb-per-s"),
+        (["--device-name", "H200", "--ranks", "12", "--network-gb-per-s", "50"], "does not fill nodes"),
+        (["--device-name", "H200", "--ranks", "0"], "--ranks"),
+        (["--device-name", "H200", "--gpus-per-node", "0"], "--gpus-per-node"),
+        (["--device-name", "H200", "--network-gb-per-s", "nan"], "--network-gb-per-s"),
+        (["--device-name", "H200", "--node-gb-per-s", "-1"], "--node-gb-per-s"),
+        (["--device-name", "H200", "--global-batch-size", "0"], "--global-batch-size"),
+        (["--device-name", "H200", "--precision", "fp16"], "fp16"),
+        (["--device-name", "H200", "--model", "a:b"], "model of your own"),
+        (["--device-name", "H200", "--ceilings", "nowhere"], "no directory with ceilings"),
+        (["--device-name", "H200", "--size", "huge"], "unknown size"),
+    ],
+    ids=lambda value: repr(value)[-40:],
+)
+def test_what_cannot_be_answered_is_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scale(*words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"error: [^\n]+\n", printed.err)
+    assert said in printed.err

@@ -1,0 +1,101 @@
+"""The operations of the fast step, against a profile of it, closed forms, and what the model's modules launch."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.config import SIZES, Arch, Device, Mode, ModelConfig, Phase, RunConfig
+from cs336_systems.costs.accounting import Component, component_flops, count_parameters, parameters_by_component
+from cs336_systems.costs.forecast.fast import fast_tape, is_fast_step
+from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Kind, Operation
+from cs336_systems.costs.time import operations, step_time
+from cs336_systems.model.fast.choose import fastest
+from cs336_systems.record import read_record
+from cs336_systems.studies.ceilings_files import load_ceilings
+
+DATA = Path(__file__).parents[3] / "data"
+PROFILES = DATA / "kineto_profiles/train_fast"
+KERNELS_OF_BACKWARD = 3
+"""Of cuDNN's attention, where other backends have one or two: a kernel before, and one after it."""
+MODEL = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=3, num_heads=4)
+
+
+def fast(model: ModelConfig = MODEL, **fields: Any) -> RunConfig:
+    return fastest(RunConfig(size="custom", model=model, batch_size=2, device=Device.CUDA, **fields), "NVIDIA H200")
+
+
+def kernels(config: RunConfig) -> dict[Phase, list[Operation]]:
+    return operations(config)
+
+
+@pytest.mark.parametrize("size", ["small", "xl"])
+def test_each_phase_launches_what_a_profile_of_it_has(size: str) -> None:
+    (record,) = [read_record(path) for path in (PROFILES / "runs").glob(f"{size}_*") if "bf16" in path.name][:1]
+    (path,) = (PROFILES / "kernels").glob(f"{size}_*")
+    profile = json.loads(path.read_text())
+    counted: Counter[str] = Counter()
+    for kernel in profile["kernels"]:
+        if kernel["phase"] is not None:
+            counted[kernel["phase"]] += kernel["count"] / profile["num_steps"]
+    found = kernels(record.config)
+    assert is_fast_step(record.config)
+    more = {Phase.BACKWARD: (KERNELS_OF_BACKWARD - 1) * SIZES[size].num_layers}
+    assert {phase: len(each) + more.get(phase, 0) for phase, each in found.items()} == counted
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("mode", [Mode.INFERENCE, Mode.TRAIN])
+def test_matmuls_have_the_flops_of_the_closed_form(arch: Arch, mode: Mode) -> None:
+    config = fast(replace(MODEL, arch=arch), mode=mode)
+    assert config.pad_vocabulary == 1, "else there are more FLOPs"
+    flops = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 0)
+    for phase, found in kernels(config).items():
+        for each in found:
+            rows, inner, columns = each.sides
+            flops[phase] = flops.get(phase, 0) + MATMULS_OF.get(each.form, 1) * 2 * each.batch * rows * inner * columns
+    parts = component_flops(config)
+    assert flops[Phase.FORWARD] == sum(part.forward for part in parts)
+    # fused attention computes its scores again
+    assert flops[Phase.BACKWARD] == sum(part.backward + part.recomputed for part in parts)
+
+
+@pytest.mark.parametrize("arch", Arch)
+def test_the_optimizer_moves_28_bytes_a_parameter_and_a_second_gradient_of_a_tied_table(arch: Arch) -> None:
+    model = replace(MODEL, arch=arch)
+    moved = sum(each.moved_bytes for each in kernels(fast(model))[Phase.OPTIMIZER]) - 8  # the count of steps
+    tied = parameters_by_component(model)[Component.HEAD] if arch is Arch.GPT2 else 0
+    assert moved == 28 * count_parameters(model) + 4 * tied
+
+
+def test_a_padded_vocabulary_is_computed() -> None:
+    config = fast(replace(MODEL, vocab_size=81))
+    assert config.pad_vocabulary == 128
+    (head,) = [each for each in kernels(config)[Phase.FORWARD] if each.sides[2] == 128]
+    assert head.sides == (32, 48, 128)
+
+
+def test_layers_that_read_the_same_tensor_are_one_matmul() -> None:
+    block = [each for each in kernels(fast())[Phase.FORWARD] if each.kind is not Kind.PASS][:5]
+    assert [each.sides for each in block if each.form is Form.FORWARD] == [
+        (32, 48, 3 * 48), (32, 48, 48), (32, 48, 2 * 96), (32, 96, 48),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"checkpoint_blocks": 1}, {"fp8": True}, {"cuda_graph": False}, {"fused_blocks": False}, {"loss_chunks": 2}],
+    ids=str,
+)
+def test_a_part_of_it_is_not_predicted(change: dict[str, Any]) -> None:
+    curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
+    assert curves is not None
+    assert step_time(fast(), curves) is not None
+    assert step_time(replace(fast(), **change), curves) is None
+
+
+def test_the_steady_state_has_no_tensors() -> None:
+    assert fast_tape(fast()).specs == []

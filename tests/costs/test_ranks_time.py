@@ -1,0 +1,337 @@
+"""Time of a step on several ranks, against closed forms, a simulation tick by tick, and the inequalities."""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple
+
+import pytest
+
+from cs336_systems.config import (
+    Arch,
+    Device,
+    ModelConfig,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    Profiler,
+    RunConfig,
+)
+from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.communication import calls, gradient_groups, time_s, unit_bytes
+from cs336_systems.costs.curves import Curves, Matmul
+from cs336_systems.costs.limits import Paper, Scheme, feed, largest_ranks
+from cs336_systems.costs.links import Links
+from cs336_systems.costs.ranks_time import RanksTime, compute_time, predicted_time, ranks_step_time
+from cs336_systems.costs.scale import PARALLEL
+from cs336_systems.costs.shards import HEAD, LOOKUP, parameter_elements
+from cs336_systems.costs.time import step_time
+from cs336_systems.record import load_records
+from cs336_systems.studies.ceilings_files import load_ceilings
+from tests.committed import DATA, committed_runs
+
+MODEL = ModelConfig(vocab_size=64, context_length=1, d_model=256, d_ff=1024, num_layers=6, num_heads=4)
+RUN = RunConfig(size="custom", model=MODEL, batch_size=64, device=Device.CUDA, optimizer=OptimizerKind.FUSED)
+RATE = 1e12
+
+
+def curves(bandwidth: float = 1e18) -> Curves:
+    """A device of one rate for all matmuls, whose other kernels take next to no time."""
+    matmuls = (Matmul(rows=64, inner=64, columns=64, time_s=2 * 64**3 / RATE),)
+    passes = {1: 1 / bandwidth, 2**40: 2**40 / bandwidth}
+    return Curves(matmuls=dict.fromkeys(Precision, matmuls), copies=passes, adamw=passes, launch_s=0.0, kernel_s=0.0)
+
+
+def links(bytes_per_s: float, gpus: int = 8, network: float | None = None) -> Links:
+    return Links(gpus_per_node=gpus, node_bytes_per_s=bytes_per_s, network_bytes_per_s=network)
+
+
+def on(way: Parallel, ranks: int = 4, **changes: object) -> RunConfig:
+    return replace(RUN, parallel=way, ranks=ranks, **changes)  # type: ignore[arg-type]
+
+
+def predicted(config: RunConfig, rate: float, tensor_ranks: int = 1) -> RanksTime:
+    found = ranks_step_time(config, curves(), links(rate), tensor_ranks)
+    assert found is not None
+    return found
+
+
+def sums(config: RunConfig, rate: float, ranks: int = 4) -> float:
+    """What averaging all gradients takes in a ring, one collective after the other."""
+    return 2 * 4 * sum(parameter_elements(config).values()) * (ranks - 1) / ranks / rate
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e10])
+@pytest.mark.parametrize("way", [Parallel.DDP_NAIVE, Parallel.DDP_FLAT])
+def test_what_is_averaged_after_backward_is_exposed(way: Parallel, rate: float) -> None:
+    found = predicted(on(way), rate)
+    alone = step_time(RUN, curves())
+    assert alone is not None
+    assert found.compute_s == pytest.approx(alone.step_s)
+    assert found.exposed_s == pytest.approx(sums(RUN, rate))
+    assert found.time.phases_s[Phase.COMMUNICATION] == pytest.approx(found.exposed_s)
+    assert found.communication_s == pytest.approx(found.exposed_s)
+
+
+def test_joining_gradients_reads_and_writes_them() -> None:
+    slow = curves(bandwidth=1e6)
+    naive, flat = (
+        ranks_step_time(on(way), slow, links(1e9)) for way in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
+    )  # fmt: skip
+    assert naive is not None
+    assert flat is not None
+    elements = sum(parameter_elements(RUN).values())
+    assert flat.time.step_s - naive.time.step_s == pytest.approx(8 * elements / 1e6, rel=1e-6)
+
+
+class Part(NamedTuple):
+    """What the kernels do: `work_s` alone, once as many sends have ended as `needs`; sends begin before and after."""
+
+    work_s: float
+    before: Sequence[float] = ()
+    after: Sequence[float] = ()
+    needs: int = 0
+
+
+def ticked(parts: Sequence[Part], ticks: int = 5_000) -> tuple[list[float], float]:
+    """When each part and the last send end, in small steps of time: beside a send the kernels are half as fast."""
+    tick = sum(part.work_s + sum(part.before) + sum(part.after) for part in parts) / ticks
+    now, ended, sends, ends = 0.0, 0, deque[float](), list[float]()
+
+    def pass_by() -> None:
+        nonlocal now, ended
+        now += tick
+        if sends:
+            sends[0] -= tick
+            if sends[0] <= tick * 1e-6:
+                sends.popleft()
+                ended += 1
+
+    for part in parts:
+        sends.extend(part.before)
+        left = part.work_s
+        while ended < part.needs:
+            pass_by()
+        while left > tick * 1e-6:
+            left -= tick / 2 if sends else tick
+            pass_by()
+        ends.append(now)
+        sends.extend(part.after)
+    while sends:
+        pass_by()
+    return ends, now
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e9, 4e9, 1e10, 1e13])
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("way", [Parallel.DDP_OVERLAP, Parallel.DDP])
+def test_buckets_are_averaged_while_backward_goes_on(way: Parallel, arch: Arch, rate: float) -> None:
+    wide = replace(MODEL, arch=arch, d_model=1024, d_ff=4096)  # of several buckets
+    config = on(way, model=wide)
+    found, alone = predicted(config, rate), compute_time(config, curves())
+    assert alone is not None
+    backward_s = alone.phases_s[Phase.BACKWARD]
+    counts, groups = parameter_elements(config), gradient_groups(config)
+    assert len(groups) > 3
+    tables = {"positions"} if arch is Arch.GPT2 else {"embedding"}
+    multiplied = {
+        name: 0 if name in tables or "ln" in name or name.endswith("bias") else count for name, count in counts.items()
+    }
+    parts = [
+        Part(
+            work_s=backward_s * sum(multiplied[name] for name in group) / sum(multiplied.values()),
+            after=[2 * 4 * sum(counts[name] for name in group) * 3 / 4 / rate],
+        )
+        for group in groups
+    ]
+    (*_, end_s), last_s = ticked(parts)
+    assert found.slowed_s == pytest.approx(end_s - backward_s, abs=5e-3 * last_s)
+    assert found.exposed_s == pytest.approx(last_s - end_s, abs=5e-3 * last_s)
+    later = {phase: time_s - alone.phases_s.get(phase, 0) for phase, time_s in found.time.phases_s.items()}
+    in_backward = last_s if way is Parallel.DDP else end_s
+    assert later[Phase.BACKWARD] == pytest.approx(in_backward - backward_s, abs=5e-3 * last_s)
+    assert later[Phase.COMMUNICATION] == pytest.approx(last_s - in_backward, abs=5e-3 * last_s)
+
+
+def test_copies_to_others_are_added_up_afterwards() -> None:
+    slow = curves(bandwidth=1e9)
+    found = ranks_step_time(on(Parallel.DDP_PUSH), slow, links(inf))
+    assert found is not None
+    elements = sum(parameter_elements(RUN).values())
+    assert found.exposed_s == pytest.approx(3 * 12 * elements / 1e9)
+
+
+def test_a_sharded_optimizer_sends_every_parameter() -> None:
+    found = predicted(on(Parallel.DDP_NAIVE, shard_optimizer=True), 1e9)
+    assert found.exposed_s == pytest.approx(sums(RUN, 1e9) * 3 / 2)
+    assert found.communication_s == pytest.approx(found.exposed_s)
+
+
+def sharded_parts(config: RunConfig, compute: Mapping[Phase, float], rate: float, ahead: int, once: bool) -> list[Part]:
+    """What follows one another in a step whose parameters are sharded, with as many units gathered ahead."""
+    sizes = {
+        name: num_bytes * (config.ranks - 1) / config.ranks / rate for name, num_bytes in unit_bytes(config).items()
+    }
+    names = [LOOKUP, *map(str, range(config.model.num_layers)), HEAD]
+    counts = parameter_elements(config)
+    weights = {
+        name: sum(count for each, count in counts.items() if each.startswith(f"{name}.") and "ln" not in each)
+        for name in names
+    } | {HEAD: counts["lm_head"]}
+    order = [*((name, Phase.FORWARD) for name in names), *((name, Phase.BACKWARD) for name in names[::-1])]
+    kept = {LOOKUP, HEAD} if once else set()
+    gathered = [
+        place for place, (name, phase) in enumerate(order)
+        if name in sizes and not (phase is Phase.BACKWARD and name in kept)
+    ]  # fmt: skip
+    rest = [sizes["rest"]] if "rest" in sizes else []
+    parts, sent = [Part(work_s=0.0, before=rest, needs=len(rest))], list[int](range(-len(rest), 0))
+    for place, (name, phase) in enumerate(order):
+        new = [each for each in gathered if each <= place + ahead and each not in sent]
+        sent += new
+        scatters = [sizes[name]] if phase is Phase.BACKWARD and name in sizes else []
+        parts.append(
+            Part(
+                work_s=compute[phase] * weights[name] / sum(weights.values()),
+                before=[sizes[order[each][0]] for each in new],
+                after=scatters,
+                needs=sent.index(place) + 1 if place in gathered else 0,
+            )
+        )
+        sent += [len(order) + place] * len(scatters)
+    return [*parts, Part(work_s=0.0, before=rest)]
+
+
+@pytest.mark.parametrize("rate", [1e5, 1e8, 1e9, 3e9, 1e10, 1e13])
+@pytest.mark.parametrize("way", [Parallel.FSDP, Parallel.FSDP2])
+def test_gathers_run_ahead_and_scatters_behind(way: Parallel, rate: float) -> None:
+    config = on(way)
+    found, alone = predicted(config, rate), compute_time(config, curves())
+    assert alone is not None
+    ahead, once = (2, True) if way is Parallel.FSDP else (1, False)
+    _, end_s = ticked(sharded_parts(config, alone.phases_s, rate, ahead, once))
+    vectors = {} if way is Parallel.FSDP2 else calls(config) or {}
+    later_s = sum(2 * call.num_bytes * 3 / 4 / rate for call in vectors if call.collective is Collective.ALL_REDUCE)
+    of_both = alone.phases_s[Phase.FORWARD] + alone.phases_s[Phase.BACKWARD]
+    assert found.exposed_s + found.slowed_s == pytest.approx(end_s + later_s - of_both, abs=1e-2 * end_s)
+
+
+@pytest.mark.parametrize("way", [way for way in Parallel if way is not Parallel.NONE])
+def test_no_way_hides_more_than_there_is_or_waits_longer_than_it_sends(way: Parallel) -> None:
+    for rate in (1e6, 1e9, 1e12):
+        found = predicted(on(way), rate)
+        assert found.exposed_s >= -1e-12
+        if way not in (Parallel.FSDP_PUSH, Parallel.DDP_PUSH):
+            assert found.exposed_s <= found.communication_s * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("way", [Parallel.DDP_NAIVE, Parallel.DDP, Parallel.FSDP, Parallel.FSDP2])
+def test_communication_is_the_sum_of_measured_collectives(way: Parallel) -> None:
+    times = {kind: {2**10: 1e-5 * (number + 1), 2**20: 7e-5, 2**30: 3e-3} for number, kind in enumerate(Collective)}
+    config = on(way)
+    found = ranks_step_time(config, curves(), replace(links(1.0), times=times, measured_ranks=4))
+    assert found is not None
+    assert found.communication_s == pytest.approx(time_s(calls(config) or {}, times))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_ranks_share_out_the_kernels_and_exchange_activations(ranks: int) -> None:
+    """A block gathers and scatters twice in each direction; embedding and head do so once."""
+    found = predicted(RUN, 1e9, tensor_ranks=ranks)
+    alone = step_time(RUN, curves())
+    assert alone is not None
+    assert found.compute_s == pytest.approx(alone.step_s / ranks, rel=1e-3)
+    pairs = 2 * (2 * MODEL.num_layers + 1)
+    expected = pairs * 2 * 4 * 64 * MODEL.d_model * (ranks - 1) / ranks / 1e9
+    assert found.communication_s == pytest.approx(expected)
+    assert found.exposed_s == pytest.approx(expected)
+    again = predicted(replace(RUN, checkpoint_blocks=1), 1e9, tensor_ranks=ranks)
+    assert again.exposed_s / found.exposed_s == pytest.approx((pairs + 2 * MODEL.num_layers) / pairs)
+
+
+def test_collectives_among_as_many_ranks_are_needed() -> None:
+    config = on(Parallel.DDP_NAIVE, 4)
+    times = {4: {Collective.ALL_REDUCE: {1: 1e-9, 2**30: 2**30 / 1e9}}}
+    found = predicted_time(config, replace(curves(), collectives=times))
+    assert found is not None
+    alone = predicted_time(RUN, curves())
+    assert alone is not None
+    sent_s = sum(4 * count for count in parameter_elements(RUN).values()) / 1e9
+    assert found.step_s - alone.step_s == pytest.approx(sent_s, rel=1e-3)
+    assert predicted_time(config, curves()) is None
+    assert predicted_time(on(Parallel.DDP_NAIVE, 2), replace(curves(), collectives=times)) is None, "2 are less than 4"
+
+
+def test_what_is_not_predicted_of_one_rank_is_not_predicted_of_several() -> None:
+    assert ranks_step_time(on(Parallel.DDP, precision=Precision.FP16), curves(), links(1e9)) is None
+    assert ranks_step_time(on(Parallel.DDP_OVERLAP, fused_loss=True), curves(), links(1e9)) is None
+    empty = replace(curves(), matmuls={Precision.FP32: ()})
+    assert ranks_step_time(on(Parallel.DDP), empty, links(1e9)) is None
+
+
+# the inequalities against the forecast
+
+
+def times_of(scheme: Scheme, ranks: int, sequences: int, network: Links) -> list[tuple[float, float]]:
+    """Computing and communication of the parts of a step in which they overlap, by the forecast."""
+    data = 1 if scheme is Scheme.TENSOR else ranks
+    config = replace(RUN, parallel=PARALLEL[scheme], ranks=data, batch_size=sequences // data)
+    tensor = ranks // data
+    found = ranks_step_time(config, curves(), network, tensor)
+    compute = compute_time(config, curves(), tensor)
+    assert found is not None
+    assert compute is not None
+    forward, backward = compute.phases_s[Phase.FORWARD], compute.phases_s[Phase.BACKWARD]
+    if scheme is Scheme.DATA:
+        return [(backward, found.communication_s)]
+    if scheme is Scheme.TENSOR:
+        return [(forward, found.communication_s / 2)]
+    return [(forward + backward, found.communication_s)]
+
+
+@pytest.mark.parametrize(("gpus", "sequences"), [(8, 2**4 * 3**3 * 5 * 7), (1, 2**4 * 3**3 * 5 * 7), (256, 2**16)])
+@pytest.mark.parametrize("scheme", [Scheme.DATA, Scheme.SHARDED, Scheme.TENSOR])
+def test_the_forecast_crosses_where_the_inequality_says(scheme: Scheme, gpus: int, sequences: int) -> None:
+    """At every rank count that fills nodes; embedding, head and norms, which only the forecast counts, are small."""
+    wide = Links(gpus_per_node=gpus, node_bytes_per_s=RATE / 20, network_bytes_per_s=RATE / 25 / gpus)
+    paper = Paper(
+        tokens=sequences, feed=feed(MODEL), flops_per_s=RATE, links=wide, weight_bytes=4, activation_bytes=4
+    )  # fmt: skip
+    most = largest_ranks(paper, scheme)
+    assert most is not None
+    filling = [ranks for ranks in range(1, 3 * most) if not wide.misfit(ranks)]
+    tried = [ranks for ranks in filling if scheme is Scheme.TENSOR or sequences % ranks == 0]
+    sides = {ranks <= most for ranks in tried}
+    assert sides == {True, False}, "both sides are tried"
+    for ranks in tried:
+        holds = all(math >= comm for math, comm in times_of(scheme, ranks, sequences, wide))
+        if abs(ranks / most - 1) > 0.06 and abs(ranks - most) > gpus:
+            assert holds is (ranks <= most), (ranks, most)
+
+
+# measured steps
+
+
+def test_measured_steps_of_several_ranks_take_what_the_ceilings_let_expect() -> None:
+    """Every way in the records of `data/`, of eager steps: at most 10 % off, and half of the configurations 3 %."""
+    ceilings = load_ceilings(DATA / "ceilings")
+    found: dict[tuple[RunConfig, str], list[float]] = {}
+    for record in (record for runs in committed_runs() for record in load_records(runs)[0]):
+        config, step = record.config, record.measurement(Phase.STEP)
+        is_plain = config.profiler is Profiler.NONE and config.device is Device.CUDA
+        if config.ranks > 1 and is_plain and step is not None and record.environment is not None:
+            name = record.environment.identity.device_name
+            found.setdefault((replace(config, repeat=0), name), []).append(step.median_s)
+    errors = {}
+    for (config, name), times_s in found.items():
+        measured = ceilings.curves(name)
+        expected = None if measured is None else predicted_time(config, measured)
+        if expected is not None:
+            errors[config] = expected.step_s / statistics.median(times_s) - 1
+    if not errors:
+        pytest.skip("no such records")
+    assert max(map(abs, errors.values())) <= 0.10
+    assert statistics.median(map(abs, errors.values())) <= 0.03

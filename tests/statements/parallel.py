@@ -1,0 +1,175 @@
+"""The figures about steps on several GPUs, each computed from a committed file."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from cs336_systems.config import Parallel, Phase
+from cs336_systems.costs.accounting import component_flops
+from cs336_systems.record import RunRecord
+from tests.statements.documents import Row, Value, claim, linked, one, some, table, table_claim
+from tests.statements.results import README, RESULTS, mean_ms, number, records
+
+PROFILED, FAST = "parallel/kineto_profiles/xl", "parallel/e2e_benchmark/xl_fast"
+GPT2, WHOLE = "parallel/e2e_benchmark/gpt2_fast", "parallel/e2e_benchmark/whole_batch"
+LEADERBOARD = "parallel/e2e_benchmark/leaderboard"
+PYTORCH = ("ddp", "fsdp2")
+EARLY = {"gpt2": 20, "xl": 2}
+"""Steps up to which the losses of ranks are those of the whole batch."""
+
+
+def steps(document: str, directory: str) -> tuple[dict[str, str], ...]:
+    return linked(document, f"{directory}/results.csv")
+
+
+@table_claim(README, "| way | step (ms) | collectives (ms)")
+def ways() -> Sequence[Row]:
+    columns = {"step": "step_mean_ms", "collectives": "collective_mean_ms", "exposed": "exposed_mean_ms"}
+    return [
+        {"way": row["parallel"], "peak (GiB)": number(row, "peak_allocated_gib")}
+        | {f"{name} (ms)": float(row[key]) if row[key] else "" for name, key in columns.items()}
+        for row in some(steps(README, PROFILED), shard_optimizer=False)
+    ]
+
+
+@claim(README, r"backward takes ([\d.]+) ms longer than on one GPU, so that `ddp-overlap` gains ([\d.]+) ms")
+def price_of_overlapping() -> Sequence[Value]:
+    found = steps(README, PROFILED)
+    overlap, flat = (one(found, parallel=way, shard_optimizer=False) for way in ("ddp-overlap", "ddp-flat"))
+    longer_ms = number(overlap, "backward_mean_ms") - number(alone(PROFILED), "backward_mean_ms")
+    return longer_ms, number(flat, "step_mean_ms") - number(overlap, "step_mean_ms")
+
+
+@claim(
+    README, r"--shard-optimizer` takes ([\d.]+ ± [\d.]+) ms a step, and one GPU alone, .* itself, ([\d.]+ ± [\d.]+):"
+)
+def fastest_way() -> Sequence[Value]:
+    fastest = min(table(f"{FAST}/results.csv"), key=lambda row: number(row, "step_mean_ms"))
+    assert (fastest["parallel"], fastest["shard_optimizer"]) == ("ddp-push", "True")
+    return mean_ms(fastest, "step"), mean_ms(alone(FAST), "step")
+
+
+def alone(directory: str) -> Mapping[str, str]:
+    return one(table(f"{directory}/results.csv"), parallel="none")
+
+
+@table_claim(RESULTS, "| way | xl | peak of xl (GiB)")
+def fast_ways() -> Sequence[Row]:
+    found, of_gpt2 = steps(RESULTS, FAST), steps(RESULTS, GPT2)
+    order = [(way, False) for way in ("none", "ddp-naive", "ddp-flat", "ddp-overlap", "ddp-push")]
+    order += [("ddp-overlap", True), ("ddp-push", True)]
+    order += [(way, False) for way in ("fsdp", "fsdp-push", *PYTORCH)]
+    assert len(order) == len(found)
+    rows: list[Row] = []
+    for way, is_sharded in order:
+        row = one(found, parallel=way, shard_optimizer=is_sharded)
+        same = some(of_gpt2, parallel=way, shard_optimizer=is_sharded)
+        name = "one GPU" if way == "none" else way
+        rows.append({
+            "way": name + (" (PyTorch)" if way in PYTORCH else ", optimizer sharded" if is_sharded else ""),
+            "xl": number(row, "step_mean_ms"),
+            "peak of xl (GiB)": number(row, "peak_allocated_gib"),
+            "gpt2": number(same[0], "step_mean_ms") if same else "",
+        })  # fmt: skip
+    return rows
+
+
+@claim(RESULTS, r"the CPU takes (\d+) to (\d+) % of their step to launch it")
+def launching_of_pytorch() -> Sequence[Value]:
+    shares = [
+        100 * statistics.mean(record.host_times_s) / statistics.mean(measured.times_s)
+        for record in (*records(FAST), *records(GPT2))
+        if record.config.parallel in PYTORCH
+        for measured in record.measurements
+        if measured.phase is Phase.STEP
+    ]
+    return min(shares), max(shares)
+
+
+@claim(RESULTS, r"gpt2 within ([\d.]+) % in the first (\d+) steps, of xl within ([\d.]+) % in the first (\w+)\.")
+def losses_of_ranks() -> Sequence[Value]:
+    gpt2, xl = (largest_distance(directory, size) for directory, size in ((GPT2, "gpt2"), (FAST, "xl")))
+    return bound(gpt2), EARLY["gpt2"], bound(xl), EARLY["xl"]
+
+
+def bound(percent: float) -> float:
+    """The percentage rounded up to hundredths."""
+    return -(-percent * 100 // 1) / 100
+
+
+def largest_distance(directory: str, size: str) -> float:
+    """Of the losses of early steps of every way, from those of one process with the whole batch (%)."""
+    (whole,) = (record for record in records(WHOLE) if record.config.size == size)
+    shared = [record for record in records(directory) if record.config.parallel is not Parallel.NONE]
+    assert {record.config.batch_size * record.config.ranks for record in shared} == {whole.config.batch_size}
+    return max(distance(record, whole, step) for record, step in product(shared, range(EARLY[size])))
+
+
+def distance(record: RunRecord, whole: RunRecord, step: int) -> float:
+    return 100 * abs(record.losses[step] / whole.losses[step] - 1)
+
+
+@claim(
+    RESULTS,
+    r"takes ([\d.]+) s with `fsdp` and ([\d.]+) s with `ddp-overlap --shard-optimizer`.* (\d+) to (\d+) GiB of each "
+    r"GPU, at (\d+) % of the promised rate .* counted, (\d+) % with",
+)
+def leaderboard() -> Sequence[Value]:
+    sharded, whole = (one(steps(RESULTS, LEADERBOARD), parallel=way) for way in ("fsdp", "ddp-overlap"))
+    peaks = sorted(number(row, "peak_allocated_gib") for row in (sharded, whole))
+    (mfu,) = {round(100 * number(row, "mfu")) for row in (sharded, whole)}
+    config = records(LEADERBOARD)[0].config
+    full, masked = (sum(part.step for part in component_flops(config, causal=causal)) for causal in (False, True))
+    return number(sharded, "step_mean_ms") / 1e3, number(whole, "step_mean_ms") / 1e3, *peaks, mfu, mfu * masked / full
+
+
+@claim(
+    RESULTS,
+    r"at ([\d.]+) GiB on each GPU instead of ([\d.]+), and the step takes ([\d.]+) times as long.* "
+    r"([\d.]+) times the bytes",
+)
+def sharded_optimizer() -> Sequence[Value]:
+    found = some(steps(RESULTS, PROFILED), parallel="ddp-overlap")
+    sharded, whole = (one(found, shard_optimizer=value) for value in (True, False))
+    ratios = [number(sharded, name) / number(whole, name) for name in ("step_mean_ms", "sent_mib")]
+    return *(number(row, "peak_allocated_gib") for row in (sharded, whole)), *ratios
+
+
+@claim(
+    RESULTS,
+    r"all-reduces take (\d+) ms one by one and (\d+) ms as one, all of it exposed; overlapped with backward, "
+    r"([\d.]+) ms of it is\.",
+)
+def exposed() -> Sequence[Value]:
+    one_by_one, as_one, overlapped = (
+        one(steps(RESULTS, PROFILED), parallel=f"ddp-{way}", shard_optimizer=False)
+        for way in ("naive", "flat", "overlap")
+    )
+    for row in (one_by_one, as_one):
+        assert row["exposed_mean_ms"] == row["collective_mean_ms"]
+    return *(number(row, "collective_mean_ms") for row in (one_by_one, as_one)), number(overlapped, "exposed_mean_ms")
+
+
+@claim(
+    RESULTS,
+    r"without waits for the other rank, within (\d+) %, and of `ddp-naive`, whose calls are small, (\d+) % too long, "
+    r"from .* ([\d.]+) to ([\d.]+) times as long as foretold",
+)
+def foretold_collectives() -> Sequence[Value]:
+    full = measured_over_foretold(PROFILED)
+    fast = measured_over_foretold("parallel/kineto_profiles/xl_fast")
+    nccl = [ratio for way, ratio in fast if "push" not in way]
+    (naive,) = (ratio for way, ratio in full if way == "ddp-naive")
+    others = max(100 * abs(1 / ratio - 1) for way, ratio in full if way != "ddp-naive")
+    return others, 100 * (1 / naive - 1), min(nccl), max(nccl)
+
+
+def measured_over_foretold(directory: str) -> list[tuple[str, float]]:
+    """Of each way with a profile: the time of its collectives without waits, over the foretold one."""
+    ranks = table(f"{directory}/ranks.csv")
+    found = []
+    for row in steps(RESULTS, directory):
+        for rank in some(ranks, parallel=row["parallel"], shard_optimizer=row["shard_optimizer"], rank=0):
+            taken_ms = number(rank, "collective_mean_ms") - number(rank, "waited_mean_ms")
+            found.append((row["parallel"], taken_ms / number(row, "predicted_collectives_ms")))
+    return found
