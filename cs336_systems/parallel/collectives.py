@@ -19,8 +19,10 @@ class Averaging:
         op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM  # gloo has no average
         self._divided = [] if is_nccl else [*tensors, *map(own_part, shared_out)]
         self._works = [
-            *grouped(lambda tensor: dist.all_reduce(tensor, op=op), tensors),
-            *grouped(lambda whole: dist.reduce_scatter_tensor(own_part(whole), whole, op=op), shared_out),
+            *grouped(lambda tensor: dist.all_reduce(tensor, op=op, async_op=True), tensors),
+            *grouped(
+                lambda whole: dist.reduce_scatter_tensor(own_part(whole), whole, op=op, async_op=True), shared_out
+            ),
         ]
 
     def wait(self) -> None:
@@ -37,9 +39,17 @@ def own_part(whole: Tensor) -> Tensor:
     return whole[dist.get_rank() * length :][:length]
 
 
-def grouped(collective: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> list["_CoalescingManager"]:
-    """Start the collective for all tensors, those of one type as one; wait for what is returned."""
-    started = []
+def grouped(
+    collective: Callable[[Tensor], dist.Work | None], tensors: Sequence[Tensor]
+) -> list["dist.Work | _CoalescingManager"]:
+    """Start the asynchronous collective for all tensors, those of one type as one kernel of NCCL; wait for the results.
+
+    With gloo each is one of its own: both threads of gloo write down the name of what they have completed without a
+    lock (PyTorch 2.13), and names as long as those of coalesced collectives are then freed twice.
+    """
+    if dist.get_backend() != "nccl":
+        return [work for tensor in tensors if (work := collective(tensor)) is not None]
+    started: list[dist.Work | _CoalescingManager] = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         with _coalescing_manager(async_ops=True) as group:
             for tensor in tensors:

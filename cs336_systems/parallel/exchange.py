@@ -57,7 +57,7 @@ class Collectives:
     def begin(self) -> None:
         """Wait until the parts of all ranks are those of this step."""
 
-    def gather(self, parts: Parts) -> Started:
+    def gather(self, parts: Parts) -> Sequence[Started]:
         """Start to gather the whole parameters."""
         masters = parts.masters
         own = masters if masters.dtype is parts.dtype else masters.to(parts.dtype)
@@ -153,14 +153,14 @@ class Copies:
             sent.copy_(parts.masters)
         self._pulls.meet()
 
-    def gather(self, parts: Parts) -> Started:
+    def gather(self, parts: Parts) -> Sequence[Started]:
         """Start to copy the parts of all ranks."""
         sources = self._sources[id(parts)]
         pairs = [
             [(source, whole.view(self._ranks, -1)[rank]) for source, whole in zip(of_rank, parts.wholes, strict=True)]
             for rank, of_rank in enumerate(sources)
         ]
-        return self._pulls.start([pair for other in self._others for pair in pairs[other]], pairs[self._rank])
+        return [self._pulls.start([pair for other in self._others for pair in pairs[other]], pairs[self._rank])]
 
     def scatter(self, parts: Parts, wholes: dict[int, Tensor], means: Tensor) -> Started:
         """Start to send the other ranks their parts of gradients, by their number, and to keep this rank's own."""
@@ -195,11 +195,13 @@ class Copies:
 Exchange = Collectives | Copies
 
 
-def start_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> dist.Work:
+def start_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[Started]:
     """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel of NCCL.
 
-    They must be of one type, because gloo makes a single tensor of them.
+    With gloo each is gathered by itself (see grouped).
     """
-    options = AllgatherOptions()
+    group, options = c10d._get_default_group(), AllgatherOptions()
     options.asyncOp = True
-    return c10d._get_default_group().allgather_into_tensor_coalesced([*wholes], [*parts], options)
+    if dist.get_backend() != "nccl":
+        return [group._allgather_base(whole, part, options) for whole, part in zip(wholes, parts, strict=True)]
+    return [group.allgather_into_tensor_coalesced([*wholes], [*parts], options)]

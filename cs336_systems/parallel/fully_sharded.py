@@ -293,7 +293,7 @@ class _Flat:
         """Parameters whose gradients are being averaged."""
         self._means: Tensor | None = None
 
-    def start_gather(self) -> Started:
+    def start_gather(self) -> Sequence[Started]:
         """Allocate the whole parameters, and start to gather them."""
         self.gathered.untyped_storage().resize_(self._bytes)
         return self._exchange.gather(self)
@@ -374,7 +374,7 @@ class _Unit:
             return
         self._is_there = True
         with annotate(self._gather_range):
-            self._gathering = [flat.start_gather() for flat in self.flats]
+            self._gathering = [started for flat in self.flats for started in flat.start_gather()]
         if self.when_allocated is not None:
             for flat in self.flats:
                 self.when_allocated(self._name, flat.gathered)
@@ -448,7 +448,8 @@ def own_part(tensor: Tensor, length: int) -> Tensor:
 def gathered(parts: list[Tensor]) -> list[Tensor]:
     """The parts of all ranks, one after the other, of each tensor of which this rank has one of `parts`."""
     wholes = [part.new_empty(dist.get_world_size() * len(part)) for part in parts]
-    start_gather(wholes, parts).wait()
+    for started in start_gather(wholes, parts):
+        started.wait()
     return wholes
 
 

@@ -144,7 +144,9 @@ class _Gathers:
 
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Start with these tensors, of which this rank has updated its part."""
-        self._started += grouped(lambda whole: dist.all_gather_into_tensor(whole, own_part(whole)), tensors)
+        self._started += grouped(
+            lambda whole: dist.all_gather_into_tensor(whole, own_part(whole), async_op=True), tensors
+        )
 
     def finish(self) -> None:
         """Wait for all."""

@@ -26,7 +26,7 @@ from cs336_systems.parallel.group import meet_on_host
 from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.traffic import TrafficCounter
-from tests.parallel.fast import config_of
+from tests.parallel.fast import config_of, sent_by
 from tests.parallel.models import blocks_apart
 
 SHAPE = {"vocab_size": 37, "context_length": 8, "d_model": 24, "d_ff": 40, "num_layers": 3, "num_heads": 2}
@@ -178,7 +178,7 @@ def traffic_of(way, kind):
         with counters[2]:
             wrapped.finish_gradient_synchronization()
         wrapped.zero_grad()
-    return [counter.traffic() for counter in counters]
+    return [sent_by(counter.traffic()) for counter in counters]
 
 
 def shards():

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import pytest
 import torch
 
 from cs336_systems.config import Device
@@ -24,10 +25,13 @@ PATIENCE_S = 200
 class Ranks:
     """`call("module:function", ...)` runs the function on every rank, and returns what each of them returned."""
 
-    def __init__(self, pipes):
-        self._pipes = pipes
+    def __init__(self, processes):
+        """`processes` are those of the ranks, by the pipe to each."""
+        self._processes, self._pipes = processes, list(processes)
 
     def call(self, name, *arguments):
+        ended = [process.exitcode for process in self._processes.values() if process.exitcode is not None]
+        assert not ended, f"ranks have ended with exit codes {ended} before {name}{arguments}"
         for pipe in self._pipes:
             pipe.send((name, arguments))
         found = {}
@@ -35,7 +39,12 @@ class Ranks:
             ready = wait([pipe for pipe in self._pipes if pipe not in found], PATIENCE_S)
             assert ready, f"no answer of {len(self._pipes) - len(found)} ranks to {name}{arguments}"
             for pipe in ready:
-                is_good, found[pipe] = pipe.recv()
+                try:
+                    is_good, found[pipe] = pipe.recv()
+                except EOFError:
+                    process = self._processes[pipe]
+                    process.join()
+                    pytest.fail(f"a rank ended with exit code {process.exitcode} in {name}{arguments}")
                 assert is_good, found[pipe]
         return [found[pipe] for pipe in self._pipes]
 
@@ -46,7 +55,7 @@ def ranks_of(count, gpu_uuids=()):
 
     They meet in a file, because a port could be taken by another process in between.
     """
-    context, processes, pipes = fork_server(), [], []
+    context, processes = fork_server(), {}
     with tempfile.TemporaryDirectory() as scratch:
         try:
             for rank in range(count):
@@ -56,13 +65,11 @@ def ranks_of(count, gpu_uuids=()):
                 process = context.Process(target=_serve, args=(place, gpu, other), daemon=True)
                 start(process)
                 other.close()
-                processes.append(process)
-                pipes.append(pipe)
-            yield Ranks(pipes)
+                processes[pipe] = process
+            yield Ranks(processes)
         finally:
-            for pipe in pipes:
+            for pipe, process in processes.items():
                 pipe.close()
-            for process in processes:
                 process.kill()
                 process.join()
 
