@@ -32,7 +32,7 @@ from cs336_systems.sweep.store import kernel_profile_path
 from tests.parallel.models import FAULTY_RANK, SLEEP_S
 from tests.parallel.test_runs import SHARED
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
 WATCHED = replace(SHARED, device=Device.CUDA, profiler=Profiler.KINETO, parallel=Parallel.DDP_OVERLAP, measured_steps=4)
 STEADY = RunConfig(
     size="large", model=replace(SIZES["large"], context_length=512), device=Device.CUDA, precision=Precision.BF16,
@@ -55,7 +55,7 @@ def profiled(tmp_path: Path, *configs: RunConfig) -> list[tuple[RunRecord, StepP
     """The runs, each with its explained profile."""
     (tmp_path / "parallel_models.py").symlink_to(Path(__file__).parents[1] / "parallel" / "models.py")
     with contextlib.chdir(tmp_path):
-        outcome = run_sweep(configs, tmp_path, Listener(), timeout_s=120)
+        outcome = run_sweep(configs, tmp_path, Listener(), timeout_s=250)
     found = {record.config: record for record in outcome.records}
     assert [found[config].status for config in configs] == [Status.OK] * len(configs), outcome.records
     assert outcome.unexplained == ()
