@@ -7,6 +7,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 
+if hasattr(dist, "all_gather_single"):  # their names since PyTorch 2.13
+    all_gather, reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    all_gather, reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
 
 class Averaging:
     """Averages of tensors over all ranks, in place, in one group of collectives, which runs while the caller goes on.
@@ -20,9 +25,7 @@ class Averaging:
         self._divided = [] if is_nccl else [*tensors, *map(own_part, shared_out)]
         self._works = [
             *grouped(lambda tensor: dist.all_reduce(tensor, op=op, async_op=True), tensors),
-            *grouped(
-                lambda whole: dist.reduce_scatter_tensor(own_part(whole), whole, op=op, async_op=True), shared_out
-            ),
+            *grouped(lambda whole: reduce_scatter(own_part(whole), whole, op=op, async_op=True), shared_out),
         ]
 
     def wait(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import distributed_c10d as c10d
 
-from cs336_systems.parallel.collectives import Averaging, grouped
+from cs336_systems.parallel.collectives import Averaging, all_gather, grouped
 from cs336_systems.parallel.peers import Pushes, of_all_ranks, shared_rows
 
 
@@ -200,8 +200,9 @@ def start_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[
 
     With gloo each is gathered by itself (see grouped).
     """
-    group, options = c10d._get_default_group(), AllgatherOptions()
-    options.asyncOp = True
     if dist.get_backend() != "nccl":
-        return [group._allgather_base(whole, part, options) for whole, part in zip(wholes, parts, strict=True)]
-    return [group.allgather_into_tensor_coalesced([*wholes], [*parts], options)]
+        works = [all_gather(whole, part, async_op=True) for whole, part in zip(wholes, parts, strict=True)]
+        return [work for work in works if work is not None]
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return [c10d._get_default_group().allgather_into_tensor_coalesced([*wholes], [*parts], options)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.fast.weights import ALIGNMENT, Place, Received, Weight
-from cs336_systems.parallel.collectives import grouped, own_part
+from cs336_systems.parallel.collectives import all_gather, grouped, own_part
 from cs336_systems.parallel.data_parallel import Leaf, PushDDP
 from cs336_systems.parallel.peers import Pushes, of_all_ranks
 from cs336_systems.parallel.units import parameters_of
@@ -123,7 +123,7 @@ class ShardedMasterAdamW(MasterAdamW):
             if exchanged:
                 [weight] = own
                 flat = weight.master.new_empty(weight.master.numel() * dist.get_world_size())
-                dist.all_gather_into_tensor(flat, weight.master.contiguous())
+                all_gather(flat, weight.master.contiguous())
                 parts = flat.split([shape.numel() for shape in shapes])
                 found |= {name: part.view(shape) for name, shape, part in zip(names, shapes, parts, strict=True)}
             else:
@@ -144,9 +144,7 @@ class _Gathers:
 
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Start with these tensors, of which this rank has updated its part."""
-        self._started += grouped(
-            lambda whole: dist.all_gather_into_tensor(whole, own_part(whole), async_op=True), tensors
-        )
+        self._started += grouped(lambda whole: all_gather(whole, own_part(whole), async_op=True), tensors)
 
     def finish(self) -> None:
         """Wait for all."""

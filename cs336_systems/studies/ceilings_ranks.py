@@ -17,6 +17,7 @@ from cs336_systems.costs.calls import Collective
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify
 from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.parallel.collectives import all_gather, reduce_scatter
 from cs336_systems.parallel.group import group_of
 from cs336_systems.parallel.peers import of_all_ranks, shared_rows
 from cs336_systems.parallel.rank import Rank, devices_of
@@ -133,8 +134,8 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
         ]
     part = torch.rand(len(whole) // dist.get_world_size(), device=device.value)
     if collective is Collective.ALL_GATHER:
-        return lambda: dist.all_gather_into_tensor(whole, part)
-    return lambda: dist.reduce_scatter_tensor(part, whole, op=greatest)
+        return lambda: all_gather(whole, part)
+    return lambda: reduce_scatter(part, whole, op=greatest)
 
 
 def _time(grid: CeilingsGrid, run: Callable[[], object]) -> Loops:
