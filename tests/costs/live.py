@@ -1,6 +1,5 @@
 """Bytes of the tensors that a step keeps, on a tape and as real tensors on the CPU."""
 
-import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,12 +136,12 @@ def real_bytes(config: RunConfig, steps: int = 2, rank: int = 0) -> tuple[int, l
 class Started:
     """A collective that keeps its tensors until it is waited for, as NCCL's do."""
 
-    def __init__(self, start, *arguments) -> None:
-        self._work, self._arguments = start(*arguments), arguments
+    def __init__(self, work, *tensors) -> None:
+        self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
         self._work.wait()
-        self._arguments = ()
+        self._tensors = ()
 
 
 @contextmanager
@@ -161,9 +160,11 @@ def one_of(ranks: int, rank: int, way: Parallel) -> Iterator[None]:
             patch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
             for module in (data_parallel, exchange):
                 patch.setattr(module, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(ranks)])
-            scatter = exchange.Collectives.scatter
-            patch.setattr(exchange, "start_gather", functools.partial(Started, exchange.start_gather))
-            patch.setattr(exchange.Collectives, "scatter", lambda *arguments: Started(scatter, *arguments))
+            gather, scatter = exchange.start_gather, exchange.Collectives.scatter
+            patch.setattr(
+                exchange, "start_gather", lambda *tensors: [Started(work, *tensors) for work in gather(*tensors)]
+            )
+            patch.setattr(exchange.Collectives, "scatter", lambda *arguments: Started(scatter(*arguments), *arguments))
             yield
     finally:
         dist.destroy_process_group()
