@@ -3,8 +3,10 @@
 Flags of settings are made from the declarations of these in config.py.
 """
 
+import contextlib
 import difflib
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from enum import StrEnum
@@ -46,10 +48,29 @@ Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
 
 def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None) -> T:
     """The arguments in `argv`; raise UsageError where a value contradicts another, exit where it does not parse."""
+    config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
     try:
-        return tyro.cli(kind, prog=prog, args=argv, description=description, config=(tyro.conf.EnumChoicesFromValues,))
+        with _defaults_not_checked():
+            return tyro.cli(kind, prog=prog, args=argv, description=description, config=config)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _defaults_not_checked() -> Iterator[None]:
+    """Let the parser take it that each default has its field's type, as mypy has checked.
+
+    For types such as `int | None` it would import typeguard, which takes longer than to parse all flags.
+    """
+    resolver: Any = sys.modules.get("tyro._resolver")
+    if (check := getattr(resolver, "is_instance", None)) is None:  # in another version of the parser
+        yield
+        return
+    resolver.is_instance = lambda *_: True
+    try:
+        yield
+    finally:
+        resolver.is_instance = check
 
 
 def unset(metavar: str | None, default: object, text: str | None = None) -> object:

@@ -260,15 +260,8 @@ class _Replay:
         return Peak(phase=phase, allocated_bytes=self.curve_bytes[when], parts=(*parts, unsplit))
 
     def _live_at(self, when: int) -> set[int]:
-        live = set()
-        for event in self.tape.events[: when + 1]:
-            if isinstance(event, Phase):
-                continue
-            if event >= 0:
-                live.add(event)
-            else:
-                live.remove(~event)
-        return live
+        handles = [event for event in self.tape.events[: when + 1] if type(event) is int]
+        return {handle for handle in handles if handle >= 0}.difference([~handle for handle in handles if handle < 0])
 
 
 def _ends(marks: Sequence[tuple[Phase, int, int]]) -> dict[Phase, int]:

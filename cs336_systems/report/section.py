@@ -4,12 +4,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cs336_systems.files import write_atomically
 from cs336_systems.report.formats import WRITERS, to_csv
-from cs336_systems.report.plots.charts import Chart
 from cs336_systems.report.table import Table, with_note
+
+if TYPE_CHECKING:
+    from cs336_systems.report.plots.charts import Chart
 
 T = TypeVar("T")
 
@@ -31,7 +33,7 @@ class Section:
     """The values by key, in the units of the CSV file; empty if nothing is known of the subject."""
     keys: Sequence[str] = ()
     """Keys of the CSV file's columns, in order; if empty, all keys of the first row."""
-    pictures: Sequence[Chart] = ()
+    pictures: "Sequence[Chart]" = ()
     """What is shown as pictures, in files of their names in plots/ and on the page."""
 
     @property
