@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
-GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 128)
+GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 64, 128)
+GPU_STEP_CONTEXTS, CPU_STEP_CONTEXTS = (128, 256, 512), (64, 128, 256)
 BATCH_SIZE = 4
 MIB = 2**20
 ROOFLINE_FILE = "roofline.json"
@@ -62,15 +63,17 @@ class CeilingsArguments(StudyArguments):
     ] = None
     """Model sizes whose layer shapes are measured: the first feed-forward matrix product (at batch 4 and the size's
     context) and, if the vocabulary is no multiple of 8, the LM head with and without padding."""
-    memory_mib: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 128 on a CPU")] = (
-        None
-    )
+    memory_mib: Annotated[
+        tuple[int, ...] | None, unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 64 128 on a CPU")
+    ] = None
     """What a copy, a sum and an AdamW step move; with some smaller ones, also the tensors of
     collectives (MiB). The largest counts."""
-    step_presets: Annotated[tuple[str, ...] | None, unset("[SIZE ...]", "none")] = None
-    """Model sizes of whose training steps the matrices of every kernel are measured too, with passes over memory that
-    are no copies: what makes the forecast of times exact for these steps."""
-    step_contexts: tuple[int, ...] = (128, 256, 512)
+    step_presets: Annotated[tuple[str, ...] | None, unset("[SIZE ...]", "none on a GPU, tiny on a CPU")] = None
+    """Model sizes of whose training steps the matrices of every kernel are measured too, with passes over memory as
+    steps make them: what makes the forecast of times exact for these steps."""
+    step_contexts: Annotated[
+        tuple[int, ...] | None, unset("INT [INT ...]", "128 256 512 on a GPU, 64 128 256 on a CPU")
+    ] = None
     """Context lengths of these steps."""
     step_batch_size: int = 4
     """Sequences in a batch of these steps."""
@@ -102,8 +105,8 @@ class CeilingsArguments(StudyArguments):
             shapes=(*squares, *layers),
             stream_bytes=tuple(size * MIB for size in memory_mib),
             world_size=value_or(self.world_size, num_gpus if on_gpu else 1),
-            step_presets=self.step_presets or None,
-            step_contexts=self.step_contexts,
+            step_presets=value_or(self.step_presets, () if on_gpu else CPU_PRESETS) or None,
+            step_contexts=value_or(self.step_contexts, GPU_STEP_CONTEXTS if on_gpu else CPU_STEP_CONTEXTS),
             step_batch_size=self.step_batch_size,
         )
         return grid

@@ -56,6 +56,7 @@ from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
 from cs336_systems.costs.hardware import devices_called
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
+from cs336_systems.measure.environment import cpu_name
 from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
 from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.studies.ceilings_files import ceilings_beside
@@ -266,6 +267,8 @@ def run(arguments: SweepArguments) -> int:
         print(f"fast: {chosen}", file=sys.stderr)
     expected = _expected(arguments, plan, directory)
     if arguments.dry_run:
+        if expected is NOTHING_EXPECTED and arguments.cluster is None:
+            print("note: no times are predicted, as `cs336 ceilings` has not measured this device", file=sys.stderr)
         with json_alone(arguments.json) as print_json:
             if print_json is not None:
                 print_json(encode_json(_plan_json(plan, directory, expected)))
@@ -285,11 +288,11 @@ def run(arguments: SweepArguments) -> int:
 
 def _expected(arguments: SweepArguments, plan: Plan, directory: Path) -> Expected:
     """How long the runs should take, where there are ceilings of the device that measures them."""
-    if arguments.device() is Device.CPU:
-        return NOTHING_EXPECTED
-    gpus = alike(visible_gpus()) if arguments.cluster is None else ()
+    on_cpu = arguments.device() is Device.CPU
+    gpus = alike(visible_gpus()) if arguments.cluster is None and not on_cpu else ()
+    here = [cpu_name()] if arguments.cluster is None and on_cpu else [gpu.name for gpu in gpus[:1]]
     meant = [] if arguments.require_device is None else devices_called(arguments.require_device)
-    names = [gpu.name for gpu in gpus[:1]] or [name for device in meant for name in device.names]
+    names = here or [name for device in meant for name in device.names]
     ceilings = load_ceilings_or_warn(ceilings_beside(directory))
     curves = next((found for name in names if (found := ceilings.curves(name)) is not None), None)
     return NOTHING_EXPECTED if curves is None else expect(plan.configs, plan.too_large, curves, len(gpus) or 1)

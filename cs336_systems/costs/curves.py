@@ -55,6 +55,8 @@ class Curves:
     """Times of each collective by its bytes, by the number of ranks among which they were measured."""
     queued_gap_s: float | None = None
     """Time between two kernels that the host launched one by one in time; None if it was not measured."""
+    on_host: bool = False
+    """Whether the device is the host itself, a CPU: it runs each operation before it begins the next."""
 
     @property
     def gap_s(self) -> float:

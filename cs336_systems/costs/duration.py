@@ -3,15 +3,16 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cs336_systems.config import CompileMode, Profiler, RunConfig
+from cs336_systems.config import CompileMode, Device, Profiler, RunConfig
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.ranks_time import predicted_time
 
-RUN_S = 0.8
-"""What a run takes besides its steps: a process with its CUDA context, the model, the first kernels, the record.
+RUN_S = {Device.CUDA: 0.8, Device.CPU: 0.4}
+"""What a run takes besides its steps: a process, on a GPU its CUDA context, the model, the first kernels, the record.
 
-The 150 runs of the sweeps train, train_bf16, train_fp32, sdpa and inference in data/e2e_benchmark took 0.74 to 0.87 s
-each, from the start of one to that of the next, whatever the size of the model."""
+On a GPU the 150 runs of the sweeps train, train_bf16, train_fp32, sdpa and inference in data/e2e_benchmark took 0.74 to
+0.87 s each, from the start of one to that of the next, whatever the size of the model. On a CPU making the model of
+size tiny and its first steps took 0.22 to 0.28 s more than its later steps do; the rest is the process."""
 COMPILED_S = 6.0
 """What a run with compiled blocks takes beside that, with the compiler's cache on disk.
 
@@ -56,9 +57,10 @@ def expect(configs: Iterable[RunConfig], too_large: Iterable[RunConfig], curves:
     runs_s: dict[RunConfig, float] = {}
     for config in configs:
         if config.configuration in failing:
-            runs_s[config] = RUN_S
+            runs_s[config] = RUN_S[config.device]
         elif config.profiler is Profiler.NONE and (found := predicted_time(config, curves)) is not None:
             steps_s[config] = found.step_s
             compiled_s = 0.0 if config.compile is CompileMode.NONE else COMPILED_S
-            runs_s[config] = RUN_S + compiled_s + (config.warmup_steps + config.measured_steps) * found.step_s
+            num_steps = config.warmup_steps + config.measured_steps
+            runs_s[config] = RUN_S[config.device] + compiled_s + num_steps * found.step_s
     return Expected(steps_s=steps_s, runs_s=runs_s, num_gpus=num_gpus)

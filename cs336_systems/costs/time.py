@@ -127,7 +127,11 @@ def replay_operations(
     """The time of these operations on the device that has these curves, launched one by one or as a graph a phase."""
     kernel_s = cache(lambda operation: kernel_time_s(operation, precision, curves))
     launches = {phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}
-    if in_graphs:
+    if curves.on_host:
+        waiting = {phase: [replace(each, is_after_wait=True) for each in own] for phase, own in launches.items()}
+        predicted = replay(waiting)
+        predicted = replace(predicted, host_s=predicted.launch_s)
+    elif in_graphs:
         predicted = replay({phase: _as_graph(each, curves.launch_s) for phase, each in launches.items()}, depth=maxsize)
     else:
         predicted = replay(launches, curves.gap_s)

@@ -200,7 +200,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         precisions = [Precision(name) for name in dict.fromkeys(self.precisions) if name in STEP_PRECISIONS]
         for kernel in kernel_cells(self.step_presets, self.step_contexts, precisions, self.step_batch_size, timing):
             yield Cell(label=kernel.label, rows=(kernel,))
-        for each in pass_cells(sorted(set(self.stream_bytes)), timing):
+        for each in pass_cells(self.device, sorted(set(self.stream_bytes)), timing):
             yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
 
     @property
@@ -363,7 +363,9 @@ class CeilingsStudy:
 
     def curves(self) -> Curves | None:
         """The times from which that of a step is predicted; None if some of them were not measured."""
-        launch_s, kernel_s = self.launch_s(Launch.EAGER), self.launch_s(Launch.GRAPH)
+        on_host = self.grid.device is Device.CPU
+        launch_s = self.launch_s(Launch.EAGER)
+        kernel_s = launch_s if on_host else self.launch_s(Launch.GRAPH)
         copies, adamw = (self._stream_times(stream) for stream in (Stream.COPY, Stream.ADAMW))
         if launch_s is None or kernel_s is None or not copies or not adamw:
             return None
@@ -374,7 +376,7 @@ class CeilingsStudy:
         return Curves(
             matmuls={precision: tuple(self._matmuls(precision)) for precision in Precision},
             copies=copies, adamw=adamw, passes=passes, launch_s=launch_s, kernel_s=kernel_s,
-            queued_gap_s=self._queued_gap_s(copies),
+            queued_gap_s=0.0 if on_host else self._queued_gap_s(copies), on_host=on_host,
         )  # fmt: skip
 
     def _matmuls(self, precision: Precision) -> Iterator[Matmul]:

@@ -72,6 +72,8 @@ def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:
     """One pass over this many elements."""
     generator = cell.make_generator(grid)
     source = torch.rand(row.elements, generator=generator, device=grid.device.value)
+    if row.how is Pass.COPY:
+        return source.clone
     if row.how is Pass.WIDEN:
         narrow = source.bfloat16()
         return lambda: source.copy_(narrow)

@@ -15,9 +15,7 @@ MASK_SIDE = 512
 """Positions of the sequences that a pass masks, and scores of a row of which it takes the softmax."""
 HEADS, D_HEAD = 16, 64
 """Of the tensors whose heads a strided pass exchanges with positions; there are MASK_SIDE of these."""
-OTHER_PASSES = tuple(how for how in Pass if how is not Pass.COPY)
-"""Passes over memory that are no copies, of which there is a ceiling of its own."""
-PASS_BYTES = {Pass.WIDEN: 2 + 4} | dict.fromkeys((Pass.STRIDED, Pass.MASKED, Pass.SOFTMAX), 4 + 4)
+PASS_BYTES = dict.fromkeys(Pass, 4 + 4) | {Pass.WIDEN: 2 + 4}
 """Bytes moved per element: bf16 read and fp32 written, or fp32 both."""
 PASS_UNIT = HEADS * MASK_SIDE * D_HEAD
 """Elements of which a pass has a multiple: one sequence of heads, or two of masked scores."""
@@ -95,9 +93,11 @@ def _configs(preset: str, context_length: int, precision: Precision, batch_size:
     return [*eager, fast] if is_fast_step(fast) and fast.precision is precision else eager
 
 
-def pass_cells(sizes: Sequence[int], timing: Timing) -> Iterator[PassCell]:
-    """Passes that are no copies, which move about so many bytes."""
-    for how in OTHER_PASSES:
+def pass_cells(device: Device, sizes: Sequence[int], timing: Timing) -> Iterator[PassCell]:
+    """Passes that move about so many bytes: those that are no copies, and on a CPU copies into a new tensor."""
+    for how in Pass:
+        if how is Pass.COPY and device is not Device.CPU:  # where a step makes tensors in memory that it has already
+            continue
         units = dict.fromkeys(max(1, size // (PASS_BYTES[how] * PASS_UNIT)) for size in sizes)
         for count in units:
             yield PassCell(how=how, moved_bytes=count * PASS_UNIT * PASS_BYTES[how], timing=timing)

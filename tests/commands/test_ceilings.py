@@ -25,7 +25,7 @@ from tests.report.sections.kernels.profiles import make_profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-TINY = "--device cpu --sizes 16 32 --presets --precisions fp32 --memory-mib 1 --loops 2 --loop-s 0.001"
+TINY = "--device cpu --sizes 16 32 --presets --precisions fp32 --memory-mib 1 --step-presets --loops 2 --loop-s 0.001"
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=2, num_heads=4)
 
 
@@ -178,7 +178,8 @@ def test_flags_mean_a_grid() -> None:
     assert grid.precisions == (ProductPrecision.FP32, ProductPrecision.BF16)
     assert grid.shapes[0] == Shape(rows=64, inner=64, columns=64)
     assert grid.shapes[-1] == Shape(rows=4 * 512, inner=128, columns=512, name="tiny feed-forward")
-    assert grid.stream_bytes == (2**20, 2**24, 2**27)
+    assert grid.stream_bytes == (2**20, 2**24, 2**26, 2**27)
+    assert (grid.step_presets, grid.step_contexts) == (("tiny",), (64, 128, 256)), "those of a sweep on a CPU"
     chosen = parsed(
         "--device", "cpu", "--sizes", 7, "--presets", "xl", "--precisions", "fp16", "--world-size", 2
     ).grid()

@@ -46,14 +46,19 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.costs.accounting import component_flops
 from cs336_systems.costs.time import step_time
+from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure import nvml
+from cs336_systems.measure.environment import cpu_name
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.model.factory import call_factory
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import load_records
 from cs336_systems.studies.ceilings_files import load_ceilings
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.neighbours import each_configuration
+from tests.report.ceilings import FP32, lasting, make_ceilings, product_at, square, stream_at
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data"
@@ -518,6 +523,29 @@ def test_a_dry_run_says_how_long_each_step_and_the_sweep_should_take(
     planned = json.loads(capsys.readouterr().out)
     assert [each["step_s"] for each in planned["predicted"].values()] == pytest.approx(steps_s)
     assert [*planned["predicted"]] == re.findall(r"^(\S+): ", printed, re.MULTILINE)
+
+
+def test_a_dry_run_on_a_cpu_goes_by_the_ceilings_of_this_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Matmuls so slow that nothing else matters: a step takes its FLOPs over their rate."""
+    rate = 1e9
+    study = make_ceilings(
+        [product_at(square(side), rate / 1e12, FP32) for side in (64, 1024)],
+        [stream_at(1e3, stream=stream) for stream in (Stream.COPY, Stream.ADAMW)],
+        [LaunchCell(launch=Launch.EAGER, timing=lasting(1e-9))],
+        device=Device.CPU, device_name=cpu_name(),
+    )  # fmt: skip
+    (tmp_path / "ceilings").mkdir()
+    write_atomically(tmp_path / "ceilings/ceilings.json", encode_json(study))
+    flags = ["--device", "cpu", "--output", str(tmp_path), "--dry-run", "--json"]
+    assert sweep(flags) == 0
+    planned = json.loads(capsys.readouterr().out)
+    expected_s = [sum(part.step for part in component_flops(config)) / rate for config in grid("--device cpu")]
+    assert [each["step_s"] for each in planned["predicted"].values()] == pytest.approx(expected_s, rel=0.02)
+    assert 15 * sum(expected_s) < planned["predicted_s"] < 1.1 * 15 * sum(expected_s)
+    assert sweep([*flags, "--sizes", "small", "--context-lengths", "64", "--precisions", "bf16"]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted_s"] is None, "nothing was measured in bf16"
 
 
 def test_a_dry_run_says_what_a_fast_step_takes(

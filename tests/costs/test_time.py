@@ -241,6 +241,18 @@ def test_a_step_of_a_slow_host_takes_a_launch_for_each_call() -> None:
     assert found.limit is Limit.LAUNCHES
 
 
+def test_on_a_cpu_a_step_is_the_sum_of_its_launches_and_kernels() -> None:
+    """Where each kernel takes as long as its launch, a queue would hide half of them."""
+    known = curves(rate=1e9, launch_s=3e-5)
+    queued, alone = step_time(RUN, known), step_time(RUN, replace(known, on_host=True))
+    assert queued is not None
+    assert alone is not None
+    assert alone.launch_s == pytest.approx(queued.launch_s)
+    assert alone.step_s == pytest.approx(alone.launch_s + sum(alone.kernels_s.values()))
+    assert queued.step_s < 0.95 * alone.step_s
+    assert alone.limit is Limit.DEVICE
+
+
 def test_kernels_of_which_nothing_alike_was_measured_are_not_known() -> None:
     """The matmuls of heads, where those of linear layers were measured alone: their part of the FLOPs."""
     found = step_time(RUN, curves(rate=1e6))

@@ -113,8 +113,9 @@ def _step_notes(found: Scale) -> Iterator[str]:
     used = {scheme for scheme, *_ in found.steps}
     yield "; ".join(f"{scheme}: {WORDS[scheme]}" for scheme in Scheme if scheme in used) + "."
     yield (
-        "Communication is exposed where kernels wait for it, and slows those beside it. That of tensor parallelism "
-        "is all exposed; the inequalities below allow it to overlap."
+        "A step takes the sum of computing, slowed and exposed: communication is exposed where kernels wait for it, "
+        "and slows the kernels beside it. That of tensor parallelism is all exposed; the inequalities below allow it "
+        "to overlap."
     )
     if not found.is_measured:
         yield by_data_sheet(found.device_name)
@@ -141,7 +142,7 @@ def _largest_table(paper: Paper) -> Table:
             "decided_by": "" if decisive is None or most is None else decisive.link,
         })  # fmt: skip
     title = f"Largest number of ranks before communication limits, for {paper.tokens:,} tokens in a step"
-    note = "From then on it takes longer than the matmuls of the blocks, with which it may overlap."
+    note = "On more ranks communication takes longer than the matmuls of the blocks, with which it may overlap."
     return make_table(title, [column(key) for key in ("way", "most_ranks", "decided_by")], rows, [note])
 
 
