@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from cs336_systems.config import Attention, Mode, OptimizerKind, Phase, RunConfig
 from cs336_systems.costs.forecast.backward import BackwardTape
 from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS, axes, parameter_shapes
-from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Pass, Tape
+from cs336_systems.costs.forecast.tape import ADAMW_BYTES, LIKE_ITSELF, Category, Kind, Operation, Pass, Tape
 from cs336_systems.costs.forecast.ways import WAYS
 from cs336_systems.costs.shards import HEAD, LOOKUP
 
@@ -41,6 +41,15 @@ def as_costed(config: RunConfig) -> RunConfig:
 
 @lru_cache(maxsize=32)
 def _tape_of(config: RunConfig) -> Tape:
+    if config.is_shared:
+        return _written(config)
+    # on one rank a step has the same tensors and operations whatever their sizes
+    model = replace(config.model, vocab_size=8, context_length=8, d_model=8, d_ff=8, num_heads=2)
+    return _written(replace(config, batch_size=1, model=model)).resized(axes(config))
+
+
+@lru_cache(maxsize=32)
+def _written(config: RunConfig) -> Tape:
     step = StepTape(config)
     step.set_up()
     for _ in range(step.way.steps):
@@ -297,20 +306,29 @@ class StepTape:
 
     def _launch_update(self, kind: OptimizerKind) -> None:
         """The kernels of an update; with foreach each goes over as many elements as PyTorch gives to one launch."""
-        counts = [self.tape.size(shape) for shape in self.way.updated.values()]
+        shapes = tuple(self.way.updated.values())
         if kind is OptimizerKind.FUSED:
-            self.tape.adamw(sum(counts))
+            self.tape.launch(partial(_fused_update, shapes))
         elif kind is OptimizerKind.ADAMW:
-            for count in counts:
+            for shape in shapes:
                 for tensors in TENSORS_OF_ADAMW:
-                    self.tape.pass_of(tensors * FP32_BYTES * count)
+                    self.tape.pass_of(tensors * FP32_BYTES, shape)
         else:
-            launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
             for tensors in TENSORS_OF_FOREACH:
-                self.tape.pass_of(tensors * FP32_BYTES * sum(counts) // launches, launches)
+                self.tape.launch(partial(_foreach_pass, shapes, tensors))
 
     def _make_state(self, shape: str) -> None:
         if self.config.optimizer is OptimizerKind.FUSED:
             self._new(Category.OPTIMIZER_STATE, "step counts", SCALAR)
         for moment in ("first", "second"):
             self._new(Category.OPTIMIZER_STATE, f"{moment} moments", shape)
+
+
+def _fused_update(shapes: Sequence[str], tape: Tape) -> Operation:
+    return Operation(kind=Kind.ADAMW, moved_bytes=ADAMW_BYTES * sum(map(tape.size, shapes)))
+
+
+def _foreach_pass(shapes: Sequence[str], tensors: int, tape: Tape) -> Operation:
+    counts = [tape.size(shape) for shape in shapes]
+    launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
+    return Operation(kind=Kind.PASS, moved_bytes=tensors * FP32_BYTES * sum(counts) // launches, launches=launches)

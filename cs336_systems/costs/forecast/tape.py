@@ -3,7 +3,7 @@
 Beside them stand the operations that read and write them, in the order in which the host launches them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -29,9 +29,9 @@ class Category(StrEnum):
     UNSPLIT = "unsplit rest of blocks"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorSpec:
-    """One kind of tensor, with its bytes as a number and as a formula."""
+    """One kind of tensor, with its bytes as a number and as a formula. Alike ones of a tape are one object."""
 
     category: Category
     label: str
@@ -124,6 +124,8 @@ class Tape:
         """Operations in the order of their launches, and a phase where it begins."""
         self._references: list[int] = []
         self._axes = axes
+        self._recipes: dict[Operation, Callable[[Tape], Operation]] = {}
+        """How to make each operation for other sizes of the axes."""
 
         @cache
         def specify(category: Category, label: str, shape: str, element_bytes: int, stream: str) -> TensorSpec:
@@ -133,7 +135,7 @@ class Tape:
 
         self._specify = specify
         # layers repeat, so that of thousands of operations few are different
-        self._make_pass = cache(_pass)
+        self._make_pass, self._make_pass_of = cache(self._pass), cache(self._pass_of)
         self._make_matmul, self._make_attention = cache(self._matmul), cache(self._attention)
 
     def new(
@@ -155,22 +157,34 @@ class Tape:
         self._references.append(1)
         self.events.append(handle)
         if reads is not None:
-            moved_bytes = spec.size_bytes
-            for read in reads:
-                moved_bytes += spec.size_bytes if read == LIKE_ITSELF else self.specs[read].size_bytes
-            self.operations.append(self._make_pass(moved_bytes, how, 1, 1))
+            moved = (spec, *[spec if read == LIKE_ITSELF else self.specs[read] for read in reads])
+            self.operations.append(self._make_pass(moved, how, 1))
         return handle
 
     def pass_over(self, *handles: int, calls: int = 1, how: Pass = Pass.COPY) -> None:
         """Launch a kernel that reads or writes these tensors, each as often as it is given."""
-        moved_bytes = 0
-        for handle in handles:
-            moved_bytes += self.specs[handle].size_bytes
-        self.operations.append(self._make_pass(moved_bytes, how, 1, calls))
+        self.operations.append(self._make_pass(tuple([self.specs[handle] for handle in handles]), how, calls))
 
-    def pass_of(self, moved_bytes: int, launches: int = 1) -> None:
-        """Launch so many kernels, each of which moves so many bytes."""
-        self.operations.append(self._make_pass(moved_bytes, Pass.COPY, launches, 1))
+    def _pass(self, moved: tuple[TensorSpec, ...], how: Pass, calls: int) -> Operation:
+        moved_bytes = sum(spec.size_bytes for spec in moved)
+        made = Operation(kind=Kind.PASS, how=how, moved_bytes=moved_bytes, calls=calls)
+        self._recipes[made] = lambda other: other._make_pass(tuple(map(other._like, moved)), how, calls)
+        return made
+
+    def pass_of(self, moved_bytes: int, shape: str = "") -> None:
+        """Launch a kernel that moves so many bytes, or so many for each element of the shape."""
+        self.operations.append(self._make_pass_of(moved_bytes, shape))
+
+    def _pass_of(self, moved_bytes: int, shape: str) -> Operation:
+        made = Operation(kind=Kind.PASS, moved_bytes=moved_bytes * self.size(shape))
+        self._recipes[made] = lambda other: other._make_pass_of(moved_bytes, shape)
+        return made
+
+    def launch(self, make: "Callable[[Tape], Operation]") -> None:
+        """Launch what `make` makes of a tape's axes."""
+        made = make(self)
+        self._recipes[made] = make
+        self.operations.append(made)
 
     def matmul(self, form: Form, rows: str, inner: str, columns: str, element_bytes: int, batch: str = "1") -> None:
         """Launch a matmul of (rows, inner) by (inner, columns) matrices; the sides are products of axes."""
@@ -180,7 +194,7 @@ class Tape:
         m, k, n = self.size(rows), self.size(inner), self.size(columns)
         count = self.size(batch)
         moved_bytes = element_bytes * count * (m * k + k * n + m * n)
-        return Operation(
+        made = Operation(
             kind=Kind.MATMUL,
             form=form,
             moved_bytes=moved_bytes,
@@ -188,13 +202,15 @@ class Tape:
             batch=count,
             element_bytes=element_bytes,
         )
+        self._recipes[made] = lambda other: other._make_matmul(form, rows, inner, columns, element_bytes, batch)
+        return made
 
     def attention(self, form: Form, moved: str, element_bytes: int) -> None:
         """Launch fused attention; `moved` is the shape of what it moves."""
         self.operations.append(self._make_attention(form, moved, element_bytes))
 
     def _attention(self, form: Form, moved: str, element_bytes: int) -> Operation:
-        return Operation(
+        made = Operation(
             kind=Kind.ATTENTION,
             moved_bytes=element_bytes * self.size(moved),
             sides=(self.size("T"), self.size("d_head"), self.size("T")),
@@ -202,10 +218,8 @@ class Tape:
             form=form,
             element_bytes=element_bytes,
         )
-
-    def adamw(self, elements: int) -> None:
-        """Launch fused AdamW on so many elements of parameters, all at once."""
-        self.operations.append(Operation(kind=Kind.ADAMW, moved_bytes=ADAMW_BYTES * elements))
+        self._recipes[made] = lambda other: other._make_attention(form, moved, element_bytes)
+        return made
 
     def views(self, count: int) -> None:
         """Let the host make views, for which nothing is launched."""
@@ -214,6 +228,21 @@ class Tape:
     def size(self, shape: str) -> int:
         """Number of elements of a shape, which consists of axis names and numbers."""
         return prod(int(name) if name.isdigit() else self._axes[name] for name in shape.split())
+
+    def resized(self, axes: Mapping[str, int]) -> "Tape":
+        """The same tensors and operations for other sizes of the axes; nothing can be added to this tape."""
+        other = Tape(axes)
+        alike = {id(spec): other._like(spec) for spec in set(self.specs)}
+        made = {operation: recipe(other) for operation, recipe in self._recipes.items()}
+        other.specs = [alike[id(spec)] for spec in self.specs]
+        other.events = self.events
+        other.operations = [made.get(each, each) for each in self.operations]  # type: ignore[call-overload]
+        return other
+
+    def _like(self, spec: TensorSpec) -> TensorSpec:
+        """The tensor with the sizes of this tape's axes."""
+        *shape, element_bytes = spec.formula.split(" x ")
+        return self._specify(spec.category, spec.label, " ".join(shape), int(element_bytes), spec.stream)
 
     def keep(self, handle: int) -> int:
         """Add a reference to the tensor; return its handle."""
@@ -233,10 +262,6 @@ class Tape:
         """Begin `phase` of a step here; STEP is the time between two steps."""
         self.events.append(phase)
         self.operations.append(phase)
-
-
-def _pass(moved_bytes: int, how: Pass, launches: int, calls: int) -> Operation:
-    return Operation(kind=Kind.PASS, how=how, moved_bytes=moved_bytes, launches=launches, calls=calls)
 
 
 @cache
