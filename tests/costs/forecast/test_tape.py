@@ -1,6 +1,9 @@
+from dataclasses import astuple, replace
+
 import pytest
 
-from cs336_systems.config import Phase
+from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Phase, Precision, RunConfig
+from cs336_systems.costs.forecast.step import StepTape, tape_of
 from cs336_systems.costs.forecast.tape import Category, Tape
 
 
@@ -30,3 +33,28 @@ def test_a_tensor_is_freed_when_the_last_reference_goes() -> None:
 def test_an_axis_without_a_size_is_our_own_mistake() -> None:
     with pytest.raises(KeyError, match="heads"):
         Tape({"T": 4}).new(Category.ACTIVATIONS, "scores", "heads T T", 4)
+
+
+TINY = RunConfig(size="tiny", model=SIZES["tiny"], device=Device.CUDA)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        replace(TINY, precision=Precision.BF16, batch_size=3, checkpoint_blocks=1),
+        replace(TINY, model=replace(SIZES["gpt2"], num_layers=2), optimizer=OptimizerKind.FOREACH),
+        replace(TINY, model=replace(SIZES["tiny"], attention=Attention.SDPA), optimizer=OptimizerKind.FUSED),
+        replace(TINY, model=replace(SIZES["tiny"], context_length=77, d_ff=200), mode=Mode.INFERENCE),
+    ],
+)
+def test_the_tape_of_a_step_is_as_if_written_for_its_own_sizes(config: RunConfig) -> None:
+    step = StepTape(config)
+    step.set_up()
+    for _ in range(step.way.steps):
+        step.run()
+    found = tape_of(config)
+    assert found.events == step.tape.events
+    assert [*map(astuple, found.specs)] == [*map(astuple, step.tape.specs)]
+    wanted = [each if isinstance(each, Phase) else astuple(each) for each in step.tape.operations]
+    assert [each if isinstance(each, Phase) else astuple(each) for each in found.operations] == wanted
