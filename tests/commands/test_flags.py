@@ -504,14 +504,17 @@ def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(capsys: pyte
 def test_a_dry_run_says_how_long_each_step_and_the_sweep_should_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On an H200, whose committed ceilings are beside the results; on a GPU without ceilings nothing is said."""
+    """On an H200, whose committed ceilings are beside the results; without ceilings, what would measure them."""
     flags = shlex.split(f"--output {DATA} --sizes small --context-lengths 128 512 --dry-run")
     see(monkeypatch, H100)
     assert sweep(flags) == 0
-    assert "predicted step" not in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "predicted step" not in printed.out
+    assert "cs336 ceilings" in printed.err
     see(monkeypatch, replace(H100, name="NVIDIA H200"))
     assert sweep(flags) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert not said
     curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
     steps_s = [step_time(config, curves).step_s for config in grid("--sizes small --context-lengths 128 512")]
     assert [float(ms) for ms in re.findall(r"predicted step ([\d.]+) ms", printed)] == pytest.approx(

@@ -233,10 +233,10 @@ class Tape:
         """The same tensors and operations for other sizes of the axes; nothing can be added to this tape."""
         other = Tape(axes)
         alike = {id(spec): other._like(spec) for spec in set(self.specs)}
-        made = {operation: recipe(other) for operation, recipe in self._recipes.items()}
+        made: dict[Operation | Phase, Operation] = {each: recipe(other) for each, recipe in self._recipes.items()}
         other.specs = [alike[id(spec)] for spec in self.specs]
         other.events = self.events
-        other.operations = [made.get(each, each) for each in self.operations]  # type: ignore[call-overload]
+        other.operations = [made.get(each) or each for each in self.operations]
         return other
 
     def _like(self, spec: TensorSpec) -> TensorSpec:
