@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
@@ -124,35 +124,48 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
 
 def largest_batch(config: RunConfig, memory_bytes: int) -> int | None:
     """The largest batch size that `fits`; 0 if not even one sequence does, None if that is not predicted."""
-    return _largest(lambda size: fits(replace(config, batch_size=size), memory_bytes))
+    return _largest(lambda size: replace(config, batch_size=size), memory_bytes)
 
 
 def largest_context(config: RunConfig, memory_bytes: int) -> int | None:
     """The longest context that `fits`, at the configuration's batch size; 0 and None as in largest_batch."""
-
-    def fits_at(length: int) -> bool | None:
-        return fits(replace(config, model=replace(config.model, context_length=length)), memory_bytes)
-
-    return _largest(fits_at)
+    return _largest(lambda length: replace(config, model=replace(config.model, context_length=length)), memory_bytes)
 
 
-def _largest(fits_at: Callable[[int], bool | None]) -> int | None:
-    """The largest number that fits, by doubling and then bisection, assuming that all smaller numbers fit."""
-    if (one := fits_at(1)) is None:
+def _largest(config_of: Callable[[int], RunConfig], memory_bytes: int) -> int | None:
+    """The largest number whose configuration fits, assuming that all smaller numbers fit.
+
+    The search begins where the tensors alone no longer fit, which is found without the slower allocator.
+    """
+    if (one := fits(config_of(1), memory_bytes)) is None:
         return None
     if not one:
         return 0
+    room_bytes = memory_bytes - outside_bytes(config_of(1))
     below = 1
-    while fits_at(2 * below):
+    while _tensor_bytes(config_of(2 * below)) <= room_bytes:
         below *= 2
-    above = 2 * below
+    above = _last_before(below, 2 * below, lambda number: _tensor_bytes(config_of(number)) <= room_bytes) + 1
+    below, step = above - 1, 1
+    while not fits(config_of(below), memory_bytes):
+        above, below, step = below, max(1, below - step), 2 * step
+    return _last_before(below, above, lambda number: fits(config_of(number), memory_bytes) is True)
+
+
+def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
+    """The last number for which it holds, by bisection: it holds for `below`, and not for `above`."""
     while above - below > 1:
         middle = (below + above) // 2
-        if fits_at(middle):
-            below = middle
-        else:
-            above = middle
+        below, above = (middle, above) if holds(middle) else (below, middle)
     return below
+
+
+def _tensor_bytes(config: RunConfig) -> int:
+    """The most bytes of tensors at any moment, without what the allocator does not split off."""
+    tape = tape_of(config)
+    sizes = [_rounded(spec.size_bytes) for spec in tape.specs]
+    changes = [sizes[event] if event >= 0 else -sizes[~event] for event in tape.events if not isinstance(event, Phase)]
+    return max(accumulate(changes))
 
 
 def residual_stream_bytes(config: RunConfig) -> int:
