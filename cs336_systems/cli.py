@@ -1,4 +1,7 @@
-"""The command line: argv goes to a command, and how the command ends becomes an exit status (commands/outcome.py)."""
+"""The command line: argv goes to a command, and how the command ends becomes an exit status (commands/outcome.py).
+
+The parser is imported where a command line is parsed, because every worker of a sweep imports this module.
+"""
 
 import functools
 import importlib
@@ -8,11 +11,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Annotated, Any
 
-import tyro
-
 from cs336_systems import __version__
 from cs336_systems.analysis.kernels.nsys_export import NsysError
-from cs336_systems.commands.flags import parse
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError
 from cs336_systems.commands.outputs import guard_outputs
 from cs336_systems.files import FileError, error_in_words
@@ -80,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words[1], f"cs336 account {words[1]}", words[2:])
     if words and words[0] in COMMANDS:
         return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
+    import tyro
+
+    from cs336_systems.commands.flags import parse
+
     subcommands = [Annotated[_arguments(name), tyro.conf.subcommand(name)] for name in COMMANDS]
     command: Any = functools.reduce(operator.or_, subcommands)
     parse(command, "cs336", words, f"{QUESTION}\n\n{VERSION_HELP}")  # prints the help or the error, and exits
@@ -87,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
+    from cs336_systems.commands.flags import parse
+
     status: int = _module(name).run(parse(_arguments(name), prog, argv))
     return status
 

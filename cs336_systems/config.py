@@ -771,6 +771,12 @@ class RunConfig:
         return self.with_defaults("profiler")
 
     @property
+    def needs_fast_model(self) -> bool:
+        """Whether a setting asks for what only the fast model can do; fused blocks and fp8 need weights cast once."""
+        is_fast = self.cast_once or self.fused_loss or self.compile_blocks
+        return is_fast or self.checkpoint_blocks > 0 or self.pad_vocabulary > 1
+
+    @property
     def is_shared(self) -> bool:
         """Whether ranks share each step; one rank alone can too, and then exchanges with itself."""
         return self.parallel is not Parallel.NONE

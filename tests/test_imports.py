@@ -36,6 +36,10 @@ def test_an_eager_run_imports_no_compiler_and_no_step_imports_anything(tmp_path:
     code = """
 SMALL = ["--device", "cpu", "--vocab-size", "11", "--context-length", "8", "--d-model", "8", "--num-heads", "2"]
 compiler, tables = "torch._dynamo", {"pandas", "matplotlib", "scipy"}
+others = {"rich.console", *(f"cs336_systems.{name}" for name in (
+    "model.fast.model", "parallel.data_parallel", "measure.memory", "sweep.run", "studies.ceilings_records",
+))}  # of fast, shared, profiled and several runs, and of printing
+first = set()  # all that was loaded when the first step ended
 loaded = set()  # of these, when the last step ended
 steps = []  # of each, what it imported
 
@@ -46,6 +50,7 @@ def watched(self, clock):
     before = set(sys.modules)
     result = call(self, clock)
     steps.append(set(sys.modules) - before)
+    first.update(() if first else sys.modules)
     loaded.update({compiler, *tables} & set(sys.modules))
     return result
 
@@ -55,11 +60,59 @@ for flags in (["--json"], ["--mixed-precision", "--json"], ["--mode", "inference
     assert len(steps) == 4 and not any(steps[2:]), steps
     assert not loaded, loaded
     steps.clear()
+assert not others & first, others & first
 assert not {compiler, "matplotlib", "scipy"} & set(sys.modules)
 
 # what needs the compiler imports it before the first step, which may be a measured one
 unwarmed = [*SMALL, "--checkpoint-blocks", "1", "--warmup-steps", "0", "--measured-steps", "1"]
 assert cli.benchmark(unwarmed) == 0
 assert compiler in sys.modules and not any(steps), steps
+"""
+    passes(code, tmp_path)
+
+
+def test_no_garbage_is_collected_while_torch_is_imported_nor_among_it_later(tmp_path: Path) -> None:
+    code = """
+import gc
+SMALL = ["--device", "cpu", "--vocab-size", "11", "--context-length", "8", "--d-model", "8", "--num-heads", "2"]
+early = []
+
+def collecting(phase, info):
+    if "torch" in sys.modules and not hasattr(sys.modules.get("cs336_systems.measure.run"), "measure"):
+        early.append(info)
+
+gc.callbacks.append(collecting)
+assert cli.benchmark([*SMALL, "--warmup-steps", "0", "--measured-steps", "1", "--json"]) == 0
+import torch
+assert not early, len(early)
+assert gc.isenabled()
+assert not [each for each in gc.get_objects() if each is torch.nn.Module.__dict__ or each is torch.nn.Module]
+frozen = gc.get_freeze_count()
+garbage = []
+garbage.append(garbage)
+del garbage
+assert cli.benchmark([*SMALL, "--warmup-steps", "0", "--measured-steps", "1", "--json"]) == 0
+assert gc.get_freeze_count() <= frozen, "what later runs leave can be collected"
+"""
+    passes(code, tmp_path)
+
+
+def test_a_sweep_imports_what_writes_its_tables_before_anything_is_measured(tmp_path: Path) -> None:
+    code = """
+from cs336_systems.sweep.run import Loop
+run = Loop.run
+early = []
+
+def watched(self, todo):
+    early.append(set(sys.modules))
+    run(self, todo)
+
+Loop.run = watched
+assert cli.sweep([
+    "--device", "cpu", "--context-lengths", "8", "--vocab-size", "11", "--d-model", "8", "--num-heads", "2",
+    "--warmup-steps", "2", "--measured-steps", "1",
+]) == 0
+slow = {"pandas", "matplotlib.figure", "jinja2", "PIL", "scipy", "torch"} & set(sys.modules)
+assert {"pandas", "matplotlib.figure"} <= slow <= early[0], slow - early[0]
 """
     passes(code, tmp_path)

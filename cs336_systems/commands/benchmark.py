@@ -31,13 +31,11 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
 from cs336_systems.config import Device, Parallel, Profiler, RunConfig
 from cs336_systems.measure.nvml import alike, visible_gpus
-from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.parallel.rank import Rank, rank_from_environment
 from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
-from cs336_systems.studies.ceilings_files import ceilings_beside
-from cs336_systems.sweep.explain import has_explanation
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
+from cs336_systems.sweep.process import importing_torch
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
@@ -125,6 +123,8 @@ def run(arguments: BenchmarkArguments) -> int:
         return _run_as_rank(config, arguments, rank)
     explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
+        from cs336_systems.model.fast.choose import describe_fast
+
         print(f"fast: {describe_fast(config)}", file=sys.stderr)
     if config.is_shared and is_under_nsys():
         print(
@@ -207,7 +207,8 @@ def _run_as_rank(config: RunConfig, arguments: BenchmarkArguments, rank: Rank) -
 def _measure(config: RunConfig, profile: Path | None, status: "StatusLine") -> RunRecord:
     """Measure in this process."""
     status("importing PyTorch")
-    from cs336_systems.measure.run import measure
+    with importing_torch():
+        from cs336_systems.measure.run import measure
 
     here = Path.cwd()
     record = measure(config, profile=profile, say=status)
@@ -226,6 +227,8 @@ def _measure_on_ranks(config: RunConfig, runs: Path, timeout_s: float, status: "
 def _print(record: RunRecord, runs: Path) -> None:
     """The tables of the run, and of its profile if it has one."""
     from cs336_systems.report.terminal import print_run
+    from cs336_systems.studies.ceilings_files import ceilings_beside
+    from cs336_systems.sweep.explain import has_explanation
 
     config = record.config
     print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))

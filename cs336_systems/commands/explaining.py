@@ -8,7 +8,6 @@ from pathlib import Path
 from cs336_systems.config import RunConfig
 from cs336_systems.record import RunRecord
 from cs336_systems.sweep.listener import Listener
-from cs336_systems.sweep.run import explain_again
 from cs336_systems.text import inert_line
 
 
@@ -18,6 +17,8 @@ def explain_or_warn(records: Sequence[RunRecord], runs: Path, say: Callable[[str
     Before each, `say` is called with `doing`, or by default with the name of the run. A profile that cannot be
     explained is a warning on standard error.
     """
+    from cs336_systems.sweep.run import explain_again
+
     return not explain_again(records, runs, _Lines(say, doing))
 
 

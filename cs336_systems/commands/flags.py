@@ -31,10 +31,8 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.fast_memory import with_checkpoints
 from cs336_systems.measure.inputs import check_factory
 from cs336_systems.measure.nvml import alike, visible_gpus
-from cs336_systems.model.fast.choose import fastest
 from cs336_systems.settings import Setting, declared, flag_of
 
 MAX_NAME_LENGTH = 100
@@ -358,6 +356,9 @@ def make_fast_config(
     cannot be combined with --fast, or that differs from what --fast chooses. Unless --checkpoint-blocks is given, there
     are checkpoints where the step does not fit the GPU without.
     """
+    from cs336_systems.costs.fast_memory import with_checkpoints
+    from cs336_systems.model.fast.choose import fastest
+
     # a switch that needs other settings is valid only once --fast has chosen these, so it is set at the end
     first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
     if first.get("sdpa_backend", SdpaBackend.AUTO) is not SdpaBackend.AUTO:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import why_no_file
 from cs336_systems.record import RecordError, RunRecord, load_records
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
 from cs336_systems.sweep.store import VIEWERS, raw_profile_path
 
 if TYPE_CHECKING:
     from cs336_systems.report.table import Table
+    from cs336_systems.studies.ceilings_files import Ceilings
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 T = TypeVar("T")
@@ -59,8 +59,10 @@ def load_records_or_warn(runs: Path) -> list[RunRecord]:
     return records
 
 
-def load_ceilings_or_warn(directory: Path) -> Ceilings:
+def load_ceilings_or_warn(directory: Path) -> "Ceilings":
     """The ceilings measured into `directory`; if one is damaged, print a warning and use none."""
+    from cs336_systems.studies.ceilings_files import NO_CEILINGS, load_ceilings
+
     try:
         return load_ceilings(directory)
     except RecordError as error:

@@ -32,7 +32,6 @@ from cs336_systems.measure.watchers import annotator_of, make_watch
 from cs336_systems.model.annotate import annotate, set_annotator
 from cs336_systems.parallel.group import group_of, meet_on_host
 from cs336_systems.parallel.rank import Rank
-from cs336_systems.parallel.traffic import TrafficCounter
 from cs336_systems.ranges import Range, rank_range
 from cs336_systems.record import Memory, MemoryMoment, Moment, RunRecord, Status, Telemetry, Traffic, WarningCode
 from cs336_systems.text import LONGEST_PART, inert_line
@@ -289,6 +288,8 @@ def _look_inside(
     """
     if step.way is None:
         return None
+    from cs336_systems.parallel.traffic import TrafficCounter
+
     step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
     counter, looking = TrafficCounter(), MomentClock(clock, step)

@@ -1,24 +1,30 @@
-"""One training step, or the part of it that the mode asks for, timed phase by phase."""
+"""One training step, or the part of it that the mode asks for, timed phase by phase.
+
+The modules of fast and shared steps are imported only for these, because that takes as long as some steps.
+"""
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cs336_systems.config import CompileMode, Mode, Parallel, Phase, RunConfig
+from cs336_systems.config import CompileMode, Mode, Phase, RunConfig
 from cs336_systems.measure.clock import Clock, StepTimes
 from cs336_systems.measure.precision import autocast, check_dtypes, make_grad_scaler
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.batches import Batch, make_batches
 from cs336_systems.model.factory import make_model
-from cs336_systems.model.fast.master_adamw import MasterAdamW
-from cs336_systems.model.fast.step_graph import StepGraph
-from cs336_systems.model.fast.trainable import make_trainable
-from cs336_systems.parallel.ways import make_shared_optimizer, make_way
+from cs336_systems.model.trainable import Trainable
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
+
+if TYPE_CHECKING:
+    from cs336_systems.model.fast.step_graph import StepGraph
+    from cs336_systems.parallel.ways import Way
 
 
 class TrainingStep:
@@ -35,21 +41,34 @@ class TrainingStep:
         self.batches = make_batches(config, rank)
         self.scaler = make_grad_scaler(config.precision, config.device)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.trainable = make_trainable(model, config)
+        self.trainable = _make_trainable(model, config)
         self.model = self.trainable.model
         self.model.train(config.mode is not Mode.INFERENCE)
-        self.way = None if config.parallel is Parallel.NONE else make_way(self.trainable, config)
+        self.way = _make_way(self.trainable, config)
         """What shares the step among the ranks; None if it is not shared."""
         self._loss = self.trainable.loss if self.way is None else self.way
-        self.optimizer = make_shared_optimizer(self.trainable, config, self.way) if config.mode is Mode.TRAIN else None
+        self.optimizer = self._make_optimizer() if config.mode is Mode.TRAIN else None
         self.phase = Phase.DATA
         """The phase that is running, which a failure's message names."""
         self.loss: Float[Tensor, ""]
         """Loss of the last step; a graph's next replay overwrites it."""
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
-        recorded = tuple(phase for phase in config.phases if phase is not Phase.DATA)
+        self.graph = self._make_graph() if config.cuda_graph else None
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        if self.way is None:
+            return self.trainable.make_optimizer()
+        from cs336_systems.parallel.ways import make_shared_optimizer
+
+        return make_shared_optimizer(self.trainable, self.config, self.way)
+
+    def _make_graph(self) -> "StepGraph":
+        from cs336_systems.model.fast.master_adamw import MasterAdamW
+        from cs336_systems.model.fast.step_graph import StepGraph
+
+        recorded = tuple(phase for phase in self.config.phases if phase is not Phase.DATA)
         captured = self.optimizer.captured if isinstance(self.optimizer, MasterAdamW) else lambda: None
-        self.graph = StepGraph(self._phases, recorded, captured) if config.cuda_graph else None
+        return StepGraph(self._phases, recorded, captured)
 
     def __call__(self, clock: Clock) -> tuple[StepTimes, Float[Tensor, ""]]:
         """Run one step, timed by `clock`; return its times and its loss, which is still on the device."""
@@ -143,3 +162,20 @@ class TrainingStep:
     def loss_scale(self) -> float | None:
         """GradScaler's factor, which falls exactly when a step was skipped; None without one. Synchronises."""
         return None if self.scaler is None else self.scaler.get_scale()
+
+
+def _make_trainable(model: nn.Module, config: RunConfig) -> Trainable:
+    """The model as it is, or the fast one with its parameters if a setting asks for what only that can do."""
+    if not config.needs_fast_model:
+        return Trainable(model, config)
+    from cs336_systems.model.fast.trainable import FastTrainable
+
+    return FastTrainable(cast("TransformerLM", model), config)
+
+
+def _make_way(trainable: Trainable, config: RunConfig) -> "Way | None":
+    if not config.is_shared:
+        return None
+    from cs336_systems.parallel.ways import make_way
+
+    return make_way(trainable, config)

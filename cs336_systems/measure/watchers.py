@@ -9,7 +9,6 @@ from pathlib import Path
 
 from cs336_systems.config import CompileMode, Device, Profiler, RunConfig
 from cs336_systems.measure.clock import Clock
-from cs336_systems.measure.memory import MemoryRecorder
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import Annotator, annotate, backward_ranges, kineto_trace
 from cs336_systems.ranges import Range
@@ -75,6 +74,8 @@ class _Kineto(_RangesInBackward):
 class _Memory(Watch):
     def __init__(self, step: TrainingStep, path: Path) -> None:
         self._path = path
+        from cs336_systems.measure.memory import MemoryRecorder
+
         self._recorder = MemoryRecorder(step)
 
     def clock(self, clock: Clock) -> Clock:

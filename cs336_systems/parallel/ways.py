@@ -81,10 +81,10 @@ def _with_copies(trainable: Trainable) -> FastLM | None:
     return model if isinstance(model, FastLM) and model.weights else None
 
 
-def make_shared_optimizer(trainable: Trainable, config: RunConfig, way: Way | None) -> torch.optim.Optimizer:
+def make_shared_optimizer(trainable: Trainable, config: RunConfig, way: Way) -> torch.optim.Optimizer:
     """The configuration's optimizer, of which each rank has its share if the configuration says so.
 
-    `way` is what make_way has made, if the step is shared.
+    `way` is what make_way has made.
     """
     model = _with_copies(trainable)
     pushes = way if isinstance(way, PushDDP) else None

@@ -93,6 +93,11 @@ class TerminalListener(Listener):
         if first and not self.console.is_terminal:
             self._lines(first)
 
+    def importing(self) -> None:
+        """Import meanwhile what writes the tables and plots at the end, which takes a second."""
+        import cs336_systems.report.page.contents
+        import cs336_systems.report.results  # noqa: F401
+
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those in progress; without a bar, in a line of its own."""
         self._left.started()

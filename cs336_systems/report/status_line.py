@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from cs336_systems.text import inert_line
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 LARGE_BYTES = 8 * 2**20
 """Size of a profiler's file from which reading it takes a second or more."""
@@ -23,17 +23,21 @@ class StatusLine:
     """
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, emoji=False)
         self._live: Live | None = None
 
     def __enter__(self) -> "StatusLine":
-        if sys.stderr.isatty() and not self._console.is_dumb_terminal:
-            # rich prints other output above the line, if both go to the terminal
-            self._live = Live(
-                console=self._console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty()
-            )
-            self._live.start()
-            self._console.show_cursor()  # rich hides the cursor, which a killed process could not show again
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(stderr=True, emoji=False)
+            if not console.is_dumb_terminal:
+                # rich prints other output above the line, if both go to the terminal
+                self._live = Live(
+                    console=console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty()
+                )
+                self._live.start()
+                console.show_cursor()  # rich hides the cursor, which a killed process could not show again
         return self
 
     def __exit__(
@@ -58,6 +62,8 @@ class StatusLine:
         count = f"{done + 1} of {total}: " if total else ""
         line = f"[{monotonic() - _STARTED:5.1f} s] {count}{inert_line(doing)}"
         if self._live is not None:
+            from rich.text import Text
+
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
             print(line, file=sys.stderr, flush=True)

@@ -43,7 +43,9 @@ _DEATH_S = 10.0
 
 _PRELOAD = ("cs336_systems.sweep.preload", "cs336_systems.cli")
 """Imported once for all workers. A worker imports the program's main module, and with it the command line."""
-_PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", "cs336_systems.cli")
+EXPLAINING = ("cs336_systems.analysis.kernels.explain", "cs336_systems.analysis.memory.explain")
+"""Modules that explain profiles, none of which needs torch."""
+_PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", *EXPLAINING, "cs336_systems.cli")
 """The same where nothing is measured: without torch, which takes seconds to import."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 """Function that a worker calls with a run, the directory of records, and the connection for its output."""

@@ -28,6 +28,9 @@ class Listener:
     def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
         """The sweep keeps these records, will run these configurations, and set these unreadable files aside."""
 
+    def importing(self) -> None:
+        """The fork server imports PyTorch, which takes seconds. Nothing is measured until this method has returned."""
+
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """A worker has been started."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import select
@@ -9,7 +10,7 @@ import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,6 +29,24 @@ FORKER_VARIABLE = "CS336_FORKER"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+@contextlib.contextmanager
+def importing_torch() -> Iterator[None]:
+    """Import PyTorch in this context without garbage collections, and keep what is imported out of later ones.
+
+    Each collection would look at all of PyTorch's objects. Does nothing if PyTorch has been imported: there may be
+    garbage then, which would be kept too.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def die_with_forker(signal_number: int) -> None:
     """Ask the kernel to send `signal_number` to this process when the process that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
@@ -37,8 +56,11 @@ def begin_worker(log: Connection, gpu_uuids: Sequence[str] = ()) -> None:
     """Turn this forked process into a worker: its own session and process group, its output into `log`.
 
     The signals that the fork server ignores have their default effect again, and the worker is killed as soon as the
-    sweep ends. It sees the GPUs in `gpu_uuids`, or those that the sweep sees if that is empty.
+    sweep ends. It sees the GPUs in `gpu_uuids`, or those that the sweep sees if that is empty. Its garbage collections
+    leave out what the fork server has imported.
     """
+    gc.freeze()
+    gc.enable()
     if gpu_uuids:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
     os.setsid()

@@ -33,9 +33,11 @@ from cs336_systems.sweep import explain
 from cs336_systems.sweep.explain import can_be_explained, has_explanation, lacks_explanation
 from cs336_systems.sweep.interrupts import Interrupts
 from cs336_systems.sweep.isolation import (
+    EXPLAINING,
     Entry,
     Worker,
     end_in_words,
+    ensure_fork_server,
     kill_orphans,
     preload,
     preload_to_explain,
@@ -121,11 +123,14 @@ def run_sweep(
         wanted = {config.key for config in configs}
         unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
         if todo:
-            preload(*compiler_modules(todo))
+            preload(*modules_of([*todo, *unexplained]))
         elif unexplained:
             preload_to_explain()
         listener.planned(kept, todo, problems)
         interrupts = stack.enter_context(Interrupts())
+        if todo:
+            ensure_fork_server()
+            listener.importing()
         is_on_cpu = any(config.device is Device.CPU for config in todo)
         are_others = stack.enter_context(at_work(cpu_lock_path() if is_on_cpu else None))
         keeper = Keeper(runs, listener, inputs)
@@ -344,12 +349,21 @@ def measure_in_worker(
     worker.main(config, runs, log, gpu_uuids, timeout_s)
 
 
-def compiler_modules(configs: Sequence[RunConfig]) -> list[str]:
-    """Modules of torch.compile that these runs import, 2 s each: Dynamo, and its backend if they compile on a CPU.
+def modules_of(configs: Sequence[RunConfig]) -> list[str]:
+    """Modules that some runs need and these do, for the fork server to import once.
 
-    On a GPU the backend is left out, because what it imports there could touch CUDA.
+    torch.compile's take 2 s each: Dynamo, and its backend if runs compile on a CPU. On a GPU the backend is left out,
+    because what it imports there could touch CUDA.
     """
-    modules = ["torch._dynamo"] if any(map(_uses_dynamo, configs)) else []
+    modules = [*EXPLAINING] if any(config.profiler is not Profiler.NONE for config in configs) else []
+    if any(config.profiler is Profiler.MEMORY for config in configs):
+        modules.append("cs336_systems.measure.memory")
+    if any(config.needs_fast_model or config.cuda_graph for config in configs):
+        modules += ["cs336_systems.model.fast.trainable", "cs336_systems.model.fast.step_graph"]
+    if any(config.is_shared for config in configs):
+        modules.append("cs336_systems.parallel.ways")
+    if any(map(_uses_dynamo, configs)):
+        modules.append("torch._dynamo")
     if any(config.compile is not CompileMode.NONE and config.device is Device.CPU for config in configs):
         modules.append("torch._inductor.compile_fx")
     if any(config.parallel is Parallel.FSDP2 for config in configs):
@@ -378,7 +392,7 @@ def measure_one(
     For a run on several ranks, and on a machine of a cluster. The caller has locked what it uses: `gpus`, or those that
     a sweep of this run would take. Raises KeyboardInterrupt if a signal stops it.
     """
-    preload(*compiler_modules([config]))
+    preload(*modules_of([config]))
     spare_children()
     adopt_orphans()
     with Interrupts() as interrupts:

@@ -1,8 +1,9 @@
 """What the fork server imports first. It sets when the server ends and which signals it ignores.
 
-It also imports the modules that explain profiles, none of which needs torch.
+Garbage is collected in its workers only: while PyTorch is imported, collections would look at all of its objects.
 """
 
+import gc
 import os
 import signal
 
@@ -14,6 +15,4 @@ if os.getppid() != int(os.environ.pop(FORKER_VARIABLE, os.getppid())):
 for number in STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)  # the sweep handles them
 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-import cs336_systems.analysis.kernels.explain  # noqa: E402
-import cs336_systems.analysis.memory.explain  # noqa: E402, F401
+gc.disable()

@@ -1,9 +1,7 @@
 """The fast model as a training step uses it: its loss, and the optimizer that writes the copies of its weights."""
 
-from typing import cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cs336_systems.config import RunConfig
 from cs336_systems.model.annotate import annotate
@@ -13,15 +11,6 @@ from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.trainable import Loss, Trainable, cross_entropy, mode_of
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
-
-
-def make_trainable(model: nn.Module, config: RunConfig) -> Trainable:
-    """The model as it is, or the fast one with its parameters if a setting asks for what only that can do."""
-    # fused_blocks and fp8 are allowed with cast_once only
-    is_fast = config.cast_once or config.fused_loss or config.compile_blocks
-    if is_fast or config.checkpoint_blocks or config.pad_vocabulary > 1:
-        return FastTrainable(cast("TransformerLM", model), config)
-    return Trainable(model, config)
 
 
 class FastTrainable(Trainable):

@@ -23,7 +23,7 @@ from cs336_systems.sweep.cluster.run import sweep_on_nodes
 from cs336_systems.sweep.cluster.waiting import Placement
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.process import child_environment
-from cs336_systems.sweep.run import Outcome, compiler_modules, num_slots
+from cs336_systems.sweep.run import Outcome, modules_of, num_slots
 from cs336_systems.sweep.store import SweepError
 
 _CHUNK_BYTES = 1 << 16
@@ -57,7 +57,7 @@ def sweep_on_ray(
     device = configs[0].device if configs else Device.CPU
 
     def connect() -> contextlib.AbstractContextManager[RayNodes]:
-        return connected(address, device, compiler_modules(configs), timeout_s)
+        return connected(address, device, modules_of(configs), timeout_s)
 
     return sweep_on_nodes(
         configs, directory, listener, connect,
