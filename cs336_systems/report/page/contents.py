@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cs336_systems.record import RunRecord
-from cs336_systems.report.page.answers.commands import sweep_command
+from cs336_systems.report.page.commands import sweep_command
 from cs336_systems.report.page.findings import findings
 from cs336_systems.report.page.provenance import places, provenance
 from cs336_systems.report.page.refusals import separated, warmup_reasons

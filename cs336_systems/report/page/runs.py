@@ -8,7 +8,7 @@ from cs336_systems.config import Phase, Profiler
 from cs336_systems.record import RunRecord, Status, encode_record
 from cs336_systems.report.frame import order
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.page.command import command_of
+from cs336_systems.report.page.commands import command_of
 from cs336_systems.report.page.figures import Spec
 from cs336_systems.report.page.provenance import PlaceOf, provenance
 from cs336_systems.report.page.run_facts import facts_of

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.config import Profiler
-from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.collection import Collection, block_id
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.page.comparison import comparison_chapters
 from cs336_systems.report.page.contents import sweep_chapters
 from cs336_systems.report.page.questions import questions_chapter

@@ -13,8 +13,8 @@ import pytest
 from cs336_systems.config import Profiler
 from cs336_systems.record import WarningCode
 from cs336_systems.report.compared import Sides, compare_paths, compare_sides, load_compared
-from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.page.comparison import comparison_chapters
 from cs336_systems.report.page.write import Linked, Page, Prose, to_html
 from tests.report.making import HOSTILE, make_config, make_failure, make_record

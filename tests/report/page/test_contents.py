@@ -12,7 +12,7 @@ from cs336_systems.commands.flags import parse
 from cs336_systems.commands.results import show_results
 from cs336_systems.config import Device, Precision, Profiler
 from cs336_systems.record import load_records
-from cs336_systems.report.page.command import command_of
+from cs336_systems.report.page.commands import command_of
 from cs336_systems.report.page.contents import sweep_chapters, sweep_page
 from cs336_systems.report.page.refusals import without_contradictions
 from cs336_systems.report.page.write import Figure, Page, TableBlock, to_html, write_page

@@ -30,8 +30,8 @@ from cs336_systems.record import Measurement, MemoryMoment, Moment, RankRecord, 
 from cs336_systems.report.page import questions
 from cs336_systems.report.page.answers import attention
 from cs336_systems.report.page.answers.answer import Material
-from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.collection import Collection, block_id
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.page.whole import collection_page
 from cs336_systems.report.page.write import Figure, Page, Prose, TableBlock, to_html
 from cs336_systems.report.results import Results

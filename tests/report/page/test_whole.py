@@ -13,8 +13,8 @@ from cs336_systems import cli
 from cs336_systems.commands.flags import parse
 from cs336_systems.config import Device
 from cs336_systems.report.compared import Sides, compare_sides
-from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.collection import Climbed, Collection, block_id
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.page.whole import SELF, collection_page
 from cs336_systems.report.page.write import to_html
 from cs336_systems.report.results import Results

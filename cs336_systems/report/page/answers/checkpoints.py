@@ -20,8 +20,8 @@ from cs336_systems.report.page.answers.answer import (
     is_plain,
     with_several,
 )
-from cs336_systems.report.page.answers.commands import command_for
 from cs336_systems.report.page.answers.memory import residual_bytes
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.memory.facts import typical
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.table import Table, make_table

@@ -20,7 +20,7 @@ from cs336_systems.report.page.answers.answer import (
     is_of_course,
     is_plain,
 )
-from cs336_systems.report.page.answers.commands import command_for
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.kernels.answers import (
     BOTH,
     FORWARD,

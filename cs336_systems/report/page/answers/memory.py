@@ -21,7 +21,7 @@ from cs336_systems.report.page.answers.answer import (
     is_of_course,
     is_plain,
 )
-from cs336_systems.report.page.answers.commands import command_for
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.memory.answers import MIN_CHANGE, timeline_answer
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.facts import by_category, typical

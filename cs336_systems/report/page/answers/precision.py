@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.report.page.answers.answer import Answer, Material
-from cs336_systems.report.page.answers.commands import command_for
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.precision import (
     is_lost,
     library_words,

@@ -22,7 +22,7 @@ from cs336_systems.report.page.answers.answer import (
     plain_runs,
     with_several,
 )
-from cs336_systems.report.page.answers.commands import command_for
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.steps_answers import (
     choice_answers,
     phase_answers,

@@ -1,4 +1,4 @@
-"""The command lines that measured the results of a directory, from what the records say."""
+"""The command lines that repeat a run, and those that measured the results of a directory, as the records say."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.config import SETTINGS, Device, Profiler
+from cs336_systems.config import SETTINGS, SIZES, Device, ModelConfig, Profiler, RunConfig
 from cs336_systems.record import RunRecord
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import settings_of, usual_settings
@@ -16,8 +16,12 @@ from cs336_systems.studies.ceilings_records import CeilingsGrid
 from cs336_systems.sweep.ladder import gate_learning_rate, rungs
 
 PROFILERS = {Profiler.NSYS: "--nsys", Profiler.KINETO: "--profile", Profiler.MEMORY: "--memory"}
+NSYS = "nsys profile --capture-range=nvtx --nvtx-capture=measure"
+"""What a single run is started under."""
 ALWAYS = ("size", "context_length", "precision")
 """Settings that the command of a sweep names even where they have their usual values."""
+RUN_ALWAYS = (*ALWAYS, "mode", "device")
+"""Those that the command of a single run names."""
 LADDER_ALWAYS = ("size", "context_length", "batch_size")
 LADDER_FLAGS = (*LADDER_ALWAYS, "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "model_factory",
                 "warmup_steps", "measured_steps", "learning_rate", "tokens", "seed")  # fmt: skip
@@ -27,6 +31,35 @@ LADDER_WARMUP = 10
 LAYER = " feed-forward"
 """How the name of a layer's shape in a study of ceilings goes on after the size."""
 MIB = 2**20
+
+
+def command_of(config: RunConfig) -> str:
+    """The command line of `benchmark.py` that makes this configuration again."""
+    before = [NSYS] if config.profiler is Profiler.NSYS else []
+    return " ".join([*before, "python benchmark.py", *_run_flags(config)])
+
+
+def _run_flags(config: RunConfig) -> Iterator[str]:
+    """The flags of what differs from the preset, or from the size `tiny` where the shape is no preset's."""
+    size = config.size if config.size in SIZES else "tiny"
+    preset, values = SIZES[size], settings_of(config) | {"size": size}
+    is_first_step = _is_first_step([config])
+    for part, usual in ((RunConfig, None), (ModelConfig, preset)):
+        for each, setting in declared(part):
+            name = each.name
+            default = each.default if usual is None else getattr(usual, name)
+            has_flag = bool(setting.help or setting.plural) or name == "device"
+            is_chosen = is_first_step and name in ("warmup_steps", "measured_steps")
+            if has_flag and not is_chosen and (values[name] != default or name in RUN_ALWAYS):
+                yield _flag(flag_of(name, setting), [values[name]])
+    if config.profiler in (Profiler.KINETO, Profiler.MEMORY):
+        yield "--memory-first-step" if is_first_step else PROFILERS[config.profiler]
+
+
+def _is_first_step(configs: Sequence[RunConfig]) -> bool:
+    """Whether these runs record the memory of a first step."""
+    steps = {(config.profiler, config.warmup_steps, config.measured_steps) for config in configs}
+    return steps == {(Profiler.MEMORY, 0, 1)}
 
 
 def command_for(collection: Collection, directory: Path) -> str:
@@ -78,9 +111,7 @@ def _sweep_flags(records: Sequence[RunRecord]) -> Iterator[str]:
     configs = [record.config for record in records]
     profiled = [config for config in configs if config.profiler is not Profiler.NONE]
     if profiled:
-        is_first = all((config.warmup_steps, config.measured_steps) == (0, 1) for config in profiled)
-        is_first_step = is_first and profiled[0].profiler is Profiler.MEMORY
-        yield "--memory-first-step" if is_first_step else PROFILERS[profiled[0].profiler]
+        yield "--memory-first-step" if _is_first_step(profiled) else PROFILERS[profiled[0].profiler]
     plain = [config for config in configs if config.profiler is Profiler.NONE] or configs
     values = [(settings_of(config), usual_settings(config)) for config in plain]
     for name, setting in SETTINGS.items():
@@ -90,7 +121,7 @@ def _sweep_flags(records: Sequence[RunRecord]) -> Iterator[str]:
         found = list(dict.fromkeys(_in_order(own_values)))
         is_flag = bool(setting.help) and all(value is not None for value in found)
         if is_flag and (name in ALWAYS or any(own[name] != usual[name] for own, usual in values)):
-            yield _flag(name, setting, found)
+            yield _flag(_plural(name, setting), found)
     repeats = len({config.repeat for config in plain})
     if repeats > 1:
         yield f"--repeats {repeats}"
@@ -104,9 +135,13 @@ def _in_order(values: Sequence[Any]) -> list[Any]:
     return sorted(values) if all(isinstance(value, int | float) for value in values) else list(values)
 
 
-def _flag(name: str, setting: Setting, values: Sequence[Any]) -> str:
-    """The flag of a sweep with its values; a switch without any."""
-    flag = f"--{setting.plural.replace('_', '-')}" if setting.plural else flag_of(name, setting)
+def _plural(name: str, setting: Setting) -> str:
+    """The flag of a sweep or a study, which takes several values where a run has one."""
+    return f"--{setting.plural.replace('_', '-')}" if setting.plural else flag_of(name, setting)
+
+
+def _flag(flag: str, values: Sequence[Any]) -> str:
+    """The flag with its values; a switch without any."""
     if isinstance(values[0], bool):
         return flag if values[0] else f"--no-{flag.removeprefix('--')}"
     return " ".join([flag, *(shlex.quote(str(value)) for value in values)])
@@ -121,7 +156,7 @@ def _grid_flags(grid: object) -> Iterator[str]:
         if each.name == "implementations":
             value = tuple(name for name in value if name != "own")
         if setting.help and value != usual:
-            yield _flag(each.name, setting, value if isinstance(value, tuple) else (value,))
+            yield _flag(_plural(each.name, setting), value if isinstance(value, tuple) else (value,))
     if seed := getattr(grid, "seed", 0):
         yield f"--seed {seed}"
 
@@ -143,7 +178,7 @@ def _ladder_flags(climbed: Climbed) -> Iterator[str]:
     usual["learning_rate"] = gate_learning_rate(first.model.d_model)
     for name, value in settings_of(first).items():
         if name in LADDER_FLAGS and (name in LADDER_ALWAYS or value != usual[name]):
-            yield f"{flag_of(name, SETTINGS[name])} {shlex.quote(str(value))}"
+            yield _flag(flag_of(name, SETTINGS[name]), [value])
     names = [rung.name for rung in climbed.rungs]
     if names != [rung.name for rung in rungs(first, _device_name(climbed))]:
         yield " ".join(["--rungs", *names])
