@@ -1,6 +1,6 @@
 """What an answer to a question of the course is made of, and which results answer it best."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.frame import apart_from, order, rows_of, to_frame
 from cs336_systems.report.identity import settings_of, shared_settings, usual_settings
 from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.page.refusals import separated
 from cs336_systems.report.results import Results
 from cs336_systems.report.table import Table
@@ -50,6 +51,8 @@ class Answer:
 class Runs:
     """Runs of one directory that can be compared with each other."""
 
+    collection: Collection
+    """All results, of which these are some."""
     directory: Path
     ending: str
     """What tells the identifiers of their tables from those of other runs of the directory."""
@@ -63,6 +66,19 @@ class Runs:
     def place(self, name: str) -> Place:
         """The table of this name."""
         return self.directory, f"{name}{self.ending}"
+
+    def answer(
+        self, sentences: Iterable[str], *, tables: Sequence[Table] = (), place: str = "results", lacking: str = ""
+    ) -> Answer:
+        """An answer that rests on the table `place` of these runs."""
+        return Answer(
+            sentences=list(sentences),
+            tables=tables,
+            places=[self.place(place)],
+            commands=[command_for(self.collection, self.directory)],
+            conditions=self.conditions,
+            lacking=lacking,
+        )
 
     def only(self, records: Sequence[RunRecord]) -> "Runs":
         """These runs alone, with their profiles and those of the same runs under a profiler."""
@@ -83,16 +99,11 @@ class Runs:
     @property
     def conditions(self) -> str:
         """The settings that all runs share, and their device."""
-        found = self.results.published or self.results.records
-        return conditions_of(found)
-
-
-def conditions_of(records: Sequence[RunRecord]) -> str:
-    """The settings that all these runs share, and their device."""
-    named = [
-        (record.config, record.environment.identity.device_name if record.environment else None) for record in records
-    ]
-    return shared_settings(named, ("size", "context_length"))
+        named = [
+            (record.config, record.environment.identity.device_name if record.environment else None)
+            for record in self.results.published or self.results.records
+        ]
+        return shared_settings(named, ("size", "context_length"))
 
 
 def runs_of(collection: Collection) -> Iterator[Runs]:
@@ -100,7 +111,8 @@ def runs_of(collection: Collection) -> Iterator[Runs]:
     for directory, results in collection.sweeps.items():
         groups = separated(results).groups
         for number, group in enumerate(groups, 1):
-            yield Runs(directory=directory, ending=f"-{number}" if len(groups) > 1 else "", results=group)
+            ending = f"-{number}" if len(groups) > 1 else ""
+            yield Runs(collection=collection, directory=directory, ending=ending, results=group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,18 +178,18 @@ def with_several(records: Sequence[RunRecord], setting: str) -> list[RunRecord]:
     ]  # fmt: skip
 
 
-def at_one_context(runs: Runs, context: int = CONTEXT) -> Runs:
-    """The runs at this context, or else those at the longest context that most of them have."""
+def at_one_context(runs: Runs) -> Runs:
+    """The runs at CONTEXT, or else those at the longest context that most of them have."""
     records = list(runs.results.records)
     contexts = [record.config.model.context_length for record in records]
-    chosen = context if context in contexts else max(contexts, key=lambda length: (contexts.count(length), length))
+    chosen = CONTEXT if CONTEXT in contexts else max(contexts, key=lambda length: (contexts.count(length), length))
     return runs.only([record for record in records if record.config.model.context_length == chosen])
 
 
-def lacking_sizes(runs: Runs, wanted: Sequence[str] = COURSE_SIZES) -> str:
-    """Which sizes were not measured on a GPU, in words; empty if all were."""
+def lacking_sizes(runs: Runs) -> str:
+    """Which of the course's sizes were not measured on a GPU, in words; empty if all were."""
     there = {record.config.size for record in runs.results.records if record.config.device is Device.CUDA}
-    missing = [size for size in wanted if size not in there]
+    missing = [size for size in COURSE_SIZES if size not in there]
     return f"size{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else ""
 
 

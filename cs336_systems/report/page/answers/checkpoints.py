@@ -21,7 +21,6 @@ from cs336_systems.report.page.answers.answer import (
     with_several,
 )
 from cs336_systems.report.page.answers.memory import residual_bytes
-from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.memory.facts import typical
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.table import Table, make_table
@@ -100,14 +99,7 @@ def groups(material: Material) -> Answer:
     rows = found.rows
     at_context = {record.config.model.context_length for record in found.results.records} == {CONTEXT}
     sentences = [*_measured_words(rows), predicted]
-    return Answer(
-        sentences=sentences,
-        tables=[_table(rows), *tables],
-        places=[found.place("results")],
-        commands=[command_for(material.collection, found.directory)],
-        conditions=found.conditions,
-        lacking="" if at_context else lacking,
-    )
+    return found.answer(sentences, tables=[_table(rows), *tables], lacking="" if at_context else lacking)
 
 
 def _measured_words(rows: Sequence[Row]) -> Iterator[str]:

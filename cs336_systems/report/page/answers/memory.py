@@ -21,7 +21,6 @@ from cs336_systems.report.page.answers.answer import (
     is_of_course,
     is_plain,
 )
-from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.memory.answers import MIN_CHANGE, timeline_answer
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.facts import by_category, typical
@@ -59,7 +58,7 @@ def timelines(material: Material) -> Answer | None:
         f"Whole step, {name_of(pair.step)}: {timeline_answer(pair.step.profile)}",
         *_stages(pair),
     ]
-    found = _answer(material, pair, sentences, "memory-phases")
+    found = _answer(pair, sentences, "memory-phases")
     pictures = [_picture(material, pair.runs, entry) for entry in (pair.alone, pair.step)]
     return replace(found, pictures=list(zip(("forward alone", "whole step"), pictures, strict=True)))
 
@@ -120,16 +119,10 @@ def _peaks(material: Material, precisions: Sequence[Precision]) -> Answer | None
     rows = _peak_rows(runs.results.published)
     in_low = len(precisions) > 1
     title = "Peaks in fp32 and in mixed precision" if in_low else "Peaks of forward alone and of a whole step"
-    entries = _of_records(runs, material)
+    entries = _of_records(runs)
     sentences = [*_peak_words(rows, in_low), *(_changed_words(entries) if in_low else ())]
-    return Answer(
-        sentences=sentences,
-        tables=[_peak_table(title, rows, in_low)],
-        places=[runs.place("results")],
-        commands=[command_for(material.collection, runs.directory)],
-        conditions=runs.conditions,
-        lacking=_lacking({(row["size"], row["context"]) for row in rows}),
-    )
+    lacking = _lacking({(row["size"], row["context"]) for row in rows})
+    return runs.answer(sentences, tables=[_peak_table(title, rows, in_low)], lacking=lacking)
 
 
 def _changed_words(entries: Sequence[MemoryEntry]) -> Iterator[str]:
@@ -160,10 +153,10 @@ def _lacking(there: Collection[tuple[str, int]]) -> str:
     return ", ".join(f"{name} at context {' and '.join(contexts)}" for name, contexts in missing if contexts)
 
 
-def _of_records(runs: Runs, material: Material) -> list[MemoryEntry]:
+def _of_records(runs: Runs) -> list[MemoryEntry]:
     """The recorded runs of the same directory."""
     wanted = {record.config.configuration for record in runs.results.published}
-    found = material.collection.sweeps[runs.directory].memory
+    found = runs.collection.sweeps[runs.directory].memory
     return [entry for entry in found if is_plain(entry.config) and entry.config.unprofiled.configuration in wanted]
 
 
@@ -272,7 +265,7 @@ def residual_stream(material: Material) -> Answer:
         sentences.append(
             f"In the recorded step of {pair.step.config.size} at context {context} it is {size(measured)}."
         )
-    return replace(_answer(material, pair, sentences, "memory-peaks"), lacking="")
+    return replace(_answer(pair, sentences, "memory-peaks"), lacking="")
 
 
 def residual_bytes(name: str, context_length: int, batch_size: int = BATCH_SIZE) -> int:
@@ -294,7 +287,7 @@ def largest(material: Material) -> Answer | None:
         f"{sum(row.count for row in most):,} of them in {steps}{f': {formulas}' if formulas else ''}.",
         *_largest_of_all(_all_of(pair)),
     ]
-    return replace(_answer(material, pair, sentences, "memory-largest"), tables=[_largest_table(kept)])
+    return _answer(pair, sentences, "memory-largest", [_largest_table(kept)])
 
 
 def _largest_of_all(entries: Sequence[MemoryEntry]) -> Iterator[str]:
@@ -347,7 +340,7 @@ def block(material: Material) -> Answer | None:
         _gradient_words(block),
         *([over] if len(others) > 1 else []),
     ]
-    return replace(_answer(material, pair, sentences, "memory-peaks"), tables=[table])
+    return _answer(pair, sentences, "memory-peaks", [table])
 
 
 def _gradient_words(block: BlockMemory) -> str:
@@ -414,14 +407,9 @@ def _pairs(runs: Runs) -> list[tuple[MemoryEntry, MemoryEntry]]:
     return sorted(found, key=lambda pair: (pair[1].config.model.d_model, pair[1].config.model.context_length))
 
 
-def _answer(material: Material, pair: Pair, sentences: list[str], place: str) -> Answer:
+def _answer(pair: Pair, sentences: list[str], place: str, tables: Sequence[Table] = ()) -> Answer:
     there = {
         (own.config.size, own.config.model.context_length) for own in _all_of(pair) if own.config.mode is Mode.TRAIN
     }
-    return Answer(
-        sentences=sentences,
-        places=[pair.runs.place(place)],
-        commands=[command_for(material.collection, pair.runs.directory)],
-        conditions=pair.runs.conditions,
-        lacking=f"recordings of {missing}" if (missing := _lacking(there)) else "",
-    )
+    lacking = f"recordings of {missing}" if (missing := _lacking(there)) else ""
+    return pair.runs.answer(sentences, tables=tables, place=place, lacking=lacking)

@@ -198,12 +198,9 @@ def leaderboard(material: Material) -> Answer | None:
         + " on each GPU.",
     ]
     columns = [*identity_columns(rows, ("size", "ranks")), *(column(key, drop_order=0) for key in (*SHARED, "mfu"))]
-    return Answer(
-        sentences=sentences,
+    return runs.answer(
+        sentences,
         tables=[make_table("The leaderboard's step", columns, rows)],
-        places=[runs.place("results")],
-        commands=[command_for(material.collection, runs.directory)],
-        conditions=runs.conditions,
         lacking="" if of_course(runs.finished[0].config) else "32,768 tokens on each of 2 GPUs, in bf16",
     )
 
@@ -237,15 +234,12 @@ def _shared(
     columns = [*identity_columns(rows, ("size", "ranks", setting)), *(column(key, drop_order=0) for key in keys)]
     moments = [] if setting == "parallel" and not _has_shards(runs) else [*_moment_rows(runs)]
     kept = [*identity_columns(moments, ("size", "ranks", setting)), *MOMENTS] if moments else []
-    return Answer(
-        sentences=list(sentences(rows, runs)),
+    return runs.answer(
+        sentences(rows, runs),
         tables=[
             make_table(title, columns, rows),
             *([make_table("What the rank that keeps the most keeps", kept, moments)] if moments else []),
         ],
-        places=[runs.place("results")],
-        commands=[command_for(material.collection, runs.directory)],
-        conditions=runs.conditions,
         lacking="" if all(of_course(record.config) for record in runs.results.records) else "xl on 2 GPUs",
     )
 

@@ -22,7 +22,6 @@ from cs336_systems.report.page.answers.answer import (
     plain_runs,
     with_several,
 )
-from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.steps_answers import (
     choice_answers,
     phase_answers,
@@ -44,20 +43,6 @@ SLOW_START = 1.05
 SAME = 0.01
 """Largest relative difference of two mean steps at which further warm-up changed nothing."""
 PHASES = ("forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms", "step_mean_ms")
-
-
-def _answer(
-    material: Material, runs: Runs, sentences: Iterable[str], tables: Sequence[Table] = (), place: str = "results",
-    lacking: str = "",
-) -> Answer:  # fmt: skip
-    return Answer(
-        sentences=list(sentences),
-        tables=tables,
-        places=[runs.place(place)],
-        commands=[command_for(material.collection, runs.directory)],
-        conditions=runs.conditions,
-        lacking=lacking,
-    )
 
 
 def _texts(answers: Iterable[tuple[str, str]]) -> list[str]:
@@ -124,7 +109,7 @@ def script(material: Material) -> Answer | None:
         "not slow it (--sync-phases synchronises after each phase, as the course's handout does). --warmup-steps and "
         "--measured-steps choose w and n, --mode inference, forward, forward-backward or train the part of the step.",
     ]
-    return _answer(material, runs, sentences, lacking=lacking_sizes(runs))
+    return runs.answer(sentences, lacking=lacking_sizes(runs))
 
 
 def _named(rows: Sequence[Row], always: Sequence[str] = ("size",)) -> dict[str, Row]:
@@ -144,7 +129,7 @@ def times(material: Material) -> Answer | None:
     table = _table("Times of forward, backward and the optimizer", rows, [*PHASES, "step_cv"])
     same = ("context_length",)  # `_best_timed` chose one
     sentences = [*_texts(phase_answers(rows, *same)), *_texts(spread_answers(rows, *same))]
-    return _answer(material, runs, sentences, [table], lacking=lacking_sizes(runs))
+    return runs.answer(sentences, tables=[table], lacking=lacking_sizes(runs))
 
 
 def warmup(material: Material) -> Answer | None:
@@ -162,7 +147,7 @@ def warmup(material: Material) -> Answer | None:
     table = _table("Steps after more and less warm-up", rows, columns, ("size", "warmup_steps"))
     there = {record.config.warmup_steps for record in runs.results.records}
     lacking = ", ".join(f"{count} warm-up steps" for count in (0, 1, 2, 5) if count not in there)
-    return _answer(material, runs, _warmup_words(rows), [table], "warmup", lacking)
+    return runs.answer(_warmup_words(rows), tables=[table], place="warmup", lacking=lacking)
 
 
 def _warmup_words(rows: Sequence[Row]) -> Iterator[str]:
@@ -228,7 +213,7 @@ def mixed_precision(material: Material) -> Answer | None:
         )
     keys = ["forward_mean_ms", "backward_mean_ms", "step_mean_ms", "speed_up"]
     table = _table("Times in fp32 and in bf16", rows, keys, ("size", "precision"))
-    return _answer(material, runs, sentences, [table], lacking=lacking_sizes(runs))
+    return runs.answer(sentences, tables=[table], lacking=lacking_sizes(runs))
 
 
 def compiled_model(material: Material) -> Answer | None:
@@ -261,8 +246,7 @@ def compiled_model(material: Material) -> Answer | None:
         said += [f"{part} {between(gains, _times)} times"] if gains else []
     sentences = _texts(choice_answers(rows))
     sentences += [f"By phase: {', '.join(said)} as fast. The optimizer is not compiled."] if said else []
-    lacking = lacking_sizes(runs)
-    return _answer(material, runs, sentences, [table], lacking=lacking)
+    return runs.answer(sentences, tables=[table], lacking=lacking_sizes(runs))
 
 
 def is_same_but(row: Row, other: Row, setting: str) -> bool:
