@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from markupsafe import Markup
 
 from cs336_systems.report.numbers import mean_and_std
+from cs336_systems.report.page.write import Figure
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Panel
 from cs336_systems.report.plots.palette import FAILURE_COLOUR
 from cs336_systems.text import inert_line
@@ -42,6 +43,12 @@ ASIDE = 0.07
 def text(words: object) -> str:
     """Words in a picture, on one line; the page escapes them."""
     return inert_line(str(words), LONGEST)
+
+
+def figure_of(chart: Chart, id: str, source: str, png: str) -> Figure:
+    """The chart as a part of a page; for `png` see `Figure`."""
+    title = inert_line(f"{chart.title}: {chart.settings}")
+    return Figure(id=id, title=title, spec=spec_of(chart), png=png, source=source, height=height_of(chart))
 
 
 def height_of(chart: Chart) -> int:

@@ -1,7 +1,5 @@
 """The tables and pictures of records that can be compared: the time, the kernels and the memory of a step."""
 
-import base64
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +8,11 @@ from typing import TypeVar
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import order, to_frame
 from cs336_systems.report.identity import file_names
-from cs336_systems.report.page import figures, pictured, profiles
+from cs336_systems.report.page import pictured, profiles
+from cs336_systems.report.page.figures import Spec, figure_of
 from cs336_systems.report.page.provenance import PlaceOf, provenance
 from cs336_systems.report.page.refusals import by_warmup
-from cs336_systems.report.page.write import Block, Figure, Prose, TableBlock
+from cs336_systems.report.page.write import Block, Figure, Prose, TableBlock, png_address
 from cs336_systems.report.plots.charts import Chart
 from cs336_systems.report.plots.steps import step_charts
 from cs336_systems.report.results import Results
@@ -140,25 +139,21 @@ class Subjects:
         )
 
     def _chart(self, chart: Chart, source: str = "", number: int = 0) -> Figure:
-        title = f"{chart.title}: {chart.settings}"
-        return self._figure(chart.name, title, figures.spec_of(chart), figures.height_of(chart), source, number)
+        return figure_of(chart, self._figure_id(chart.name, number), source or self.source, self._png(chart.name))
 
-    def _figure(
-        self, stem: str, title: str, spec: figures.Spec, height: int, source: str = "", number: int = 0
-    ) -> Figure:
-        """The picture; the PNG of this name stands in its place where there is no plotly.
-
-        `number` tells pictures of one name apart, as those of one configuration from several directories.
-        A PNG of the directory shows all records, so it stands for none that are shown apart from others.
-        """
-        png = self.directory / "plots" / f"{stem}.png"
-        has_png = not self.ending and importlib.util.find_spec("plotly") is None and png.is_file()
-        address = f"data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}" if has_png else ""
-        again = f"-{number}" if number else ""
+    def _figure(self, stem: str, title: str, spec: Spec, height: int, source: str, number: int) -> Figure:
         return Figure(
-            id=f"{self.prefix}figure-{stem}{again}{self.ending}", title=inert_line(title), spec=spec, png=address,
-            source=source or self.source, height=height,
+            id=self._figure_id(stem, number), title=inert_line(title), spec=spec, png=self._png(stem), source=source,
+            height=height,
         )  # fmt: skip
+
+    def _figure_id(self, stem: str, number: int) -> str:
+        """`number` tells pictures of one name apart, as those of one configuration from several directories."""
+        return f"{self.prefix}figure-{stem}{f'-{number}' if number else ''}{self.ending}"
+
+    def _png(self, stem: str) -> str:
+        """A PNG of the directory shows all records, so it stands for none that are shown apart from others."""
+        return "" if self.ending else png_address(self.directory / "plots" / f"{stem}.png")
 
 
 def _prose(name: str, texts: Sequence[str]) -> Prose:

@@ -9,17 +9,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import pandas as pd
 
 from cs336_systems.analysis.warnings import MAX_CV
-from cs336_systems.config import Precision
+from cs336_systems.config import Device, Precision
 from cs336_systems.record import RunRecord
+from cs336_systems.report.columns import Row, three_digits
 from cs336_systems.report.frame import SPEED_UPS, codes_of, over_warmup, rows_of, steady, to_frame
 from cs336_systems.report.identity import names_of
 from cs336_systems.report.numbers import DOUBT, mean_and_std, significant
-from cs336_systems.report.plots.series import Row
 from cs336_systems.report.sentences import answers_markdown, between, percent_of
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+from cs336_systems.text import counted
 
-FIRST_STEPS = 1.05
+SLOW_START = 1.05
 """The first measured step over the mean step after enough warm-up, above which the reason is given."""
+FIRST_STEP = {
+    Device.CUDA: "starts cuBLAS, loads kernels, takes memory from the driver and makes the optimizer's state",
+    Device.CPU: "fills caches, starts threads, takes memory from the system and makes the optimizer's state",
+}
+"""What only a first step does."""
+SAME = 0.01
+"""Largest relative difference of two mean steps at which further warm-up changed nothing."""
 Answers = list[tuple[str, list[tuple[str, str]]]]
 """Questions with their paragraphs; each paragraph has the name of its configuration, or none."""
 
@@ -70,10 +78,6 @@ def _by_name(rows: Sequence[Row], value: Callable[[Row], float], *without: str) 
     return {name: value(row) for name, row in zip(_named(rows, *without), rows, strict=True)}
 
 
-def _times(ratio: float) -> str:
-    return significant(ratio, 3)
-
-
 def _ms(time_ms: float) -> str:
     return f"{significant(time_ms)} ms"
 
@@ -86,7 +90,7 @@ def phase_answers(rows: Sequence[Row], *without: str) -> Iterator[tuple[str, str
     both = [row for row in rows if row["forward_mean_ms"] and row["backward_mean_ms"]]
     if both:
         ratios = _by_name(both, lambda row: row["backward_mean_ms"] / row["forward_mean_ms"], *without)
-        yield "", f"Backward takes {between(ratios, _times)} times as long as forward, which includes the loss."
+        yield "", f"Backward takes {between(ratios, three_digits)} times as long as forward, which includes the loss."
     trained = [row for row in rows if row["optimizer_mean_ms"]]
     if trained:
         shares = _by_name(trained, lambda row: row["optimizer_mean_ms"] / row["step_mean_ms"], *without)
@@ -125,6 +129,7 @@ def _groups(rows: Sequence[Row], setting: str) -> Iterator[tuple[str, list[Row]]
 def warmup_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """For each configuration: its steps after few warm-up steps beside those after most."""
     timed = [row for row in rows if row["step_mean_ms"] and row["first_step_ms"]]
+    slow: list[Row] = []
     for name, own in _groups(timed, "warmup_steps"):
         *few, most = own
         if not few:
@@ -132,26 +137,35 @@ def warmup_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         enough_ms = most["step_mean_ms"]
         told = [
             f"after {_steps(row['warmup_steps'])} the mean step is {_ms(row['step_mean_ms'])} "
-            f"({_times(row['step_mean_ms'] / enough_ms)} times that), the first measured one "
-            f"{_ms(row['first_step_ms'])} ({_times(row['first_step_ms'] / enough_ms)} times)" + _spread_of(row)
+            f"({three_digits(row['step_mean_ms'] / enough_ms)} times that), the first measured one "
+            f"{_ms(row['first_step_ms'])} ({three_digits(row['first_step_ms'] / enough_ms)} times){_spread_of(row)}"
             for row in few
         ]
-        why = (
-            " The first steps also load kernels, fill the allocator's cache and make the optimizer's state."
-            if max(row["first_step_ms"] for row in few) > FIRST_STEPS * enough_ms
-            else ""
-        )
+        number = _enough(own)
+        is_less = 0 < number < most["warmup_steps"]
+        since = f" From {_steps(number)} on it is within {100 * SAME:g} % of that." if is_less else ""
         yield (
             name,
-            (
-                f"After {_steps(most['warmup_steps'])} the mean step is {_ms(enough_ms)}{_spread_of(most)}; "
-                f"{'; '.join(told)}.{why}"
-            ),
+            f"After {_steps(most['warmup_steps'])} the mean step is {_ms(enough_ms)}{_spread_of(most)}; "
+            f"{'; '.join(told)}.{since}",
         )
+        slow += [row for row in few if row["first_step_ms"] > SLOW_START * enough_ms]
+    if slow:
+        yield "", f"The first step takes longer because it also {FIRST_STEP[slow[0]['config'].device]}."
+
+
+def _enough(rows: Sequence[Row]) -> int:
+    """The number of warm-up steps from which on no mean step differs from that after most by more than SAME."""
+    number, enough_ms = 0, rows[-1]["step_mean_ms"]
+    for row in reversed(rows):
+        if abs(row["step_mean_ms"] / enough_ms - 1) > SAME:
+            break
+        number = row["warmup_steps"]
+    return number
 
 
 def _steps(count: int) -> str:
-    return "no warm-up" if count == 0 else f"{count} warm-up step{'s' if count > 1 else ''}"
+    return "no warm-up" if count == 0 else counted(count, "warm-up step")
 
 
 def _spread_of(row: Row) -> str:
@@ -164,16 +178,12 @@ def precision_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         known = [row for row in rows if row["precision"] == precision and row["speed_up"]]
         if known:
             gains = _by_name(known, lambda row: row["speed_up"])
-            yield (
-                str(precision),
-                " ".join(
-                    [
-                        f"A step is {between(gains, _times)} times as fast as in fp32.{_doubts(known, 'speed_up')}",
-                        *_trend(known, "size", "context_length", "At context"),
-                        *_trend(known, "context_length", "size", "With"),
-                    ]
-                ),
-            )
+            words = [
+                f"A step is {between(gains, three_digits)} times as fast as in fp32.{_doubts(known, 'speed_up')}",
+                *_trend(known, "size", "context_length", "At context"),
+                *_trend(known, "context_length", "size", "With"),
+            ]
+            yield str(precision), " ".join(words)
 
 
 def _doubts(rows: Sequence[Row], key: str) -> str:
@@ -191,7 +201,7 @@ def _trend(rows: Sequence[Row], along: str, across: str, word: str) -> Iterator[
         return
     grows = sum(own[-1]["speed_up"] > own[0]["speed_up"] for own in lines.values())
     last = [*lines.values()][-1] if across == "size" else max(lines.values(), key=lambda own: own[0][across])
-    gains = " and ".join(f"{_times(row['speed_up'])} {_at(row, along)}" for row in (last[0], last[-1]))
+    gains = " and ".join(f"{three_digits(row['speed_up'])} {_at(row, along)}" for row in (last[0], last[-1]))
     ends = "the smallest to the largest size" if along == "size" else "the shortest to the longest context"
     yield f"{word} {last[0][across]} it is {gains}. From {ends} it grows in {grows} of {len(lines)} cases."
 
@@ -216,7 +226,9 @@ def choice_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         for value in dict.fromkeys(row[setting] for row in known):
             own = [row for row in known if row[setting] == value]
             gains = dict(zip(_named(own), [row[key] for row in own], strict=True))
-            text = f"A step is {between(gains, _times)} times as fast as with {first[setting]}.{_doubts(own, key)}"
+            text = (
+                f"A step is {between(gains, three_digits)} times as fast as with {first[setting]}.{_doubts(own, key)}"
+            )
             yield f"{setting} {value}", text
 
 
@@ -234,7 +246,7 @@ def checkpoint_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 def _against(row: Row, best: Row) -> str:
     peaks, times = (row[key] / best[key] for key in ("peak_allocated_gib", "step_mean_ms"))
-    return f"{_gib(row)} ({_times(peaks)} times that) and {_time(row)} ({_times(times)} times)"
+    return f"{_gib(row)} ({three_digits(peaks)} times that) and {_time(row)} ({three_digits(times)} times)"
 
 
 def _gib(row: Row) -> str:

@@ -11,7 +11,7 @@ from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, Row, three_digits
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import order
-from cs336_systems.report.numbers import label, significant
+from cs336_systems.report.numbers import label, ratio
 from cs336_systems.report.page.answers.answer import (
     Answer,
     Material,
@@ -21,7 +21,7 @@ from cs336_systems.report.page.answers.answer import (
     is_of_course,
     is_plain,
 )
-from cs336_systems.report.sections.memory.answers import MIN_CHANGE, timeline_answer
+from cs336_systems.report.sections.memory.answers import MIN_CHANGE, gradient_words, timeline_answer
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.facts import by_category, typical
 from cs336_systems.report.sections.memory.words import GIB, MIB, innermost, shape_text, size
@@ -176,18 +176,10 @@ def _peak_rows(records: Sequence[RunRecord]) -> list[Row]:
     for row in found.values():
         full = found.get((row["size"], row["context"], Precision.FP32), {})
         for name, mode in (("ratio", Mode.TRAIN), ("alone", Mode.INFERENCE)):
-            row[name] = None if row is full else _ratio(row.get(mode), full.get(mode))
+            row[name] = None if row is full else ratio(row.get(mode), full.get(mode))
     modes = [mode for mode in (*ALONE, Mode.TRAIN) if any(mode in row for row in found.values())]
     empty = dict.fromkeys(modes) | {f"{mode} ended": "" for mode in modes}
     return [empty | row for row in found.values()]
-
-
-def _ratio(part: int | None, whole: int | None) -> float | None:
-    return part / whole if part and whole else None
-
-
-def _ratio_text(ratio: float) -> str:
-    return significant(ratio, 3)
 
 
 def _peak_table(title: str, rows: Sequence[Row], in_low: bool) -> Table:
@@ -207,13 +199,13 @@ def _peak_words(rows: Sequence[Row], in_low: bool) -> Iterator[str]:
         ratios = {f"{row['size']} ctx {row['context']}": row["ratio"] for row in rows if row["ratio"]}
         if ratios:
             yield (
-                f"In mixed precision the peak of a whole step is {between(ratios, _ratio_text)} times that in fp32: "
+                f"In mixed precision the peak of a whole step is {between(ratios, three_digits)} times that in fp32: "
                 "parameters, gradients and the optimizer's state stay in fp32, and the copies of "
                 "the weights in bf16, which autocast keeps, take about what the smaller activations save."
             )
         if ratios := {f"{row['size']} ctx {row['context']}": row["alone"] for row in rows if row["alone"]}:
             yield (
-                f"That of {NAMES[Mode.INFERENCE]} is {between(ratios, _ratio_text)} times that in fp32: few "
+                f"That of {NAMES[Mode.INFERENCE]} is {between(ratios, three_digits)} times that in fp32: few "
                 "activations are alive at once, and autocast keeps its copies of the weights until the pass ends."
             )
         return
@@ -222,7 +214,7 @@ def _peak_words(rows: Sequence[Row], in_low: bool) -> Iterator[str]:
     ratios = {f"{row['size']} ctx {row['context']}": row[Mode.TRAIN] / row[alone] for row in both}
     if ratios:
         yield (
-            f"The peak of a whole step is {between(ratios, _ratio_text)} times that of "
+            f"The peak of a whole step is {between(ratios, three_digits)} times that of "
             f"{NAMES[alone]}: to the parameters it adds gradients, AdamW's two states, and what each block saves for "
             "backward, which grows with the context and, for the softmax, with its square."
         )
@@ -337,20 +329,10 @@ def block(material: Material) -> Answer | None:
     sentences = [
         f"{name_of(pair.step)}: one block saves {size(block.saved_bytes)} ({block.saved_bytes:,} bytes) for backward, "
         f"{percent_of(held, block.saved_bytes)} of it in the {len(table.rows)} largest tensors.",
-        _gradient_words(block),
+        gradient_words(block),
         *([over] if len(others) > 1 else []),
     ]
     return _answer(pair, sentences, "memory-peaks", [table])
-
-
-def _gradient_words(block: BlockMemory) -> str:
-    """The gradients of a block beside its parameters."""
-    if not block.gradient_bytes:
-        return "It had no gradients."
-    words = f"Its gradients take {size(block.gradient_bytes)} ({block.gradient_bytes:,} bytes)"
-    if block.gradient_bytes == block.parameter_bytes:
-        return f"{words}, as many as its parameters: a gradient of the same size for each of them, as expected."
-    return f"{words}, and its parameters {size(block.parameter_bytes)} ({block.parameter_bytes:,} bytes): not the same."
 
 
 def _saved_table(block: BlockMemory) -> Table:

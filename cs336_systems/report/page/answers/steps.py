@@ -1,13 +1,12 @@
 """Answers about the time of a step: its phases, its spread, warm-up, mixed precision, and the compiled model."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from cs336_systems.config import CompileMode, Device, Mode, Precision, RunConfig
+from cs336_systems.config import CompileMode, Mode, Precision, RunConfig
 from cs336_systems.record import RunRecord
-from cs336_systems.report.columns import Column, column
+from cs336_systems.report.columns import Column, column, three_digits
 from cs336_systems.report.frame import SPEED_UPS
 from cs336_systems.report.identity import identity_columns, names_of
-from cs336_systems.report.numbers import significant
 from cs336_systems.report.page.answers.answer import (
     CONTEXT,
     Answer,
@@ -27,21 +26,13 @@ from cs336_systems.report.sections.steps_answers import (
     phase_answers,
     precision_answers,
     spread_answers,
+    warmup_answers,
 )
-from cs336_systems.report.sentences import between, percent_of
+from cs336_systems.report.sentences import between
 from cs336_systems.report.table import Table, make_table
-from cs336_systems.text import counted
 
 MEASURED_STEPS = 10
 """As many steps as the course measures."""
-FIRST_STEP = {
-    Device.CUDA: "it also starts cuBLAS, loads kernels, takes memory from the driver and makes the optimizer's state",
-    Device.CPU: "it also fills caches, starts threads, takes memory from the system and makes the optimizer's state",
-}
-SLOW_START = 1.05
-"""The first measured step over the mean after enough warm-up, from which on the reason is given."""
-SAME = 0.01
-"""Largest relative difference of two mean steps at which further warm-up changed nothing."""
 PHASES = ("forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms", "step_mean_ms")
 
 
@@ -101,8 +92,8 @@ def script(material: Material) -> Answer | None:
         for part in (1, 2)
     )
     sentences = [
-        f"Forward and backward together take {between(both, _times)} times as long as forward alone, and the whole "
-        f"step, with the optimizer, {between(whole, _times)} times.",
+        f"Forward and backward together take {between(both, three_digits)} times as long as forward alone, and the "
+        f"whole step, with the optimizer, {between(whole, three_digits)} times.",
         "Backward has two matrix products for each one of forward, for the gradients of its two factors, so 3 times is "
         "expected of forward and backward together. The times of each size are in the table of b.",
         "Each whole step is timed between two synchronisations; on a GPU the phases within it by CUDA events, which do "
@@ -114,10 +105,6 @@ def script(material: Material) -> Answer | None:
 
 def _named(rows: Sequence[Row], always: Sequence[str] = ("size",)) -> dict[str, Row]:
     return dict(zip(names_of([row["identity"] for row in rows], always=always), rows, strict=True))
-
-
-def _times(ratio: float) -> str:
-    return significant(ratio, 3)
 
 
 def times(material: Material) -> Answer | None:
@@ -147,49 +134,7 @@ def warmup(material: Material) -> Answer | None:
     table = _table("Steps after more and less warm-up", rows, columns, ("size", "warmup_steps"))
     there = {record.config.warmup_steps for record in runs.results.records}
     lacking = ", ".join(f"{count} warm-up steps" for count in (0, 1, 2, 5) if count not in there)
-    return runs.answer(_warmup_words(rows), tables=[table], place="warmup", lacking=lacking)
-
-
-def _warmup_words(rows: Sequence[Row]) -> Iterator[str]:
-    """For each configuration: steps without warm-up, and after some, beside those after most."""
-    by_name: dict[str, list[Row]] = {}
-    for name, row in zip(names_of([row["identity"] for row in rows], without=["warmup_steps"]), rows, strict=True):
-        by_name.setdefault(name, []).append(row)
-    slow = []
-    for name, own in by_name.items():
-        *few, most = sorted(own, key=lambda row: row["warmup_steps"])
-        enough_ms = most["step_mean_ms"]
-        if few:
-            first, *others = few
-            told = [_without_warmup(first, most), *([_with_some(others, enough_ms)] if others else [])]
-            yield f"{name}: {' '.join(told)}"
-            slow += [first] if first["first_step_ms"] > SLOW_START * enough_ms else []
-    if slow:
-        yield f"The first step takes longer because {FIRST_STEP[slow[0]['config'].device]}."
-
-
-def _without_warmup(first: Row, most: Row) -> str:
-    """The steps after least warm-up beside those after most."""
-    enough_ms = most["step_mean_ms"]
-    mean, start = (_times(first[key] / enough_ms) for key in ("step_mean_ms", "first_step_ms"))
-    spread = "" if first["step_cv"] is None else f", with a standard deviation of {percent_of(first['step_cv'], 1)}"
-    return (
-        f"after {_steps(first['warmup_steps'])} the mean step is {mean} times that after {most['warmup_steps']}"
-        f"{spread}; the first measured step takes {start} times as long."
-    )
-
-
-def _with_some(rows: Sequence[Row], enough_ms: float) -> str:
-    counts = " and ".join(str(row["warmup_steps"]) for row in rows)
-    ratios = [row["step_mean_ms"] / enough_ms for row in rows]
-    means = " and ".join(map(_times, ratios))
-    is_enough = rows[0]["warmup_steps"] == 1 and all(abs(ratio - 1) <= SAME for ratio in ratios)
-    enough = ": one step is enough here" if is_enough else ""
-    return f"After {counts} warm-up step{'s' if counts != '1' else ''} it is {means} times that{enough}."
-
-
-def _steps(count: int) -> str:
-    return "no warm-up" if count == 0 else counted(count, "warm-up step")
+    return runs.answer(_texts(warmup_answers(rows)), tables=[table], place="warmup", lacking=lacking)
 
 
 def mixed_precision(material: Material) -> Answer | None:
@@ -243,7 +188,7 @@ def compiled_model(material: Material) -> Answer | None:
             for other in eager
             if is_same_but(row, other, "compile") and (before := value(other)) and (after := value(row))
         }
-        said += [f"{part} {between(gains, _times)} times"] if gains else []
+        said += [f"{part} {between(gains, three_digits)} times"] if gains else []
     sentences = _texts(choice_answers(rows))
     sentences += [f"By phase: {', '.join(said)} as fast. The optimizer is not compiled."] if said else []
     return runs.answer(sentences, tables=[table], lacking=lacking_sizes(runs))

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
+from cs336_systems.analysis.memory.profile import BlockMemory, Category, MemoryProfile, PhaseMemory
 from cs336_systems.config import Mode, Precision
 from cs336_systems.report.entries import labels
 from cs336_systems.report.numbers import label, significant
@@ -136,12 +136,17 @@ def block_answer(profile: MemoryProfile) -> str:
     text += f"{', '.join(parts)}."
     if again := block.recomputed_bytes:
         text += f" Of that, {size(again)} are there only while backward computes the block again."
+    return f"{text} {gradient_words(block)}"
+
+
+def gradient_words(block: BlockMemory) -> str:
+    """The gradients of a block beside its parameters."""
     if not block.gradient_bytes:
-        return f"{text} It had no gradients."
-    text += f" Its gradients take {size(block.gradient_bytes)} ({block.gradient_bytes:,} bytes)"
+        return "It had no gradients."
+    words = f"Its gradients take {size(block.gradient_bytes)} ({block.gradient_bytes:,} bytes)"
     if block.gradient_bytes == block.parameter_bytes:
-        return f"{text}, as many as its parameters: a gradient of the same size for each of them, as expected."
-    return f"{text}, and its parameters {size(block.parameter_bytes)} ({block.parameter_bytes:,} bytes): not the same."
+        return f"{words}, as many as its parameters: a gradient of the same size for each of them, as expected."
+    return f"{words}, and its parameters {size(block.parameter_bytes)} ({block.parameter_bytes:,} bytes): not the same."
 
 
 def _over_contexts(
