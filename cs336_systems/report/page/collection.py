@@ -86,13 +86,5 @@ class Collection:
     @property
     def directories(self) -> list[Path]:
         """All directories with results that could be read, each once."""
-        kinds = (
-            self.sweeps,
-            self.comparisons,
-            self.ladders,
-            self.ceilings,
-            self.attention,
-            self.fusion,
-            self.precision,
-        )
-        return sorted({directory for kind in kinds for directory in kind})
+        kinds = self.sweeps, self.comparisons, self.ladders, self.ceilings, self.attention, self.fusion, self.precision
+        return sorted(set().union(*kinds))

@@ -1,8 +1,9 @@
 """The page of all results below a directory, by subject; and that of one ladder, study or comparison."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from cs336_systems.config import Profiler
 from cs336_systems.report.page.collection import Collection, block_id
@@ -21,16 +22,6 @@ from cs336_systems.report.page.write import LONGEST_LINE, Chapter, Page, Prose
 from cs336_systems.report.results import Results
 from cs336_systems.text import counted, inert_line
 
-OF_A_SWEEP = "Time and memory of a training step"
-ALONE: Mapping[str, str] = {
-    "ladder": "Ladder",
-    "attention": "Attention alone",
-    "fusion": "Fused operations",
-    "ceilings": "What the machine reaches",
-    "precision": "Precision",
-    "comparisons": "A against B",
-}
-"""Titles of the page of one directory by subject, where that is not a sweep."""
 SELF = Path()
 """The directory of a page that has no others."""
 
@@ -48,38 +39,23 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
         made[directory] = list(_chapters(collection, directory))
     name = inert_line(collection.root.resolve().name)
     if directories == [SELF]:
-        subject = _subject(collection, SELF)
-        title = ALONE.get(subject, OF_A_SWEEP)
+        title = SUBJECTS[_subject(collection, SELF)].title
         return Page(title=f"{title}: {name}", source=_source(collection, SELF, made[SELF]), chapters=made[SELF])
     chapters = [questions_chapter(collection)]
-    for subject, title in SUBJECTS.items():
-        own = [directory for directory in directories if _subject(collection, directory) == subject]
+    for kind, subject in SUBJECTS.items():
+        own = [directory for directory in directories if _subject(collection, directory) == kind]
         if own:
             is_one_folder = len({directory.parent for directory in own}) == 1
             parts = [_directory(collection, directory, made[directory], is_one_folder) for directory in own]
-            chapters.append(Chapter(id=f"subject-{subject}", title=title, chapters=parts))
+            chapters.append(Chapter(id=f"subject-{kind}", title=subject.heading, chapters=parts))
     chapters += _unreadable(collection)
     return Page(title=f"All results in {name}", source=_counted(collection), chapters=chapters)
 
 
-SUBJECTS: Mapping[str, str] = {
-    "steps": "Times of steps",
-    "ladder": "From the slow step to the fast one",
-    "kernels": "Kernels",
-    "memory": "Memory",
-    "attention": "Attention alone",
-    "fusion": "Fused operations",
-    "ceilings": "What the machine reaches",
-    "precision": "Precision",
-    "comparisons": "One configuration against another",
-}
-"""Headings by subject, in the order of the page."""
-
-
 def _subject(collection: Collection, directory: Path) -> str:
     """The subject that a directory belongs to; a sweep that also has profiles belongs to these."""
-    for name in ("ladder", "attention", "fusion", "ceilings", "precision", "comparisons"):
-        if directory in getattr(collection, "ladders" if name == "ladder" else name):
+    for name, subject in SUBJECTS.items():
+        if subject.results != "sweeps" and directory in getattr(collection, subject.results):
             return name
     profilers = {record.config.profiler for record in collection.sweeps[directory].records}
     if Profiler.MEMORY in profilers:
@@ -107,18 +83,11 @@ def _source(collection: Collection, directory: Path, chapters: Iterable[Chapter]
 
 
 def _chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
-    """The chapters of one directory."""
-    for kind, make in (
-        (collection.comparisons, comparison_chapters),
-        (collection.sweeps, _sweep_chapters),
-        (collection.ladders, ladder_chapters),
-        (collection.ceilings, ceilings_chapters),
-        (collection.attention, attention_chapters),
-        (collection.fusion, fusion_chapters),
-        (collection.precision, precision_chapters),
-    ):
-        if directory in kind:
-            yield from make(collection, directory)
+    """The chapters of one directory; the runs of a comparison are also a sweep."""
+    subject = _subject(collection, directory)
+    yield from SUBJECTS[subject].chapters(collection, directory)
+    if subject == "comparisons" and directory in collection.sweeps:
+        yield from _sweep_chapters(collection, directory)
 
 
 def _sweep_chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
@@ -160,3 +129,32 @@ def _counted(collection: Collection) -> str:
     unread = f"; {len(collection.unreadable)} more cannot be read" if collection.unreadable else ""
     directories = len(collection.directories)
     return f"{directories} directories of results with {counted(num_runs, 'run')}{unread}"
+
+
+class Subject(NamedTuple):
+    """What results are about."""
+
+    heading: str
+    """On the page of all results."""
+    title: str
+    """Of the page of one directory."""
+    results: str
+    """The field of a collection that has the results."""
+    chapters: Callable[[Collection, Path], Iterable[Chapter]]
+
+
+_STEP = "Time and memory of a training step"
+SUBJECTS = {
+    "steps": Subject("Times of steps", _STEP, "sweeps", _sweep_chapters),
+    "ladder": Subject("From the slow step to the fast one", "Ladder", "ladders", ladder_chapters),
+    "kernels": Subject("Kernels", _STEP, "sweeps", _sweep_chapters),
+    "memory": Subject("Memory", _STEP, "sweeps", _sweep_chapters),
+    "attention": Subject("Attention alone", "Attention alone", "attention", attention_chapters),
+    "fusion": Subject("Fused operations", "Fused operations", "fusion", fusion_chapters),
+    "ceilings": Subject("What the machine reaches", "What the machine reaches", "ceilings", ceilings_chapters),
+    "precision": Subject("Precision", "Precision", "precision", precision_chapters),
+    "comparisons": Subject(
+        "One configuration against another", "A against B", "comparisons", comparison_chapters
+    ),
+}  # fmt: skip
+"""All subjects, in the order of the page."""
