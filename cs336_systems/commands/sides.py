@@ -74,7 +74,7 @@ def pairs(grids: Sequence[Sequence[RunConfig]], allow_mixed: bool) -> list[tuple
     if len(a) == len(b) == 1:
         return [(a[0], b[0])]
     from cs336_systems.report.identity import settings_of
-    from cs336_systems.report.sections.side_by_side import matched
+    from cs336_systems.report.sections.comparison import matched
 
     settings = ([settings_of(config) for config in grid] for grid in grids)
     matching = checked(functools.partial(matched, *settings, allow_mixed=allow_mixed))

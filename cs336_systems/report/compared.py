@@ -15,8 +15,7 @@ from cs336_systems.files import read_json
 from cs336_systems.record import RecordError, RunRecord, load_records, read_record
 from cs336_systems.report.columns import Row
 from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
-from cs336_systems.report.sections.comparison import pair_section
-from cs336_systems.report.sections.side_by_side import ONLY_A, ONLY_B, sweeps_section
+from cs336_systems.report.sections.comparison import ONLY_A, ONLY_B, pair_section, sweeps_section
 from cs336_systems.text import counted
 
 COMPARISON_FILE = "comparison.json"

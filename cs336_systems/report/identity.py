@@ -222,7 +222,7 @@ def _is_numeric(rows: Sequence[Identity], name: str) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def apart_from(rows: Sequence[Identity], names: Collection[str]) -> list[Identity]:
+def rows_without(rows: Sequence[Identity], names: Collection[str]) -> list[Identity]:
     """The rows without these columns."""
     return [{name: value for name, value in row.items() if name not in (*names, "digest")} for row in rows]
 
@@ -232,7 +232,7 @@ def names_of(rows: Sequence[Identity], *, always: Sequence[str] = ALWAYS, withou
 
     Rows that differ only in the settings `without` have the same name.
     """
-    kept = apart_from(rows, without) if without else rows
+    kept = rows_without(rows, without) if without else rows
     shown = distinguishing(kept, [name for name in always if name not in without])
     names = [" ".join(filter(None, (_word(name, row[name]) for name in shown))) for row in kept]
     same = Counter(name for name, _ in {(name, tuple(row.values())) for name, row in zip(names, kept, strict=True)})

@@ -1,6 +1,7 @@
 """How a number is written in a cell or a sentence."""
 
 import math
+from collections.abc import Callable, Mapping
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
 """Fewest and most significant digits of a value that has an interval."""
@@ -111,3 +112,17 @@ def amount(value: float | str) -> str:
         return significant(value)
     exponent = int(f"{value:.3e}".partition("e")[2]) // 3 * 3
     return f"{value / 10.0**exponent:.4g}e{exponent}"
+
+
+def percent_of(part: float, whole: float) -> str:
+    """The part in percent of the whole, to three digits; `0 %` if either is 0."""
+    return f"{significant(100 * part / whole, 3) if part and whole else 0} %"
+
+
+def between(values: Mapping[str, float], text: Callable[[float], str]) -> str:
+    """The least and the largest value with their names; one value if they read the same, empty without any."""
+    if not values:
+        return ""
+    least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    low, high = text(values[least]), text(values[most])
+    return low if low == high else f"{low} ({least}) to {high} ({most})"

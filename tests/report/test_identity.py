@@ -16,13 +16,7 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.kernels.what_if import WhatIf
-from cs336_systems.config import (
-    Arch,
-    Mode,
-    ModelConfig,
-    Profiler,
-    RunConfig,
-)
+from cs336_systems.config import Arch, Mode, ModelConfig, Profiler, RunConfig
 from cs336_systems.costs.time import Limit
 from cs336_systems.record import write_record
 from cs336_systems.report import entries as report_entries
@@ -31,7 +25,7 @@ from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
 from cs336_systems.report.plots import draw, drawing
 from cs336_systems.report.plots import steps as plots
-from cs336_systems.report.plots.series import AXES
+from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.answers import answers as kernel_answers
 from cs336_systems.report.sections.kernels.entries import Profiled

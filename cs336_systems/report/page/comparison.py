@@ -16,7 +16,7 @@ from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.provenance import conditions_and_times
 from cs336_systems.report.page.studies import section_blocks
 from cs336_systems.report.page.write import Chapter, Linked, Part, Prose, TableBlock
-from cs336_systems.report.sections.side_by_side import NOT_COMPARED, ONLY_A, ONLY_B
+from cs336_systems.report.sections.comparison import NOT_COMPARED, ONLY_A, ONLY_B
 from cs336_systems.text import counted, inert_line
 
 MOST = 8

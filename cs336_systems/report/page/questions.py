@@ -7,16 +7,7 @@ answers. Nothing here names a results directory: of several, `answers/answer.py`
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from cs336_systems.report.page.answers import (
-    attention,
-    checkpoints,
-    kernels,
-    memory,
-    paper,
-    parallel,
-    precision,
-    steps,
-)
+from cs336_systems.report.page.answers import attention, checkpoints, kernels, memory, paper, parallel, precision, steps
 from cs336_systems.report.page.answers.answer import Answer, Material
 from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.write import Block, Chapter, Linked, Prose, TableBlock

@@ -12,10 +12,10 @@ from cs336_systems.analysis.warnings import MAX_CV
 from cs336_systems.config import Device, Precision
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Row, three_digits
+from cs336_systems.report.formats import answers_markdown
 from cs336_systems.report.frame import SPEED_UPS, codes_of, over_warmup, rows_of, steady, to_frame
 from cs336_systems.report.identity import names_of
-from cs336_systems.report.numbers import DOUBT, mean_and_std, significant
-from cs336_systems.report.sentences import answers_markdown, between, percent_of
+from cs336_systems.report.numbers import DOUBT, between, mean_and_std, percent_of, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import counted
 

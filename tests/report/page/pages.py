@@ -4,7 +4,7 @@ from markupsafe import Markup
 
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv
-from cs336_systems.report.page.step import IDLE, Lane, Name, Span, StepPicture
+from cs336_systems.report.page.pictured import IDLE, Lane, Name, Span, StepPicture
 from cs336_systems.report.page.write import Chapter, Figure, Linked, Page, Prose, Run, TableBlock
 from cs336_systems.report.table import make_table
 from tests.report.making import HOSTILE

@@ -15,7 +15,7 @@ from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.formats import to_latex, to_markdown, to_typst
 from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.page.figures import height_of, spec_of
-from cs336_systems.report.page.step import IDLE, Lane, Name, StepPicture
+from cs336_systems.report.page.pictured import IDLE, Lane, Name, StepPicture
 from cs336_systems.report.page.whole import collection_page
 from cs336_systems.report.page.write import LIBRARIES, Figure, to_html, write_page
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style

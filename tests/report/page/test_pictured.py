@@ -10,8 +10,7 @@ import pytest
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.step_profile import IdleSpans, Work
 from cs336_systems.analysis.kernels.summary import summarise
-from cs336_systems.report.page.pictured import step_picture, step_title
-from cs336_systems.report.page.step import IDLE, Lane
+from cs336_systems.report.page.pictured import IDLE, Lane, step_picture, step_title
 from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, make_trace
 from tests.report.page.pages import large_step
 from tests.report.sections.kernels.profiles import make_profile

@@ -14,8 +14,18 @@ from cs336_systems.report.frame import steady, to_frame
 from cs336_systems.report.plots import drawing, palette
 from cs336_systems.report.plots.charts import Axis, Curve, Line, Panel, Point
 from cs336_systems.report.plots.draw import draw
-from cs336_systems.report.plots.series import lines, named_rows, size_names, speed_up_lines, split
-from cs336_systems.report.plots.steps import context_chart, pages, phase_chart, speed_up_chart, write_plots
+from cs336_systems.report.plots.steps import (
+    context_chart,
+    lines,
+    named_rows,
+    pages,
+    phase_chart,
+    size_names,
+    speed_up_chart,
+    speed_up_lines,
+    split,
+    write_plots,
+)
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
 

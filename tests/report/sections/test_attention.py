@@ -11,18 +11,16 @@ from cs336_systems.config import Precision
 from cs336_systems.record import Failure, Input, Status
 from cs336_systems.report.plots.draw import draw
 from cs336_systems.report.sections.attention import (
+    COLOURS,
     CSV_COLUMNS,
     ERROR_COLUMNS,
+    MARKERS,
     TITLES,
+    attention_charts,
+    attention_lines,
     attention_rows,
     attention_section,
     write_attention,
-)
-from cs336_systems.report.sections.attention_plots import (
-    COLOURS,
-    MARKERS,
-    attention_charts,
-    attention_lines,
 )
 from cs336_systems.studies.attention_records import AttentionStudy, ExactError, Implementation, Quantity
 from cs336_systems.studies.records import read_study

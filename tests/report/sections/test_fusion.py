@@ -6,11 +6,7 @@ import pytest
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.report.plots.draw import draw
-from cs336_systems.report.sections.fusion import (
-    CSV_COLUMNS,
-    fusion_chart,
-    fusion_section,
-)
+from cs336_systems.report.sections.fusion import CSV_COLUMNS, fusion_chart, fusion_section
 from cs336_systems.studies.fusion_records import Op, Version
 from tests.report.studies import MIB, make_fusion, make_lost_row, make_row
 

@@ -4,7 +4,7 @@ import pytest
 
 from cs336_systems.report.page.figures import spec_of
 from cs336_systems.report.plots.draw import draw
-from cs336_systems.report.sections.ratio_charts import processes_chart, ratio_charts
+from cs336_systems.report.sections.comparison import processes_chart, ratio_charts
 
 
 def make_row(name, verdict, ratio=None, low=None, high=None, is_doubted=False):

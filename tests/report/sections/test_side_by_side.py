@@ -7,7 +7,7 @@ import pytest
 
 from cs336_systems.record import WarningCode, load_records
 from cs336_systems.report.section import texts_of
-from cs336_systems.report.sections.side_by_side import sweeps_section
+from cs336_systems.report.sections.comparison import sweeps_section
 from tests.report.making import HOSTILE, make_config, make_environment, make_failure, make_record
 
 DATA = Path(__file__).parents[3] / "data/e2e_benchmark"

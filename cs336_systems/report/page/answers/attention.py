@@ -8,12 +8,11 @@ from pathlib import Path
 from cs336_systems.config import Device, Precision
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.numbers import DOUBT, scientific, significant
+from cs336_systems.report.numbers import DOUBT, between, scientific, significant
 from cs336_systems.report.page.answers.answer import Answer, Material, Place
 from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.attention import TIMED, attention_rows, growth_words, limit_notes
 from cs336_systems.report.sections.study import across, pivoted
-from cs336_systems.report.sentences import between
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.studies.attention_records import AttentionCell, AttentionStudy, Implementation
 from cs336_systems.text import counted

@@ -11,21 +11,12 @@ from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, Row, three_digits
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import order
-from cs336_systems.report.numbers import label, ratio
-from cs336_systems.report.page.answers.answer import (
-    Answer,
-    Material,
-    Place,
-    Runs,
-    best,
-    is_of_course,
-    is_plain,
-)
+from cs336_systems.report.numbers import between, label, percent_of, ratio
+from cs336_systems.report.page.answers.answer import Answer, Material, Place, Runs, best, is_of_course, is_plain
 from cs336_systems.report.sections.memory.answers import MIN_CHANGE, gradient_words, timeline_answer
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.facts import by_category, typical
 from cs336_systems.report.sections.memory.words import GIB, MIB, innermost, shape_text, size
-from cs336_systems.report.sentences import between, percent_of
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.words import status_text
 from cs336_systems.text import counted

@@ -10,13 +10,12 @@ from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import identities_of
 from cs336_systems.report.frame import rows_of, to_frame
 from cs336_systems.report.identity import identity_columns, names_of
-from cs336_systems.report.numbers import GIGA, MIB, significant
+from cs336_systems.report.numbers import GIGA, MIB, between, percent_of, significant
 from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_plain, with_several
 from cs336_systems.report.page.answers.steps import is_same_but
 from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.kernels.communication import OF_CONFIGURATION, by_configuration, gather_rows
 from cs336_systems.report.sections.memory.words import size
-from cs336_systems.report.sentences import between, percent_of
 from cs336_systems.report.table import make_table
 
 SHARED = ("step_mean_ms", "forward_mean_ms", "backward_mean_ms", "communication_mean_ms", "optimizer_mean_ms",

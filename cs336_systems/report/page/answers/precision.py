@@ -5,12 +5,7 @@ from pathlib import Path
 from cs336_systems.config import Device, Precision
 from cs336_systems.report.page.answers.answer import Answer, Material
 from cs336_systems.report.page.commands import command_for
-from cs336_systems.report.sections.precision import (
-    is_lost,
-    library_words,
-    loss_words,
-    sum_sentences,
-)
+from cs336_systems.report.sections.precision import is_lost, library_words, loss_words, sum_sentences
 from cs336_systems.studies.precision_records import NormalisedActivations, ObservedDtype, PrecisionStudy
 
 TOY = "ToyModel"

@@ -7,6 +7,7 @@ from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, column, three_digits
 from cs336_systems.report.frame import SPEED_UPS
 from cs336_systems.report.identity import identity_columns, names_of
+from cs336_systems.report.numbers import between
 from cs336_systems.report.page.answers.answer import (
     CONTEXT,
     Answer,
@@ -28,7 +29,6 @@ from cs336_systems.report.sections.steps_answers import (
     spread_answers,
     warmup_answers,
 )
-from cs336_systems.report.sentences import between
 from cs336_systems.report.table import Table, make_table
 
 MEASURED_STEPS = 10

@@ -7,9 +7,7 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import GIGA, MIB, TERA
 from cs336_systems.report.plots.charts import (
-    MARKERS as MARKS,
-)
-from cs336_systems.report.plots.charts import (
+    MARKERS,
     Axis,
     Chart,
     Curve,
@@ -35,7 +33,7 @@ from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, Produc
 COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.items()} | {
     ProductPrecision.FP8: "#009E73"
 }
-MARKERS = dict(zip(ProductPrecision, MARKS, strict=False))
+MARKS = dict(zip(ProductPrecision, MARKERS, strict=False))
 STREAM_COLOURS = {Stream.COPY: "#0072B2", Stream.READ: "#E69F00", Stream.ADAMW: "#009E73"}
 COLLECTIVE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 FAR_BELOW = 0.5
@@ -50,7 +48,7 @@ def product_chart(study: CeilingsStudy) -> list[Chart]:
         return []
     spec, curves, references = find_device(study.device_name), [], []
     for precision in dict.fromkeys(study.grid.precisions):
-        colour, marker = COLOURS[precision], MARKERS[precision]
+        colour, marker = COLOURS[precision], MARKS[precision]
         own = sorted((row for row in rows if row["precision"] is precision), key=lambda row: row["cube_side"])
         for is_square in (True, False):
             line = points_of([row for row in own if row["is_square"] is is_square], "cube_side", str(precision))

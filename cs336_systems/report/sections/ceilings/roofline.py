@@ -1,11 +1,20 @@
 """The section of the roofline: the rate of each part of a profiled step, and its roof by the measured ceilings."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.config import Phase
+from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Row, column, three_digits
 from cs336_systems.report.numbers import MIB, TERA, ratio
+from cs336_systems.report.plots import palette
+from cs336_systems.report.plots.charts import MARKERS, Axis, Chart, Curve, Line, Panel, Point
+from cs336_systems.report.plots.palette import GREY
 from cs336_systems.report.section import Section
+from cs336_systems.report.sections.ceilings.plots import COLOURS, DATA_SHEET, points_of, slow_layers
+from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops, timed
+from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.report.table import make_table
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
 from cs336_systems.studies.step_parts import ALL_KERNELS, StepPart, StepParts
@@ -17,6 +26,10 @@ COLUMNS = (
 )  # fmt: skip
 ABOVE = 1.005
 """Smallest share of the roof that the table shows as more than 100 %."""
+PHASE_COLOURS = {phase: palette.PHASE_COLOURS[Phase(phase)] for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD,
+                                                                          LaunchPhase.OPTIMIZER)}  # fmt: skip
+STEPS = 2.0
+"""Factor of room to the left and the right of the outermost point or ridge."""
 
 
 def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
@@ -86,3 +99,88 @@ def causal_roof_share(study: CeilingsStudy, part: StepPart) -> float | None:
 def roof(study: CeilingsStudy, part: StepPart) -> float | None:
     """FLOP/s that the measured ceilings allow the part."""
     return study.roof(part.precision, part.intensity)
+
+
+def roofline_chart(study: CeilingsStudy, parts: StepParts | None = None) -> list[Chart]:
+    """Rate over intensity, both logarithmic; none where no roof is known.
+
+    Lines: measured copies and products; dotted and paler: the data sheet. Dots: the products of the study.
+    """
+    bandwidth, ceilings = study.bandwidth(), study.product_ceilings
+    if bandwidth is None or not ceilings:
+        return []
+    shown = parts.parts if parts else ()
+    products = timed(product_rows(study))
+    places = [row["flops_per_byte"] for row in products] + [part.intensity for part in shown]
+    places += [ceiling / bandwidth for ceiling in ceilings.values()]
+    span = min(places) / STEPS, max(places) * STEPS
+    measured = [
+        Curve(
+            line=points_of([row for row in products if row["precision"] is precision], "flops_per_byte", precision),
+            colour=COLOURS[precision], marker=".", dash="", opacity=0.45, label="",
+        )
+        for precision in ceilings
+    ]  # fmt: skip
+    named = Curve(line=Line(name="products measured", points=()), colour=GREY, marker=".", dash="")
+    panel = Panel(
+        x=Axis(label="intensity (FLOP/byte)", is_log=True, limits=span),
+        y=Axis(label="rate (TFLOP/s)", unit="TFLOP/s", is_log=True),
+        curves=[*_roofs(span, bandwidth, ceilings), *_promises(span, study), *measured, named, *_parts(shown)],
+        notes=slow_layers(products, "flops_per_byte"),
+    )
+    settings = ", ".join(filter(None, [study.device_name, parts.label if parts else ""]))
+    return [Chart(name="roofline", title="Roofline", settings=settings, panels=[panel], size=(8.5, 5.2),
+                  legend=3 if shown else 4)]  # fmt: skip
+
+
+def _roofs(
+    span: tuple[float, float], bandwidth: float, ceilings: Mapping[ProductPrecision, float], source: str = "measured"
+) -> Iterator[Curve]:
+    """Memory's slope up to the highest ceiling, and each ceiling from where it meets the slope."""
+    left, right = span
+    highest = max(ceilings.values()) / bandwidth
+    slope = [(x, bandwidth * x) for x in (left, max(left, min(highest, right)))]
+    yield _roof("copy", GREY, slope, source)
+    for precision, ceiling in ceilings.items():
+        begin = min(max(left, ceiling / bandwidth), right)
+        yield _roof(str(precision), COLOURS[precision], [(begin, ceiling), (right, ceiling)], source)
+
+
+def _roof(name: str, colour: str, ends: Sequence[tuple[float, float]], source: str) -> Curve:
+    points = tuple(Point(x=x, value=rate / TERA, about=f"{name}, {source}") for x, rate in ends)
+    line = Line(name=name, points=points)
+    if source == DATA_SHEET:
+        return Curve(line=line, colour=colour, width=1.2, dash=":", opacity=0.6, label="")
+    return Curve(line=line, colour=colour, width=1.8)
+
+
+def _promises(span: tuple[float, float], study: CeilingsStudy) -> Iterator[Curve]:
+    """The data sheet's roof at the precisions that it gives, dotted and paler."""
+    spec, bandwidth = find_device(study.device_name), promised_bandwidth(study.device_name)
+    found = {precision: promised_flops(spec, precision) for precision in study.product_ceilings}
+    promised = {precision: peak for precision, peak in found.items() if peak is not None}
+    if bandwidth is not None and promised:
+        yield from _roofs(span, bandwidth, promised, DATA_SHEET)
+        yield Curve(line=Line(name=DATA_SHEET, points=()), colour=GREY, width=1.2, dash=":")
+
+
+def _parts(parts: Sequence[StepPart]) -> Iterator[Curve]:
+    """A mark for each part, its colour that of the phase; what the marks mean.
+
+    A mark in backward is a ring, so that forward's mark shows inside it where both are at the same place.
+    """
+    names = list(dict.fromkeys(part.name for part in parts))
+    marks = {name: MARKERS[index % len(MARKERS)] for index, name in enumerate(names)}
+    for phase in dict.fromkeys(part.phase for part in parts):
+        yield _mark(Line(name=f"in {phase}", points=()), phase, "s")
+    for name in names:
+        yield Curve(line=Line(name=name, points=()), colour="#555555", marker=marks[name], dash="")
+    for part in parts:
+        point = Point(x=part.intensity, value=part.flops_per_s / TERA, about=f"{part.name} in {part.phase}")
+        yield _mark(Line(name=part.name, points=(point,)), part.phase, marks[part.name])
+
+
+def _mark(line: Line, phase: LaunchPhase, marker: str) -> Curve:
+    is_hollow = phase is LaunchPhase.BACKWARD
+    return Curve(line=line, colour=PHASE_COLOURS[phase], marker=marker, dash="", size=10 if is_hollow else 8,
+                 is_hollow=is_hollow, label="" if line.points else None)  # fmt: skip

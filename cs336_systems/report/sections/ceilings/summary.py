@@ -11,8 +11,7 @@ from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, collective_chart, product_chart
-from cs336_systems.report.sections.ceilings.roofline import parts_section
-from cs336_systems.report.sections.ceilings.roofline_plot import roofline_chart
+from cs336_systems.report.sections.ceilings.roofline import parts_section, roofline_chart
 from cs336_systems.report.sections.ceilings.tables import (
     collective_rows,
     collectives_section,

@@ -16,12 +16,12 @@ from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
 from cs336_systems.config import Phase
 from cs336_systems.report.columns import Row
 from cs336_systems.report.entries import labels
-from cs336_systems.report.numbers import label, significant
+from cs336_systems.report.formats import answers_markdown
+from cs336_systems.report.numbers import between, label, percent_of, significant
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import class_shares, forward_wall_s, idle, kernel_s, top_kernel
 from cs336_systems.report.sections.kernels.shares import attention_rows
 from cs336_systems.report.sections.kernels.words import launches, ms, terms
-from cs336_systems.report.sentences import answers_markdown, between, percent_of
 from cs336_systems.text import counted
 
 FORWARD, BACKWARD, BOTH, OPTIMIZER, STEP = "forward", "backward", "forward and backward", "optimizer", "step"
@@ -202,11 +202,12 @@ def _top_kernels(facts: pd.DataFrame, profile: StepProfile) -> Iterator[str]:
     """What the longest kernels of several traces are, how much of forward they take, and where backward's differ."""
     words = terms(profile)
     kinds = " or ".join(f"a {kind}" for kind in dict.fromkeys(facts[f"{FORWARD} top class"]))
-    number = facts[f"{FORWARD} top name"].nunique()
-    several = f"; these are {number} different {words.items}, as the library chooses one by the shape"
+    names = facts[f"{FORWARD} top name"].unique()
+    name = f" ({names[0]})" if len(names) == 1 else ""
+    several = f"; these are {len(names)} different {words.items}, as the library chooses one by the shape"
     yield (
-        f"The longest {words.item} of forward is {kinds}, with {share_range(facts, FORWARD, 'top share')} of its "
-        f"{words.time}{several if number > 1 else ''}."
+        f"The longest {words.item} of forward is {kinds}{name}, with {share_range(facts, FORWARD, 'top share')} of its "
+        f"{words.time}{'' if name else several}."
     )
     trained = facts[facts[f"{BACKWARD} time"] > 0]
     if trained.empty:
@@ -214,9 +215,9 @@ def _top_kernels(facts: pd.DataFrame, profile: StepProfile) -> Iterator[str]:
     same = trained[f"{FORWARD} top"] == trained[f"{BOTH} top"]
     for chosen, said in ((same, "the same"), (~same, "another")):
         if chosen.any():
-            names = ", ".join(map(str, trained[chosen].index))
+            whose = "" if chosen.all() else f" for {', '.join(map(str, trained[chosen].index))}"
             yield (
-                f"Of forward and backward together it is {said} one for {names}, with "
+                f"Of forward and backward together it is {said} one{whose}, with "
                 f"{share_range(trained[chosen], BOTH, 'top share')} of their time."
             )
 

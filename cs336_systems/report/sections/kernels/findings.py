@@ -13,7 +13,7 @@ from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, 
 from cs336_systems.analysis.kernels.what_if import WhatIf, faster_than_now, full_precision_kernels, unknown_gains
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.report.numbers import label
+from cs336_systems.report.numbers import label, percent_of
 from cs336_systems.report.sections.kernels.facts import (
     MIN_LATE_SHARE,
     added,
@@ -29,7 +29,6 @@ from cs336_systems.report.sections.kernels.facts import (
 from cs336_systems.report.sections.kernels.one_offs import OneOff, find_one_offs, without
 from cs336_systems.report.sections.kernels.what_if import proposals
 from cs336_systems.report.sections.kernels.words import WHERE, items, launches, ms, path_text, terms, times, us
-from cs336_systems.report.sentences import percent_of
 from cs336_systems.text import counted
 
 MIN_BUSY_SHARE = 0.8

@@ -11,11 +11,10 @@ from cs336_systems.config import RunConfig
 from cs336_systems.costs.time import Limit
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.numbers import ratio
+from cs336_systems.report.numbers import percent_of, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.words import ms
-from cs336_systems.report.sentences import percent_of
 
 MIN_GAIN_SHARE = 0.01
 """Smallest gain that is told, as a share of the step: repeated runs differ by as much."""

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from cs336_systems.analysis.memory.profile import BlockMemory, Category, MemoryProfile, PhaseMemory
 from cs336_systems.config import Mode, Precision
 from cs336_systems.report.entries import labels
-from cs336_systems.report.numbers import label, significant
+from cs336_systems.report.formats import answers_markdown
+from cs336_systems.report.numbers import label, percent_of, significant
 from cs336_systems.report.sections.memory.allocations import NUM_CONTRIBUTORS
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
 from cs336_systems.report.sections.memory.facts import by_category, peaks_by, typical
-from cs336_systems.report.sections.memory.largest import largest_words
-from cs336_systems.report.sections.memory.words import MIB, parts_of, peak_words, shape_text, size, when
-from cs336_systems.report.sentences import answers_markdown, percent_of
+from cs336_systems.report.sections.memory.words import MIB, largest_words, parts_of, peak_words, shape_text, size, when
 
 NUM_LARGEST = 5
 """How many of the largest sizes of allocations an answer names."""

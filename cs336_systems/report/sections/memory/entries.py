@@ -10,7 +10,7 @@ from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord
 from cs336_systems.report.entries import identities_of, load_entries
-from cs336_systems.report.identity import apart_from
+from cs336_systems.report.identity import rows_without
 from cs336_systems.sweep.store import memory_profile_path
 
 
@@ -69,7 +69,7 @@ def recorded_runs(entries: Sequence[Snapshot]) -> list[MemoryEntry]:
 def grouped(entries: Sequence[MemoryEntry], *names: str) -> list[list[MemoryEntry]]:
     """The entries in groups that differ in nothing but these columns, in the order of their first."""
     groups: dict[tuple[object, ...], list[MemoryEntry]] = {}
-    for entry, identity in zip(entries, apart_from(identities_of(entries), names), strict=True):
+    for entry, identity in zip(entries, rows_without(identities_of(entries), names), strict=True):
         groups.setdefault(tuple(identity.values()), []).append(entry)
     return list(groups.values())
 

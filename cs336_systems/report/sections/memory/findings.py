@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
+from cs336_systems.report.numbers import percent_of
 from cs336_systems.report.sections.memory.facts import START, bytes_of, difference_bytes, fragmentation_bytes, peaks_by
-from cs336_systems.report.sections.memory.largest import largest_words
 from cs336_systems.report.sections.memory.words import (
     GIB,
     MIB,
     check_words,
     failure_words,
     innermost,
+    largest_words,
     peak_words,
     size,
     times,
 )
-from cs336_systems.report.sentences import percent_of
 from cs336_systems.text import counted
 
 NUM_LARGEST = 3

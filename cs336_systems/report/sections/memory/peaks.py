@@ -12,11 +12,7 @@ from cs336_systems.report.numbers import ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
 from cs336_systems.report.sections.memory.facts import fragmentation_bytes, typical
-from cs336_systems.report.sections.memory.phases import (
-    category_columns,
-    category_values,
-    rounding_words,
-)
+from cs336_systems.report.sections.memory.phases import category_columns, category_values, rounding_words
 from cs336_systems.report.sections.memory.words import (
     GIB,
     GIB_CELL,

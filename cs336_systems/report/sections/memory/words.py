@@ -1,11 +1,14 @@
 """Texts for bytes, moments, places and checks in the tables, sentences and pictures of a `MemoryProfile`."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
-from cs336_systems.analysis.memory.profile import FailedRequest, MemoryProfile, Moment, Place
+from cs336_systems.analysis.memory.formulas import OR
+from cs336_systems.analysis.memory.profile import FailedRequest, LikeAllocations, MemoryProfile, Moment, Place
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.numbers import label, significant
 from cs336_systems.report.sections.memory.facts import by_category, difference_bytes
@@ -16,6 +19,10 @@ MIN_PART = 0.001
 """Parts of a whole below this fraction are left out of sentences."""
 KEPT_FOLDERS = 2
 """Last parts of a path that a table shows; the CSV has the whole path."""
+MANY_TIMES_ROUNDED = 1.01
+"""A block this many times larger than the request is mentioned."""
+NUM_NAMES = 4
+"""Most uses, or meanings of a formula, that are named for one size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +138,52 @@ def place_text(place: Place) -> str:
 def innermost(places: tuple[Place, ...]) -> str:
     """Text of the innermost place; empty without a stack."""
     return place_text(places[0]) if places else ""
+
+
+def largest_words(rows: Sequence[LikeAllocations], num_sizes: int) -> str:
+    """The allocations of the `num_sizes` largest sizes for a sentence: how many, their formula, their uses and places.
+
+    Rows of one size must follow each other. Each use and place has its own count.
+    """
+    sizes = [list(group) for _, group in groupby(rows, lambda row: row.requested_bytes)]
+    return "; ".join(map(_size_words, sizes[:num_sizes]))
+
+
+def _size_words(rows: Sequence[LikeAllocations]) -> str:
+    requested, formula, uses = rows[0].requested_bytes, _formula(rows), Counter[str]()
+    for row in rows:
+        uses[_use(row)] += row.count
+    most = uses.most_common(NUM_NAMES)
+    said = [f"{count:,} {use}" for use, count in most] if len(uses) > 1 else [*uses]
+    if others := uses.total() - sum(count for _, count in most):
+        said.append(counted(others, "other"))
+    whole = f"{requested:,} bytes ({size(requested)}{_block_words(rows)}){f' = {formula}' if formula else ''}"
+    return f"{times(uses.total())} {whole}: {', '.join(said)}"
+
+
+def _use(row: LikeAllocations) -> str:
+    """Category, phase and place of allocations, as far as they are known."""
+    phase, place = label(row.phase), innermost(row.places)
+    return f"{row.category}{f' in {phase}' if phase else ''}{f' at {place}' if place else ''}"
+
+
+def _block_words(rows: Sequence[LikeAllocations]) -> str:
+    """The size of the largest block if it is much larger than the request; else an empty text."""
+    block = max(row.num_bytes for row in rows)
+    if block <= MANY_TIMES_ROUNDED * rows[0].requested_bytes:
+        return ""
+    is_one = sum(row.count for row in rows) == 1
+    return f", in {'a block' if is_one else 'blocks'} of {'' if is_one else 'up to '}{size(block)}"
+
+
+def _formula(rows: Sequence[LikeAllocations]) -> str:
+    """Each formula once, with everything that it stands for; an empty text if no formula is known."""
+    meanings: dict[str, dict[str, None]] = {}
+    for explanation in (part for row in rows for part in row.explanation.split(OR) if part):
+        formula, _, what = explanation.partition(": ")
+        meanings.setdefault(formula, {}).update({what: None} if what else {})
+    return OR.join(f"{formula} ({_few(list(whats))})" if whats else formula for formula, whats in meanings.items())
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join([*names[:NUM_NAMES], *(["others"] if len(names) > NUM_NAMES else [])])

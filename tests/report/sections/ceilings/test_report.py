@@ -9,7 +9,7 @@ from PIL import Image
 from cs336_systems.config import Device
 from cs336_systems.report.plots.draw import draw
 from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, collective_chart, product_chart
-from cs336_systems.report.sections.ceilings.roofline_plot import roofline_chart
+from cs336_systems.report.sections.ceilings.roofline import roofline_chart
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables, summary_section, write_ceilings
 from cs336_systems.report.sections.ceilings.tables import collectives_section, products_section, streams_section
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Shape, Stream

@@ -16,8 +16,7 @@ from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.report.plots.draw import draw
-from cs336_systems.report.sections.ceilings.roofline import parts_section
-from cs336_systems.report.sections.ceilings.roofline_plot import PHASE_COLOURS, roofline_chart
+from cs336_systems.report.sections.ceilings.roofline import PHASE_COLOURS, parts_section, roofline_chart
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables, write_ceilings
 from cs336_systems.studies.step_parts import StepPart, StepParts, step_parts
 from tests.report.ceilings import BF16, FP8, FP32, make_ceilings, make_whole, product_at, square, stream_at

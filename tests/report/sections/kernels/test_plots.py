@@ -28,9 +28,7 @@ from cs336_systems.report.sections.kernels.plots import (
     rounded,
     time_bars,
 )
-from cs336_systems.report.sections.kernels.timeline import (
-    draw_timeline,
-)
+from cs336_systems.report.sections.kernels.timeline import draw_timeline
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (

@@ -7,7 +7,7 @@ import pytest
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.costs.traffic import traffic
-from cs336_systems.report.sections.ladder.reasons import reasons
+from cs336_systems.report.sections.ladder.notes import reasons
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import ladder_section
 from tests.report.ladders import make_entry, make_ladder, make_process, make_records, shifted

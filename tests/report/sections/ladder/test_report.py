@@ -14,9 +14,10 @@ from PIL import Image
 from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import Status
 from cs336_systems.report.plots.draw import draw
-from cs336_systems.report.sections.ladder.plots import UNCREDITED, ladder_chart
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import (
+    UNCREDITED,
+    ladder_chart,
     ladder_section,
     settings,
     write_ladder_report,

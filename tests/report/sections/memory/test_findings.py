@@ -8,7 +8,7 @@ from cs336_systems.analysis.memory.profile import Category, Place
 from cs336_systems.report.sections.memory.answers import QUESTIONS, answers
 from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.findings import findings
-from cs336_systems.report.sections.memory.largest import largest_words
+from cs336_systems.report.sections.memory.words import largest_words
 from tests.report.sections.memory.profiles import (
     MIB,
     WEIGHTS,

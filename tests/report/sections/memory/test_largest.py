@@ -11,7 +11,7 @@ import pytest
 
 from cs336_systems.analysis.memory.explain import explain_memory
 from cs336_systems.analysis.memory.profile import Place
-from cs336_systems.report.sections.memory.largest import NUM_NAMES, largest_words
+from cs336_systems.report.sections.memory.words import NUM_NAMES, largest_words
 from tests.analysis.memory.programs import Program
 from tests.analysis.memory.snapshots import MIB, frame
 from tests.report.sections.memory.profiles import SAVED, make_like
