@@ -353,6 +353,11 @@ class RunRecord:
         return self.config.key
 
     @property
+    def device_name(self) -> str | None:
+        """None for a run that ended before it could name its device."""
+        return None if self.environment is None else self.environment.identity.device_name
+
+    @property
     def launch_times_s(self) -> tuple[float, ...]:
         """How long the host took to launch each step; empty where it takes as long as to run it.
 

@@ -178,11 +178,11 @@ def _repeats(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
     kept = dict.fromkeys(records)  # the same record twice is still one process
     devices: dict[RunConfig, set[str | None]] = {}
     for record in kept:
-        devices.setdefault(record.config.configuration, {None}).add(_device_name(record))
+        devices.setdefault(record.config.configuration, {None}).add(record.device_name)
     groups: dict[tuple[RunConfig, str | None], list[RunRecord]] = {}
     for record in kept:
         config = record.config.configuration
-        device_name = _device_name(record) if len(devices[config]) > 2 else None
+        device_name = record.device_name if len(devices[config]) > 2 else None
         groups.setdefault((config, device_name), []).append(record)
     ordered = sorted(groups, key=lambda key: (*order(key[0]), key[1] is None, key[1] or ""))
     return [sorted(groups[key], key=lambda record: (record.config.repeat, record.started_at)) for key in ordered]
@@ -213,7 +213,7 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
     if done and failed:
         codes[f"{len(failed)}-of-{len(group)}-repeats-failed"] = None
     memories = [record.memory for record in done if record.memory is not None]
-    device_name = next((name for record in group if (name := _device_name(record)) is not None), None)
+    device_name = next((name for record in group if (name := record.device_name) is not None), None)
     predicted = _predicted_step(config, device_name, ceilings)
     row = {
         **identity(config, device_name),
@@ -304,7 +304,3 @@ def _mean_and_stdev(measured: Sequence[Measurement]) -> tuple[float | None, floa
 
 def _scaled(value: float | None, scale: float) -> float | None:
     return None if value is None else value * scale
-
-
-def _device_name(record: RunRecord) -> str | None:
-    return None if record.environment is None else record.environment.identity.device_name

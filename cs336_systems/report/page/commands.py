@@ -180,17 +180,13 @@ def _ladder_flags(climbed: Climbed) -> Iterator[str]:
         if name in LADDER_FLAGS and (name in LADDER_ALWAYS or value != usual[name]):
             yield _flag(flag_of(name, SETTINGS[name]), [value])
     names = [rung.name for rung in climbed.rungs]
-    if names != [rung.name for rung in rungs(first, _device_name(climbed))]:
+    device_name = next(filter(None, (record.device_name for record in climbed.results.records)), None)
+    if names != [rung.name for rung in rungs(first, device_name)]:
         yield " ".join(["--rungs", *names])
     repeats = {record.config.repeat for record in climbed.results.published}
     yield f"--repeats {len(repeats) or 1}"
     if all(record.config.profiler is Profiler.NONE for record in climbed.results.records):
         yield "--no-reasons"
-
-
-def _device_name(climbed: Climbed) -> str | None:
-    environments = (record.environment for record in climbed.results.records)
-    return next((environment.identity.device_name for environment in environments if environment), None)
 
 
 def _named(words: Sequence[str], directory: Path) -> str:

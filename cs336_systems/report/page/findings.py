@@ -154,7 +154,7 @@ def _gib(row: Row) -> str:
 def _warned(own: Subjects) -> Iterator[Warned]:
     """The warnings of the runs whose times are shown."""
     records = sorted(own.results.published, key=lambda record: order(record.config))
-    runs = [(r.config, r.environment.identity.device_name if r.environment else None) for r in records]
+    runs = [(record.config, record.device_name) for record in records]
     cells = {row.row["config"]: row.link("step_mean_ms", "")[1] for row in named_rows(own.steps, "step_mean_ms")}
     for name, record in zip(names_of(identities(runs)), records, strict=True):
         for warning in record.warnings:

@@ -51,7 +51,7 @@ def scored(
             if record.status is Status.OK and record.config.profiler is Profiler.NONE:
                 alike.setdefault(replace(record.config, repeat=0), []).append(record)
         for config, own in alike.items():
-            ceilings, name = ceilings_of(directory), _device_name(own[0])
+            ceilings, name = ceilings_of(directory), own[0].device_name or ""
             curves = ceilings.curves(name)
             found = None if curves is None else predicted_time(config, curves)
             if found is None:
@@ -59,10 +59,6 @@ def scored(
             else:
                 rows.append(_row(directory, config, own, found))
     return rows, others
-
-
-def _device_name(record: RunRecord) -> str:
-    return "" if record.environment is None else record.environment.identity.device_name
 
 
 def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction) -> Row:

@@ -99,10 +99,8 @@ class Runs:
     @property
     def conditions(self) -> str:
         """The settings that all runs share, and their device."""
-        named = [
-            (record.config, record.environment.identity.device_name if record.environment else None)
-            for record in self.results.published or self.results.records
-        ]
+        records = self.results.published or self.results.records
+        named = [(record.config, record.device_name) for record in records]
         return shared_settings(named, ("size", "context_length"))
 
 

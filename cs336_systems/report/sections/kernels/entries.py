@@ -35,7 +35,7 @@ class Explained:
     @property
     def device_name(self) -> str | None:
         """None if no record names the device."""
-        return None if self.profiled is None else _device(self.profiled)
+        return None if self.profiled is None else self.profiled.device_name
 
     def clock_s(self, phase: Phase) -> float | None:
         """Mean time of the phase without a profiler; None if it is not known.
@@ -111,11 +111,7 @@ def _plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | N
         (
             other
             for other in records
-            if other.config == wanted and other.status is Status.OK and _device(other) == _device(record)
+            if other.config == wanted and other.status is Status.OK and other.device_name == record.device_name
         ),
         None,
     )
-
-
-def _device(record: RunRecord) -> str | None:
-    return None if record.environment is None else record.environment.identity.device_name

@@ -46,8 +46,7 @@ class Snapshot:
     @property
     def device_name(self) -> str | None:
         """Name of the device, from the run without a recording; None if there is no such run."""
-        environment = None if self.plain is None else self.plain.environment
-        return None if environment is None else environment.identity.device_name
+        return None if self.plain is None else self.plain.device_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
