@@ -1,7 +1,5 @@
 """Times with a known fault put in: whatever publishes them says so, as a benchmark does; steady times pass."""
 
-import csv
-import io
 import re
 from pathlib import Path
 
@@ -38,6 +36,7 @@ from cs336_systems.studies.records import read_study
 from tests.report.ceilings import MIB, make_ceilings, square
 from tests.report.ladders import make_ladder, make_process
 from tests.report.making import make_config, make_record
+from tests.report.reading import column, csv_rows
 from tests.report.studies import make_cell, make_fusion, make_result, make_row, make_study
 
 NUM = 30
@@ -89,15 +88,6 @@ def ceilings(fault):
     )  # fmt: skip
 
 
-def column(table, name):
-    index = [heading.name for heading in table.headings].index(name)
-    return [row[index] for row in table.rows]
-
-
-def csv_rows(text):
-    return list(csv.DictReader(io.StringIO(text)))
-
-
 def marked(text):
     """The numbers of a text before and after each ±, where a mark follows; none may be marked without a deviation."""
     found = re.findall(r"([\d,.]+) ± ([\d,.]+) \?", text)
@@ -122,7 +112,7 @@ def test_attention_says_which_times_are_in_doubt(fault):
         assert gain == [(pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))]
         (rates,) = [note for note in table.notes if note.startswith("TFLOP/s")]
         assert len(marked(rates)) == 1
-    naive, flash = csv_rows(attention_section(study).csv)
+    naive, flash = csv_rows(attention_section(study))
     assert [naive["forward_warnings"], naive["backward_warnings"]] == ["", ""]
     assert [flash["forward_warnings"], flash["backward_warnings"]] == [fault, fault]
 
@@ -137,7 +127,7 @@ def test_fusion_says_which_times_are_in_doubt(fault):
     (sentence,) = [note for note in table.notes if note.startswith("gelu: ")]
     assert marked(sentence) == [gain]
     assert f"{fault} in 1 of 2 rows" in " ".join(table.notes)
-    assert [row["warnings"] for row in csv_rows(fusion_section(fusion(fault)).csv)] == ["", fault]
+    assert [row["warnings"] for row in csv_rows(fusion_section(fusion(fault)))] == ["", fault]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -147,14 +137,14 @@ def test_every_ceiling_says_that_its_time_is_in_doubt(fault):
     assert all(marked(cell) for cell in column(table, "measured"))
     products, reductions = 1, 1
     rows = products + len(Stream) + len(Launch) + reductions
-    assert [row["warnings"] for row in csv_rows(summary.csv)] == [fault] * rows
+    assert [row["warnings"] for row in csv_rows(summary)] == [fault] * rows
     for section in others:
         cells = column(section.tables[0], "time")
         assert cells
         assert all(marked(cell) for cell in cells)
         assert f"{fault} in {len(cells)} of {len(cells)} rows" in " ".join(section.tables[0].notes)
-        assert [row["warnings"] for row in csv_rows(section.csv)] == [fault] * len(cells)
-    (deviation,) = {row["std_us"] for row in csv_rows(others[2].csv)}
+        assert [row["warnings"] for row in csv_rows(section)] == [fault] * len(cells)
+    (deviation,) = {row["std_us"] for row in csv_rows(others[2])}
     assert float(deviation) == pytest.approx(0.06 / 100 * 1e6 * np.std(FAULTS[fault], ddof=1))
 
 

@@ -4,7 +4,6 @@ The settings are found in the classes of the configuration, among them ones that
 """
 
 import csv
-import io
 import itertools
 import re
 import string
@@ -39,6 +38,7 @@ from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
 from tests.report.making import make_record
+from tests.report.reading import csv_rows
 from tests.report.sections.kernels.profiles import FORWARD, make_gather, make_profile, make_ranks, make_shared
 from tests.report.sections.memory.profiles import MIB, make_memory, make_moment
 
@@ -92,14 +92,10 @@ def memory_entry(config, **changes):
     return MemoryEntry(config=config, profile=make_memory(**changes), plain=make_record(config, (0.02,)))
 
 
-def csv_rows(text):
-    return list(csv.DictReader(io.StringIO(text)))
-
-
 def assert_apart(sections, pair):
     """No row of the one is a row of the other, in the table that people read and in the CSV, with equal profiles."""
     for section in sections:
-        for rows in (*(table.rows for table in section.tables[-1:]), csv_rows(section.csv)):
+        for rows in (*(table.rows for table in section.tables[-1:]), csv_rows(section)):
             texts = [str(row) for row in rows]
             half = len(texts) // 2
             assert half, (section.name, pair)
@@ -140,7 +136,7 @@ def test_runs_that_differ_in_one_setting_have_rows_of_their_own(where, field, tm
     one, other = results_table(to_frame(records)).rows
     assert one != other
     write_tables(records, tmp_path)
-    one, other = csv_rows((tmp_path / "results.csv").read_text())
+    one, other = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
     assert one != other
 
 
@@ -236,7 +232,7 @@ def test_shares_in_sentences_are_the_least_and_the_largest_of_the_rows(change) -
         ("forward", r"Matrix products take ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of a forward"),
         ("step", r" and ([\d.]+) % \(([^()]*?)\) to ([\d.]+) % \(([^()]*?)\) of a whole"),
     ):
-        rows = [row for row in csv_rows(classes(entries).csv) if row["phase"] == phase]
+        rows = [row for row in csv_rows(classes(entries)) if row["phase"] == phase]
         shares = [100 * float(row["matrix_product_share"]) for row in rows]
         assert len(shares) == 2
         low, low_name, high, high_name = re.search(sentence, text).groups()

@@ -1,5 +1,3 @@
-import csv
-import io
 import math
 import re
 from dataclasses import replace
@@ -24,6 +22,8 @@ from cs336_systems.report.sections.attention import (
 )
 from cs336_systems.studies.attention_records import AttentionStudy, ExactError, Implementation, Quantity
 from cs336_systems.studies.records import read_study
+from tests.report.drawn import texts
+from tests.report.reading import csv_rows
 from tests.report.studies import MIB, make_cell, make_failed, make_result, make_study
 
 NAIVE, FLASH = Implementation.NAIVE, Implementation.FLASH
@@ -40,10 +40,6 @@ def study():
         make_result(make_cell(FLASH, 64, 1024), (0.00099, 0.001, 0.00101), saved_mib=2),
         make_result(make_cell(FLASH, 64, 2048), (0.00099, 0.001, 0.00101), saved_mib=4),
     )
-
-
-def texts(figure):
-    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
 
 
 def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(study):
@@ -128,7 +124,7 @@ def test_without_an_allocator_there_is_no_memory_and_precisions_have_tables_of_t
     assert [table.title.split(", ")[:2] for table in tables] == [
         [title, precision] for precision in ("fp32", "bf16") for title in TITLES.values()
     ]
-    (row, _) = csv.DictReader(io.StringIO(attention_section(study).csv))
+    (row, _) = csv_rows(attention_section(study))
     assert [row[name] for name in ("saved_mib", "peak_mib", "before_backward_mib", "device_name")] == [""] * 4
 
 
@@ -140,7 +136,7 @@ def test_compile_times_are_told_apart():
 
 
 def test_csv_has_every_value(study):
-    rows = list(csv.DictReader(io.StringIO(attention_section(study).csv)))
+    rows = csv_rows(attention_section(study))
     assert tuple(rows[0]) == CSV_COLUMNS
     assert len(rows) == 6
     second = rows[1]
@@ -229,7 +225,7 @@ def test_errors_are_shown_beside_those_of_the_others_and_kept_for_each_gradient(
     assert [row[2:] for row in output.rows] == [("1.0e-06 (2.5e-07)", "1.0e-06 (2.5e-07)"), ("", "crashed")]
     assert gradients.rows[0][2:] == ("1.0e-06 (2.5e-07)", "1.0e+00 (2.5e-01)")
     assert any({"5.0e-07", "2.5e-01", "1.2e-01"} <= set(re.split("[ ,]+", note[:-1])) for note in gradients.notes)
-    _, own, crashed = csv.DictReader(io.StringIO(section.csv))
+    _, own, crashed = csv_rows(section)
     assert [float(own[f"{quantity}_max_error"]) for quantity in Quantity] == [1e-6, 2e-6, 1.0, 0.5]
     assert [float(own[f"{quantity}_relative_error"]) for quantity in Quantity] == [2.5e-7, 5e-7, 0.25, 0.125]
     assert {crashed[key] for key in ERROR_COLUMNS} == {""}

@@ -1,5 +1,3 @@
-import csv
-import io
 from dataclasses import replace
 
 import pytest
@@ -8,6 +6,8 @@ from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.report.plots.draw import draw
 from cs336_systems.report.sections.fusion import CSV_COLUMNS, fusion_chart, fusion_section
 from cs336_systems.studies.fusion_records import Op, Version
+from tests.report.drawn import texts
+from tests.report.reading import column, csv_rows
 from tests.report.studies import MIB, make_fusion, make_lost_row, make_row
 
 UNKNOWN = "A device that nobody knows"
@@ -24,15 +24,6 @@ def study():
         make_row(version=Version.FUSED, times_s=(0.002,), kernels=("gelu",), moved_bytes=2 * MIB),
         make_row(version=Version.FUSED, phase=Phase.BACKWARD, max_error=None),
     )
-
-
-def column(table, name):
-    index = [heading.name for heading in table.headings].index(name)
-    return [row[index] for row in table.rows]
-
-
-def texts(figure):
-    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
 
 
 def test_tables_by_hand(study):
@@ -74,7 +65,7 @@ def test_products_have_a_least_time_of_their_own():
 def test_an_unknown_device_has_no_share_and_no_line(study):
     unknown = make_fusion(*study.rows, device_name=UNKNOWN)
     assert "of bandwidth" not in [heading.name for heading in fusion_section(unknown).tables[0].headings]
-    assert {row["bandwidth_share"] for row in csv.DictReader(io.StringIO(fusion_section(unknown).csv))} == {""}
+    assert {row["bandwidth_share"] for row in csv_rows(fusion_section(unknown))} == {""}
     line = "what must move, at the data sheet's bandwidth"
     assert line in texts(draw(fusion_chart(study, Precision.FP32)))
     assert line not in texts(draw(fusion_chart(unknown, Precision.FP32)))
@@ -89,7 +80,7 @@ def test_the_line_is_the_least_time_that_the_bandwidth_allows(study):
 
 
 def test_csv_has_every_value(study):
-    rows = list(csv.DictReader(io.StringIO(fusion_section(study).csv)))
+    rows = csv_rows(fusion_section(study))
     assert tuple(rows[0]) == CSV_COLUMNS
     assert (rows[0]["kernels"], rows[0]["kernel_names"]) == ("8", "a; b; c; d; e; f; g; h")
     assert [float(rows[0][name]) for name in ("median_ms", "mean_ms", "must_move_mib", "moved_mib")] == [

@@ -15,14 +15,11 @@ from cs336_systems.report.sections.steps import OFFERED, results_table, warmup_t
 from cs336_systems.report.terminal import print_run
 from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS
 from tests.report.making import CODES, HOSTILE, make_config, make_failure, make_record
+from tests.report.reading import column
 
 
 def names(table):
     return [heading.name for heading in table.headings]
-
-
-def column(table, name):
-    return [row[names(table).index(name)] for row in table.rows]
 
 
 def rendered(records, width):

@@ -1,5 +1,3 @@
-import csv
-import io
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +25,7 @@ from tests.report.ceilings import (
     stream_at,
 )
 from tests.report.drawn import overlaps, texts
+from tests.report.reading import column, csv_rows
 
 UNKNOWN = "A device that nobody knows"
 
@@ -34,15 +33,6 @@ UNKNOWN = "A device that nobody knows"
 @pytest.fixture
 def study():
     return make_whole()
-
-
-def column(table, name):
-    index = [heading.name for heading in table.headings].index(name)
-    return [row[index] for row in table.rows]
-
-
-def rows_of(section):
-    return list(csv.DictReader(io.StringIO(section.csv)))
 
 
 def near(*points):
@@ -83,7 +73,7 @@ def test_the_summary_by_hand(study):
     assert column(table, "data sheet") == ["989.5", "67.00", "4,800", "4,800", "", "", ""]
     assert column(table, "of data sheet") == ["80.8", "74.6", "83.3", "75.0", "", "", ""]
     assert column(table, "reached at")[:3] == ["4096 x 4096 x 4096", "1024 x 1024 x 1024", "4,096 MiB"]
-    (row, *_) = rows_of(summary_section(study))
+    (row, *_) = csv_rows(summary_section(study))
     assert float(row["data_sheet_share"]) == pytest.approx(800 / 989.5)
 
 
@@ -114,7 +104,7 @@ def test_products_by_hand(study):
     assert column(fp8, "time") == ["no kernel", "no kernel"]
     assert fp8.failed == {0, 1}
     assert fp8.notes[-1] == "1024 x 1024 x 1024 and 1 more: too old."
-    rows = rows_of(products_section(study))
+    rows = csv_rows(products_section(study))
     assert [rows[0][name] for name in ("precision", "name", "rows", "status")] == ["bf16", "square", "1024", "ok"]
     assert float(rows[0]["flops"]) == 2 * 1024**3
     assert float(rows[0]["moved_mib"]) == 6
@@ -139,7 +129,7 @@ def test_memory_and_collectives_by_hand(study):
     (reduce,) = collectives_section(study).tables
     assert column(reduce, "algorithm") == ["100.0", "200.0"]
     assert column(reduce, "bus") == ["150.0", "300.0"]  # four processes: 2 x 3 / 4
-    assert [float(row["bus_gb_per_s"]) for row in rows_of(collectives_section(study))] == pytest.approx([150, 300])
+    assert [float(row["bus_gb_per_s"]) for row in csv_rows(collectives_section(study))] == pytest.approx([150, 300])
     assert collectives_section(make_ceilings()).tables == ()
 
 

@@ -1,5 +1,3 @@
-import csv
-import io
 import re
 from dataclasses import replace
 
@@ -21,6 +19,7 @@ from cs336_systems.report.sections.ceilings.summary import ceilings_tables, writ
 from cs336_systems.studies.step_parts import StepPart, StepParts, step_parts
 from tests.report.ceilings import BF16, FP8, FP32, make_ceilings, make_whole, product_at, square, stream_at
 from tests.report.drawn import overlaps, texts
+from tests.report.reading import csv_rows
 from tests.report.sections.kernels.profiles import make_module, make_products, make_profile
 
 FORWARD, BACKWARD, OPTIMIZER = LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER
@@ -163,7 +162,7 @@ def test_the_note_says_the_share_as_causal(fused, gb_per_s, limit):
     come down too."""
     study = make_ceilings([product_at(square(64), 0.001, FP32)], [stream_at(gb_per_s)])
     section = parts_section(study, fused)
-    rows = list(csv.DictReader(io.StringIO(section.csv)))
+    rows = csv_rows(section)
     factor = 36 / 64 if limit == "arithmetic" else 1
     assert [row["limit"] for row in rows] == [limit] * 2
     shares = [factor * float(row["roof_share"]) for row in rows]
@@ -242,7 +241,7 @@ def test_products_of_two_precisions_are_left_out_and_that_is_said():
         assert not any(left_out in row[0] for row in table.rows)
         (note,) = [note for note in table.notes if note.startswith("Left out: ")]
         assert note.startswith(f"Left out: {left_out}. ")
-    rows = csv.DictReader(io.StringIO(parts_section(study, fp8_parts()).csv))
+    rows = csv_rows(parts_section(study, fp8_parts()))
     roofs = {row["part"]: float(row["roof_tflops_per_s"]) for row in rows if row["precision"] != "fp32"}
     assert (roofs[FFN], roofs["head, all kernels"]) == (pytest.approx(8), pytest.approx(4))
     (plain,) = parts_section(study, step_parts(make_profile(), CONFIG)).tables
@@ -273,7 +272,7 @@ def make_study():
 
 def test_shares_of_the_roof_by_hand():
     section = parts_section(make_study(), step_parts(make_profile(), CONFIG))
-    rows = {(row["part"], row["phase"]): row for row in csv.DictReader(io.StringIO(section.csv))}
+    rows = {(row["part"], row["phase"]): row for row in csv_rows(section)}
     linear, optimizer = rows[LINEAR, "forward"], rows["optimizer", "optimizer"]
     assert linear["limit"] == "arithmetic"
     assert float(linear["roof_share"]) == pytest.approx(float(linear["flops"]) / 0.0015 / 1e9)

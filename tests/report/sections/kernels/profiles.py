@@ -7,8 +7,6 @@ make_profile, a training step on a GPU (50 kernels, 40 ms of kernels, 52 ms of w
     optimizer  20 kernels 10 ms: 16 mul 8 ms, 4 of an unknown kernel 2 ms;                  12 ms wall,  2.0 ms idle
 """
 
-import csv
-import io
 import json
 from dataclasses import replace
 
@@ -42,6 +40,7 @@ from cs336_systems.analysis.kernels.step_profile import (
 from cs336_systems.config import Profiler
 from cs336_systems.report.sections.kernels.entries import Profiled
 from tests.report.making import H200, make_config, make_record
+from tests.report.reading import csv_rows
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, UNATTRIBUTED = (
     LaunchPhase.DATA, LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER, LaunchPhase.UNATTRIBUTED
@@ -352,24 +351,12 @@ def make_entry(profile=None, step_s=(0.030, 0.032), plain_s=(0.024, 0.026), size
     return Profiled(config=config, profile=profile or make_profile(), plain=plain, profiled=profiled)
 
 
-def column(table, name, number=0):
-    """Cells below the heading of this name, or of the one so many after it that is called the same."""
-    found = [index for index, heading in enumerate(table.headings) if heading.name == name]
-    return [row[found[number]] for row in table.rows]
-
-
 def headings(table):
     return [heading.name for heading in table.headings]
 
 
-def rows(section, **chosen):
-    """Rows of the section's CSV file that have these values."""
-    found = csv.DictReader(io.StringIO(section.csv, newline=""))
-    return [row for row in found if all(row[key] == value for key, value in chosen.items())]
-
-
 def numbers(section, name, **chosen):
-    return [float(row[name]) for row in rows(section, **chosen)]
+    return [float(row[name]) for row in csv_rows(section, **chosen)]
 
 
 def with_names(make: object, text: str) -> StepProfile:

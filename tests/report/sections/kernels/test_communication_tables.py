@@ -14,10 +14,10 @@ from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.report.sections.kernels.tables import phases
 from cs336_systems.studies.ceilings_files import NO_CEILINGS
 from tests.report.making import make_config, make_record
+from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
     FORWARD,
-    column,
     headings,
     make_entry,
     make_gather,
@@ -27,7 +27,6 @@ from tests.report.sections.kernels.profiles import (
     make_shared,
     make_times,
     numbers,
-    rows,
 )
 
 
@@ -56,7 +55,7 @@ def test_communication_by_hand() -> None:
     shares = [1 / 8, 0, 2 / 12, 2 / 12, 2 / 2, 1 / 28, 4 / 28, 5 / 28]
     assert numbers(section, "exposed_share") == pytest.approx(shares)
     # the steps' sums differ: 10 and 8 ms, of which 6 and 4 are exposed
-    (whole,) = rows(section, phase="step", collective="all")
+    (whole,) = csv_rows(section, phase="step", collective="all")
     assert [float(whole[f"{key}_std_ms"]) for key in ("collective", "exposed")] == pytest.approx([2**0.5, 2**0.5])
 
 
@@ -77,7 +76,7 @@ def test_ranks_beside_each_other_by_hand() -> None:
     assert any("0 in 2" in note for note in table.notes)
     unknown = ranks([Explained(profile=make_shared(ranks=make_ranks(None, None)))])
     assert "waited" not in headings(unknown.tables[0])
-    assert [row["waited_mean_ms"] for row in rows(unknown)] == ["", ""]
+    assert [row["waited_mean_ms"] for row in csv_rows(unknown)] == ["", ""]
 
 
 def told(profile: StepProfile, config: RunConfig | None = None) -> str:
@@ -160,7 +159,7 @@ def test_the_clock_of_backward_has_communication_where_the_trace_cannot_tell_the
     entry = make_entry(profile, parallel=Parallel.DDP_FLAT, ranks=2)
     measured = (Measurement(Phase.BACKWARD, (0.010,)), Measurement(Phase.COMMUNICATION, (0.004,)))
     section = phases([replace(entry, plain=replace(entry.plain, measurements=measured))])
-    assert [row["clock_mean_ms"] for row in rows(section, phase="backward")] == [clock_ms]
+    assert [row["clock_mean_ms"] for row in csv_rows(section, phase="backward")] == [clock_ms]
 
 
 @pytest.mark.parametrize(("exposed_ms", "limit"), [(0.5, "The GPU is the limit"), (5, "Communication is a limit")])

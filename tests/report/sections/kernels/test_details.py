@@ -17,18 +17,17 @@ from cs336_systems.report.sections.kernels.details import (
     kernels_section,
     modules_section,
 )
+from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
     FORWARD,
     GEMM_A,
     GEMM_B,
     NAMES,
-    column,
     make_kernel,
     make_module,
     make_profile,
     numbers,
-    rows,
     with_names,
 )
 
@@ -65,12 +64,12 @@ def test_a_single_launch_has_no_deviation_and_a_count_may_be_a_fraction():
 
 def test_kernels_csv_has_all_with_their_whole_names():
     section = kernels_section(make_profile(), 1)
-    assert len(rows(section)) == 7 + 3 + 4 + 2
-    assert {row["name"] for row in rows(section)} == {name for found in NAMES.values() for name, *_ in found}
+    assert len(csv_rows(section)) == 7 + 3 + 4 + 2
+    assert {row["name"] for row in csv_rows(section)} == {name for found in NAMES.values() for name, *_ in found}
     for phase in ("step", "forward", "backward", "optimizer"):
         assert sum(numbers(section, "share", phase=phase)) == pytest.approx(1)
     assert sum(numbers(section, "total_ms_per_step", phase="step")) == pytest.approx(20)
-    cutlass = [row for row in rows(section) if row["name"] == GEMM_B]
+    cutlass = [row for row in csv_rows(section) if row["name"] == GEMM_B]
     assert [(row["phase"], row["count"], row["mean_ms"]) for row in cutlass] == [
         ("step", "4", "2"), ("backward", "4", "2")
     ]  # fmt: skip
@@ -139,7 +138,7 @@ def test_blocks_come_in_the_order_of_their_numbers():
     modules = [make_module(("model", f"block.{i}", "ffn"), FORWARD, 2, 1) for i in range(12)]
     random.Random(0).shuffle(modules)
     section = blocks_section(make_profile(modules=tuple(modules)))
-    assert [row["module"] for row in rows(section)] == [f"model > block.{i}" for i in range(12)]
+    assert [row["module"] for row in csv_rows(section)] == [f"model > block.{i}" for i in range(12)]
 
 
 def test_many_modules_are_cut_to_read_and_kept_as_csv():
@@ -148,7 +147,7 @@ def test_many_modules_are_cut_to_read_and_kept_as_csv():
     (table,) = section.tables
     assert len(table.rows) == MAX_MODULES
     assert table.notes[-1] == "Shown are 20 of 25 modules, 80.0 % of the time."
-    assert len(rows(section)) == 25
+    assert len(csv_rows(section)) == 25
     assert blocks_section(make_profile(modules=modules)).tables == ()
 
 
@@ -181,8 +180,8 @@ def test_gaps_at_the_ends_of_a_step_are_named():
     assert column(table, "at") == ["0", "24.75"]
     section = gaps_section(whole)
     assert numbers(section, "idle_ms") == [1.6, 1.4, 1, 0.25]
-    assert rows(section)[3]["cause"] == IdleCause.END_OF_STEP
-    assert rows(section)[3]["after"] == ""
+    assert csv_rows(section)[3]["cause"] == IdleCause.END_OF_STEP
+    assert csv_rows(section)[3]["after"] == ""
 
 
 def test_host_calls_by_hand():
@@ -196,8 +195,8 @@ def test_host_calls_by_hand():
     assert column(table, "waits") == ["0", "2", "0", "1"]
     assert column(table, "time", 1) == ["0", "1.510", "0", "0.5000"]
     assert column(table, "each", 1) == ["", "755.0", "", "500.0"]
-    assert len(rows(section)) == 7
-    assert rows(section)[-1] == {
+    assert len(csv_rows(section)) == 7
+    assert csv_rows(section)[-1] == {
         "phase": "forward", "function": "cudaGetDevice", "is_launch": "False", "is_wait": "False",
         "count_per_step": "2", "total_ms_per_step": "0.001", "mean_ms": "0.0005",
     }  # fmt: skip
@@ -212,5 +211,5 @@ def test_csv_gives_names_in_full():
     long = "k" * 8000
     kernels = kernels_section(with_names(make_profile, long), 3)
     modules = modules_section(with_names(make_profile, long))
-    assert {row["name"] for row in rows(kernels)} == {long}
-    assert f"block.* > {long} > {long}" in {row["module"] for row in rows(modules)}
+    assert {row["name"] for row in csv_rows(kernels)} == {long}
+    assert f"block.* > {long} > {long}" in {row["module"] for row in csv_rows(modules)}

@@ -14,13 +14,13 @@ from cs336_systems.report.sections.kernels.shares import MAX_OTHERS, attention, 
 from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.report.making import make_config, make_failure, make_record
+from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
     FORWARD,
     GEMM_A,
     OPTIMIZER,
     UNATTRIBUTED,
-    column,
     headings,
     make_attention,
     make_cpu_profile,
@@ -31,7 +31,6 @@ from tests.report.sections.kernels.profiles import (
     make_products,
     make_profile,
     numbers,
-    rows,
 )
 
 
@@ -97,7 +96,7 @@ def test_a_cpu_has_operators_and_no_host_beside_it():
     assert headings(table) == ["phase", "operators", "CPU time", "share", "wall"]
     assert column(table, "CPU time") == ["10.00 ± 0", "16.00 ± 0", "4.000 ± 0", "30.00 ± 0"]
     assert any("= all 58 operators of the file, 60.00 ms." in note for note in table.notes)
-    (row, *_) = rows(of_file(phases, make_cpu_profile()))
+    (row, *_) = csv_rows(of_file(phases, make_cpu_profile()))
     assert {row[name] for name in ("busy_share", "host_mean_ms", "host_per_launch_ms", "launch_calls_per_step")} == {""}
 
 
@@ -112,18 +111,18 @@ def test_one_step_has_no_deviation():
     (table,) = of_file(phases, one).tables
     assert column(table, "GPU time") == ["4.900", "10.00", "5.000", "19.90"]
     assert not any("±" in text for row in table.rows for text in row)
-    assert rows(of_file(phases, one))[0]["kernel_std_ms"] == ""
+    assert csv_rows(of_file(phases, one))[0]["kernel_std_ms"] == ""
 
 
 def test_phases_beside_the_clock_of_the_plain_run():
     """Forward: 8 ms wall, 5 ms of kernels; the plain step takes 25 ms, its forward 6.25."""
     section = phases([make_entry(), make_entry(precision=Precision.BF16, plain_s=None)])
-    (forward,) = rows(section, precision="fp32", phase="forward")
+    (forward,) = csv_rows(section, precision="fp32", phase="forward")
     assert float(forward["kernel_mean_ms"]) == pytest.approx(5)
     assert float(forward["clock_mean_ms"]) == pytest.approx(6.25)
     assert float(forward["wall_over_clock"]) == pytest.approx(8 / 6.25)
     assert numbers(section, "clock_mean_ms", precision="fp32", phase="step") == pytest.approx([25])
-    assert rows(section, precision="bf16", phase="forward")[0]["clock_mean_ms"] == ""
+    assert csv_rows(section, precision="bf16", phase="forward")[0]["clock_mean_ms"] == ""
     (table,) = section.tables
     assert table.rows[0][:6] == ("small", "128", "fp32", "forward", "7", "5.00 ± 0.14")
     assert table.rows[0][-2:] == ("6.250", "+28.0")
@@ -160,11 +159,11 @@ def test_classes_by_hand():
 
 def test_classes_add_up_to_one_in_each_phase():
     section = classes([make_entry(), make_entry(make_inference(), mode="inference")])
-    assert [(row["mode"], row["phase"]) for row in rows(section)] == [
+    assert [(row["mode"], row["phase"]) for row in csv_rows(section)] == [
         *(("train", phase) for phase in ("forward", "backward", "optimizer", "step")),
         ("inference", "forward"), ("inference", "step"),
     ]  # fmt: skip
-    for row in rows(section):
+    for row in csv_rows(section):
         assert sum(float(value) for name, value in row.items() if name.endswith("_share")) == pytest.approx(1)
 
 
@@ -219,7 +218,7 @@ def test_products_as_expected_or_not():
     unknown = make_profile(products=(make_products(FORWARD, 0, 0, unknown=218, unknown_ms=6),))
     section = products([make_entry(right), make_entry(precision=Precision.BF16),
                         make_entry(unknown, precision=Precision.TF32)])  # fmt: skip
-    assert [(row["precision"], row["phase"], row["as_expected"]) for row in rows(section)] == [
+    assert [(row["precision"], row["phase"], row["as_expected"]) for row in csv_rows(section)] == [
         ("fp32", "forward", "yes"), ("fp32", "backward", "yes"),
         ("bf16", "forward", "no"), ("bf16", "backward", "no"), ("tf32", "forward", ""),
     ]  # fmt: skip
@@ -256,7 +255,7 @@ def test_attention_of_an_unknown_shape_has_no_flops():
     (table,) = section.tables
     assert "FLOP ratio" not in headings(table)
     assert column(table, "time ratio") == ["0.333", "0.250"]
-    assert rows(section)[0]["scores_flops_per_s"] == ""
+    assert csv_rows(section)[0]["scores_flops_per_s"] == ""
     alone = (make_attention("scores", BACKWARD, 4, 4, 4, 4, None),)
     (table,) = of_file(attention, make_profile(attention=alone)).tables
     assert "time ratio" not in headings(table)
@@ -268,7 +267,7 @@ def test_attention_of_an_unknown_shape_has_no_flops():
 
 def test_the_longest_kernels():
     """gemm_a 14 of 40 ms."""
-    (step,) = rows(top_kernels([make_entry()]), of="step")
+    (step,) = csv_rows(top_kernels([make_entry()]), of="step")
     assert step["name"] == GEMM_A
     assert float(step["share"]) == pytest.approx(14 / 40)
     assert float(step["total_ms_per_step"]) == pytest.approx(7)
@@ -277,14 +276,14 @@ def test_the_longest_kernels():
 
 def test_slowdown_is_the_profiled_step_over_the_plain_one():
     """31 over 25 ms; 25 kernels a step."""
-    (found,) = rows(slowdown([make_entry()]))
+    (found,) = csv_rows(slowdown([make_entry()]))
     assert float(found["plain_step_mean_ms"]) == pytest.approx(25)
     assert float(found["profiled_step_mean_ms"]) == pytest.approx(31)
     assert float(found["slowdown"]) == pytest.approx(31 / 25)
     assert float(found["kernels_per_step"]) == 25
-    (alone,) = rows(slowdown([make_entry(plain_s=None)]))
+    (alone,) = csv_rows(slowdown([make_entry(plain_s=None)]))
     assert (alone["plain_step_mean_ms"], alone["slowdown"]) == ("", "")
-    assert rows(of_file(slowdown)) == [], "nothing is known of the run"
+    assert csv_rows(of_file(slowdown)) == [], "nothing is known of the run"
 
 
 @pytest.mark.parametrize("make", [phases, classes, products, slowdown, top_kernels])

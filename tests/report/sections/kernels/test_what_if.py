@@ -29,7 +29,8 @@ from cs336_systems.report.sections.kernels.what_if import proposals, what_if_sec
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, load_ceilings
 from tests.analysis.kernels.test_replay import recorded, simulated
 from tests.committed import DATA, committed_directories
-from tests.report.sections.kernels.profiles import make_cpu_profile, make_entry, make_profile, numbers, rows
+from tests.report.reading import csv_rows
+from tests.report.sections.kernels.profiles import make_cpu_profile, make_entry, make_profile, numbers
 
 PLAIN = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA)
 
@@ -43,12 +44,12 @@ def of_slow_host() -> Explained:
 def test_a_slow_host_is_named_by_the_graph_that_spares_it() -> None:
     (entry,) = replayed([of_slow_host()], NO_CEILINGS)
     found = what_if_section([entry])
-    assert [row["what_if"] for row in rows(found)][:2] == ["as it is", "launches for free, AdamW fused"]
-    assert rows(found)[1]["flags"].endswith("--cuda-graph --optimizer fused")
+    assert [row["what_if"] for row in csv_rows(found)][:2] == ["as it is", "launches for free, AdamW fused"]
+    assert csv_rows(found)[1]["flags"].endswith("--cuda-graph --optimizer fused")
     as_it_is, free = numbers(found, "changed_step_ms")[:2]
     assert as_it_is == pytest.approx(1e-6 * (100 * 50 + 6 + 10 + 40))
     assert free < 0.3 * as_it_is
-    assert rows(found)[0]["limited_by"] == "the CPU"
+    assert csv_rows(found)[0]["limited_by"] == "the CPU"
     (text,) = [text for text in findings(entry.profile, entry.config, entry.what_if) if "It would take" in text]
     assert "--cuda-graph --optimizer fused" in text
 

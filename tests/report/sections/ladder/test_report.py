@@ -1,7 +1,5 @@
 """Tables, CSV and picture of a hand-made ladder; the reasons are sentences whose numbers are worked out by hand."""
 
-import csv
-import io
 import re
 import statistics
 import warnings
@@ -25,6 +23,7 @@ from cs336_systems.report.sections.ladder.tables import (
 from tests.report.drawn import overlaps, texts
 from tests.report.ladders import NOISE, make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.making import HOSTILE, make_failure
+from tests.report.reading import column, csv_rows
 
 GIGA = 1e9
 
@@ -43,15 +42,6 @@ def rows(ladder):
 
 def draw_ladder(rows, words):
     return draw(ladder_chart(rows, words))
-
-
-def column(table, name, nth=0):
-    indices = [i for i, heading in enumerate(table.headings) if heading.name == name]
-    return [row[indices[nth]] for row in table.rows]
-
-
-def csv_rows(rows):
-    return list(csv.DictReader(io.StringIO(ladder_section(rows).csv)))
 
 
 def test_speed_by_hand(rows):
@@ -87,7 +77,7 @@ def test_intervals_are_shown_where_there_are_some(ladder, rows):
 
 
 def test_mfu_is_over_the_peak_of_the_rungs_own_precision(rows):
-    found = csv_rows(rows)
+    found = csv_rows(ladder_section(rows))
     flops = [float(row["model_tflops_per_s"]) * 1e12 for row in found]
     assert [float(row["mfu"]) for row in found] == pytest.approx(
         [flops[0] / 67e12, *(value / 989.5e12 for value in flops[1:])]
@@ -144,7 +134,7 @@ def test_failures_are_told_in_words_and_the_first_that_counts_is_named(ladder):
 
 
 def test_csv_has_every_value(ladder, rows):
-    found = csv_rows(rows)
+    found = csv_rows(ladder_section(rows))
     assert [row["rung"] for row in found] == ["fp32", "bf16", "compile", "fused"]
     assert [row["processes"] for row in found] == ["3"] * 4
     assert [row["last"] for row in found] == ["", "fp32", "bf16", "bf16"]
@@ -162,7 +152,7 @@ def test_a_users_own_model_has_neither_bytes_nor_mfu(ladder):
     own = [replace(rung, config=replace(rung.config, model_factory="a:b")) for rung in ladder[:3]]
     rows = ladder_rows(own, make_records(own), [])
     assert len(ladder_section(rows).tables) == 2
-    assert {row["mfu"] for row in csv_rows(rows)} == {""}
+    assert {row["mfu"] for row in csv_rows(ladder_section(rows))} == {""}
     assert settings(rows).startswith("a:b, ")
 
 
@@ -209,4 +199,4 @@ def test_text_from_elsewhere_is_inert(ladder, tmp_path):
     markdown = (tmp_path / "ladder.md").read_text()
     assert "<img" not in markdown
     assert "\x1b" not in markdown
-    assert csv_rows(rows)[0]["rung"].startswith("'=HYPERLINK")
+    assert csv_rows(ladder_section(rows))[0]["rung"].startswith("'=HYPERLINK")

@@ -1,7 +1,5 @@
 """Tables and files of hand-made memory profiles (see profiles.py)."""
 
-import csv
-import io
 from dataclasses import replace
 
 import pytest
@@ -15,6 +13,7 @@ from cs336_systems.report.sections.memory.files import write_memory
 from cs336_systems.report.sections.memory.peaks import allocator, categories, peaks
 from cs336_systems.report.sections.memory.phases import boundaries, phases
 from cs336_systems.report.sections.memory.words import Unit, milliseconds, peak_words, place_text, size, unit_for
+from tests.report.reading import column, csv_rows
 from tests.report.sections.memory.profiles import (
     GRADIENTS,
     LOGITS,
@@ -38,16 +37,6 @@ MAKERS = (make_memory, make_inference, make_bare, make_oom)
 
 def alone(profile):
     return [Snapshot(profile=profile)]
-
-
-def column(table, name, number=0):
-    """Cells below the heading of this name, or of the one so many after it that is called the same."""
-    found = [index for index, heading in enumerate(table.headings) if heading.name == name]
-    return [row[found[number]] for row in table.rows]
-
-
-def rows(section):
-    return list(csv.DictReader(io.StringIO(section.csv, newline="")))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +67,7 @@ def test_crumbs_are_left_out_of_sentences() -> None:
 
 def test_the_peak_and_what_it_needs_beside() -> None:
     """900 reserved and 780 allocated leave 120; 777 as asked for, 778 with what was held throughout in blocks."""
-    values = {row["quantity"]: row["value"] for row in rows(peaks(alone(make_memory())))}
+    values = {row["quantity"]: row["value"] for row in csv_rows(peaks(alone(make_memory())))}
     names = ("peak allocated", "rounding", "peak asked for", "peak recorded", "fragmentation", "outside of PyTorch")
     assert [int(values[name]) // MIB for name in names] == [780, 3, 777, 778, 120, 700]
     assert fragmentation_bytes(make_memory()) == 120 * MIB
@@ -92,7 +81,7 @@ def test_the_peak_and_what_it_needs_beside() -> None:
 def test_what_is_not_known_of_a_peak_is_empty() -> None:
     section = peaks(alone(make_bare()))
     (table,) = section.tables
-    values = {row["quantity"]: row["value"] for row in rows(section)}
+    values = {row["quantity"]: row["value"] for row in csv_rows(section)}
     assert values["residual stream"] == ""
     assert dict(zip(column(table, "quantity"), column(table, "value"), strict=True))["residual stream"] == "unknown"
 
@@ -114,7 +103,7 @@ def test_boundaries_in_time_with_the_peak_among_them() -> None:
     assert column(table, "allocated")[:5] == ["310.00", "710.00", "780.00", "410.00", "310.00"]
     assert column(table, "PyTorch's count")[:4] == ["310.00", "710.00", "", "410.00"]
     assert "buffers" not in [heading.name for heading in table.headings], "there are none"
-    for row in rows(section):
+    for row in csv_rows(section):
         parts = [int(value) for name, value in row.items() if name.endswith("_bytes") and name.split("_bytes")[0] in (
             "parameters", "buffers", "gradients", "optimizer_state", "autocast_copies", "saved_activations",
             "temporary", "held_throughout", "held_until_later")]  # fmt: skip
@@ -124,7 +113,7 @@ def test_boundaries_in_time_with_the_peak_among_them() -> None:
                      and name != "counted_requested_bytes"]  # fmt: skip
         assert len(requested) == len(Category)
         assert sum(requested) == int(row["requested_bytes"])
-    peak = rows(section)[2]
+    peak = csv_rows(section)[2]
     assert (int(peak["temporary_bytes"]), int(peak["temporary_requested_bytes"])) == (50 * MIB, 47 * MIB)
     assert peak["counted_requested_bytes"] == ""
 
@@ -161,7 +150,7 @@ def test_each_phase_has_its_own_peak() -> None:
     assert column(table, "peak at") == ["10.0", "13.0", "25.0", "40.0", "43.0", "55.0"]
     assert column(table, "takes") == ["10.0"] * 6
     assert column(table, "at its end")[:3] == ["710.00", "410.00", "310.00"]
-    assert [row["status"] for row in rows(section)] == ["ok"] * 6
+    assert [row["status"] for row in csv_rows(section)] == ["ok"] * 6
     assert phases(alone(make_bare())).tables == ()
 
 
@@ -170,7 +159,7 @@ def test_a_phase_that_ran_out_of_memory_stands_out() -> None:
     (table,) = section.tables
     assert table.failed == {3}
     assert column(table, "status")[2:] == ["ok", "out of memory"]
-    assert (rows(section)[3]["status"], int(rows(section)[3]["end_bytes"])) == ("oom", 530 * MIB)
+    assert (csv_rows(section)[3]["status"], int(csv_rows(section)[3]["end_bytes"])) == ("oom", 530 * MIB)
 
 
 def test_the_check_tells_of_agreement_and_of_none() -> None:
@@ -197,7 +186,7 @@ def test_categories_at_the_peak_add_up() -> None:
         "parameters": "12.8", "gradients": "5.1", "optimizer state": "25.6", "saved activations": "48.7",
         "temporary": "6.4", "held throughout": "1.3", "allocated": "100.0",
     }  # fmt: skip
-    *parts, whole = rows(section)
+    *parts, whole = csv_rows(section)
     assert sum(int(row["bytes"]) for row in parts) == int(whole["bytes"]) == 780 * MIB
     assert sum(int(row["blocks"]) for row in parts) == int(whole["blocks"]) == 11 + 22 + 4 + 38 + 5 + 1
     assert column(table, "asked for") == ["100.00", "40.00", "200.00", "380.00", "47.00", "10.00", "777.00"]
@@ -213,7 +202,7 @@ def test_the_largest_allocations_with_their_code() -> None:
     assert column(table, "count") == ["2", "24"]
     assert column(table, "place") == ["", "cs336_systems/model.py:77 softmax"]
     assert "Shown are 2 of 3 such rows." in table.notes
-    every = rows(section)
+    every = csv_rows(section)
     assert [row["requested_bytes"] for row in every] == ["52428800", "20971520", "2096152"]
     assert every[1]["places"].endswith("model.py:77 softmax < /home/someone/project/benchmark.py:3 <module>")
 
@@ -227,7 +216,7 @@ def test_what_the_peak_consists_of_by_bytes_together() -> None:
     assert column(table, "together") == ["200.00", "200.00", "50.00"]
     assert column(table, "share") == ["25.6", "25.6", "6.4"]
     assert table.notes[1] == "Shown are 57.7 % of the peak."
-    assert [float(row["share_of_peak"]) for row in rows(section)] == pytest.approx([20 / 78, 20 / 78, 5 / 78])
+    assert [float(row["share_of_peak"]) for row in csv_rows(section)] == pytest.approx([20 / 78, 20 / 78, 5 / 78])
 
 
 def test_what_a_block_saves_over_blocks_and_within_one() -> None:
@@ -239,8 +228,8 @@ def test_what_a_block_saves_over_blocks_and_within_one() -> None:
     assert column(within, "size") == ["20.00", "18.00", "12.00", "6.00", "3.00"]
     assert column(within, "share") == ["33.3", "30.0", "20.0", "10.0", "5.0"]
     assert within.notes[0].startswith("Of 60.00 MiB in 6 tensors, the same in 3 of 4 blocks.")
-    assert [row["saved_bytes"] for row in rows(blocks(make_memory()))] == [str(61 * MIB), *[str(60 * MIB)] * 3]
-    tensors = rows(saved(make_memory()))
+    assert [row["saved_bytes"] for row in csv_rows(blocks(make_memory()))] == [str(61 * MIB), *[str(60 * MIB)] * 3]
+    tensors = csv_rows(saved(make_memory()))
     assert len(tensors) == 4 * 6
     assert sum(int(row["bytes"]) for row in tensors) == 241 * MIB
     assert blocks(make_inference()).tables == ()
@@ -254,8 +243,8 @@ def test_what_blocks_save_only_in_backward_is_told() -> None:
     assert section.tables[0].notes[1] == (
         "Of what is saved, 40.00 MiB are not kept from forward on: backward computes them again."
     )
-    assert [row["recomputed_bytes"] for row in rows(section)] == [str(20 * MIB)] * 2
-    assert [row["recomputed"] for row in rows(saved(make_memory(blocks=(block,))))] == ["True", *["False"] * 5]
+    assert [row["recomputed_bytes"] for row in csv_rows(section)] == [str(20 * MIB)] * 2
+    assert [row["recomputed"] for row in csv_rows(saved(make_memory(blocks=(block,))))] == ["True", *["False"] * 5]
     assert len(blocks(make_memory()).tables[0].notes) == 1
 
 
@@ -274,13 +263,13 @@ def test_no_block_is_typical_of_none() -> None:
 
 
 def test_running_out_of_memory_is_in_the_allocator_s_table() -> None:
-    values = {row["quantity"]: row["value"] for row in rows(allocator(make_oom()))}
+    values = {row["quantity"]: row["value"] for row in csv_rows(allocator(make_oom()))}
     assert (values["out of memory"], values["asked for"], values["free then"]) == ("2", str(300 * MIB), str(120 * MIB))
     assert (values["allocated then"], values["reserved then"]) == (str(530 * MIB), str(900 * MIB))
     assert values["events before it"] == "1999"
     (table,) = allocator(make_oom()).tables
     assert "35.0 ms after the first event, in forward of step 1, at cs336_systems/model.py:77" in table.notes[0]
-    assert "asked for" not in {row["quantity"] for row in rows(allocator(make_memory()))}
+    assert "asked for" not in {row["quantity"] for row in csv_rows(allocator(make_memory()))}
 
 
 @pytest.mark.parametrize("make", MAKERS)
