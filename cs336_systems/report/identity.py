@@ -242,6 +242,18 @@ def names_of(rows: Sequence[Identity], *, always: Sequence[str] = ALWAYS, withou
     ]
 
 
+def by_name(
+    rows: Sequence[Mapping[str, Any]],
+    value: Callable[[Mapping[str, Any]], float | None],
+    *,
+    always: Sequence[str] = ALWAYS,
+    without: Sequence[str] = (),
+) -> dict[str, float]:
+    """The value of each row that has one, by the name of the row, which has its identity under `identity`."""
+    names = names_of([row["identity"] for row in rows], always=always, without=without)
+    return {name: found for name, row in zip(names, rows, strict=True) if (found := value(row)) is not None}
+
+
 def _word(name: str, value: object) -> str:
     return "" if value is False and name in _USUALLY_OFF else in_words(name, _setting(name), value)
 

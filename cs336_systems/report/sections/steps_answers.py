@@ -4,7 +4,8 @@ Every number comes from a row of the frame, and every sentence names the rows th
 frame does not support has no answer, and is left out.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 import pandas as pd
 
@@ -14,7 +15,7 @@ from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Row, three_digits
 from cs336_systems.report.formats import answers_markdown
 from cs336_systems.report.frame import SPEED_UPS, codes_of, over_warmup, rows_of, steady, to_frame
-from cs336_systems.report.identity import names_of
+from cs336_systems.report.identity import by_name, names_of
 from cs336_systems.report.numbers import DOUBT, between, mean_and_std, percent_of, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import counted
@@ -74,10 +75,6 @@ def _named(rows: Sequence[Row], *without: str) -> list[str]:
     return names_of([row["identity"] for row in rows], without=without)
 
 
-def _by_name(rows: Sequence[Row], value: Callable[[Row], float], *without: str) -> dict[str, float]:
-    return {name: value(row) for name, row in zip(_named(rows, *without), rows, strict=True)}
-
-
 def _ms(time_ms: float) -> str:
     return f"{significant(time_ms)} ms"
 
@@ -89,11 +86,11 @@ def phase_answers(rows: Sequence[Row], *without: str) -> Iterator[tuple[str, str
     """
     both = [row for row in rows if row["forward_mean_ms"] and row["backward_mean_ms"]]
     if both:
-        ratios = _by_name(both, lambda row: row["backward_mean_ms"] / row["forward_mean_ms"], *without)
+        ratios = by_name(both, lambda row: row["backward_mean_ms"] / row["forward_mean_ms"], without=without)
         yield "", f"Backward takes {between(ratios, three_digits)} times as long as forward, which includes the loss."
     trained = [row for row in rows if row["optimizer_mean_ms"]]
     if trained:
-        shares = _by_name(trained, lambda row: row["optimizer_mean_ms"] / row["step_mean_ms"], *without)
+        shares = by_name(trained, lambda row: row["optimizer_mean_ms"] / row["step_mean_ms"], without=without)
         yield "", f"The optimizer takes {between(shares, _percent)} of a training step."
 
 
@@ -106,7 +103,7 @@ def spread_answers(rows: Sequence[Row], *without: str) -> Iterator[tuple[str, st
     known = [row for row in rows if row["step_cv"] is not None]
     if not known:
         return
-    spreads = _by_name(known, lambda row: row["step_cv"], *without)
+    spreads = by_name(known, itemgetter("step_cv"), without=without)
     large = {name: spread for name, spread in spreads.items() if spread > MAX_CV}
     limit = f"{100 * MAX_CV:g} %"
     text = f"The standard deviation of a step over its mean is {between(spreads, _percent)}"
@@ -177,7 +174,7 @@ def precision_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     for precision in Precision:
         known = [row for row in rows if row["precision"] == precision and row["speed_up"]]
         if known:
-            gains = _by_name(known, lambda row: row["speed_up"])
+            gains = by_name(known, itemgetter("speed_up"))
             words = [
                 f"A step is {between(gains, three_digits)} times as fast as in fp32.{_doubts(known, 'speed_up')}",
                 *_trend(known, "size", "context_length", "At context"),
@@ -225,7 +222,7 @@ def choice_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         known = [row for row in rows if setting in first and row[key]]
         for value in dict.fromkeys(row[setting] for row in known):
             own = [row for row in known if row[setting] == value]
-            gains = dict(zip(_named(own), [row[key] for row in own], strict=True))
+            gains = by_name(own, itemgetter(key))
             text = (
                 f"A step is {between(gains, three_digits)} times as fast as with {first[setting]}.{_doubts(own, key)}"
             )

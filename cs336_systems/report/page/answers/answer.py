@@ -8,7 +8,7 @@ from typing import Any
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.frame import apart_from, order, rows_of, to_frame
-from cs336_systems.report.identity import settings_of, shared_settings, usual_settings
+from cs336_systems.report.identity import ALWAYS, names_of, settings_of, shared_settings, usual_settings
 from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.page.refusals import separated
@@ -174,6 +174,23 @@ def with_several(records: Sequence[RunRecord], setting: str) -> list[RunRecord]:
         if len({apart_from(each.config) for each in own}) > 1
         for record in own
     ]  # fmt: skip
+
+
+def pairs(rows: Sequence[Row], setting: str, first: object) -> list[tuple[Row, Row]]:
+    """Each row, and the one that differs from it in nothing but having the `first` value of this setting."""
+
+    def others(row: Row) -> tuple[tuple[str, object], ...]:
+        return tuple((name, value) for name, value in row["identity"].items() if name not in (setting, "digest"))
+
+    known = {others(row): row for row in rows if row[setting] == first}
+    return [(row, known[others(row)]) for row in rows if row[setting] != first and others(row) in known]
+
+
+def ratios(found: Sequence[tuple[Row, Row]], key: str, always: Sequence[str] = ALWAYS) -> dict[str, float]:
+    """The value of the first row of each pair over that of the second, where both have one, by the first's name."""
+    names = names_of([row["identity"] for row, _ in found], always=always)
+    known = {name: (row[key], other[key]) for name, (row, other) in zip(names, found, strict=True)}
+    return {name: value / other for name, (value, other) in known.items() if value and other}
 
 
 def at_one_context(runs: Runs) -> Runs:

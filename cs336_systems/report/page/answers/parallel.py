@@ -6,13 +6,12 @@ from dataclasses import asdict
 from cs336_systems.config import Device, Mode, Parallel, Precision, RunConfig
 from cs336_systems.costs.calls import Collective
 from cs336_systems.record import MemoryMoment, RunRecord
-from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.entries import identities_of
 from cs336_systems.report.frame import rows_of, to_frame
-from cs336_systems.report.identity import identity_columns, names_of
-from cs336_systems.report.numbers import GIGA, MIB, between, percent_of, significant
-from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_plain, with_several
-from cs336_systems.report.page.answers.steps import is_same_but
+from cs336_systems.report.identity import by_name, identity_columns, names_of
+from cs336_systems.report.numbers import GIGA, MIB, between, percent_of, ratio, significant
+from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_plain, pairs, ratios, with_several
 from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.kernels.communication import OF_CONFIGURATION, by_configuration, gather_rows
 from cs336_systems.report.sections.memory.words import size
@@ -105,27 +104,17 @@ def averaged_gradients(material: Material) -> Answer | None:
         return not config.parallel.shards_parameters and not config.shard_optimizer
 
     def sentences(rows: list[Row], _: Runs) -> Iterator[str]:
-        names = _names(rows)
-        steps = {name: row["step_mean_ms"] for name, row in zip(names, rows, strict=True)}
-        shares = {
-            name: row["communication_mean_ms"] / row["step_mean_ms"]
-            for name, row in zip(names, rows, strict=True)
-            if row["communication_mean_ms"] is not None
-        }
-        yield f"A step takes {between(steps, lambda time_ms: f'{significant(time_ms, 4)} ms')}."
-        words = between(shares, lambda part: percent_of(part, 1))
+        def share(part: str, whole: str) -> str:
+            return between(by_name(rows, lambda row: ratio(row[part], row[whole])), lambda part: percent_of(part, 1))
+
+        yield _steps(rows)
         yield (
-            f"Communication between backward and the optimizer takes {words} of it; what runs while backward computes "
-            "is not in that."
+            f"Communication between backward and the optimizer takes {share('communication_mean_ms', 'step_mean_ms')} "
+            "of it; what runs while backward computes is not in that."
         )
-        exposed = {
-            name: row["exposed_mean_ms"] / row["collective_mean_ms"]
-            for name, row in zip(names, rows, strict=True)
-            if row["collective_mean_ms"]
-        }
-        if exposed:
-            words = between(exposed, lambda part: percent_of(part, 1))
-            yield f"In profiles of these runs, {words} of the time of collectives is exposed: the GPU computes nothing."
+        if exposed := share("exposed_mean_ms", "collective_mean_ms"):
+            told = f"{exposed} of the time of collectives is exposed"
+            yield f"In profiles of these runs, {told}: the GPU computes nothing."
 
     return _shared(material, "Ways to average gradients", "parallel", is_asked, sentences)
 
@@ -134,21 +123,9 @@ def sharded_optimizer(material: Material) -> Answer | None:
     """Time and peak of memory with the optimizer's state sharded and without."""
 
     def sentences(rows: list[Row], _: Runs) -> Iterator[str]:
-        pairs = [
-            (row, other)
-            for row in rows
-            for other in rows
-            if row["shard_optimizer"] and not other["shard_optimizer"] and is_same_but(row, other, "shard_optimizer")
-        ]
-        names = _names([row for row, _ in pairs])
+        both = pairs(rows, "shard_optimizer", False)
         for key, what in OF_SHARDING.items():
-            ratios = {
-                name: row[key] / other[key]
-                for name, (row, other) in zip(names, pairs, strict=True)
-                if row[key] and other[key]
-            }
-            if ratios:
-                words = between(ratios, lambda ratio: significant(ratio, 3))
+            if words := between(ratios(both, key), three_digits):
                 yield f"With the optimizer's state sharded, {what} {words} times that without."
         yield "The peaks are those of the rank with the highest."
         yield ZERO_1
@@ -160,13 +137,11 @@ def sharded_parameters(material: Material) -> Answer | None:
     """Time and peak of memory with sharded parameters, beside the ways that keep them whole."""
 
     def sentences(rows: list[Row], runs: Runs) -> Iterator[str]:
-        names = _names(rows)
-        peaks = {n: row["peak_allocated_gib"] for n, row in zip(names, rows, strict=True) if row["peak_allocated_gib"]}
-        steps = {name: row["step_mean_ms"] for name, row in zip(names, rows, strict=True)}
+        peaks = by_name(rows, lambda row: row["peak_allocated_gib"] or None)
         if peaks:
             yield f"The peak of memory is {between(peaks, lambda gib: f'{significant(gib, 4)} GiB')}."
             yield from _saved(rows)
-        yield f"A step takes {between(steps, lambda time_ms: f'{significant(time_ms, 4)} ms')}."
+        yield _steps(rows)
         yield from _gathers_in_words(runs)
 
     kept = Material(collection=material.collection, runs=[own for own in material.runs if _has_shards(own)])
@@ -271,8 +246,9 @@ def _saved(rows: list[Row]) -> Iterator[str]:
         yield f"The least peak with sharded parameters is {significant(ratio, 3)} times the least with whole ones."
 
 
-def _names(rows: list[Row]) -> list[str]:
-    return names_of([row["identity"] for row in rows])
+def _steps(rows: list[Row]) -> str:
+    steps = by_name(rows, lambda row: row["step_mean_ms"])
+    return f"A step takes {between(steps, lambda time_ms: f'{significant(time_ms, 4)} ms')}."
 
 
 def _has_shards(own: Runs) -> bool:

@@ -1,12 +1,11 @@
 """Answers about the time of a step: its phases, its spread, warm-up, mixed precision, and the compiled model."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from cs336_systems.config import CompileMode, Mode, Precision, RunConfig
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, column, three_digits
-from cs336_systems.report.frame import SPEED_UPS
-from cs336_systems.report.identity import identity_columns, names_of
+from cs336_systems.report.identity import by_name, identity_columns
 from cs336_systems.report.numbers import between
 from cs336_systems.report.page.answers.answer import (
     CONTEXT,
@@ -19,7 +18,9 @@ from cs336_systems.report.page.answers.answer import (
     is_of_course,
     is_plain,
     lacking_sizes,
+    pairs,
     plain_runs,
+    ratios,
     with_several,
 )
 from cs336_systems.report.sections.steps_answers import (
@@ -81,19 +82,15 @@ def script(material: Material) -> Answer | None:
     if runs is None:
         return None
     rows = runs.rows
-    both, whole = (
-        {
-            name: (
-                row["forward_mean_ms"] + row["backward_mean_ms"] * (part > 0) + row["optimizer_mean_ms"] * (part > 1)
-            )
-            / row["forward_mean_ms"]
-            for name, row in _named(rows).items()
-        }
-        for part in (1, 2)
-    )
+
+    def over_forward(*keys: str) -> str:
+        found = by_name(rows, lambda row: sum(row[key] for key in keys) / row[keys[0]], always=("size",))
+        return between(found, three_digits)
+
+    both, whole = over_forward(*PHASES[:2]), over_forward(*PHASES[:3])
     sentences = [
-        f"Forward and backward together take {between(both, three_digits)} times as long as forward alone, and the "
-        f"whole step, with the optimizer, {between(whole, three_digits)} times.",
+        f"Forward and backward together take {both} times as long as forward alone, and the whole step, with the "
+        f"optimizer, {whole} times.",
         "Backward has two matrix products for each one of forward, for the gradients of its two factors, so 3 times is "
         "expected of forward and backward together. The times of each size are in the table of b.",
         "Each whole step is timed between two synchronisations; on a GPU the phases within it by CUDA events, which do "
@@ -101,10 +98,6 @@ def script(material: Material) -> Answer | None:
         "--measured-steps choose w and n, --mode inference, forward, forward-backward or train the part of the step.",
     ]
     return runs.answer(sentences, lacking=lacking_sizes(runs))
-
-
-def _named(rows: Sequence[Row], always: Sequence[str] = ("size",)) -> dict[str, Row]:
-    return dict(zip(names_of([row["identity"] for row in rows], always=always), rows, strict=True))
 
 
 def times(material: Material) -> Answer | None:
@@ -174,27 +167,10 @@ def compiled_model(material: Material) -> Answer | None:
         return None
     rows = runs.rows
     table = _table("The whole model eager and compiled", rows, [*PHASES, "compile_speed_up"], ("size", "compile"))
-    eager, compiled = ([row for row in rows if (row["compile"] == "none") is is_eager] for is_eager in (True, False))
-    parts: dict[str, Callable[[Row], float | None]] = {
-        "forward": lambda row: row["forward_mean_ms"],
-        "backward": lambda row: row["backward_mean_ms"],
-        "the optimizer's step": lambda row: row["optimizer_mean_ms"],
-    }
-    said = []
-    for part, value in parts.items():
-        gains = {
-            name: before / after
-            for name, row in _named(compiled).items()
-            for other in eager
-            if is_same_but(row, other, "compile") and (before := value(other)) and (after := value(row))
-        }
-        said += [f"{part} {between(gains, three_digits)} times"] if gains else []
+    both = [(eager, compiled) for compiled, eager in pairs(rows, "compile", CompileMode.NONE)]
+    parts = dict(zip(("forward", "backward", "the optimizer's step"), PHASES, strict=False))
+    found = {part: ratios(both, key, ("size",)) for part, key in parts.items()}
+    said = [f"{part} {between(gains, three_digits)} times" for part, gains in found.items() if gains]
     sentences = _texts(choice_answers(rows))
     sentences += [f"By phase: {', '.join(said)} as fast. The optimizer is not compiled."] if said else []
     return runs.answer(sentences, tables=[table], lacking=lacking_sizes(runs))
-
-
-def is_same_but(row: Row, other: Row, setting: str) -> bool:
-    """Whether the configurations of two rows agree in all but this setting."""
-    names = set(row["identity"]) - {setting, "digest", *SPEED_UPS}
-    return all(row["identity"][name] == other["identity"].get(name) for name in names)
