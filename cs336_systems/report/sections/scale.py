@@ -6,7 +6,7 @@ from cs336_systems.costs.data_sheet import LINK_EFFICIENCY, MATMUL_EFFICIENCY
 from cs336_systems.costs.limits import Bound, Given, Link, Paper, Scheme, bounds, largest_ranks
 from cs336_systems.costs.scale import Scale, ScaleStep
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.numbers import GIB, GIGA, significant
+from cs336_systems.report.numbers import GIB, GIGA, ratio, significant
 from cs336_systems.report.plots.charts import Axis, Chart, Line, Panel, Point, curves_of, doubling
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.account import by_data_sheet
@@ -79,25 +79,15 @@ def _values(step: ScaleStep) -> Row:
 
 
 def _steps_table(found: Scale, rows: list[Row]) -> Table:
-    keys = ("way", "rank_count", "rank_shape", "rank_tokens", "scale_step_ms", "scale_compute_ms", "scale_sent_ms",
-            "scale_slowed_ms", "scale_exposed_ms", "scale_exposed_share", "scale_peak_gib", "mfu")  # fmt: skip
+    keys = ("way", "ranks", "rank_shape", "tokens_per_rank", "step_ms", "compute_ms", "communication_ms", "slowed_ms",
+            "exposed_ms", "exposed_part", "peak_gib", "mfu")  # fmt: skip
     shown = [
-        {
-            "way": row["way"],
-            "rank_count": row["ranks"],
+        row | {
             "rank_shape": f"{row['data_ranks']} x {row['tensor_ranks']}" if row["data_ranks"] else "",
-            "rank_tokens": row["tokens_per_rank"],
-            "scale_step_ms": row["step_ms"],
-            "scale_compute_ms": row["compute_ms"],
-            "scale_sent_ms": row["communication_ms"],
-            "scale_slowed_ms": row["slowed_ms"],
-            "scale_exposed_ms": row["exposed_ms"],
-            "scale_exposed_share": row["exposed_ms"] / row["step_ms"] if row["step_ms"] else None,
-            "scale_peak_gib": row["peak_gib"],
-            "mfu": row["mfu"],
+            "exposed_part": ratio(row["exposed_ms"], row["step_ms"]),
         }
         for row in rows
-    ]
+    ]  # fmt: skip
     title = f"One step of {found.config.label} on many {found.device_name}"
     return make_table(title, [column(key) for key in keys], shown, [*_step_notes(found), *_reasons(rows)])
 
