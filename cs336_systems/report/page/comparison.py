@@ -4,16 +4,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from cs336_systems.analysis.compare import Verdict
 from cs336_systems.analysis.matching import conditions_apart, has_changed_inputs
 from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.report.columns import Row
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.provenance import conditions_and_times
+from cs336_systems.report.page.rows import Named
 from cs336_systems.report.page.studies import section_blocks
 from cs336_systems.report.page.write import Chapter, Linked, Part, Prose, TableBlock
 from cs336_systems.report.sections.comparison import NOT_COMPARED, ONLY_A, ONLY_B
@@ -47,29 +46,21 @@ def comparison_chapters(collection: Collection, directory: Path) -> list[Chapter
     ]
 
 
-class _Compared(NamedTuple):
-    """One configuration, by the number of its row."""
-
-    number: int
-    row: Row
-
-
 def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
     """What the rows say, in sentences whose numbers are those of the cells that they link to."""
-    rows = [] if compared.sentences else [_Compared(*numbered) for numbered in enumerate(compared.rows)]
+    every_row = () if compared.sentences else enumerate(compared.rows)
+    rows = [Named(row["name"], block, number) for number, row in every_row]
     told = [each for each in rows if each.row["verdict"] in DIFFERENT]
     told.sort(key=lambda each: max(each.row["ratio"], 1 / each.row["ratio"]), reverse=True)
     by_verdict = [[each for each in told if each.row["verdict"] == verdict] for verdict in DIFFERENT]
     largest = [own[0] for own in by_verdict if own]
-    every = [_difference(each, block) for each in told]
+    every = [_difference(each) for each in told]
     verdicts: list[Sentence] = [(text, block.id) for text in compared.sentences] or [_counted(rows, block)]
-    verdicts += [_difference(each, block, f"B is {each.row['verdict']} the most in ") for each in largest]
+    verdicts += [_difference(each, f"B is {each.row['verdict']} the most in ") for each in largest]
     for own in by_verdict:
         if len(own) > 1:
-            last = own[-1]
-            verdicts.append(
-                _linked(last, ": {ratio} times as long as A's.", block, f"B is {last.row['verdict']} the least in ")
-            )
+            least = f"B is {own[-1].row['verdict']} the least in "
+            verdicts.append(_linked(own[-1], ": {ratio} times as long as A's.", least))
     is_more = len(every) > len(largest)
     yield Prose(
         heading="Verdict", paragraphs=verdicts, more=every if is_more else (),
@@ -78,7 +69,7 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
     if doubted := [each for each in rows if each.row["ratio_is_doubted"]]:
         number = f"{len(doubted)} of {counted(sum(each.row['ratio'] is not None for each in rows), 'ratio')}"
         is_one = len(doubted) == 1
-        more = [_doubt(each, block) for each in doubted]
+        more = [_doubt(each) for each in doubted]
         yield Prose(
             heading="What is in doubt",
             paragraphs=[(f"{number} {'is' if is_one else 'are'} in doubt{_codes(doubted)}.", "")],
@@ -87,7 +78,7 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
         )
     if compared.left_out:
         yield Prose(heading="What is left out", paragraphs=[(text, "") for text in compared.left_out])
-    if missing := [_missing(each, block) for each in rows if each.row["ratio"] is None]:
+    if missing := [_missing(each) for each in rows if each.row["ratio"] is None]:
         more_title = counted(len(missing[MOST:]), "more configuration")
         yield Prose(heading="What has no ratio", paragraphs=missing[:MOST], more=missing[MOST:], more_title=more_title)
     if reasons := [(text, "") for text in _conditions(compared)]:
@@ -95,27 +86,27 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
     yield Prose(heading="What A and B are", paragraphs=_sides(compared))
 
 
-def _counted(rows: Sequence[_Compared], block: TableBlock) -> Linked:
+def _counted(rows: Sequence[Named], block: TableBlock) -> Linked:
     counts = Counter(each.row["verdict"] for each in rows)
     numbers = [words.format(counts[verdict]) for verdict, words in COUNTS.items() if counts[verdict]]
     return Linked(((f"Of {counted(len(rows), 'configuration')}: ", ""), ("; ".join(numbers), block.id), (".", "")))
 
 
-def _difference(each: _Compared, block: TableBlock, before: str = "") -> Linked:
+def _difference(each: Named, before: str = "") -> Linked:
     """How long the step of B takes beside that of A."""
     doubt = "; this is in doubt" if each.row["ratio_is_doubted"] else ""
     times = f"{{b_step_mean_ms}} ms for B and {{a_step_mean_ms}} ms for A{doubt}."
-    return _linked(each, f": its step takes {{ratio}} times as long as A's ({{ratio_low}}), {times}", block, before)
+    return _linked(each, f": its step takes {{ratio}} times as long as A's ({{ratio_low}}), {times}", before)
 
 
-def _missing(each: _Compared, block: TableBlock) -> Linked:
+def _missing(each: Named) -> Linked:
     """Which side has no time, and why."""
     ended = {ONLY_A: " is only in A.", ONLY_B: " is only in B."}
     told = [f"{side.upper()}: {{{side}_step_mean_ms}}" for side in "ab"]
-    return _linked(each, ended.get(each.row["verdict"], f" was not compared ({', '.join(told)})."), block)
+    return _linked(each, ended.get(each.row["verdict"], f" was not compared ({', '.join(told)})."))
 
 
-def _codes(doubted: Sequence[_Compared]) -> str:
+def _codes(doubted: Sequence[Named]) -> str:
     """In how many of the rows the times of a side have each warning."""
     counts = Counter(
         code
@@ -127,22 +118,20 @@ def _codes(doubted: Sequence[_Compared]) -> str:
     return f", by warnings on a side: {', '.join(named)}" if named else ""
 
 
-def _doubt(each: _Compared, block: TableBlock) -> Linked:
+def _doubt(each: Named) -> Linked:
     """The warnings of both sides."""
     found = [(side, (each.row[f"{side.lower()}_warnings"] or "").replace(";", ", ")) for side in "AB"]
     warned = " and ".join(f"the times of {side} have warnings ({codes})" for side, codes in found if codes)
-    return _linked(each, f": {{ratio}} times A's step is in doubt, because {warned}.", block)
+    return _linked(each, f": {{ratio}} times A's step is in doubt, because {warned}.")
 
 
-def _linked(each: _Compared, words: str, block: TableBlock, before: str = "") -> Linked:
+def _linked(each: Named, words: str, before: str = "") -> Linked:
     """The name of the configuration, then the words, with a link to the cell for each `{key}` of a column."""
-    keys = [heading.key for heading in block.table.headings]
     found = [(part, "") for part in re.split(r"\{(\w+)\}", words)]
     for place in range(1, len(found), 2):
-        column = keys.index(found[place][0])
-        text = block.table.rows[each.number][column].removesuffix(f" {DOUBT}")
-        found[place] = text, f"{block.id}.{each.number}.{column}"
-    return Linked(((before + each.row["name"], ""), *found))
+        text, target = each.cell(found[place][0])
+        found[place] = text.removesuffix(f" {DOUBT}"), target
+    return Linked(((before + each.name, ""), *found))
 
 
 def _conditions(compared: Compared) -> Iterator[str]:

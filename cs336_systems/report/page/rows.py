@@ -31,6 +31,11 @@ class Named:
         keys = [heading.key for heading in self.block.table.headings]
         return text, f"{self.block.id}.{self.number}.{keys.index(key)}" if key in keys else ""
 
+    def cell(self, key: str) -> Part:
+        """The text of the cell below this key, with a link to it; empty where the table has no such column."""
+        keys = [heading.key for heading in self.block.table.headings]
+        return self.link(key, self.block.table.rows[self.number][keys.index(key)] if key in keys else "")
+
 
 def named_rows(blocks: Iterable[Block], key: str, is_it: Callable[[Row], bool] = lambda _: True) -> list[Named]:
     """The rows that are it, of all tables with a column of this key."""

@@ -144,7 +144,7 @@ def _available(study: AttentionStudy, rows: Rows) -> list[Implementation]:
     return study.available(rows[0]["precision"])
 
 
-def _of(rows: Rows, implementation: Implementation, *known: str) -> list[Row]:
+def cells_of(rows: Rows, implementation: Implementation, *known: str) -> list[Row]:
     """The rows of one implementation that have values by these keys, the smallest shape first."""
     own = [row for row in rows if row["implementation"] is implementation]
     return [row for row in own if all(row[key] is not None for key in known)]
@@ -160,14 +160,16 @@ def _time_notes(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
             yield f"Only {len(study.results)} of the grid's {wanted} cells were measured: the study was interrupted."
     yield from doubt_notes([row[f"{timed}_warnings"] for row in rows if row[mean] is not None], "cells", PASSES)
     others = [name for name in _available(study, rows) if name is not Implementation.NAIVE]
-    naive = _of(rows, Implementation.NAIVE, mean)
-    if gains := _quotients(timed, [(naive, _of(rows, name, mean), name) for name in others]):
+    naive = cells_of(rows, Implementation.NAIVE, mean)
+    if gains := _quotients(timed, [(naive, cells_of(rows, name, mean), name) for name in others]):
         yield f"Times as fast as naive, at the largest shape that both can do: {', '.join(gains)}."
-    own = _of(rows, Implementation.OWN, mean)
-    beside = [(_of(rows, name, mean), own, name) for name in _available(study, rows) if name is not Implementation.OWN]
+    own = cells_of(rows, Implementation.OWN, mean)
+    beside = [
+        (cells_of(rows, name, mean), own, name) for name in _available(study, rows) if name is not Implementation.OWN
+    ]
     if gains := _quotients(timed, beside):
         yield f"Time of the others over that of own, at the largest shape that both can do: {', '.join(gains)}."
-    largest = [(name, row) for name in _available(study, rows) for row in _of(rows, name, mean)[-1:] if row[mean]]
+    largest = [(name, row) for name in _available(study, rows) for row in cells_of(rows, name, mean)[-1:] if row[mean]]
     if rates := [f"{name} {column(f'{timed}_tflops_per_s').cell(row)} ({_at(row)})" for name, row in largest]:
         convention = "a causal mask counting as full"
         if timed != "forward":
@@ -197,7 +199,7 @@ def _own_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     digest = study.grid.source.state if study.grid.source else None
     yield f"own is {study.grid.own}{f', of source {digest}' if digest else ''}."
     failed: dict[str, list[Row]] = {}
-    for row in _of(rows, Implementation.OWN, "error"):
+    for row in cells_of(rows, Implementation.OWN, "error"):
         failed.setdefault(row["error"], []).append(row)
     for error, cells in failed.items():
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
@@ -217,7 +219,7 @@ def _first_passes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
             "first pass, which is not among the times."
         )
     for name in dict.fromkeys(study.grid.implementations):
-        if name not in _available(study, rows) and (failed := _of(rows, name, "error")):
+        if name not in _available(study, rows) and (failed := cells_of(rows, name, "error")):
             yield f"No {name} in {failed[0]['precision']}: {failed[0]['error']}"
 
 
@@ -249,7 +251,7 @@ def _error_notes(study: AttentionStudy, rows: Rows, quantities: Sequence[Quantit
         first = f"{lacking[0]['implementation']} at {_at(lacking[0])}"
         yield f"Memory lacked for float64 in {len(lacking)} cells, the first of which is {first}."
     for implementation in _available(study, rows):
-        if known := [row for row in _of(rows, implementation) if row["errors"]]:
+        if known := [row for row in cells_of(rows, implementation) if row["errors"]]:
             parts = [f"{quantity} {_largest_relative(known, quantity)}" for quantity in quantities]
             yield f"{implementation}, largest relative error of any shape: {', '.join(parts)}."
 
@@ -278,13 +280,13 @@ def _memory_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     yield "In MiB; in brackets what forward left for backward, its output included."
     yield from limit_notes(study, rows)
     for name in _available(study, rows):
-        if known := _of(rows, name, "saved_mib"):
+        if known := cells_of(rows, name, "saved_mib"):
             yield from (f"{name}: from {text}" for text in growth_words(known, "it grows"))
 
 
 def limit_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     """Where written-out attention runs out of memory, or would, and what of its largest shape takes how much."""
-    naive = _of(rows, Implementation.NAIVE)
+    naive = cells_of(rows, Implementation.NAIVE)
     largest = [row for row in naive if row["saved_mib"] is not None][-1:]
     failed = [row for row in naive if row["status"] is Status.OOM][:1]
     yield from map(_out_of_memory, failed)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.record import Status
-from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.numbers import DOUBT, between, scientific, significant
 from cs336_systems.report.page.answers.answer import Answer, Material, Place
 from cs336_systems.report.page.commands import command_for
-from cs336_systems.report.sections.attention import TIMED, attention_rows, growth_words, limit_notes
+from cs336_systems.report.sections.attention import TIMED, attention_rows, cells_of, growth_words, limit_notes
 from cs336_systems.report.sections.study import across, pivoted
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.studies.attention_records import AttentionCell, AttentionStudy, Implementation
@@ -32,7 +32,7 @@ def attention(material: Material) -> Answer | None:
     if (found := _best(material, Implementation.NAIVE)) is None:
         return None
     directory, study, rows = found
-    naive = _of(rows, Implementation.NAIVE)
+    naive = cells_of(rows, Implementation.NAIVE)
     columns = [column(key, drop_order=0) for key in ("d_head", "context_length")]
     columns += [
         _time("forward"),
@@ -56,13 +56,13 @@ def _times(naive: Sequence[Row]) -> Iterator[str]:
     ends = widest[:: len(widest) - 1] if len(widest) > 1 else widest
     at = " and ".join(str(row["context_length"]) for row in ends)
     told = " and ".join(
-        f"{part} takes {' and '.join(_three(row[f'{part}_mean_ms']) for row in ends)} ms"
+        f"{part} takes {' and '.join(three_digits(row[f'{part}_mean_ms']) for row in ends)} ms"
         for part in ("forward", "backward")
     )
     grown = ""
     if len(widest) > 1:
         before, last = widest[-2:]
-        forward, backward = (_three(last[key] / before[key]) for key in ("forward_mean_ms", "backward_mean_ms"))
+        forward, backward = (three_digits(last[key] / before[key]) for key in ("forward_mean_ms", "backward_mean_ms"))
         grown = (
             f" From context {before['context_length']} to {last['context_length']} forward grows {forward}-fold and "
             f"backward {backward}-fold."
@@ -94,13 +94,13 @@ def compiled_attention(material: Material) -> Answer | None:
     kept = [row for row in rows if row["d_head"] == widest]
     gains = [text for part in ("forward", "backward") for text in _gain(kept, part, *names)]
     sentences = [*(f"At d_head {widest}, {text}" for text in gains), *_kept(rows)]
-    return _answer(material, directory, rows, sentences, [table], _lacking(_of(rows, Implementation.COMPILED)))
+    return _answer(material, directory, rows, sentences, [table], _lacking(cells_of(rows, Implementation.COMPILED)))
 
 
 def _kept(rows: Sequence[Row]) -> Iterator[str]:
     """That compilation does not change what is kept for backward, where that is so."""
-    pairs = {_shape(row): row["saved_mib"] for row in _of(rows, Implementation.NAIVE) if row["saved_mib"]}
-    for row in _of(rows, Implementation.COMPILED)[-1:]:
+    pairs = {_shape(row): row["saved_mib"] for row in cells_of(rows, Implementation.NAIVE) if row["saved_mib"]}
+    for row in cells_of(rows, Implementation.COMPILED)[-1:]:
         if row["saved_mib"] and pairs.get(_shape(row)) == row["saved_mib"]:
             yield (
                 "Compilation fuses scaling, masking and softmax into fewer kernels, but writes the weights to memory "
@@ -119,7 +119,7 @@ def own_kernel(material: Material) -> Answer | None:
     kept = sorted(
         (row for row in rows if row["d_head"] == widest), key=lambda row: list(Precision).index(row["precision"])
     )
-    every = [name for name in Implementation if name is not Implementation.OWN and _of(kept, name)]
+    every = [name for name in Implementation if name is not Implementation.OWN and cells_of(kept, name)]
     tables = [
         _beside(
             f"{WORDS[part]} at d_head {widest}: own kernel and PyTorch's", kept, [*every, Implementation.OWN], [part]
@@ -131,7 +131,7 @@ def own_kernel(material: Material) -> Answer | None:
         in_it = [row for row in kept if row["precision"] is precision]
         gains = _gain(in_it, "together", Implementation.NAIVE, Implementation.OWN)
         sentences += [f"In {precision} {text}" for text in (*gains, *_longest(in_it), *_ends(in_it))]
-    return _answer(material, directory, rows, sentences, tables, _lacking_of_own(_of(rows, Implementation.OWN)))
+    return _answer(material, directory, rows, sentences, tables, _lacking_of_own(cells_of(rows, Implementation.OWN)))
 
 
 def _gain(rows: Sequence[Row], part: str, before: Implementation, after: Implementation) -> Iterator[str]:
@@ -139,7 +139,7 @@ def _gain(rows: Sequence[Row], part: str, before: Implementation, after: Impleme
     pairs = list(_pairs(rows, (before, after), part))
     gains = {second["context_length"]: gain for _, second, gain in pairs}
     if gains:
-        ends = between({f"context {context}": gain for context, gain in gains.items()}, _three)
+        ends = between({f"context {context}": gain for context, gain in gains.items()}, three_digits)
         doubted = sum(row[f"{part}_is_doubted"] for pair in pairs for row in pair[:2])
         doubts = f" Of these {2 * len(pairs)} times, {doubted} are in doubt ({DOUBT})." if doubted else ""
         yield f"{after} is {ends} times as fast as {before} in {WORDS[part].lower()}: {_where(gains)}.{doubts}"
@@ -163,29 +163,25 @@ def _where(gains: Mapping[int, float]) -> str:
 
 def _longest(rows: Sequence[Row]) -> Iterator[str]:
     """At the longest context that own has: its time beside the fastest of PyTorch's, and what forward leaves."""
-    timed = [row for row in _of(rows, Implementation.OWN) if row["together_mean_ms"]]
+    timed = [row for row in cells_of(rows, Implementation.OWN) if row["together_mean_ms"]]
     for last in timed[-1:]:
         same = [row for row in rows if _shape(row) == _shape(last) and row["together_mean_ms"] and row is not last]
-        own = f"at context {last['context_length']}, own takes {_three(last['together_mean_ms'])} ms for both"
+        own = f"at context {last['context_length']}, own takes {three_digits(last['together_mean_ms'])} ms for both"
         if not same:
             yield f"{own}."
             continue
         best = min(same, key=lambda row: float(row["together_mean_ms"]))
-        ratio = _three(last["together_mean_ms"] / best["together_mean_ms"])
+        ratio = three_digits(last["together_mean_ms"] / best["together_mean_ms"])
         yield (
             f"{own}, {ratio} times as long as {best['implementation']}, the fastest of PyTorch's "
-            f"({_three(best['together_mean_ms'])} ms)."
+            f"({three_digits(best['together_mean_ms'])} ms)."
         )
-        naive = [row for row in _of(same, Implementation.NAIVE) if row["saved_mib"]]
+        naive = [row for row in cells_of(same, Implementation.NAIVE) if row["saved_mib"]]
         if naive and last["saved_mib"]:
             yield (
-                f"forward of own leaves {_three(last['saved_mib'])} MiB for backward there, and that of naive, which "
-                f"keeps its T x T weights, {_three(naive[0]['saved_mib'])} MiB."
+                f"forward of own leaves {three_digits(last['saved_mib'])} MiB for backward there, and that of naive, "
+                f"which keeps its T x T weights, {three_digits(naive[0]['saved_mib'])} MiB."
             )
-
-
-def _three(value: float) -> str:
-    return significant(value, 3)
 
 
 def _lacking_of_own(rows: Sequence[Row]) -> str:
@@ -202,10 +198,12 @@ def _lacking_of_own(rows: Sequence[Row]) -> str:
 def _ends(rows: Sequence[Row]) -> Iterator[str]:
     """Where an implementation ran out of memory, and how far the own kernel's output is off."""
     for name in dict.fromkeys(row["implementation"] for row in rows):
-        failed = [row for row in _of(rows, name) if row["status"] is Status.OOM]
+        failed = [row for row in cells_of(rows, name) if row["status"] is Status.OOM]
         if failed:
             yield f"{name} runs out of memory from context {min(row['context_length'] for row in failed)} on."
-    errors = [row["output_relative_error"] for row in _of(rows, Implementation.OWN) if row["output_relative_error"]]
+    errors = [
+        row["output_relative_error"] for row in cells_of(rows, Implementation.OWN) if row["output_relative_error"]
+    ]
     if errors:
         yield (
             f"own's output differs from that in float64 by at most {scientific(max(errors))} of its largest magnitude."
@@ -242,10 +240,6 @@ def _best(material: Material, name: Implementation) -> tuple[Path, AttentionStud
     return directory, study, sorted(rows, key=lambda row: (row["context_length"], row["d_head"]))
 
 
-def _of(rows: Sequence[Row], name: Implementation) -> list[Row]:
-    return [row for row in rows if row["implementation"] is name]
-
-
 def _shape(row: Row) -> tuple[int, int]:
     return row["d_head"], row["context_length"]
 
@@ -274,8 +268,8 @@ def _beside(title: str, rows: Sequence[Row], names: Sequence[Implementation], ti
 def _pairs(rows: Sequence[Row], names: Sequence[Implementation], part: str) -> Iterator[tuple[Row, Row, float]]:
     """The rows of both implementations that have this time at one shape, and the first's time over the second's."""
     before, after = names
-    first, key = {_shape(row): row for row in _of(rows, before)}, f"{part}_mean_ms"
-    for row in _of(rows, after):
+    first, key = {_shape(row): row for row in cells_of(rows, before)}, f"{part}_mean_ms"
+    for row in cells_of(rows, after):
         other = first.get(_shape(row))
         if other is not None and row[key] and other[key]:
             yield other, row, other[key] / row[key]
