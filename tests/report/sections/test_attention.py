@@ -12,7 +12,7 @@ from cs336_systems.report.sections.attention import (
     COLOURS,
     CSV_COLUMNS,
     ERROR_COLUMNS,
-    MARKERS,
+    MARKS,
     TITLES,
     attention_charts,
     attention_lines,
@@ -173,8 +173,8 @@ def test_pictures_say_what_they_show(study):
     lowest = min(line.get_ydata().min() for line in panel.get_lines() if line.get_transform() == panel.transData)
     height = (math.log(lowest) - math.log(low)) / (math.log(panel.get_ylim()[1]) - math.log(low))
     assert height >= band  # the failed cells have room below every line
-    assert set(COLOURS) == set(MARKERS) == set(Implementation)
-    assert len(set(COLOURS.values())) == len(set(MARKERS.values())) == len(Implementation)
+    assert set(COLOURS) == set(MARKS) == set(Implementation)
+    assert len(set(COLOURS.values())) == len(set(MARKS.values())) == len(Implementation)
 
 
 def test_everything_is_written_and_read_back(study, tmp_path):
