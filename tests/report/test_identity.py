@@ -230,7 +230,7 @@ def test_shares_in_sentences_are_the_least_and_the_largest_of_the_rows(change) -
     text = kernel_answers(entries)
     for phase, sentence in (
         ("forward", r"Matrix products take ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of a forward"),
-        ("step", r" and ([\d.]+) % \(([^()]*?)\) to ([\d.]+) % \(([^()]*?)\) of a whole"),
+        ("step", r" and ([\d.]+) % \(([^()]*?)\) to ([\d.]+) % \(([^()]*?)\) of the whole"),
     ):
         rows = [row for row in csv_rows(classes(entries)) if row["phase"] == phase]
         shares = [100 * float(row["matrix_product_share"]) for row in rows]

@@ -10,7 +10,7 @@ from operator import itemgetter
 import pandas as pd
 
 from cs336_systems.analysis.warnings import MAX_CV
-from cs336_systems.config import Device, Precision
+from cs336_systems.config import Precision
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Row, three_digits
 from cs336_systems.report.formats import answers_markdown
@@ -18,17 +18,9 @@ from cs336_systems.report.frame import SPEED_UPS, codes_of, over_warmup, rows_of
 from cs336_systems.report.identity import by_name, names_of
 from cs336_systems.report.numbers import DOUBT, between, mean_and_std, percent_of, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
-from cs336_systems.text import counted
 
-SLOW_START = 1.05
+FIRST_STEPS = 1.05
 """The first measured step over the mean step after enough warm-up, above which the reason is given."""
-FIRST_STEP = {
-    Device.CUDA: "starts cuBLAS, loads kernels, takes memory from the driver and makes the optimizer's state",
-    Device.CPU: "fills caches, starts threads, takes memory from the system and makes the optimizer's state",
-}
-"""What only a first step does."""
-SAME = 0.01
-"""Largest relative difference of two mean steps at which further warm-up changed nothing."""
 Answers = list[tuple[str, list[tuple[str, str]]]]
 """Questions with their paragraphs; each paragraph has the name of its configuration, or none."""
 
@@ -126,7 +118,6 @@ def _groups(rows: Sequence[Row], setting: str) -> Iterator[tuple[str, list[Row]]
 def warmup_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """For each configuration: its steps after few warm-up steps beside those after most."""
     timed = [row for row in rows if row["step_mean_ms"] and row["first_step_ms"]]
-    slow: list[Row] = []
     for name, own in _groups(timed, "warmup_steps"):
         *few, most = own
         if not few:
@@ -135,34 +126,25 @@ def warmup_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         told = [
             f"after {_steps(row['warmup_steps'])} the mean step is {_ms(row['step_mean_ms'])} "
             f"({three_digits(row['step_mean_ms'] / enough_ms)} times that), the first measured one "
-            f"{_ms(row['first_step_ms'])} ({three_digits(row['first_step_ms'] / enough_ms)} times){_spread_of(row)}"
+            f"{_ms(row['first_step_ms'])} ({three_digits(row['first_step_ms'] / enough_ms)} times)" + _spread_of(row)
             for row in few
         ]
-        number = _enough(own)
-        is_less = 0 < number < most["warmup_steps"]
-        since = f" From {_steps(number)} on it is within {100 * SAME:g} % of that." if is_less else ""
+        why = (
+            " The first steps also load kernels, fill the allocator's cache and make the optimizer's state."
+            if max(row["first_step_ms"] for row in few) > FIRST_STEPS * enough_ms
+            else ""
+        )
         yield (
             name,
-            f"After {_steps(most['warmup_steps'])} the mean step is {_ms(enough_ms)}{_spread_of(most)}; "
-            f"{'; '.join(told)}.{since}",
+            (
+                f"After {_steps(most['warmup_steps'])} the mean step is {_ms(enough_ms)}{_spread_of(most)}; "
+                f"{'; '.join(told)}.{why}"
+            ),
         )
-        slow += [row for row in few if row["first_step_ms"] > SLOW_START * enough_ms]
-    if slow:
-        yield "", f"The first step takes longer because it also {FIRST_STEP[slow[0]['config'].device]}."
-
-
-def _enough(rows: Sequence[Row]) -> int:
-    """The number of warm-up steps from which on no mean step differs from that after most by more than SAME."""
-    number, enough_ms = 0, rows[-1]["step_mean_ms"]
-    for row in reversed(rows):
-        if abs(row["step_mean_ms"] / enough_ms - 1) > SAME:
-            break
-        number = row["warmup_steps"]
-    return number
 
 
 def _steps(count: int) -> str:
-    return "no warm-up" if count == 0 else counted(count, "warm-up step")
+    return "no warm-up" if count == 0 else f"{count} warm-up step{'s' if count > 1 else ''}"
 
 
 def _spread_of(row: Row) -> str:

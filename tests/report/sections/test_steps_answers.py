@@ -53,12 +53,8 @@ def test_what_warm_up_changes_is_told_beside_the_most_of_it():
         make_record(make_config(warmup_steps=5), (0.1, 0.1, 0.1)),
         make_failure(make_config(warmup_steps=1)),
     ]
-    text, why = told(records)["warm-up"].values()
+    (text,) = told(records)["warm-up"].values()
     assert {100.0, 400.0, 4.0, 1000.0, 10.0, 5.0} <= set(numbers(text))
-    assert "cuBLAS" in why
-    some = [make_record(make_config(warmup_steps=steps), (0.1 + steps * 1e-4,)) for steps in (1, 2, 12)]
-    (text,) = told(some)["warm-up"].values()
-    assert numbers(text)[-2:] == [2, 1], "0.1002 s is within 1 % of 0.1012, and 0.1001 is not"
     assert "warm-up" not in told(records[1:])
 
 

@@ -11,23 +11,25 @@ from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, Row, three_digits
 from cs336_systems.report.entries import labels, rows_of
 from cs336_systems.report.identity import identity_columns
-from cs336_systems.report.numbers import count
+from cs336_systems.report.numbers import between, count, label, percent_of
 from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_of_course, is_plain
 from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.kernels.answers import (
     BOTH,
     FORWARD,
     NUM_CLASSES,
+    OPTIMIZER,
+    SAME_TIME,
     STEP,
     Question,
     answer,
     facts_of,
-    other_classes,
-    share_range,
 )
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.shares import attention
+from cs336_systems.report.sections.kernels.words import ms
 from cs336_systems.report.table import Table, make_table
+from cs336_systems.text import counted
 
 LEAST_CONTEXT = 128
 """The course asks for contexts above this."""
@@ -42,7 +44,30 @@ def forward_time(material: Material) -> Answer | None:
         _column("in kernels", "of it in kernels", "ms", 1e3),
         _column("clock", "by the clock", "ms", 1e3),
     ]
-    return _answer(material, Question.FORWARD_TIME, "phases", "Time of forward", table)
+    return _over_several(
+        material, _answer(material, Question.FORWARD_TIME, "phases", "Time of forward", table), _time_words
+    )
+
+
+def _time_words(facts: pd.DataFrame) -> Iterator[str]:
+    """Forward of several traces by the trace, and where that is what the clock says."""
+    yield f"By the trace, forward takes {_between(facts['wall'], ms)}."
+    known = facts[facts["clock"].notna()]
+    longer = known["wall"] / known["clock"] - 1
+    agree = longer.abs() <= SAME_TIME
+    if agree.any():
+        number = f"{agree.sum()} of {counted(len(facts), 'trace')}"
+        yield f"In {number} it matches the clock of a run without a profiler within {100 * SAME_TIME:g} %."
+    for name, row in known[~agree].iterrows():
+        more = float(row["wall"] / row["clock"] - 1)
+        late = (
+            ": a profiler makes each launch slower, and the GPU was idle for "
+            f"{ms(row['late'])} because the next kernel was not launched yet"
+            if more > 0 and row["late"] >= row["wall"] - row["clock"]
+            else ""
+        )
+        how = "longer" if more > 0 else "shorter"
+        yield f"In {name} the trace is {percent_of(abs(more), 1)} {how} than the clock says{late}."
 
 
 def top_kernel(material: Material) -> Answer | None:
@@ -54,31 +79,82 @@ def top_kernel(material: Material) -> Answer | None:
             _column(f"{part} top launches", "launches", "", 1, count),
             _column(f"{part} top share", "share", "%", 100),
         ]
-    return _answer(material, Question.TOP_KERNEL, "top_kernels", "Kernels with the most time", columns)
+    found = _answer(material, Question.TOP_KERNEL, "top_kernels", "Kernels with the most time", columns)
+    return _over_several(material, found, _top_words)
+
+
+def _top_words(facts: pd.DataFrame) -> Iterator[str]:
+    """What the longest kernels of several traces are, how much of forward they take, and where backward's differ."""
+    kinds = " or ".join(f"a {kind}" for kind in dict.fromkeys(facts[f"{FORWARD} top class"]))
+    number = facts[f"{FORWARD} top name"].nunique()
+    several = f"; these are {number} different kernels, as the library chooses one by the shape" if number > 1 else ""
+    yield f"The longest kernel of forward is {kinds}, with {_shares(facts, FORWARD)} of its GPU time{several}."
+    trained = facts[facts[f"{BOTH} time"] > facts[f"{FORWARD} time"]]
+    same = trained[f"{FORWARD} top"] == trained[f"{BOTH} top"]
+    for chosen, words in ((same, "the same"), (~same, "another")):
+        if chosen.any():
+            names = ", ".join(map(str, trained[chosen].index))
+            yield (
+                f"Of forward and backward together it is {words} one for {names}, with "
+                f"{_shares(trained[chosen], BOTH)} of their time."
+            )
+
+
+def _shares(facts: pd.DataFrame, part: str) -> str:
+    return _between(facts[f"{part} top share"], _percent)
+
+
+def _between(values: "pd.Series[float]", text: Callable[[float], str]) -> str:
+    return between({str(name): float(value) for name, value in values.items()}, text)
+
+
+def _percent(share: float) -> str:
+    return percent_of(share, 1)
 
 
 def other_kernels(material: Material) -> Answer | None:
     """Other kernels that matter in forward."""
     if (runs := _best(material)) is None:
         return None
-    kinds = other_classes(_with_forward(runs), FORWARD)[:NUM_CLASSES]
-    columns = [_column(f"{FORWARD} {kind}", f"{kind}", "%", 100) for kind in kinds]
-    return _answer(material, Question.OTHER_KERNELS, "classes", "Kernels of forward besides matrix products", columns)
+    facts = _with_forward(runs)
+    columns = [_column(f"{FORWARD} {kind}", f"{kind}", "%", 100) for kind in _others(facts, FORWARD)]
+    found = _answer(material, Question.OTHER_KERNELS, "classes", "Kernels of forward besides matrix products", columns)
+    return _over_several(material, found, _other_words)
+
+
+def _others(facts: pd.DataFrame, part: str) -> list[KernelClass]:
+    """The classes besides matrix products with the largest shares of the part."""
+    largest = facts[[f"{part} {kind}" for kind in KernelClass if kind is not KernelClass.MATMUL]].max()
+    largest = largest[largest > 0].sort_values(ascending=False)
+    return [KernelClass(name.removeprefix(f"{part} ")) for name in largest.index[:NUM_CLASSES]]
+
+
+def _other_words(facts: pd.DataFrame) -> Iterator[str]:
+    """What else forward consists of, over several traces."""
+    rest = _between(1 - facts[f"{FORWARD} {KernelClass.MATMUL}"], _percent)
+    told = []
+    for kind in _others(facts, FORWARD):
+        names = facts[f"longest {kind}"].dropna().unique()
+        name = f" ({label(names[0])})" if len(names) == 1 else ""
+        told.append(f"{kind}{name} at most {_percent(facts[f'{FORWARD} {kind}'].max())}")
+    yield f"Kernels besides matrix products take {rest} of forward's GPU time: {', '.join(told)}."
 
 
 def product_share(material: Material) -> Answer | None:
     """The share of matrix products in a whole step, in its forward, and in forward alone."""
     if (runs := _best(material)) is None:
         return None
-    kinds = [KernelClass.MATMUL, *other_classes(_with_forward(runs), STEP)[:NUM_CLASSES]]
-    columns = [_column(f"{part} {kind}", f"{kind}, {part}", "%", 100) for kind in kinds for part in (FORWARD, STEP)]
+    facts, parts = _with_forward(runs), (FORWARD, STEP)
+    kinds = [KernelClass.MATMUL, *_others(facts, STEP)]
+    columns = [_column(f"{part} {kind}", f"{kind}, {part}", "%", 100) for kind in kinds for part in parts]
     found = _answer(
         material, Question.PRODUCT_SHARE, "classes", "Shares of GPU time in forward and in the step", columns
     )
+    found = _over_several(material, found, _share_words)
     alone = _best(material, (Mode.INFERENCE, Mode.FORWARD))
     if found is None or alone is None:
         return found
-    shares = share_range(_with_forward(alone), FORWARD)
+    shares = _between(_with_forward(alone)[f"{FORWARD} {KernelClass.MATMUL}"], _percent)
     sentence = (
         "In runs of forward alone, without a graph, it is the same."
         if any(f" {shares} of a forward pass" in said for said in found.sentences)
@@ -92,6 +168,23 @@ def product_share(material: Material) -> Answer | None:
     )
 
 
+def _share_words(facts: pd.DataFrame) -> Iterator[str]:
+    """How the share of matrix products, and of what grows the most beside it, changes from forward to the step."""
+    trained = facts[facts[f"{OPTIMIZER} time"] > 0]
+    if trained.empty:
+        return
+    forward, step = (_between(trained[f"{part} {KernelClass.MATMUL}"], _percent) for part in (FORWARD, STEP))
+    yield f"Matrix products take {forward} of a forward pass and {step} of a whole training step."
+    grown = {kind: float((trained[f"{STEP} {kind}"] - trained[f"{FORWARD} {kind}"]).mean()) for kind in KernelClass}
+    most = max(grown, key=lambda kind: grown[kind])
+    if grown[most] > 0 and not trained[f"{OPTIMIZER} {KernelClass.MATMUL}"].any():
+        before, after = (_between(trained[f"{part} {most}"], _percent) for part in (FORWARD, STEP))
+        yield (
+            f"Kernels of class {most} take {before} of forward and {after} of the step, as the optimizer has no "
+            "matrix products."
+        )
+
+
 def softmax(material: Material) -> Answer | None:
     """Softmax against matrix products in attention, in time and FLOPs."""
     columns = [
@@ -101,7 +194,33 @@ def softmax(material: Material) -> Answer | None:
         _column("time_ratio", "softmax over products, time", "", 1),
         _column("flops_ratio", "and FLOPs", "", 1),
     ]
-    return _answer(material, Question.SOFTMAX, "attention", "Attention of a forward pass", columns)
+    found = _answer(material, Question.SOFTMAX, "attention", "Attention of a forward pass", columns)
+    return _over_several(material, found, _softmax_words)
+
+
+def _softmax_words(facts: pd.DataFrame) -> Iterator[str]:
+    """Softmax beside the matrix products of attention, over several traces."""
+    known = facts[facts["time_ratio"].notna() & facts["flops_ratio"].notna()]
+    if known.empty:
+        return
+    times, flops = _between(known["time_ratio"], three_digits), _between(known["flops_ratio"], three_digits)
+    yield (
+        f"In a forward pass the softmax takes {times} times as long as the matrix products of attention, with {flops} "
+        f"times their FLOPs: for each FLOP {_between(known['time_per_flop_ratio'], three_digits)} times as long, as it "
+        "moves the scores through memory and computes little on them."
+    )
+    if (rest := (known["rest_ms_per_step"] / known["products_ms_per_step"]).dropna()).gt(0).all():
+        yield f"Scaling, masking and copies take {_between(rest, three_digits)} times as long as the matrix products."
+
+
+def _over_several(
+    material: Material, found: Answer | None, words: Callable[[pd.DataFrame], Iterator[str]]
+) -> Answer | None:
+    """The answer with these sentences in place of its own, if it is about several traces and they say anything."""
+    runs = _best(material)
+    if found is None or runs is None or len(facts := _with_forward(runs)) <= 1:
+        return found
+    return replace(found, sentences=sentences) if (sentences := list(words(facts))) else found
 
 
 def _column(key: str, name: str, unit: str, scale: float, write: Callable[[float], str] = three_digits) -> Column:
@@ -126,10 +245,17 @@ def _entries(runs: Runs) -> list[Profiled]:
     return list(runs.results.kernels)
 
 
+def _said(runs: Runs, question: Question) -> str:
+    return answer(question, _facts(runs), _entries(runs)[0].profile)
+
+
 def _facts(runs: Runs) -> pd.DataFrame:
     """A row of facts about each trace."""
     entries = _entries(runs)
-    return facts_of(dict(zip(labels(entries), entries, strict=True)))
+    facts = facts_of(dict(zip(labels(entries), entries, strict=True)))
+    parts = facts[["whole_ms_per_step", "softmax_ms_per_step", "products_ms_per_step"]].astype(float)
+    facts["rest_ms_per_step"] = 2 * parts["whole_ms_per_step"] - parts.sum(axis=1, skipna=False)
+    return facts
 
 
 def _answer(material: Material, question: Question, place: str, title: str, columns: Sequence[Column]) -> Answer | None:
@@ -137,12 +263,8 @@ def _answer(material: Material, question: Question, place: str, title: str, colu
     runs = _best(material)
     if runs is None:
         return None
-    found = runs.answer(
-        answer(question, _facts(runs), _entries(runs)[0].profile),
-        tables=[_table(title, runs, columns)],
-        place=place,
-        lacking=", ".join(_lacking(runs)),
-    )
+    sentences, tables = [_said(runs, question)], [_table(title, runs, columns)]
+    found = runs.answer(sentences, tables=tables, place=place, lacking=", ".join(_lacking(runs)))
     return found if place != "attention" or attention(_entries(runs)).tables else replace(found, places=[])
 
 

@@ -1,12 +1,11 @@
 """The questions that CS336 (assignment 2, profiling with nsys) asks of kernel traces, of one trace or several.
 
 Every number is of one step; where several traces differ, it is the least and the largest, with the configurations that
-have them. Matrix products include their helpers. The page of all results has the same answers.
+have them. Matrix products include their helpers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
 
 import pandas as pd
 
@@ -22,7 +21,6 @@ from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import class_shares, forward_wall_s, idle, kernel_s, top_kernel
 from cs336_systems.report.sections.kernels.shares import attention_rows
 from cs336_systems.report.sections.kernels.words import launches, ms, terms
-from cs336_systems.text import counted
 
 FORWARD, BACKWARD, BOTH, OPTIMIZER, STEP = "forward", "backward", "forward and backward", "optimizer", "step"
 PARTS: Mapping[str, Sequence[LaunchPhase]] = {
@@ -38,9 +36,6 @@ NUM_CLASSES = 4
 SAME_TIME = 0.02
 """Largest relative difference between trace and clock that counts as agreement, since both are runs of their own."""
 NO_BACKWARD = "There is no backward pass in this run: --mode train has one"
-NO_OPTIMIZER = "There is no optimizer in this run: --mode train has one."
-NO_CLOCK = "What the clock says without a profiler is not known here: run the same without --nsys, --profile."
-NO_FLOPS = "Its FLOPs are not known without the record of the run (cs336 kernels FILE --record JSON)."
 
 
 class Question(Enum):
@@ -65,22 +60,21 @@ def answers(entries: Sequence[Explained]) -> str:
     names = labels(entries) if is_known else ["this file"]
     facts, sections = facts_of(dict(zip(names, entries, strict=True))), []
     for question in Question:
-        own = [(name, " ".join(answer(question, facts.iloc[[i]], entries[i].profile))) for i, name in enumerate(names)]
-        together = [("", " ".join(answer(question, facts, entries[0].profile)))] if len(own) > 1 else []
+        own = [(name, answer(question, facts.iloc[[i]], entries[i].profile)) for i, name in enumerate(names)]
+        together = [("", answer(question, facts, entries[0].profile))] if len(own) > 1 else []
         sections.append((question.value, [*together, *own]))
     return answers_markdown("Where the time goes: the questions of CS336", sections)
 
 
-def answer(question: Question, facts: pd.DataFrame, profile: StepProfile) -> list[str]:
-    """Sentences about the traces that have a forward pass; the `profile` of one of them says whether it has kernels."""
+def answer(question: Question, facts: pd.DataFrame, profile: StepProfile) -> str:
+    """The answer over the traces that have a forward pass; the `profile` of one of them says whether it has kernels."""
     found = facts[facts[f"{FORWARD} time"] > 0]
-    if found.empty:
-        return [
-            f"The file {label(profile.source)} does not tell: nothing in it was launched in a phase called forward. "
-            "Name the range around it (cs336 kernels FILE --forward RANGE), or record with --nsys or --profile."
-        ]
-    of_one, of_several = _ANSWERS[question]
-    return [of_one(found.iloc[0], profile)] if len(found) == 1 else list(of_several(found, profile))
+    if not found.empty:
+        return _ANSWERS[question](found, profile)
+    return (
+        f"The file {label(profile.source)} does not tell: nothing in it was launched in a phase called forward. "
+        "Name the range around it (cs336 kernels FILE --forward RANGE), or record with --nsys or --profile."
+    )
 
 
 def facts_of(named: Mapping[str, Explained]) -> pd.DataFrame:
@@ -113,8 +107,6 @@ def _facts(entry: Explained) -> Row:
     for name in ("softmax_ms_per_step", "products_ms_per_step", "whole_ms_per_step", "time_ratio", "flops_ratio",
                  "time_per_flop_ratio"):  # fmt: skip
         found[name] = rows[0][name] if rows else None
-    softmax_ms, products_ms, whole_ms = (found[f"{part}_ms_per_step"] for part in ("softmax", "products", "whole"))
-    found["rest_ms_per_step"] = whole_ms - softmax_ms - products_ms if rows else None
     return found
 
 
@@ -123,106 +115,72 @@ def _range(values: "pd.Series[float]", text: Callable[[float], str]) -> str:
     return between({str(name): float(value) for name, value in values.dropna().items()}, text)
 
 
-def share_range(facts: pd.DataFrame, part: str, of: str = KernelClass.MATMUL) -> str:
-    """The least and the largest share that matrix products, or what else is named, have in the part of a step."""
-    return _range(facts[f"{part} {of}"], _percent)
+def _shares(values: "pd.Series[float]") -> str:
+    return _range(values, lambda share: percent_of(share, 1))
 
 
-def _percent(share: float) -> str:
-    return percent_of(share, 1)
+def _ratios(values: "pd.Series[float]") -> str:
+    return _range(values, lambda ratio: significant(ratio, 3))
 
 
-def _is_late(facts: "pd.Series[Any]") -> bool:
-    """Whether launches that a profiler made late account for what the trace is longer than the clock says."""
-    longer_s = facts["wall"] - facts["clock"]
-    return bool(0 < longer_s <= facts["late"])
+def _in(part: "pd.Series[bool]", sentence: str) -> str:
+    """The sentence, which begins with the number of its traces if these are not all; empty without any."""
+    if not part.any():
+        return ""
+    return f" {sentence[0].upper()}{sentence[1:]}" if part.all() else f" In {part.sum()} of {len(part)} {sentence}"
 
 
-def _forward_time(facts: "pd.Series[Any]", profile: StepProfile) -> str:
-    words, wall_s, clock_s = terms(profile), facts["wall"], facts["clock"]
-    text = f"By the trace, forward takes {ms(wall_s)}, {ms(facts['in kernels'])} of it {words.time} in {words.items}."
-    if pd.isna(clock_s):
-        return f"{text} {NO_CLOCK}"
-    longer = wall_s / clock_s - 1
-    how = f"{significant(abs(longer) * 100, 3)} % {'longer' if longer >= 0 else 'shorter'}"
-    text += f" Without a profiler, the clock says {ms(clock_s)}: the trace is {how}."
-    if abs(longer) <= SAME_TIME:
-        return f"{text} They agree within {SAME_TIME * 100:g} %."
-    if _is_late(facts):
-        return (
-            f"{text} A profiler makes each launch slower, and for {ms(facts['late'])} of forward the GPU was idle "
-            "because the next kernel was not launched yet."
-        )
-    return f"{text} They differ by more than {SAME_TIME * 100:g} %: see the warnings of both runs."
-
-
-def _forward_times(facts: pd.DataFrame, _: StepProfile) -> Iterator[str]:
-    """Forward of several traces by the trace, and where that is what the clock says."""
-    yield f"By the trace, forward takes {_range(facts['wall'], ms)}."
+def _forward_time(facts: pd.DataFrame, profile: StepProfile) -> str:
+    words = terms(profile)
+    text = (
+        f"By the trace, forward takes {_range(facts['wall'], ms)}, {_range(facts['in kernels'], ms)} of it "
+        f"{words.time} in {words.items}."
+    )
     known = facts[facts["clock"].notna()]
     if known.empty:
-        yield NO_CLOCK
-    agree = (known["wall"] / known["clock"] - 1).abs() <= SAME_TIME
-    if agree.any():
-        number = f"{agree.sum()} of {counted(len(facts), 'trace')}"
-        yield f"In {number} it matches the clock of a run without a profiler within {100 * SAME_TIME:g} %."
-    for name, row in known[~agree].iterrows():
-        more = float(row["wall"] / row["clock"] - 1)
-        late = (
-            ": a profiler makes each launch slower, and the GPU was idle for "
-            f"{ms(row['late'])} because the next kernel was not launched yet"
-            if _is_late(row)
-            else ""
+        return (
+            f"{text} What the clock says without a profiler is not known here: run the same without --nsys, --profile."
         )
-        how = "longer" if more > 0 else "shorter"
-        yield f"In {name} the trace is {_percent(abs(more))} {how} than the clock says{late}."
+    longer = known["wall"] / known["clock"] - 1
+    agree = longer.abs() <= SAME_TIME
+    late = ~agree & (longer > 0) & (known["late"] >= longer * known["clock"])
+    return (
+        f"{text} Without a profiler, the clock says {_range(known['clock'], ms)}: the trace is "
+        f"{_range(longer, _longer)}."
+        + _in(agree, f"they agree within {SAME_TIME * 100:g} %.")
+        + _in(late, f"a profiler makes each launch slower, and for {_range(known['late'][late], ms)} of forward the "
+                    "GPU was idle because the next kernel was not launched yet.")
+        + _in(~agree & ~late, f"they differ by more than {SAME_TIME * 100:g} %: see the warnings of both runs.")
+    )  # fmt: skip
 
 
-def _top_kernel(facts: "pd.Series[Any]", profile: StepProfile) -> str:
+def _longer(fraction: float) -> str:
+    return f"{significant(abs(fraction) * 100, 3)} % {'longer' if fraction >= 0 else 'shorter'}"
+
+
+def _top_kernel(facts: pd.DataFrame, profile: StepProfile) -> str:
     text = f"In a forward pass, {_kernel_words(facts, FORWARD, profile)}."
-    if not facts[f"{BACKWARD} time"]:
-        return f"{text} {NO_BACKWARD}."
-    is_same = facts[f"{FORWARD} top"] == facts[f"{BOTH} top"]
-    said = (
-        "It is the same one for forward and backward together"
-        if is_same
-        else "For forward and backward together it is another one"
-    )
-    return f"{text} {said}: {_kernel_words(facts, BOTH, profile)}."
-
-
-def _kernel_words(facts: "pd.Series[Any]", part: str, profile: StepProfile) -> str:
-    """The longest kernel of the part, with its time, share and launches."""
-    top = {name: facts[f"{part} top {name}"] for name in ("name", "class", "time", "share", "launches")}
-    often = launches(top["launches"], profile)
-    return f"{top['name']} ({top['class']}) with {ms(top['time'])}, {_percent(top['share'])}, in {often}"
-
-
-def _top_kernels(facts: pd.DataFrame, profile: StepProfile) -> Iterator[str]:
-    """What the longest kernels of several traces are, how much of forward they take, and where backward's differ."""
-    words = terms(profile)
-    kinds = " or ".join(f"a {kind}" for kind in dict.fromkeys(facts[f"{FORWARD} top class"]))
-    names = facts[f"{FORWARD} top name"].unique()
-    name = f" ({names[0]})" if len(names) == 1 else ""
-    several = f"; these are {len(names)} different {words.items}, as the library chooses one by the shape"
-    yield (
-        f"The longest {words.item} of forward is {kinds}{name}, with {share_range(facts, FORWARD, 'top share')} of its "
-        f"{words.time}{'' if name else several}."
-    )
     trained = facts[facts[f"{BACKWARD} time"] > 0]
     if trained.empty:
-        yield f"{NO_BACKWARD}."
+        return f"{text} {NO_BACKWARD}."
     same = trained[f"{FORWARD} top"] == trained[f"{BOTH} top"]
-    for chosen, said in ((same, "the same"), (~same, "another")):
-        if chosen.any():
-            whose = "" if chosen.all() else f" for {', '.join(map(str, trained[chosen].index))}"
-            yield (
-                f"Of forward and backward together it is {said} one{whose}, with "
-                f"{share_range(trained[chosen], BOTH, 'top share')} of their time."
-            )
+    for chosen, said in ((same, "it is the same one for forward and backward together"),
+                         (~same, "for forward and backward together it is another one")):  # fmt: skip
+        text += _in(chosen, f"{said}: {_kernel_words(trained[chosen], BOTH, profile)}.") if chosen.any() else ""
+    return text
 
 
-def other_classes(facts: pd.DataFrame, part: str) -> list[KernelClass]:
+def _kernel_words(facts: pd.DataFrame, part: str, profile: StepProfile) -> str:
+    """The longest kernel of the part and its share; with time and launches if it is the same in all traces."""
+    names, shares = facts[f"{part} top name"].unique(), _shares(facts[f"{part} top share"])
+    classes = " or ".join(sorted(facts[f"{part} top class"].unique()))
+    if len(names) > 1:
+        return f"one of {len(names)} kernels ({classes}) with {shares}"
+    often = _range(facts[f"{part} top launches"], lambda count: launches(count, profile))
+    return f"{names[0]} ({classes}) with {_range(facts[f'{part} top time'], ms)}, {shares}, in {often}"
+
+
+def _other_classes(facts: pd.DataFrame, part: str) -> list[KernelClass]:
     """Classes besides matrix products that ran in forward or in the part, the largest share in the part first."""
     largest = {kind: float(facts[f"{part} {kind}"].max()) for kind in KernelClass}
     largest.pop(KernelClass.MATMUL)
@@ -230,112 +188,60 @@ def other_classes(facts: pd.DataFrame, part: str) -> list[KernelClass]:
     return sorted(found, key=lambda kind: -largest[kind])
 
 
-def _other_kernels(facts: "pd.Series[Any]", profile: StepProfile) -> str:
-    words, kinds = terms(profile), other_classes(facts.to_frame().T, FORWARD)
+def _other_kernels(facts: pd.DataFrame, profile: StepProfile) -> str:
+    words, kinds = terms(profile), _other_classes(facts, FORWARD)
     if not kinds:
         return f"None: all {words.items} of forward are matrix products."
-    told = [f"{kind} ({label(facts[f'longest {kind}'])}) {_percent(facts[f'{FORWARD} {kind}'])}"
-            if facts[f"longest {kind}"] else f"{kind} {_percent(facts[f'{FORWARD} {kind}'])}"
-            for kind in kinds]  # fmt: skip
+    longest = {kind: facts[f"longest {kind}"].dropna().unique() for kind in kinds}
+    names = {kind: f" ({label(found[0])})" if len(found) == 1 else "" for kind, found in longest.items()}
+    told = [f"{kind}{names[kind]} {_shares(facts[f'{FORWARD} {kind}'])}" for kind in kinds]
     rest = len(told) - NUM_CLASSES
     more = f" and {rest} more class{'es' if rest > 1 else ''}" if rest > 0 else ""
     return (
-        f"Besides matrix products, {_percent(1 - facts[f'{FORWARD} {KernelClass.MATMUL}'])} of forward's {words.time}: "
+        f"Besides matrix products, {_shares(1 - facts[f'{FORWARD} {KernelClass.MATMUL}'])} of forward's {words.time}: "
         f"{'; '.join(told[:NUM_CLASSES])}{more}."
     )
 
 
-def _others_of_several(facts: pd.DataFrame, profile: StepProfile) -> Iterator[str]:
-    """What else forward consists of, over several traces."""
-    words, rest = terms(profile), _range(1 - facts[f"{FORWARD} {KernelClass.MATMUL}"], _percent)
-    told = []
-    for kind in other_classes(facts, FORWARD)[:NUM_CLASSES]:
-        names = facts[f"longest {kind}"].dropna().unique()
-        name = f" ({label(names[0])})" if len(names) == 1 else ""
-        told.append(f"{kind}{name} at most {_percent(facts[f'{FORWARD} {kind}'].max())}")
-    named = f": {', '.join(told)}" if told else ""
-    yield f"{words.items.capitalize()} besides matrix products take {rest} of forward's {words.time}{named}."
+def _product_share(facts: pd.DataFrame, _: StepProfile) -> str:
+    def share(of: pd.DataFrame, part: str) -> str:
+        return f"{_shares(of[f'{part} {KernelClass.MATMUL}'])} of "
 
-
-def _product_share(facts: "pd.Series[Any]", _: StepProfile) -> str:
-    def share(part: str) -> str:
-        return f"{_percent(facts[f'{part} {KernelClass.MATMUL}'])} of "
-
-    text = f"Matrix products take {share(FORWARD)}a forward pass"
-    if not facts[f"{BACKWARD} time"]:
+    trained, whole = (facts[facts[f"{part} time"] > 0] for part in (BACKWARD, OPTIMIZER))
+    text = f"Matrix products take {share(facts, FORWARD)}a forward pass"
+    if trained.empty:
         return f"{text}. {NO_BACKWARD}, and an optimizer."
-    text += f", {share(BACKWARD)}a backward pass"
-    if not facts[f"{OPTIMIZER} time"]:
-        return f"{text} and {share(BOTH)}both. {NO_OPTIMIZER}"
+    text += f", {share(trained, BACKWARD)}a backward pass"
+    if whole.empty:
+        return f"{text} and {share(trained, BOTH)}both. There is no optimizer in this run: --mode train has one."
     changes = [
-        f"{kind} {_percent(facts[f'{FORWARD} {kind}'])} and {_percent(facts[f'{STEP} {kind}'])}"
-        for kind in other_classes(facts.to_frame().T, STEP)[:NUM_CLASSES]
+        f"{kind} {_shares(whole[f'{FORWARD} {kind}'])} and {_shares(whole[f'{STEP} {kind}'])}"
+        for kind in _other_classes(whole, STEP)[:NUM_CLASSES]
     ]
-    text += f" and {share(STEP)}the whole training step."
+    text += f" and {share(whole, STEP)}the whole training step."
     return f"{text} The others, of forward and of the step: {'; '.join(changes)}." if changes else text
 
 
-def _product_shares(facts: pd.DataFrame, _: StepProfile) -> Iterator[str]:
-    """How the share of matrix products, and of what grows the most beside it, changes from forward to the step."""
-    trained = facts[facts[f"{OPTIMIZER} time"] > 0]
-    if trained.empty:
-        both = facts[facts[f"{BACKWARD} time"] > 0]
-        more = "" if both.empty else f" and {share_range(both, BOTH)} of forward and backward together"
-        yield f"Matrix products take {share_range(facts, FORWARD)} of a forward pass{more}. {NO_OPTIMIZER}"
-        return
-    forward, step = (share_range(trained, part) for part in (FORWARD, STEP))
-    yield f"Matrix products take {forward} of a forward pass and {step} of a whole training step."
-    grown = {kind: float((trained[f"{STEP} {kind}"] - trained[f"{FORWARD} {kind}"]).mean()) for kind in KernelClass}
-    most = max(grown, key=lambda kind: grown[kind])
-    if grown[most] > 0 and not trained[f"{OPTIMIZER} {KernelClass.MATMUL}"].any():
-        before, after = (share_range(trained, part, most) for part in (FORWARD, STEP))
-        yield (
-            f"Kernels of class {most} take {before} of forward and {after} of the step, as the optimizer has no "
-            "matrix products."
-        )
-
-
-def _softmax(facts: "pd.Series[Any]", profile: StepProfile) -> str:
-    softmax_ms, products_ms, rest_ms = (facts[f"{part}_ms_per_step"] for part in ("softmax", "products", "rest"))
-    if pd.isna(softmax_ms):
+def _softmax(facts: pd.DataFrame, profile: StepProfile) -> str:
+    softmax, products, whole = (
+        facts[f"{part}_ms_per_step"].dropna().astype(float) / 1e3 for part in ("softmax", "products", "whole")
+    )
+    if softmax.empty:
         return _no_softmax(profile)
     text = (
-        f"In a forward pass the softmax takes {ms(softmax_ms / 1e3)} and the matrix products {ms(products_ms / 1e3)}: "
-        f"{_ratio(facts['time_ratio'])} of their time."
+        f"In a forward pass the softmax takes {_range(softmax, ms)} and the matrix products {_range(products, ms)}: "
+        f"{_ratios(facts['time_ratio'])} of their time."
     )
-    if facts["flops_ratio"]:
+    if facts["flops_ratio"].any():
         text += (
-            f" It does {_ratio(facts['flops_ratio'])} of their FLOPs, so for each FLOP it takes "
-            f"{_ratio(facts['time_per_flop_ratio'])} times as long: it moves the scores through memory and computes "
+            f" It does {_ratios(facts['flops_ratio'])} of their FLOPs, so for each FLOP it takes "
+            f"{_ratios(facts['time_per_flop_ratio'])} times as long: it moves the scores through memory and computes "
             "little on them."
         )
     else:
-        text += f" {NO_FLOPS}"
-    return f"{text} Scaling, masking and copies take another {ms(rest_ms / 1e3)}." if rest_ms > 0 else text
-
-
-def _softmax_of_several(facts: pd.DataFrame, profile: StepProfile) -> Iterator[str]:
-    """Softmax beside the matrix products of attention, over several traces."""
-    known = facts[facts["time_ratio"].notna()]
-    if known.empty:
-        yield _no_softmax(profile)
-        return
-    ratios = {name: _range(known[f"{name}_ratio"], _ratio) for name in ("time", "flops", "time_per_flop")}
-    text = f"In a forward pass the softmax takes {ratios['time']} times as long as the matrix products of attention"
-    if ratios["flops"]:
-        yield (
-            f"{text}, with {ratios['flops']} times their FLOPs: for each FLOP {ratios['time_per_flop']} times as long, "
-            "as it moves the scores through memory and computes little on them."
-        )
-    else:
-        yield f"{text}. {NO_FLOPS}"
-    rest = known["rest_ms_per_step"] / known["products_ms_per_step"]
-    if rest.gt(0).all():
-        yield f"Scaling, masking and copies take {_range(rest, _ratio)} times as long as the matrix products."
-
-
-def _ratio(value: float) -> str:
-    return significant(value, 3)
+        text += " Its FLOPs are not known without the record of the run (cs336 kernels FILE --record JSON)."
+    rest = whole - softmax - products
+    return f"{text} Scaling, masking and copies take another {_range(rest[rest > 0], ms)}." if rest.max() > 0 else text
 
 
 def _no_softmax(profile: StepProfile) -> str:
@@ -350,14 +256,10 @@ def _no_softmax(profile: StepProfile) -> str:
     )
 
 
-_ANSWERS: Mapping[
-    Question,
-    tuple[Callable[["pd.Series[Any]", StepProfile], str], Callable[[pd.DataFrame, StepProfile], Iterator[str]]],
-] = {
-    Question.FORWARD_TIME: (_forward_time, _forward_times),
-    Question.TOP_KERNEL: (_top_kernel, _top_kernels),
-    Question.OTHER_KERNELS: (_other_kernels, _others_of_several),
-    Question.PRODUCT_SHARE: (_product_share, _product_shares),
-    Question.SOFTMAX: (_softmax, _softmax_of_several),
+_ANSWERS: Mapping[Question, Callable[[pd.DataFrame, StepProfile], str]] = {
+    Question.FORWARD_TIME: _forward_time,
+    Question.TOP_KERNEL: _top_kernel,
+    Question.OTHER_KERNELS: _other_kernels,
+    Question.PRODUCT_SHARE: _product_share,
+    Question.SOFTMAX: _softmax,
 }
-"""What answers each question of one trace, and of several."""
