@@ -174,23 +174,21 @@ def run(arguments: AccountArguments) -> int:
     name, device = checked(meant)
     from cs336_systems.files import encode_json
     from cs336_systems.report.section import texts_of, write_files
-    from cs336_systems.report.sections.account import account_json, account_section
+    from cs336_systems.report.sections.account import Account, account_json, account_section
 
-    step_s = None if arguments.step_ms is None else arguments.step_ms / 1e3
-    ceiling = None if name is None else ceilings.flops_per_s(name, config.precision)
-    curves = {} if name is None else ceilings.collective_times(name, config.ranks)
     time, is_measured = _predicted_time(config, name, device, ceilings)
-    section = account_section(
-        config, device, step_s, memory_bytes, arguments.top, ceiling, curves, time, is_measured=is_measured
-    )  # fmt: skip
+    account = Account(
+        config=config,
+        device=device,
+        step_s=None if arguments.step_ms is None else arguments.step_ms / 1e3,
+        memory_bytes=memory_bytes,
+        ceiling_flops_per_s=None if name is None else ceilings.flops_per_s(name, config.precision),
+        collective_times={} if name is None else ceilings.collective_times(name, config.ranks),
+        time=time,
+        is_measured=is_measured,
+    )
+    section = account_section(account, arguments.top)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
-    show(
-        arguments.json,
-        lambda: encode_json(
-            account_json(config, device, step_s, memory_bytes, ceiling, curves, time, is_measured=is_measured)
-        ),
-        lambda: section.tables,
-        arguments.output,
-    )
+    show(arguments.json, lambda: encode_json(account_json(account)), lambda: section.tables, arguments.output)
     return OK

@@ -19,7 +19,7 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.account import account_section
+from cs336_systems.report.sections.account import Account, account_section
 from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables
 from cs336_systems.report.sections.comparison import comparison_table
@@ -75,7 +75,8 @@ def kinds():
     memory = [MemoryEntry(config=r.config, profile=make_memory(), plain=r) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
     means = (0.0101, 0.0102, 0.0103), (0.0201, 0.0202, 0.0203)
-    account = AccountArguments(size="xl", context_length=512)
+    step = AccountArguments(size="xl", context_length=512).config()
+    account = Account(config=step, device=find_device(H200), step_s=0.1, memory_bytes=40e9, ceiling_flops_per_s=7e14)
     found = {
         "results": ([results_table(to_frame(records))], ("size", "context", "precision", "step", "status")),
         "warm-up": ([warmup_table(to_frame(warmups))], ("size", "context", "precision", "warm-up", "step")),
@@ -93,7 +94,7 @@ def kinds():
         "memory": (memory_tables(snapshot), ("moment", "size", "finding", "quantity", "value")),
         "memory of a sweep": (memory_tables(memory), ("size", "peak")),
         "memories compared": (compare_memory(make_memory(), make_inference()), ("category", "what")),
-        "account": (account_section(account.config(), find_device(H200), 0.1, 40e9, 10, 7e14).tables, ("part", "step")),
+        "account": (account_section(account, 10).tables, ("part", "step")),
         "napkin": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
                                count=1024, mfu=0.5)], ("quantity", "value")),
         "compare": ([comparison_table(("--size small --no-ranges", "--size small"), means, compare(*means))],

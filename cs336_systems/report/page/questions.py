@@ -44,7 +44,7 @@ INTRODUCTION = (
 MEASURED_BY = "Measured by"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """One part of a problem."""
 
@@ -66,152 +66,148 @@ class Problem:
     parts: tuple[Part, ...]
 
 
-def _part(id: str, asked: str, command: str, answer: Callable[[Material], Answer | None]) -> Part:
-    return Part(id=id, asked=asked, command=command, answer=answer)
-
-
 PROBLEMS = (
     Problem(
         title="Benchmarking script",
         settings="all sizes, 5 warm-up steps, 10 measured steps",
         parts=(
-            _part("benchmarking-a", "Time forward, forward and backward, and whole steps.", TIMES, steps.script),
-            _part("benchmarking-b", "How long are forward, backward and the optimizer of each size, and do they vary?",
-                  TIMES, steps.times),
-            _part("benchmarking-c", "What changes without warm-up, or with 1 or 2 steps of it, and why?",
-                  WARMUP, steps.warmup),
+            Part("benchmarking-a", "Time forward, forward and backward, and whole steps.", TIMES, steps.script),
+            Part("benchmarking-b", "How long are forward, backward and the optimizer of each size, and do they vary?",
+                 TIMES, steps.times),
+            Part("benchmarking-c", "What changes without warm-up, or with 1 or 2 steps of it, and why?",
+                 WARMUP, steps.warmup),
         ),
     ),
     Problem(
         title="Nsight Systems",
         settings="two sizes, three contexts above 128, the largest that fits",
         parts=(
-            _part("nsys-a", "How long is forward, and does that match the clock?", NSYS, kernels.forward_time),
-            _part("nsys-b", "Which kernel takes most of forward, how often, and is it the same with backward?",
-                  NSYS, kernels.top_kernel),
-            _part("nsys-c", "Which other kernels matter in forward?", NSYS, kernels.other_kernels),
-            _part("nsys-d", "How does the share of matrix products change from forward alone to a whole step?",
-                  f"{NSYS} --modes inference train", kernels.product_share),
-            _part("nsys-e", "How does softmax compare with the matrix products of attention, in time and in FLOPs?",
-                  NSYS, kernels.softmax),
+            Part("nsys-a", "How long is forward, and does that match the clock?", NSYS, kernels.forward_time),
+            Part("nsys-b", "Which kernel takes most of forward, how often, and is it the same with backward?",
+                 NSYS, kernels.top_kernel),
+            Part("nsys-c", "Which other kernels matter in forward?", NSYS, kernels.other_kernels),
+            Part("nsys-d", "How does the share of matrix products change from forward alone to a whole step?",
+                 f"{NSYS} --modes inference train", kernels.product_share),
+            Part("nsys-e", "How does softmax compare with the matrix products of attention, in time and in FLOPs?",
+                 NSYS, kernels.softmax),
         ),
     ),
     Problem(
         title="Accumulation in mixed precision",
         settings="0.01 added a thousand times",
         parts=(
-            _part("accumulation", "What do sums in fp32, fp16, fp32 of fp16, and fp32 of cast fp16 give?", PRECISION,
-                  precision.accumulation),
+            Part("accumulation", "What do sums in fp32, fp16, fp32 of fp16, and fp32 of cast fp16 give?", PRECISION,
+                 precision.accumulation),
         ),
     ),
     Problem(
         title="Mixed precision",
         settings="a toy model under fp16 autocast; all sizes with bf16",
         parts=(
-            _part("mixed-precision-a", "Which data types have parameters, layers, logits, loss and gradients?",
-                  PRECISION, precision.data_types),
-            _part("mixed-precision-b", "What of layer norm is sensitive to precision, and is it with bf16?", PRECISION,
-                  precision.layer_norm),
-            _part("mixed-precision-c", "How do times change with bf16, and what is the trend over sizes?",
-                  f"{TIMES} --precisions fp32 bf16", steps.mixed_precision),
+            Part("mixed-precision-a", "Which data types have parameters, layers, logits, loss and gradients?",
+                 PRECISION, precision.data_types),
+            Part("mixed-precision-b", "What of layer norm is sensitive to precision, and is it with bf16?", PRECISION,
+                 precision.layer_norm),
+            Part("mixed-precision-c", "How do times change with bf16, and what is the trend over sizes?",
+                 f"{TIMES} --precisions fp32 bf16", steps.mixed_precision),
         ),
     ),
     Problem(
         title="Memory",
         settings="2.7B (2026: xl) at contexts 128 and 2048; in 2025 at 128, 256 and 512",
         parts=(
-            _part("memory-a", "How does memory run over forward alone and a whole step, and can the stages be told?",
-                  MEMORY, memory.timelines),
-            _part("memory-b", "What are the peaks of forward alone and of a whole step?", MEMORY, memory.peaks),
-            _part("memory-c", "What are they in mixed precision?", f"{MEMORY} --precisions fp32 bf16",
-                  memory.mixed_peaks),
-            _part("memory-d", "How large is one activation of the residual stream in fp32?", MEMORY,
-                  memory.residual_stream),
-            _part("memory-e", "How large are the largest allocations, and where do they come from?", MEMORY,
-                  memory.largest),
-            _part("memory-f", "What does one block save for backward, where, and which gradients does it make?",
-                  MEMORY, memory.block),
+            Part("memory-a", "How does memory run over forward alone and a whole step, and can the stages be told?",
+                 MEMORY, memory.timelines),
+            Part("memory-b", "What are the peaks of forward alone and of a whole step?", MEMORY, memory.peaks),
+            Part("memory-c", "What are they in mixed precision?", f"{MEMORY} --precisions fp32 bf16",
+                 memory.mixed_peaks),
+            Part("memory-d", "How large is one activation of the residual stream in fp32?", MEMORY,
+                 memory.residual_stream),
+            Part("memory-e", "How large are the largest allocations, and where do they come from?", MEMORY,
+                 memory.largest),
+            Part("memory-f", "What does one block save for backward, where, and which gradients does it make?",
+                 MEMORY, memory.block),
         ),
     ),
     Problem(
         title="Activation checkpointing",
         settings="2.7B (2026: xl) at context 2048",
         parts=(
-            _part("checkpointing-a", "Which strategy needs the least memory, and how does that grow with N blocks?",
-                  MEMORY, checkpoints.strategy),
-            _part("checkpointing-b", "Which group of blocks is best for one level of checkpoints?", CHECKPOINTS,
-                  checkpoints.groups),
+            Part("checkpointing-a", "Which strategy needs the least memory, and how does that grow with N blocks?",
+                 MEMORY, checkpoints.strategy),
+            Part("checkpointing-b", "Which group of blocks is best for one level of checkpoints?", CHECKPOINTS,
+                 checkpoints.groups),
         ),
     ),
     Problem(
         title="Attention in PyTorch",
         settings="batch 8, no heads, d_head 16 to 128, context 256 to 16,384, 100 passes",
         parts=(
-            _part("attention", "How long are forward and backward, what is held between them, where does it run out?",
-                  "cs336 attention", attention.attention),
+            Part("attention", "How long are forward and backward, what is held between them, where does it run out?",
+                 "cs336 attention", attention.attention),
         ),
     ),
     Problem(
         title="Compilation",
         settings="the same attention; the whole model",
         parts=(
-            _part("compile-a", "How does compiled attention compare with eager?", "cs336 attention",
-                  attention.compiled_attention),
-            _part("compile-b", "How does the compiled model compare with eager: forward, backward, step?",
-                  f"{TIMES} --compile none default", steps.compiled_model),
+            Part("compile-a", "How does compiled attention compare with eager?", "cs336 attention",
+                 attention.compiled_attention),
+            Part("compile-b", "How does the compiled model compare with eager: forward, backward, step?",
+                 f"{TIMES} --compile none default", steps.compiled_model),
         ),
     ),
     Problem(
         title="Flash attention",
         settings="batch 1, causal, context 128 to 65,536, d_head 16 to 128, bf16 and fp32",
         parts=(
-            _part("flash-attention", "How does the own kernel compare with PyTorch: forward, backward, both?", OWN,
-                  attention.own_kernel),
+            Part("flash-attention", "How does the own kernel compare with PyTorch: forward, backward, both?", OWN,
+                 attention.own_kernel),
         ),
     ),
     Problem(
         title="Communication",
         settings="all-reduce of 1 MB to 1 GB over 2, 4 and 6 processes; by NCCL on GPUs, with --device cpu by gloo",
         parts=(
-            _part("communication", "How long does an all-reduce take?", REDUCE, parallel.all_reduce),
+            Part("communication", "How long does an all-reduce take?", REDUCE, parallel.all_reduce),
         ),
     ),
     Problem(
         title="Data parallel training",
         settings="xl, 2 GPUs",
         parts=(
-            _part("ddp", "Naive, flat, overlapped: time of a step, and share of communication?",
-                  f"{TWO_RANKS} --parallel ddp-naive ddp-flat ddp-overlap ddp", parallel.averaged_gradients),
+            Part("ddp", "Naive, flat, overlapped: time of a step, and share of communication?",
+                 f"{TWO_RANKS} --parallel ddp-naive ddp-flat ddp-overlap ddp", parallel.averaged_gradients),
         ),
     ),
     Problem(
         title="Sharded optimizer",
         settings="xl, 2 GPUs",
         parts=(
-            _part("optimizer-sharding", "Memory and time with and without; against ZeRO stage 1?",
-                  SHARDED, parallel.sharded_optimizer),
+            Part("optimizer-sharding", "Memory and time with and without; against ZeRO stage 1?",
+                 SHARDED, parallel.sharded_optimizer),
         ),
     ),
     Problem(
         title="Fully sharded data parallel training",
         settings="xl, 2 GPUs",
         parts=(
-            _part("fsdp", "How much memory does it save, and do the gathers end in time?",
-                  f"{TWO_RANKS} --parallel ddp fsdp fsdp2", parallel.sharded_parameters),
+            Part("fsdp", "How much memory does it save, and do the gathers end in time?",
+                 f"{TWO_RANKS} --parallel ddp fsdp fsdp2", parallel.sharded_parameters),
         ),
     ),
     Problem(
         title="Parallelism on paper",
         settings="closed forms",
         parts=(
-            _part("parallelism", "From which N on does communication limit each kind of parallel training?",
-                  f"{paper.PARALLELISM} --device-name H200", paper.parallelism),
+            Part("parallelism", "From which N on does communication limit each kind of parallel training?",
+                 f"{paper.PARALLELISM} --device-name H200", paper.parallelism),
         ),
     ),
     Problem(
         title="Leaderboard",
         settings="8B, 2 GPUs, 2 x 32,768 tokens, bf16",
-        parts=(_part("leaderboard", "How long does one training step take?", LEADERBOARD, parallel.leaderboard),),
+        parts=(Part("leaderboard", "How long does one training step take?", LEADERBOARD, parallel.leaderboard),),
     ),
 )  # fmt: skip
 """In the order of the course."""

@@ -1,8 +1,7 @@
 """What a step costs, as tables: FLOPs and bytes by part of the model, what the peak of memory holds, what fits."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
-from types import MappingProxyType
+from dataclasses import asdict, dataclass, field, fields
 
 from cs336_systems.config import Arch, Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import (
@@ -48,46 +47,55 @@ CSV_COLUMNS = (
 KINDS = tuple(Collective)
 Curves = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
-NO_CURVES: Curves = MappingProxyType({})
 UNMEASURED = "No share of a measured ceiling: cs336 ceilings on that device gives one (--ceilings DIR)."
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
 
-def account_section(
-    config: RunConfig,
-    device: DeviceSpec | None,
-    step_s: float | None,
-    memory_bytes: int | None,
-    top: int,
-    ceiling_flops_per_s: float | None = None,
-    collective_times: Curves = NO_CURVES,
-    time: TimePrediction | None = None,
-    *,
-    is_measured: bool = True,
-) -> Section:
-    """The cost of one configuration of this project's model; the CSV has a row for each part of the model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """A configuration of this project's model whose cost is asked for, with what is known besides."""
 
-    `device` adds the ridge point of its data sheet, `step_s` (the measured time of a step) its rates,
-    `ceiling_flops_per_s` (the highest measured rate of matmuls on the device) their shares of it, and `memory_bytes`
-    the largest batch and context that fit; `collective_times` are measured times of collectives among such devices, and
-    `time` is the predicted time of the step, by ceilings of the device or, if it is not `is_measured`, its data sheet.
+    config: RunConfig
+    device: DeviceSpec | None = None
+    """Its data sheet gives the ridge point, and the peak of which the rates are shares."""
+    step_s: float | None = None
+    """The measured time of a step, which has rates."""
+    memory_bytes: int | None = None
+    """What the step must fit into."""
+    ceiling_flops_per_s: float | None = None
+    """The highest measured rate of matmuls on the device."""
+    collective_times: Curves = field(default_factory=dict)
+    """Measured times of collectives among such devices."""
+    time: TimePrediction | None = None
+    """The predicted time of the step."""
+    is_measured: bool = True
+    """Whether that is by ceilings of the device, or else by its data sheet."""
+
+    @property
+    def peak_flops_per_s(self) -> float | None:
+        return self.device.peak_flops_per_s.get(self.config.precision) if self.device else None
+
+
+def account_section(account: Account, top: int) -> Section:
+    """The cost of one configuration; the CSV has a row for each part of the model.
+
     `top` is the most rows of the tables of the peak and of a block.
     """
+    config, device, time = account.config, account.device, account.time
     prediction, parts = predict_memory(config), _parts(config)
     whole = parts[ALL]
     tables = [
-        *([_fit_table(config, memory_bytes)] if memory_bytes is not None else ()),
+        *([_fit_table(config, account.memory_bytes)] if account.memory_bytes is not None else ()),
         _cost_table(config, whole, prediction),
         _flops_table(parts),
         _state_table(config, whole),
         *([_moments_table(config, prediction)] if config.is_shared and prediction else ()),
-        *([_collectives_table(config, collective_times)] if calls(config) else ()),
+        *([_collectives_table(config, account.collective_times)] if calls(config) else ()),
         _intensity_table(config, device),
         _rule_table(config, parts),
-        *([_time_table(time, None if is_measured or device is None else device.names[0])] if time is not None else ()),
+        *([_time_table(time, None if account.is_measured or device is None else device.names[0])] if time else ()),
+        *([_rates_table(account, whole)] if account.step_s is not None else ()),
     ]
-    if step_s is not None:
-        tables.append(_rates_table(config, whole, device, step_s, ceiling_flops_per_s))
     if prediction is not None:
         tables.append(_peak_table(prediction, top))
         if _saves_blocks(config):
@@ -95,18 +103,9 @@ def account_section(
     return Section(name="account", tables=tuple(tables), rows=list(parts.values()), keys=CSV_COLUMNS)
 
 
-def account_json(
-    config: RunConfig,
-    device: DeviceSpec | None,
-    step_s: float | None,
-    memory_bytes: int | None,
-    ceiling_flops_per_s: float | None = None,
-    collective_times: Curves = NO_CURVES,
-    time: TimePrediction | None = None,
-    *,
-    is_measured: bool = True,
-) -> dict[str, object]:
+def account_json(account: Account) -> dict[str, object]:
     """What `account_section` says, as numbers in SI units; None for what is not asked or not known."""
+    config, memory_bytes = account.config, account.memory_bytes
     parts, state = _parts(config), state_bytes(config)
     return {
         "config": config,
@@ -116,11 +115,11 @@ def account_json(
         "work": _work(config),
         "memory": predict_memory(config),
         "saved_by_block": saved_by_block(config) if _saves_blocks(config) else None,
-        "collectives": _collectives(config, collective_times) if calls(config) else None,
-        "time": time,
-        "time_is_measured": None if time is None else is_measured,
-        "device": device,
-        "rates": None if step_s is None else _rates(config, parts[ALL], device, step_s, ceiling_flops_per_s),
+        "collectives": _collectives(config, account.collective_times) if calls(config) else None,
+        "time": account.time,
+        "time_is_measured": None if account.time is None else account.is_measured,
+        "device": account.device,
+        "rates": None if account.step_s is None else _rates(account, parts[ALL], account.step_s),
         "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
     }
 
@@ -373,45 +372,40 @@ def _rule_table(config: RunConfig, parts: Mapping[str, Row]) -> Table:
     return make_table("The rule of thumb against the exact count", columns, rows, [note])
 
 
-def _rates(
-    config: RunConfig, whole: Row, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
-) -> dict[str, float | None]:
-    """What a step that takes so long achieves; None for shares of what is not known."""
-    peak = device.peak_flops_per_s.get(config.precision) if device else None
-    rate = whole["step_flops"] / step_s
+def _rates(account: Account, whole: Row, step_s: float) -> dict[str, float | None]:
+    """What the step achieves; None for shares of what is not known."""
+    peak, rate = account.peak_flops_per_s, whole["step_flops"] / step_s
     return {
         "step_s": step_s,
-        "tokens_per_s": _tokens(config) / step_s,
+        "tokens_per_s": _tokens(account.config) / step_s,
         "model_flops_per_s": rate,
         "mfu": ratio(rate, peak),
         "mfu_causal": ratio(whole["step_causal_flops"] / step_s, peak),
         "hardware_mfu": ratio(whole["hardware_flops"] / step_s, peak),
-        "ceiling_share": ratio(rate, ceiling_flops_per_s),
+        "ceiling_share": ratio(rate, account.ceiling_flops_per_s),
     }
 
 
-def _rates_table(
-    config: RunConfig, whole: Row, device: DeviceSpec | None, step_s: float, ceiling_flops_per_s: float | None
-) -> Table:
-    rates = _rates(config, whole, device, step_s, ceiling_flops_per_s)
-    peak = device.peak_flops_per_s.get(config.precision) if device else None
-    name = device.names[0] if device else ""
+def _rates_table(account: Account, whole: Row) -> Table:
+    assert account.step_s is not None
+    rates, peak = _rates(account, whole, account.step_s), account.peak_flops_per_s
+    name, precision = account.device.names[0] if account.device else "", account.config.precision
     rows = [
-        ("time of a step", step_s, 1e3, "ms"),
+        ("time of a step", account.step_s, 1e3, "ms"),
         ("tokens", rates["tokens_per_s"], 1, "per s"),
         ("model FLOPs", rates["model_flops_per_s"], 1 / TERA, "TFLOP/s"),
-        (f"peak of {name} at {config.precision}", peak, 1 / TERA, "TFLOP/s"),
+        (f"peak of {name} at {precision}", peak, 1 / TERA, "TFLOP/s"),
         ("MFU", rates["mfu"], 100, "%"),
         ("with attention counted as causal", rates["mfu_causal"], 100, "%"),
         ("with what is computed again", rates["hardware_mfu"] if whole["recomputed_flops"] else None, 100, "%"),
-        (f"measured ceiling at {config.precision}", ceiling_flops_per_s, 1 / TERA, "TFLOP/s"),
+        (f"measured ceiling at {precision}", account.ceiling_flops_per_s, 1 / TERA, "TFLOP/s"),
         ("share of the measured ceiling", rates["ceiling_share"], 100, "%"),
     ]
     unknown = "No MFU: the peak of the GPU at this precision is not known (--device-name)."
     meaning = "MFU: the model's FLOPs, attention in full, over the dense peak that the data sheet promises."
-    notes = unknown if peak is None else meaning, *([UNMEASURED] if ceiling_flops_per_s is None else [])
+    unmeasured = [UNMEASURED] if account.ceiling_flops_per_s is None else []
     known = [(what, value * scale, unit) for what, value, scale, unit in rows if value is not None]
-    return quantity_table("What such a step achieves", known, notes)
+    return quantity_table("What such a step achieves", known, [unknown if peak is None else meaning, *unmeasured])
 
 
 def _peak_table(prediction: MemoryPrediction, top: int) -> Table:

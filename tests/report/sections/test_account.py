@@ -12,7 +12,7 @@ from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.communication import sent_bytes
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predict_memory
-from cs336_systems.report.sections.account import CSV_COLUMNS, account_json, account_section
+from cs336_systems.report.sections.account import CSV_COLUMNS, Account, account_json, account_section
 
 H200 = find_device("NVIDIA H200")
 FLOPS, STATE, INTENSITY, RULE = range(1, 5)
@@ -27,7 +27,7 @@ def config(size="small", **changes):
 
 
 def tables(of, device=None, step_s=None, memory_bytes=None, top=12):
-    return account_section(of, device, step_s, memory_bytes, top).tables
+    return account_section(Account(config=of, device=device, step_s=step_s, memory_bytes=memory_bytes), top).tables
 
 
 def column(table, label):
@@ -51,7 +51,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label.
 
 @every_case
 def test_the_csv_holds_every_part_and_their_sum(case) -> None:
-    section = account_section(case, None, None, None, 12)
+    section = account_section(Account(config=case), 12)
     rows = {row["component"]: row for row in csv.DictReader(section.csv.splitlines())}
     assert list(rows) == [*Component, "all"]
     assert tuple(rows["all"]) == CSV_COLUMNS
@@ -186,7 +186,7 @@ def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
     assert rows[-1] == sum(rows[:-1]) == pytest.approx(sent_bytes(shared) / 2**20)
     assert not any(heading.name == "predicted" for heading in table.headings), "no time was measured"
     curves = {kind: {2**20: 1e-3} for kind in Collective}
-    timed = account_json(shared, None, None, None, None, curves)["collectives"]
+    timed = account_json(Account(config=shared, collective_times=curves))["collectives"]
     # of 1 MiB/ms above that size, and a millisecond below it
     expected = [row["count"] * max(1.0, row["num_bytes"] / 2**20) / 1e3 for row in timed]
     assert [row["time_s"] for row in timed] == pytest.approx(expected)
