@@ -152,6 +152,20 @@ def best(
     return chosen.only(sorted(kept, key=lambda record: order(record.config)))
 
 
+def from_best(
+    suiting: Callable[[Runs], Sequence[RunRecord]], wanted: Callable[[RunConfig], bool] | None = None
+) -> Callable[[Callable[[Runs], Answer]], Callable[[Material], Answer | None]]:
+    """Makes a function that answers from runs one that answers from the `best` of all results, or None without any."""
+
+    def decorated(answer: Callable[[Runs], Answer]) -> Callable[[Material], Answer | None]:
+        def from_material(material: Material) -> Answer | None:
+            return None if (runs := best(material, suiting, wanted)) is None else answer(runs)
+
+        return from_material
+
+    return decorated
+
+
 def is_of_course(config: RunConfig) -> bool:
     """Whether it is one of the course's models, written out, on a batch of 4: what the questions are about."""
     return config.size in COURSE_SIZES and is_plain(config)

@@ -12,7 +12,7 @@ from cs336_systems.report.columns import Column, Row, three_digits
 from cs336_systems.report.entries import labels, rows_of
 from cs336_systems.report.identity import identity_columns
 from cs336_systems.report.numbers import between, count, label, percent_of
-from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_of_course, is_plain
+from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, from_best, is_of_course, is_plain
 from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.kernels.answers import (
     BOTH,
@@ -37,16 +37,35 @@ NUM_SIZES, NUM_CONTEXTS = 2, 3
 """How many sizes and contexts the course asks for."""
 
 
-def forward_time(material: Material) -> Answer | None:
+def _profiled(*modes: Mode) -> Callable[[Runs], list[RunRecord]]:
+    """What chooses the profiled runs of plain steps in these modes."""
+
+    def suiting(own: Runs) -> list[RunRecord]:
+        found = [entry.profiled for entry in own.results.kernels if entry.config.mode in modes]
+        return [each for each in found if is_plain(each.config) and each.config.model.attention is Attention.NAIVE]
+
+    return suiting
+
+
+def _is_asked(config: RunConfig) -> bool:
+    """The course's models at long contexts, under nsys rather than torch.profiler."""
+    is_long = config.model.context_length > LEAST_CONTEXT
+    return is_of_course(config) and is_long and config.profiler is Profiler.NSYS
+
+
+_STEPS = _profiled(Mode.TRAIN, Mode.FORWARD_BACKWARD)
+"""Chooses the runs that the questions are about."""
+
+
+@from_best(_STEPS, _is_asked)
+def forward_time(runs: Runs) -> Answer:
     """The forward pass by the trace and by the clock."""
     table = [
         _column("wall", "by the trace", "ms", 1e3),
         _column("in kernels", "of it in kernels", "ms", 1e3),
         _column("clock", "by the clock", "ms", 1e3),
     ]
-    return _over_several(
-        material, _answer(material, Question.FORWARD_TIME, "phases", "Time of forward", table), _time_words
-    )
+    return _answer(runs, Question.FORWARD_TIME, "phases", "Time of forward", table, _time_words)
 
 
 def _time_words(facts: pd.DataFrame) -> Iterator[str]:
@@ -70,7 +89,8 @@ def _time_words(facts: pd.DataFrame) -> Iterator[str]:
         yield f"In {name} the trace is {percent_of(abs(more), 1)} {how} than the clock says{late}."
 
 
-def top_kernel(material: Material) -> Answer | None:
+@from_best(_STEPS, _is_asked)
+def top_kernel(runs: Runs) -> Answer:
     """The kernel with the most time in forward, and in forward and backward."""
     columns: list[Column] = []
     for part in (FORWARD, BOTH):
@@ -79,8 +99,7 @@ def top_kernel(material: Material) -> Answer | None:
             _column(f"{part} top launches", "launches", "", 1, count),
             _column(f"{part} top share", "share", "%", 100),
         ]
-    found = _answer(material, Question.TOP_KERNEL, "top_kernels", "Kernels with the most time", columns)
-    return _over_several(material, found, _top_words)
+    return _answer(runs, Question.TOP_KERNEL, "top_kernels", "Kernels with the most time", columns, _top_words)
 
 
 def _top_words(facts: pd.DataFrame) -> Iterator[str]:
@@ -112,14 +131,13 @@ def _percent(share: float) -> str:
     return percent_of(share, 1)
 
 
-def other_kernels(material: Material) -> Answer | None:
+@from_best(_STEPS, _is_asked)
+def other_kernels(runs: Runs) -> Answer:
     """Other kernels that matter in forward."""
-    if (runs := _best(material)) is None:
-        return None
     facts = _with_forward(runs)
     columns = [_column(f"{FORWARD} {kind}", f"{kind}", "%", 100) for kind in _others(facts, FORWARD)]
-    found = _answer(material, Question.OTHER_KERNELS, "classes", "Kernels of forward besides matrix products", columns)
-    return _over_several(material, found, _other_words)
+    title = "Kernels of forward besides matrix products"
+    return _answer(runs, Question.OTHER_KERNELS, "classes", title, columns, _other_words)
 
 
 def _others(facts: pd.DataFrame, part: str) -> list[KernelClass]:
@@ -140,18 +158,19 @@ def _other_words(facts: pd.DataFrame) -> Iterator[str]:
     yield f"Kernels besides matrix products take {rest} of forward's GPU time: {', '.join(told)}."
 
 
-def product_share(material: Material) -> Answer | None:
-    """The share of matrix products in a whole step, in its forward, and in forward alone."""
-    if (runs := _best(material)) is None:
-        return None
+@from_best(_STEPS, _is_asked)
+def _product_share(runs: Runs) -> Answer:
     facts, parts = _with_forward(runs), (FORWARD, STEP)
     kinds = [KernelClass.MATMUL, *_others(facts, STEP)]
     columns = [_column(f"{part} {kind}", f"{kind}, {part}", "%", 100) for kind in kinds for part in parts]
-    found = _answer(
-        material, Question.PRODUCT_SHARE, "classes", "Shares of GPU time in forward and in the step", columns
-    )
-    found = _over_several(material, found, _share_words)
-    alone = _best(material, (Mode.INFERENCE, Mode.FORWARD))
+    title = "Shares of GPU time in forward and in the step"
+    return _answer(runs, Question.PRODUCT_SHARE, "classes", title, columns, _share_words)
+
+
+def product_share(material: Material) -> Answer | None:
+    """The share of matrix products in a whole step, in its forward, and in forward alone."""
+    found = _product_share(material)
+    alone = best(material, _profiled(Mode.INFERENCE, Mode.FORWARD), _is_asked)
     if found is None or alone is None:
         return found
     shares = _between(_with_forward(alone)[f"{FORWARD} {KernelClass.MATMUL}"], _percent)
@@ -185,7 +204,8 @@ def _share_words(facts: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def softmax(material: Material) -> Answer | None:
+@from_best(_STEPS, _is_asked)
+def softmax(runs: Runs) -> Answer:
     """Softmax against matrix products in attention, in time and FLOPs."""
     columns = [
         _column("softmax_ms_per_step", "softmax", "ms", 1),
@@ -194,8 +214,7 @@ def softmax(material: Material) -> Answer | None:
         _column("time_ratio", "softmax over products, time", "", 1),
         _column("flops_ratio", "and FLOPs", "", 1),
     ]
-    found = _answer(material, Question.SOFTMAX, "attention", "Attention of a forward pass", columns)
-    return _over_several(material, found, _softmax_words)
+    return _answer(runs, Question.SOFTMAX, "attention", "Attention of a forward pass", columns, _softmax_words)
 
 
 def _softmax_words(facts: pd.DataFrame) -> Iterator[str]:
@@ -213,40 +232,12 @@ def _softmax_words(facts: pd.DataFrame) -> Iterator[str]:
         yield f"Scaling, masking and copies take {_between(rest, three_digits)} times as long as the matrix products."
 
 
-def _over_several(
-    material: Material, found: Answer | None, words: Callable[[pd.DataFrame], Iterator[str]]
-) -> Answer | None:
-    """The answer with these sentences in place of its own, if it is about several traces and they say anything."""
-    runs = _best(material)
-    if found is None or runs is None or len(facts := _with_forward(runs)) <= 1:
-        return found
-    return replace(found, sentences=sentences) if (sentences := list(words(facts))) else found
-
-
 def _column(key: str, name: str, unit: str, scale: float, write: Callable[[float], str] = three_digits) -> Column:
     return Column(name, unit, key=key, scale=scale, write=write)
 
 
-def _best(material: Material, modes: Sequence[Mode] = (Mode.TRAIN, Mode.FORWARD_BACKWARD)) -> Runs | None:
-    """The profiled runs that the questions are about: plain steps, under nsys rather than torch.profiler."""
-
-    def suiting(own: Runs) -> list[RunRecord]:
-        found = [entry.profiled for entry in own.results.kernels if entry.config.mode in modes]
-        return [each for each in found if is_plain(each.config) and each.config.model.attention is Attention.NAIVE]
-
-    def wanted(config: RunConfig) -> bool:
-        is_long = config.model.context_length > LEAST_CONTEXT
-        return is_of_course(config) and is_long and config.profiler is Profiler.NSYS
-
-    return best(material, suiting, wanted)
-
-
 def _entries(runs: Runs) -> list[Profiled]:
     return list(runs.results.kernels)
-
-
-def _said(runs: Runs, question: Question) -> str:
-    return answer(question, _facts(runs), _entries(runs)[0].profile)
 
 
 def _facts(runs: Runs) -> pd.DataFrame:
@@ -258,13 +249,19 @@ def _facts(runs: Runs) -> pd.DataFrame:
     return facts
 
 
-def _answer(material: Material, question: Question, place: str, title: str, columns: Sequence[Column]) -> Answer | None:
-    """The answer over all traces, with a row of the table for each."""
-    runs = _best(material)
-    if runs is None:
-        return None
-    sentences, tables = [_said(runs, question)], [_table(title, runs, columns)]
-    found = runs.answer(sentences, tables=tables, place=place, lacking=", ".join(_lacking(runs)))
+def _answer(
+    runs: Runs, question: Question, place: str, title: str, columns: Sequence[Column],
+    words: Callable[[pd.DataFrame], Iterator[str]],
+) -> Answer:  # fmt: skip
+    """The answer over all traces, with a row of the table for each; `words` says it of several, where they tell."""
+    facts = _with_forward(runs)
+    several = list(words(facts)) if len(facts) > 1 else []
+    found = runs.answer(
+        several or [answer(question, _facts(runs), _entries(runs)[0].profile)],
+        tables=[_table(title, runs, columns)],
+        place=place,
+        lacking=", ".join(_lacking(runs)),
+    )
     return found if place != "attention" or attention(_entries(runs)).tables else replace(found, places=[])
 
 

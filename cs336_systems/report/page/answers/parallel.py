@@ -11,7 +11,17 @@ from cs336_systems.report.entries import identities_of
 from cs336_systems.report.frame import rows_of, to_frame
 from cs336_systems.report.identity import by_name, identity_columns, names_of
 from cs336_systems.report.numbers import GIGA, MIB, between, percent_of, ratio, significant
-from cs336_systems.report.page.answers.answer import Answer, Material, Runs, best, is_plain, pairs, ratios, with_several
+from cs336_systems.report.page.answers.answer import (
+    Answer,
+    Material,
+    Runs,
+    best,
+    from_best,
+    is_plain,
+    pairs,
+    ratios,
+    with_several,
+)
 from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.sections.kernels.communication import OF_CONFIGURATION, by_configuration, gather_rows
 from cs336_systems.report.sections.memory.words import size
@@ -150,19 +160,17 @@ def sharded_parameters(material: Material) -> Answer | None:
     )
 
 
-def leaderboard(material: Material) -> Answer | None:
+def _of_leaderboard(config: RunConfig) -> bool:
+    tokens = config.model.context_length * config.batch_size
+    return (config.ranks, tokens, config.precision) == (2, 32_768, Precision.BF16)
+
+
+@from_best(
+    lambda own: [each for each in own.finished if (each.config.size, each.config.mode) == ("8B", Mode.TRAIN)],
+    _of_leaderboard,
+)
+def leaderboard(runs: Runs) -> Answer:
     """The training step of the leaderboard: the fastest of those that were measured."""
-
-    def suiting(own: Runs) -> list[RunRecord]:
-        return [each for each in own.finished if (each.config.size, each.config.mode) == ("8B", Mode.TRAIN)]
-
-    def of_course(config: RunConfig) -> bool:
-        tokens = config.model.context_length * config.batch_size
-        return (config.ranks, tokens, config.precision) == (2, 32_768, Precision.BF16)
-
-    runs = best(material, suiting, of_course)
-    if runs is None:
-        return None
     rows = sorted(runs.rows, key=lambda row: row["step_mean_ms"])
     fastest = rows[0]
     sentences = [
@@ -175,7 +183,7 @@ def leaderboard(material: Material) -> Answer | None:
     return runs.answer(
         sentences,
         tables=[make_table("The leaderboard's step", columns, rows)],
-        lacking="" if of_course(runs.finished[0].config) else "32,768 tokens on each of 2 GPUs, in bf16",
+        lacking="" if _of_leaderboard(runs.finished[0].config) else "32,768 tokens on each of 2 GPUs, in bf16",
     )
 
 

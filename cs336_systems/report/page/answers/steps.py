@@ -10,11 +10,10 @@ from cs336_systems.report.numbers import between, percent_of
 from cs336_systems.report.page.answers.answer import (
     CONTEXT,
     Answer,
-    Material,
     Row,
     Runs,
     at_one_context,
-    best,
+    from_best,
     is_of_course,
     is_plain,
     lacking_sizes,
@@ -79,16 +78,10 @@ def _is_timed_by_course(config: RunConfig) -> bool:
     return is_of_course(config) and config.model.context_length == CONTEXT and is_enough and in_full
 
 
-def _best_timed(material: Material) -> Runs | None:
-    found = best(material, _timed, _is_timed_by_course)
-    return None if found is None else at_one_context(found)
-
-
-def script(material: Material) -> Answer | None:
+@from_best(_timed, _is_timed_by_course)
+def script(runs: Runs) -> Answer:
     """Forward alone, forward and backward, and the whole step."""
-    runs = _best_timed(material)
-    if runs is None:
-        return None
+    runs = at_one_context(runs)
     rows = runs.rows
 
     def over_forward(*keys: str) -> str:
@@ -108,27 +101,23 @@ def script(material: Material) -> Answer | None:
     return runs.answer(sentences, lacking=lacking_sizes(runs))
 
 
-def times(material: Material) -> Answer | None:
+@from_best(_timed, _is_timed_by_course)
+def times(runs: Runs) -> Answer:
     """Means and deviations of the phases, and whether the spread is small."""
-    runs = _best_timed(material)
-    if runs is None:
-        return None
+    runs = at_one_context(runs)
     rows = runs.rows
     table = _table("Times of forward, backward and the optimizer", rows, [*PHASES, "step_cv"])
-    same = ("context_length",)  # `_best_timed` chose one
+    same = ("context_length",)
     sentences = [*_texts(phase_answers(rows, *same)), *_texts(spread_answers(rows, *same))]
     return runs.answer(sentences, tables=[table], lacking=lacking_sizes(runs))
 
 
-def warmup(material: Material) -> Answer | None:
+@from_best(
+    lambda own: with_several(_trained(own), "warmup_steps"),
+    lambda config: is_of_course(config) and config.model.context_length == CONTEXT,
+)
+def warmup(runs: Runs) -> Answer:
     """What no warm-up, or too little, changes."""
-    runs = best(
-        material,
-        lambda own: with_several(_trained(own), "warmup_steps"),
-        lambda config: is_of_course(config) and config.model.context_length == CONTEXT,
-    )
-    if runs is None:
-        return None
     rows = runs.rows
     first = Column("first measured step", "ms", key="first_step_ms")
     columns = (column("step_mean_ms"), column("step_cv"), first)
@@ -180,16 +169,14 @@ def _steps(count: int) -> str:
     return "no warm-up" if count == 0 else counted(count, "warm-up step")
 
 
-def mixed_precision(material: Material) -> Answer | None:
+def _in_both_precisions(own: Runs) -> list[RunRecord]:
+    both = (Precision.FP32, Precision.BF16)
+    return with_several([each for each in _trained(own) if each.config.precision in both], "precision")
+
+
+@from_best(_in_both_precisions)
+def mixed_precision(runs: Runs) -> Answer:
     """Times with and without bf16, and the trend over sizes."""
-    runs = best(
-        material,
-        lambda own: with_several(
-            [each for each in _trained(own) if each.config.precision in (Precision.FP32, Precision.BF16)], "precision"
-        ),
-    )
-    if runs is None:
-        return None
     rows = at_one_context(runs).rows
     gains = [row["speed_up"] for row in rows if row["speed_up"]]
     sentences = _texts(precision_answers(runs.rows))
@@ -204,17 +191,15 @@ def mixed_precision(material: Material) -> Answer | None:
     return runs.answer(sentences, tables=[table], lacking=lacking_sizes(runs))
 
 
-def compiled_model(material: Material) -> Answer | None:
+def _eager_and_compiled(own: Runs) -> list[RunRecord]:
+    is_left = (CompileMode.NONE, CompileMode.DEFAULT)
+    found = [each for each in own.finished if is_plain(each.config, "compile") and each.config.compile in is_left]
+    return with_several([each for each in found if each.config.mode is Mode.TRAIN], "compile")
+
+
+@from_best(_eager_and_compiled, lambda config: config.model.context_length == CONTEXT)
+def compiled_model(runs: Runs) -> Answer:
     """The whole model compiled against eager: forward, backward, step."""
-
-    def suiting(own: Runs) -> list[RunRecord]:
-        is_left = (CompileMode.NONE, CompileMode.DEFAULT)
-        found = [each for each in own.finished if is_plain(each.config, "compile") and each.config.compile in is_left]
-        return with_several([each for each in found if each.config.mode is Mode.TRAIN], "compile")
-
-    runs = best(material, suiting, lambda config: config.model.context_length == CONTEXT)
-    if runs is None:
-        return None
     rows = runs.rows
     table = _table("The whole model eager and compiled", rows, [*PHASES, "compile_speed_up"], ("size", "compile"))
     both = [(eager, compiled) for compiled, eager in pairs(rows, "compile", CompileMode.NONE)]
