@@ -114,7 +114,12 @@ def amount(value: float | str) -> str:
     return f"{value / 10.0**exponent:.4g}e{exponent}"
 
 
-def percent_of(part: float, whole: float) -> str:
+def milliseconds(time_ms: float) -> str:
+    """The time to four digits."""
+    return f"{significant(time_ms)} ms"
+
+
+def percent_of(part: float, whole: float = 1) -> str:
     """The part in percent of the whole, to three digits; `0 %` if either is 0."""
     return f"{significant(100 * part / whole, 3) if part and whole else 0} %"
 

@@ -12,8 +12,8 @@ from cs336_systems.record import RunRecord, RunWarning, WarningCode
 from cs336_systems.report.columns import Row
 from cs336_systems.report.frame import SPEED_UPS, apart_from, order
 from cs336_systems.report.identity import identities, names_of
-from cs336_systems.report.numbers import significant
-from cs336_systems.report.page.limits import limits, milliseconds, percent, recorded_runs
+from cs336_systems.report.numbers import milliseconds, percent_of, significant
+from cs336_systems.report.page.limits import limits, recorded_runs
 from cs336_systems.report.page.rows import Named, between, linked, listed, named_rows
 from cs336_systems.report.page.subjects import Subjects
 from cs336_systems.report.page.write import Linked, Part, Prose
@@ -100,10 +100,10 @@ def _extremes(steps: Sequence[Named]) -> Iterator[Linked]:
             what = value if setting == "precision" else f"{setting} {value}"
             yield linked(f"With {what} a step is ", *gains, f" times as fast as {baseline}{_but(own, key)}.")
     if known := [step for step in steps if step.row["mfu"] is not None]:
-        yield linked("The model's share of the promised rate is ", *between(known, "mfu", percent), ".")
+        yield linked("The model's share of the promised rate is ", *between(known, "mfu", percent_of), ".")
     if known := [step for step in steps if step.row["step_cv"] is not None]:
         widest = max(known, key=lambda step: float(step.row["step_cv"]))
-        spread = widest.link("step_cv", percent(widest.row["step_cv"]))
+        spread = widest.link("step_cv", percent_of(widest.row["step_cv"]))
         yield linked("The widest spread of the steps of a run is ", spread, f" of their mean ({widest.name}).")
 
 

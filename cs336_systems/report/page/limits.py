@@ -8,7 +8,7 @@ from cs336_systems.config import Phase, RunConfig
 from cs336_systems.record import Failure, Status, WarningCode
 from cs336_systems.report.columns import Row
 from cs336_systems.report.frame import codes_of
-from cs336_systems.report.numbers import significant
+from cs336_systems.report.numbers import milliseconds, percent_of
 from cs336_systems.report.page.rows import Named, Parts, between, linked, listed, named_rows
 from cs336_systems.report.page.subjects import Subjects
 from cs336_systems.report.page.write import Block, Linked, Part
@@ -32,16 +32,6 @@ def limits(own: Subjects) -> Iterator[Linked | Part]:
     yield from _longest_phase(steps, own)
     yield from _failed(steps, own)
     yield from _profiles(own, any(step.row["status"] == Status.OOM for step in steps))
-
-
-def percent(share: float) -> str:
-    """The share in percent, to three digits."""
-    return f"{significant(100 * share, 3)} %"
-
-
-def milliseconds(time_ms: float) -> str:
-    """The time to four digits."""
-    return f"{significant(time_ms)} ms"
 
 
 def recorded_runs(blocks: Sequence[Block]) -> list[Named]:
@@ -91,7 +81,7 @@ def _longest_phase(steps: Sequence[Named], own: Subjects) -> Iterator[Linked]:
     parts: Parts = []
     for phase, phased in sorted(longest.items(), key=lambda item: -len(item[1])):
         number = f" in {len(phased)} of {every}" if len(phased) < every else ""
-        shares = between(phased, f"{phase}_mean_ms", percent, _share_of(phase))
+        shares = between(phased, f"{phase}_mean_ms", percent_of, _share_of(phase))
         parts += [f"{'; ' if parts else 'The longest phase is '}{phase}{number}, with ", *shares]
     if parts:
         yield linked(*parts, " of the step.")
@@ -145,13 +135,13 @@ def _kernels(blocks: Sequence[Block]) -> Iterator[Linked]:
     for who, own in by_limit.items():
         number = f"{len(own)} of {counted(len(on_gpu), 'profiled run')}"
         slower = ", whose launches the profiler makes slower" if is_launch_bound(own[0].row["entry"].profile) else ""
-        yield linked(f"{who} {number}{slower}: kernels run ", *between(own, "busy_share", percent), " of the step.")
+        yield linked(f"{who} {number}{slower}: kernels run ", *between(own, "busy_share", percent_of), " of the step.")
     keys = {kind: f"{key}_share" for kind, key in CLASS_KEYS.items()}
     shares = {kind: _whole_steps(blocks, key) for kind, key in keys.items()}
     largest = max(shares, key=lambda kind: sum(each.row[keys[kind]] for each in shares[kind]))
     if own := shares[largest]:
         time = terms(own[0].row["entry"].profile).time
-        yield linked(f"Kernels of class {largest} take ", *between(own, keys[largest], percent), f" of the {time}.")
+        yield linked(f"Kernels of class {largest} take ", *between(own, keys[largest], percent_of), f" of the {time}.")
 
 
 def _whole_steps(blocks: Sequence[Block], key: str) -> list[Named]:

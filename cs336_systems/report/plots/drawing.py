@@ -37,9 +37,9 @@ def wrapped(text: str, longest: int) -> str:
     return "\n".join(inert(line, longest) for line in textwrap.wrap(short, longest, break_on_hyphens=False))
 
 
-def inert_lines(text: str, longest: int = LONGEST_TEXT) -> str:
+def inert_lines(text: str) -> str:
     """The lines of the text, each inert."""
-    return "\n".join(inert(line, longest) for line in text.split("\n"))
+    return "\n".join(inert(line) for line in text.split("\n"))
 
 
 def new_figure(width: float, height: float, title: str, settings: str) -> Figure:
@@ -64,9 +64,7 @@ def style(axes: Axes, values: Literal["x", "y"] = "y") -> None:
     axes.tick_params(labelsize=9)
 
 
-def legend_below(
-    figure: Figure, handles: Mapping[str, Any] | Sequence[Patch | Line2D], num_columns: int, fontsize: float = 8.5
-) -> None:
+def legend_below(figure: Figure, handles: Mapping[str, Any] | Sequence[Patch | Line2D], num_columns: int) -> None:
     """A legend below the picture that reads row by row; matplotlib fills one column by column.
 
     The handles have labels of their own, or stand under them.
@@ -77,7 +75,7 @@ def legend_below(
     by_column = [entry for column in range(num_columns) for entry in whole[column::num_columns]]
     figure.legend(
         [handle for _, handle in by_column], [label for label, _ in by_column],
-        loc="outside lower center", ncols=num_columns, frameon=False, fontsize=fontsize,
+        loc="outside lower center", ncols=num_columns, frameon=False, fontsize=8.5,
     )  # fmt: skip
 
 

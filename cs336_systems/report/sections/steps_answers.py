@@ -16,7 +16,7 @@ from cs336_systems.report.columns import Row, three_digits
 from cs336_systems.report.formats import answers_markdown
 from cs336_systems.report.frame import SPEED_UPS, codes_of, over_warmup, rows_of, steady, to_frame
 from cs336_systems.report.identity import by_name, names_of
-from cs336_systems.report.numbers import DOUBT, between, mean_and_std, percent_of, significant
+from cs336_systems.report.numbers import DOUBT, between, mean_and_std, milliseconds, percent_of, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 FIRST_STEPS = 1.05
@@ -67,10 +67,6 @@ def _named(rows: Sequence[Row], *without: str) -> list[str]:
     return names_of([row["identity"] for row in rows], without=without)
 
 
-def _ms(time_ms: float) -> str:
-    return f"{significant(time_ms)} ms"
-
-
 def phase_answers(rows: Sequence[Row], *without: str) -> Iterator[tuple[str, str]]:
     """How long backward takes beside forward, and which share of a step the optimizer takes.
 
@@ -83,11 +79,7 @@ def phase_answers(rows: Sequence[Row], *without: str) -> Iterator[tuple[str, str
     trained = [row for row in rows if row["optimizer_mean_ms"]]
     if trained:
         shares = by_name(trained, lambda row: row["optimizer_mean_ms"] / row["step_mean_ms"], without=without)
-        yield "", f"The optimizer takes {between(shares, _percent)} of a training step."
-
-
-def _percent(share: float) -> str:
-    return percent_of(share, 1)
+        yield "", f"The optimizer takes {between(shares, percent_of)} of a training step."
 
 
 def spread_answers(rows: Sequence[Row], *without: str) -> Iterator[tuple[str, str]]:
@@ -98,7 +90,7 @@ def spread_answers(rows: Sequence[Row], *without: str) -> Iterator[tuple[str, st
     spreads = by_name(known, itemgetter("step_cv"), without=without)
     large = {name: spread for name, spread in spreads.items() if spread > MAX_CV}
     limit = f"{100 * MAX_CV:g} %"
-    text = f"The standard deviation of a step over its mean is {between(spreads, _percent)}"
+    text = f"The standard deviation of a step over its mean is {between(spreads, percent_of)}"
     if not large:
         yield "", f"{text}: at most {limit} everywhere."
     else:
@@ -124,9 +116,10 @@ def warmup_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
             continue
         enough_ms = most["step_mean_ms"]
         told = [
-            f"after {_steps(row['warmup_steps'])} the mean step is {_ms(row['step_mean_ms'])} "
+            f"after {_steps(row['warmup_steps'])} the mean step is {milliseconds(row['step_mean_ms'])} "
             f"({three_digits(row['step_mean_ms'] / enough_ms)} times that), the first measured one "
-            f"{_ms(row['first_step_ms'])} ({three_digits(row['first_step_ms'] / enough_ms)} times)" + _spread_of(row)
+            f"{milliseconds(row['first_step_ms'])} ({three_digits(row['first_step_ms'] / enough_ms)} times)"
+            + _spread_of(row)
             for row in few
         ]
         why = (
@@ -137,7 +130,7 @@ def warmup_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         yield (
             name,
             (
-                f"After {_steps(most['warmup_steps'])} the mean step is {_ms(enough_ms)}{_spread_of(most)}; "
+                f"After {_steps(most['warmup_steps'])} the mean step is {milliseconds(enough_ms)}{_spread_of(most)}; "
                 f"{'; '.join(told)}.{why}"
             ),
         )
@@ -148,7 +141,7 @@ def _steps(count: int) -> str:
 
 
 def _spread_of(row: Row) -> str:
-    return "" if row["step_cv"] is None else f", with a deviation of {_percent(row['step_cv'])}"
+    return "" if row["step_cv"] is None else f", with a deviation of {percent_of(row['step_cv'])}"
 
 
 def precision_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
@@ -256,5 +249,5 @@ def forecast_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 def off_forecast(row: Row) -> str:
     """The step beside its forecast, and its warnings."""
     warned = ", ".join(filter(None, codes_of(row)))
-    times = f"{_ms(row['step_mean_ms'])}, forecast {_ms(row['predicted_step_ms'])}"
+    times = f"{milliseconds(row['step_mean_ms'])}, forecast {milliseconds(row['predicted_step_ms'])}"
     return f"{times}, with warnings {warned}" if warned else times

@@ -86,7 +86,7 @@ def _time_words(facts: pd.DataFrame) -> Iterator[str]:
             else ""
         )
         how = "longer" if more > 0 else "shorter"
-        yield f"In {name} the trace is {percent_of(abs(more), 1)} {how} than the clock says{late}."
+        yield f"In {name} the trace is {percent_of(abs(more))} {how} than the clock says{late}."
 
 
 @from_best(_STEPS, _is_asked)
@@ -120,15 +120,11 @@ def _top_words(facts: pd.DataFrame) -> Iterator[str]:
 
 
 def _shares(facts: pd.DataFrame, part: str) -> str:
-    return _between(facts[f"{part} top share"], _percent)
+    return _between(facts[f"{part} top share"], percent_of)
 
 
 def _between(values: "pd.Series[float]", text: Callable[[float], str]) -> str:
     return between({str(name): float(value) for name, value in values.items()}, text)
-
-
-def _percent(share: float) -> str:
-    return percent_of(share, 1)
 
 
 @from_best(_STEPS, _is_asked)
@@ -149,12 +145,12 @@ def _others(facts: pd.DataFrame, part: str) -> list[KernelClass]:
 
 def _other_words(facts: pd.DataFrame) -> Iterator[str]:
     """What else forward consists of, over several traces."""
-    rest = _between(1 - facts[f"{FORWARD} {KernelClass.MATMUL}"], _percent)
+    rest = _between(1 - facts[f"{FORWARD} {KernelClass.MATMUL}"], percent_of)
     told = []
     for kind in _others(facts, FORWARD):
         names = facts[f"longest {kind}"].dropna().unique()
         name = f" ({label(names[0])})" if len(names) == 1 else ""
-        told.append(f"{kind}{name} at most {_percent(facts[f'{FORWARD} {kind}'].max())}")
+        told.append(f"{kind}{name} at most {percent_of(facts[f'{FORWARD} {kind}'].max())}")
     yield f"Kernels besides matrix products take {rest} of forward's GPU time: {', '.join(told)}."
 
 
@@ -173,7 +169,7 @@ def product_share(material: Material) -> Answer | None:
     alone = best(material, _profiled(Mode.INFERENCE, Mode.FORWARD), _is_asked)
     if found is None or alone is None:
         return found
-    shares = _between(_with_forward(alone)[f"{FORWARD} {KernelClass.MATMUL}"], _percent)
+    shares = _between(_with_forward(alone)[f"{FORWARD} {KernelClass.MATMUL}"], percent_of)
     sentence = (
         "In runs of forward alone, without a graph, it is the same."
         if any(f" {shares} of a forward pass" in said for said in found.sentences)
@@ -192,12 +188,12 @@ def _share_words(facts: pd.DataFrame) -> Iterator[str]:
     trained = facts[facts[f"{OPTIMIZER} time"] > 0]
     if trained.empty:
         return
-    forward, step = (_between(trained[f"{part} {KernelClass.MATMUL}"], _percent) for part in (FORWARD, STEP))
+    forward, step = (_between(trained[f"{part} {KernelClass.MATMUL}"], percent_of) for part in (FORWARD, STEP))
     yield f"Matrix products take {forward} of a forward pass and {step} of a whole training step."
     grown = {kind: float((trained[f"{STEP} {kind}"] - trained[f"{FORWARD} {kind}"]).mean()) for kind in KernelClass}
     most = max(grown, key=lambda kind: grown[kind])
     if grown[most] > 0 and not trained[f"{OPTIMIZER} {KernelClass.MATMUL}"].any():
-        before, after = (_between(trained[f"{part} {most}"], _percent) for part in (FORWARD, STEP))
+        before, after = (_between(trained[f"{part} {most}"], percent_of) for part in (FORWARD, STEP))
         yield (
             f"Kernels of class {most} take {before} of forward and {after} of the step, as the optimizer has no "
             "matrix products."

@@ -115,7 +115,7 @@ def averaged_gradients(material: Material) -> Answer | None:
 
     def sentences(rows: list[Row], _: Runs) -> Iterator[str]:
         def share(part: str, whole: str) -> str:
-            return between(by_name(rows, lambda row: ratio(row[part], row[whole])), lambda part: percent_of(part, 1))
+            return between(by_name(rows, lambda row: ratio(row[part], row[whole])), percent_of)
 
         yield _steps(rows)
         yield (
@@ -175,7 +175,7 @@ def leaderboard(runs: Runs) -> Answer:
     fastest = rows[0]
     sentences = [
         f"The fastest step takes {significant(fastest['step_mean_ms'] / 1e3, 3)} s"
-        + (f", {percent_of(fastest['mfu'], 1)} of the peak's FLOPs" if fastest["mfu"] else "")
+        + (f", {percent_of(fastest['mfu'])} of the peak's FLOPs" if fastest["mfu"] else "")
         + (f", with {significant(fastest['peak_allocated_gib'], 4)} GiB" if fastest["peak_allocated_gib"] else "")
         + " on each GPU.",
     ]

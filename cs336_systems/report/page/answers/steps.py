@@ -149,7 +149,7 @@ def _without_warmup(first: Row, most: Row) -> str:
     """The steps after least warm-up beside those after most."""
     enough_ms = most["step_mean_ms"]
     mean, start = (three_digits(first[key] / enough_ms) for key in ("step_mean_ms", "first_step_ms"))
-    spread = "" if first["step_cv"] is None else f", with a standard deviation of {percent_of(first['step_cv'], 1)}"
+    spread = "" if first["step_cv"] is None else f", with a standard deviation of {percent_of(first['step_cv'])}"
     return (
         f"after {_steps(first['warmup_steps'])} the mean step is {mean} times that after {most['warmup_steps']}"
         f"{spread}; the first measured step takes {start} times as long."

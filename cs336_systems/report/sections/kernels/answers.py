@@ -116,7 +116,7 @@ def _range(values: "pd.Series[float]", text: Callable[[float], str]) -> str:
 
 
 def _shares(values: "pd.Series[float]") -> str:
-    return _range(values, lambda share: percent_of(share, 1))
+    return _range(values, percent_of)
 
 
 def _ratios(values: "pd.Series[float]") -> str:
