@@ -48,10 +48,11 @@ class RayCluster:
     this process ends children in others.
 
     Nodes other than the head have a version of this program that does not work: the driver must send its own. With a
-    token, only who has it in the environment, as in `access`, can connect.
+    token, only who has it in the environment, as in `access`, can connect. With `ordered`, the head runs nothing, and
+    Ray's autoscaler has ordered a node, which comes once there is a file RELEASED.
     """
 
-    def __init__(self, directory, num_nodes, token=None):
+    def __init__(self, directory, num_nodes, token=None, *, ordered=False):
         lay_out_models(directory)
         self.directory = directory
         self.access = {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
@@ -61,7 +62,7 @@ class RayCluster:
         self.temporary = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # the names of sockets must be short
         own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/faults/ray_cluster.py")],
+            [sys.executable, str(ROOT / "tests/faults/ray_cluster.py"), *(["ordered"] if ordered else [])],
             cwd=directory, env=os.environ | HEALTH | SPARING | self.access | own, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(directory / "stderr").open("w"),
         )  # fmt: skip

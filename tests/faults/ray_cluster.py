@@ -2,6 +2,7 @@
 
 Each line of standard input asks for a node, with the environment variables that the line holds in JSON; the reply is a
 line of JSON with the process of its raylet. The first line says the address and the processes of the head too.
+With the argument `ordered` the head runs nothing, and its autoscaler orders a node: see `ordered_node.py`.
 """
 
 import functools
@@ -33,8 +34,16 @@ def patiently(start, tries=3):
 
 
 if __name__ == "__main__":
-    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True}))
+    is_ordered = sys.argv[1:] == ["ordered"]
+    if is_ordered:
+        import ordered_node
+
+        ordered_node.prepare()
+    options = SMALL | {"no_monitor": True, "num_cpus": 0 if is_ordered else 1}
+    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=options))
     node = cluster.head_node
+    if is_ordered:
+        ordered_node.order(node)
     head = [node.all_processes["gcs_server"][0].process.pid, raylet(node)]
     print(json.dumps({"address": cluster.address, "raylet": raylet(node), "head": head}), flush=True)
     for line in sys.stdin:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
-from cs336_systems.config import Device
 from cs336_systems.record import Identity
 from cs336_systems.report.columns import Column, Row
 from cs336_systems.report.section import Section
@@ -30,7 +29,7 @@ _COLUMNS = (
 
 def cluster_section(look: Look, refused: Mapping[str, str | None]) -> Section:
     """A row for each machine; `refused` says by its name why a sweep leaves it out."""
-    rows = [_row(machine, look.device, refused[machine.name]) for machine in look.machines]
+    rows = [_row(machine, refused[machine.name]) for machine in look.machines]
     used = [row for row in rows if row["refused"] is None]
     slots = counted(sum(row["slots"] for row in used), "run") if used else "no run"
     notes = [f"A sweep uses {len(used)} of {counted(len(rows), 'machine')}: {slots} at a time."]
@@ -40,17 +39,14 @@ def cluster_section(look: Look, refused: Mapping[str, str | None]) -> Section:
     return Section(name="cluster", tables=(table,), rows=rows)
 
 
-def _row(machine: Machine, device: Device, refused: str | None) -> Row:
+def _row(machine: Machine, refused: str | None) -> Row:
     """The values of a machine; those that it does not tell are None."""
-    is_gpu = device is Device.CUDA
-    identity = dict.fromkeys(field.name for field in fields(Identity))
+    node = machine.node
     return {
-        "name": machine.name, "host": machine.host, "address": machine.address, "slots": machine.slots,
-        **(identity if machine.identity is None else asdict(machine.identity)),
-        "nsys": None if machine.identity is None else machine.has_nsys,
-        "count": machine.num_gpus if is_gpu else machine.num_cpus,
-        "free": machine.free_gpus if is_gpu else machine.free_cpus,
-        "refused": refused,
+        "name": machine.name, "host": machine.host, "address": machine.address, "slots": node.slots if node else 0,
+        **(asdict(node.identity) if node else dict.fromkeys(field.name for field in fields(Identity))),
+        "nsys": node.has_nsys if node else None,
+        "count": machine.count, "free": machine.free, "refused": refused,
     }  # fmt: skip
 
 

@@ -9,11 +9,19 @@ import msgspec
 import ray
 
 from cs336_systems.config import Device
-from cs336_systems.sweep.cluster.connection import ask, free_resources, in_a_line, machines, start_agent, this_machine
+from cs336_systems.sweep.cluster.connection import (
+    ask,
+    free_resources,
+    in_a_line,
+    machines,
+    resource_of,
+    start_agent,
+    this_machine,
+)
 from cs336_systems.sweep.cluster.fetch import RawFile
 from cs336_systems.sweep.cluster.measurer import Description, Request
 from cs336_systems.sweep.cluster.messages import Command, Message, Part
-from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Joined, Left, Node, Unfit
+from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Joined, Left, Unfit
 from cs336_systems.sweep.cluster.patience import Patience
 from cs336_systems.sweep.cluster.roster import Member, Roster, machine_of
 
@@ -42,8 +50,8 @@ class Agents:
         self._device, self._modules, self._patience = device, modules, patience
         self._say, self._spawn = say, spawn
         self._roster = Roster()
-        self._resource = "GPU" if device is Device.CUDA else "CPU"
-        """What Ray counts of each machine, and an agent reserves."""
+        self._resource = resource_of(device)
+        """What an agent reserves of its machine."""
 
     def obey(self, command: Command) -> None:
         """Do what the driver orders. For a machine that is lost, do nothing: the driver is told of the loss anyway."""
@@ -108,8 +116,8 @@ class Agents:
 
     async def _join(self, name: str, machine: dict[str, Any]) -> None:
         count = machine["Resources"].get(self._resource, 0)
-        if self._device is Device.CUDA and not count:
-            return  # such as a head without a GPU
+        if not count:
+            return  # such as a head without a GPU, or one that was started with --num-cpus=0
         counts = (0, count) if self._device is Device.CUDA else (count, 0)
         arguments = (self._device.value, self._modules, self._patience.lease_s)
         actor = start_agent(machine_of(name), *counts, *arguments)
@@ -128,10 +136,7 @@ class Agents:
         else:
             if name in self._roster.members:
                 member.description = found
-                node = Node(
-                    name=name, host=found.host, identity=found.identity, slots=found.slots, has_nsys=found.has_nsys
-                )
-                self._say(Message(joined=Joined(node)))
+                self._say(Message(joined=Joined(found.node(name))))
 
     async def renew(self) -> None:
         """Tell the agents again and again that the sweep goes on."""

@@ -53,25 +53,15 @@ class Conditions:
 
 def refusals(look: Look, conditions: Conditions) -> dict[str, str | None]:
     """By the name of each machine, why a sweep that begins now does not use it; None if it does."""
-    nodes = {
-        machine.name: Node(
-            name=machine.name, host=machine.host, identity=machine.identity, slots=machine.slots,
-            has_nsys=machine.has_nsys,
-        )
-        for machine in look.machines
-        if machine.identity is not None
-    }  # fmt: skip
-    conditions.choose([*nodes.values()])
-    return {
-        machine.name: conditions.why_refused(nodes[machine.name]) or _why_busy(machine, look.device)
-        if machine.name in nodes
-        else machine.failure or "it does not describe itself"
-        for machine in look.machines
-    }
+    conditions.choose([each.node for each in look.machines if each.node and each.count])
+    return {each.name: _why_left_out(each, look.device, conditions) for each in look.machines}
 
 
-def _why_busy(machine: Machine, device: Device) -> str | None:
-    count, free, what = machine.num_cpus, machine.free_cpus, "cores"
-    if device is Device.CUDA:
-        count, free, what = machine.num_gpus, machine.free_gpus, "GPUs"
-    return f"other jobs hold {count - free:g} of its {count:g} {what}" if free < count else None
+def _why_left_out(machine: Machine, device: Device, conditions: Conditions) -> str | None:
+    if machine.node is None:
+        return machine.failure or "it does not describe itself"
+    what, held = "GPUs" if device is Device.CUDA else "cores", machine.count - machine.free
+    if not machine.count:
+        return f"the cluster counts none of its {what}"
+    is_held = f"other jobs hold {held:g} of its {machine.count:g} {what}" if held else None
+    return conditions.why_refused(machine.node) or is_held

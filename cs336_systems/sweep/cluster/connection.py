@@ -84,6 +84,11 @@ def machines() -> dict[str, dict[str, Any]]:
     return {machine["NodeID"]: machine for machine in ray.nodes() if machine["Alive"]}
 
 
+def resource_of(device: Device) -> str:
+    """The name of what Ray counts of each machine that measures on this device."""
+    return "GPU" if device is Device.CUDA else "CPU"
+
+
 def free_resources() -> dict[str, dict[str, float]]:
     """What no job has reserved of each machine, by its id."""
     found: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()

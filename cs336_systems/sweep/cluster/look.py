@@ -11,7 +11,7 @@ import msgspec
 import ray
 
 from cs336_systems.config import Device
-from cs336_systems.sweep.cluster.connection import ask, begin, connect, free_resources, in_a_line, machines
+from cs336_systems.sweep.cluster.connection import ask, begin, connect, free_resources, in_a_line, machines, resource_of
 from cs336_systems.sweep.cluster.measurer import Description
 from cs336_systems.sweep.cluster.nodes import Look, Machine
 from cs336_systems.sweep.cluster.patience import PATIENCE
@@ -30,19 +30,14 @@ def _look(asked: str) -> Look:
     seen = []
     for name, machine in found.items():
         description, why = _answer(answers[name])
-        counts, left = machine["Resources"], free.get(name, {})
         seen.append(
             Machine(
                 name=name,
                 host=str(machine["NodeManagerHostname"]),
                 address=str(machine["NodeManagerAddress"]),
-                identity=None if description is None else description.identity,
-                slots=0 if description is None else description.slots,
-                has_nsys=description is not None and description.has_nsys,
-                num_cpus=counts.get("CPU", 0),
-                free_cpus=left.get("CPU", 0),
-                num_gpus=counts.get("GPU", 0),
-                free_gpus=left.get("GPU", 0),
+                node=None if description is None else description.node(name),
+                count=machine["Resources"].get(resource_of(device), 0),
+                free=free.get(name, {}).get(resource_of(device), 0),
                 failure=why,
             )
         )

@@ -28,6 +28,7 @@ from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import Identity, RunRecord
 from cs336_systems.sweep.cluster.fetch import RawFile
+from cs336_systems.sweep.cluster.nodes import Node
 from cs336_systems.sweep.isolation import WorkerProcess, preload, spare_children
 from cs336_systems.sweep.locks import LockedError, at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, begin_worker, when_it_ends
@@ -45,10 +46,11 @@ class Description(msgspec.Struct, frozen=True):
     has_nsys: bool
     """Whether Nsight Systems is installed."""
 
-    @property
-    def slots(self) -> int:
-        """How many ranks the machine can run at once."""
-        return len(self.gpus) or 1
+    def node(self, name: str) -> Node:
+        """The machine as the driver knows it, under this name."""
+        return Node(
+            name=name, host=self.host, identity=self.identity, slots=len(self.gpus) or 1, has_nsys=self.has_nsys
+        )
 
     @property
     def kind(self) -> tuple[Identity, bool]:

@@ -89,16 +89,12 @@ class Machine:
     name: str
     host: str
     address: str
-    identity: Identity | None
-    """None if it is not known, with the reason in `failure`."""
-    slots: int
-    """As in `Node`; 0 if it is not known."""
-    has_nsys: bool
-    num_cpus: float
-    free_cpus: float
-    num_gpus: float
-    """By the engine's count, as `free_gpus`: those that no job has reserved."""
-    free_gpus: float
+    node: Node | None
+    """What it says of itself; None if that is not known, with the reason in `failure`."""
+    count: float
+    """Its GPUs by the engine's count, or its cores where CPUs are measured."""
+    free: float
+    """Those of them that no job has reserved."""
     failure: str | None
 
 

@@ -29,12 +29,12 @@ def node(number, slots=1, has_nsys=True, **changes):
     return Node(name=f"node-{number}", host=f"host-{number}", identity=identity, slots=slots, has_nsys=has_nsys)
 
 
-def machine(node, held=0, failure=None):
-    """The node as `cs336 cluster` sees it, of whose GPUs and cores other jobs hold so many."""
+def machine(node, held=0, failure=None, count=None):
+    """The node as `cs336 cluster` sees it, of whose GPUs or cores, as many as it has slots, other jobs hold so many."""
+    count = node.slots if count is None else count
     return Machine(
-        name=node.name, host=node.host, address="192.0.2.1", identity=None if failure else node.identity,
-        slots=node.slots, num_cpus=8, free_cpus=8 - held, num_gpus=node.slots, free_gpus=node.slots - held,
-        has_nsys=node.has_nsys, failure=failure,
+        name=node.name, host=node.host, address="192.0.2.1", node=None if failure else node, count=count,
+        free=count - held, failure=failure,
     )  # fmt: skip
 
 

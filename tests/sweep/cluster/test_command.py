@@ -84,13 +84,14 @@ def test_the_machines_of_a_cluster(looked, capsys):
     assert "3 of its 4 GPUs" in found["host-2"]["refused"]
     assert found["host-3"]["refused"] == "it has no NVIDIA GPU"
     assert [each["free"] for each in found.values()] == [4, 2, 1, 1]
-    looked(machine(fine), machine(busy, held=5), device=Device.CPU)
+    looked(machine(fine, count=8), machine(busy, held=5, count=8), machine(node(4), count=0), device=Device.CPU)
     assert cli.main(["cluster", "--json"]) == 0
-    idle, held = (each["refused"] for each in json.loads(capsys.readouterr().out)["machines"])
+    idle, held, head = (each["refused"] for each in json.loads(capsys.readouterr().out)["machines"])
     assert idle is None
     assert "5 of its 8 cores" in held
+    assert "none of its cores" in head
     assert cli.main(["cluster", "h:1", "--require-device", "A100"]) == 1
-    assert "uses 0 of 2 machines" in capsys.readouterr().out
+    assert "uses 0 of 3 machines" in capsys.readouterr().out
 
 
 def test_machines_without_nsys_are_refused_for_a_sweep_that_needs_it(looked, capsys):
