@@ -57,7 +57,7 @@ def whole_file(request, tmp_path_factory):
 
     def get():
         if not made or not all(map(is_alive, made[-1].head)):
-            made.append(RayCluster(tmp_path_factory.mktemp("cluster"), 2, getattr(request.module, "TOKEN", None)))
+            made.append(RayCluster(tmp_path_factory.mktemp("cluster"), getattr(request.module, "TOKEN", None)))
         return made[-1]
 
     yield get
@@ -67,9 +67,8 @@ def whole_file(request, tmp_path_factory):
 
 @pytest.fixture
 def ray_cluster(whole_file):
-    """At least two nodes that wait for a sweep; at the end no process of one is left on them."""
+    """A head that waits for a sweep, and as many nodes as earlier tests have left; at the end no process of a sweep."""
     cluster = whole_file()
-    cluster.ensure(2)
     (cluster.directory / PAUSED).unlink(missing_ok=True)
     yield cluster
     assert eventually(lambda: not cluster.left(), END_S), cluster.left()

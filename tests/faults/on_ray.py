@@ -44,15 +44,15 @@ SPARING = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart"
 
 
 class RayCluster:
-    """A head that is a node too, and more nodes, all in `directory`. It is in the session of these tests: a sweep in
-    this process ends children in others.
+    """A head that is a node too, and the nodes that tests add, all in `directory`. It is in the session of these tests:
+    a sweep in this process ends children in others.
 
     Nodes other than the head have a version of this program that does not work: the driver must send its own. With a
     token, only who has it in the environment, as in `access`, can connect. With `ordered`, the head runs nothing, and
     Ray's autoscaler has ordered a node, which comes once there is a file RELEASED.
     """
 
-    def __init__(self, directory, num_nodes, token=None, *, ordered=False):
+    def __init__(self, directory, token=None, *, ordered=False):
         lay_out_models(directory)
         self.directory = directory
         self.access = {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
@@ -69,7 +69,6 @@ class RayCluster:
         found = self._reply()
         self.address, self.head = found["address"], [psutil.Process(each) for each in found["head"]]
         self._raylets = [psutil.Process(found["raylet"])]
-        self.ensure(num_nodes)
 
     def _reply(self):
         return json.loads(next(line for line in self.process.stdout if line.startswith("{")))
@@ -80,6 +79,7 @@ class RayCluster:
         return [*filter(is_alive, self._raylets)]
 
     def ensure(self, num_nodes):
+        """Add nodes until there are so many."""
         for _ in range(num_nodes - len(self.raylets)):
             self._raylets.append(self.add())
 

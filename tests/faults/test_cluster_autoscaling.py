@@ -14,7 +14,7 @@ pytestmark = MARKS
 
 @pytest.fixture
 def ray_cluster(tmp_path_factory):
-    cluster = RayCluster(tmp_path_factory.mktemp("cluster"), 1, ordered=True)
+    cluster = RayCluster(tmp_path_factory.mktemp("cluster"), ordered=True)
     yield cluster
     assert eventually(lambda: not cluster.left(), END_S), cluster.left()
     cluster.close()

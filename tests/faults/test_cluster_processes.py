@@ -26,37 +26,6 @@ TOKEN = "of these tests, and of no other cluster"
 """Ray asks for it, as docs/CLUSTER.md recommends."""
 
 
-def test_the_driver_killed_and_the_same_command_again(start, place, ray_cluster, chance):
-    running = start(fault="takes_a_while", contexts=CONTEXTS)
-    random_moment(running, place, chance)
-    running.process.kill()
-    running.wait()
-    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
-    earlier = contents(runs(place)) if runs(place).exists() else {}
-    finished = {name: content for name, content in earlier.items() if name.endswith(".json")}
-    check_all_there(start(fault="takes_a_while", contexts=CONTEXTS), place, finished)
-
-
-def test_ctrl_c(start, place, ray_cluster):
-    running = start(fault="pauses_once")
-    running.wait_for(ray_cluster.directory / PAUSED)
-    assert eventually(lambda: len(load_records(runs(place))[0]) == 2)
-    running.signal(signal.SIGINT)
-    assert running.wait() == 130, running.stderr
-    assert "the same command goes on from here" in running.stderr
-    assert "Traceback" not in running.stderr
-    assert len(load_records(runs(place))[0]) == 2
-
-
-def test_agents_that_are_killed_are_replaced(start, place, ray_cluster, chance):
-    """As Ray does where the memory of a machine is used up."""
-    running = start(fault="takes_a_while", contexts=CONTEXTS)
-    assert eventually(lambda: len(ray_cluster.agents()) == len(ray_cluster.raylets))
-    random_moment(running, place, chance)
-    send(ray_cluster.agents(), signal.SIGKILL)
-    check_all_there(running, place)
-
-
 def another_pytorch(place):
     """A directory in which a node finds that PyTorch 9.9 is installed."""
     metadata = place / "fake" / "torch-9.9.dist-info" / "METADATA"
@@ -69,6 +38,7 @@ def test_workers_that_fail_and_a_node_with_another_pytorch_until_it_is_like_the_
     start, place, ray_cluster, chance
 ):
     """A good run waits until the node that was refused has joined."""
+    ray_cluster.ensure(2)  # most have the same PyTorch
     num_nodes, fake = len(ray_cluster.raylets), another_pytorch(place)
     other, released = ray_cluster.add(fake), ray_cluster.directory / RELEASED
     words = [sys.executable, "-m", "cs336_systems", "cluster", ray_cluster.address, "--json"]
@@ -80,7 +50,7 @@ def test_workers_that_fail_and_a_node_with_another_pytorch_until_it_is_like_the_
         assert eventually(lambda: "is not used: torch is 9.9, needed" in running.stderr), running.stderr
         assert running.stderr.count(" joins: ") == num_nodes
         shutil.rmtree(fake)
-        assert eventually(lambda: running.stderr.count(" joins: ") == num_nodes + 1, 60), running.stderr
+        assert eventually(lambda: running.stderr.count(" joins: ") == num_nodes + 1), running.stderr
         released.touch()
         assert running.wait() == 1, running.stderr
         released.unlink()
@@ -98,8 +68,38 @@ def test_workers_that_fail_and_a_node_with_another_pytorch_until_it_is_like_the_
     assert group is None or "memory" in records[16].failure.message
 
 
+def test_the_driver_killed_and_then_the_agents_of_the_same_command(start, place, ray_cluster, chance):
+    """Ray kills an agent where the memory of a machine is used up; another takes its place."""
+    ray_cluster.ensure(2)
+    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    random_moment(running, place, chance)
+    running.process.kill()
+    running.wait()
+    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
+    earlier = contents(runs(place)) if runs(place).exists() else {}
+    finished = {name: content for name, content in earlier.items() if name.endswith(".json")}
+    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    assert eventually(lambda: len(ray_cluster.agents()) == 2 or running.process.poll() is not None)
+    random_moment(running, place, chance)
+    send(ray_cluster.agents(), signal.SIGKILL)
+    check_all_there(running, place, finished)
+
+
+def test_ctrl_c(start, place, ray_cluster):
+    ray_cluster.ensure(2)
+    running = start(fault="pauses_once")
+    running.wait_for(ray_cluster.directory / PAUSED)
+    assert eventually(lambda: len(load_records(runs(place))[0]) == 2)
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130, running.stderr
+    assert "the same command goes on from here" in running.stderr
+    assert "Traceback" not in running.stderr
+    assert len(load_records(runs(place))[0]) == 2
+
+
 def test_ray_dies_where_the_driver_is(start, place, ray_cluster, chance):
     """Last, because nothing can be done with its cluster afterwards."""
+    ray_cluster.ensure(2)
     running = start(fault="pauses_until_released", contexts=CONTEXTS)
     assert eventually(lambda: " joins: " in running.stderr)  # before, it would be connected through another node here
     random_moment(running, place, chance)

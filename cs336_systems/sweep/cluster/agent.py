@@ -19,6 +19,7 @@ import msgspec
 from cs336_systems.sweep.cluster.fetch import CHUNK_BYTES, RawFile
 from cs336_systems.sweep.cluster.measurer import Description, Reply, Request
 from cs336_systems.sweep.process import child_environment, when_it_ends
+from cs336_systems.sweep.run import num_slots
 
 
 class Agent:
@@ -66,9 +67,10 @@ class Agent:
             self._measurers.put(more)
         return line
 
-    def measure(self, data: bytes, width: int) -> bytes:
-        """Measure what the `Request` says on `width` GPUs of this machine's choice, and return the `Reply`."""
+    def measure(self, data: bytes) -> bytes:
+        """Measure what the `Request` says, on GPUs that are free, and return the `Reply`."""
         request = msgspec.json.decode(data, type=Request)
+        width = num_slots(request.config)
         with self._lock:
             gpus, self._free_gpus = tuple(self._free_gpus[:width]), self._free_gpus[width:]
         measurer = self._measurers.get()
@@ -77,7 +79,7 @@ class Agent:
             measurer.stdin.write(msgspec.json.encode(msgspec.structs.replace(request, gpus=gpus)) + b"\n")
             measurer.stdin.flush()
             line = _answer(measurer)
-            left = msgspec.json.decode(line, type=_Left)
+            left = msgspec.json.decode(line, type=_Files)
             for file in left.files:
                 self._files[request.config.key, file.name] = os.open(Path(left.folder) / file.name, os.O_RDONLY)
             if left.files:
@@ -111,7 +113,9 @@ class Agent:
         )
 
 
-class _Left(msgspec.Struct):
+class _Files(msgspec.Struct):
+    """What a run has left on this machine: the part of a `Reply` that is read here."""
+
     files: tuple[RawFile, ...] = ()
     folder: str = ""
 

@@ -59,7 +59,7 @@ class Agents:
         if member is None:
             return
         if command.run is not None:
-            reference = member.actor.measure.remote(msgspec.json.encode(command.run), command.width)
+            reference = member.actor.measure.remote(msgspec.json.encode(command.run))
             self._spawn(self._answer(command.name, command.run, reference))
         elif command.part is None:
             self._end(command.name)

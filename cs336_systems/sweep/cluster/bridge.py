@@ -18,7 +18,7 @@ import ray
 from cs336_systems.config import Device
 from cs336_systems.sweep.cluster.agents import Agents
 from cs336_systems.sweep.cluster.connection import begin, connect, in_a_line, machines, num_pending, this_machine
-from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Failed, Message
+from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Message
 from cs336_systems.sweep.cluster.nodes import Connected, Pending
 from cs336_systems.sweep.cluster.patience import Patience
 
@@ -81,7 +81,7 @@ class _Bridge:
         await asyncio.wait({obeying, self._failure}, return_when=asyncio.FIRST_COMPLETED)
         ended = self._failure if self._failure.done() else obeying
         if (error := ended.exception()) is not None:
-            self._speaker.say(Message(failed=Failed(in_a_line(error))))
+            self._speaker.say(Message(failed=in_a_line(error)))
         self._failure.cancel()  # what fails from here on is of no interest
         self._agents.end()
         await asyncio.sleep(_PARTING_S)
@@ -130,7 +130,7 @@ def main(words: Sequence[str]) -> None:
         speaker.say(Message(connected=Connected(connect(words[1], patience.head_s))))
         asyncio.run(_serve(Device(words[2]), words[4:], patience, speaker))
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        speaker.say(Message(failed=Failed(in_a_line(error))))
+        speaker.say(Message(failed=in_a_line(error)))
     speaker.end()
 
 

@@ -62,9 +62,9 @@ class Request(msgspec.Struct, frozen=True):
     """A run to measure."""
 
     config: RunConfig
-    gpus: tuple[str, ...]
-    """UUIDs of the GPUs that it takes."""
     timeout_s: float
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that it takes, which the agent of the machine chooses."""
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):

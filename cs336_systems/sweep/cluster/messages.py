@@ -23,23 +23,17 @@ class Command(msgspec.Struct, omit_defaults=True):
 
     name: str
     run: Request | None = None
-    width: int = 1
     part: Part | None = None
     refused: bool = False
     """With no other order: the machine is another than needed."""
-
-
-class Failed(msgspec.Struct):
-    """The connection is lost, or there was none."""
-
-    why: str
 
 
 class Message(msgspec.Struct, omit_defaults=True):
     """One of these; without any, the machines that were there at the start have joined."""
 
     connected: Connected | None = None
-    failed: Failed | None = None
+    failed: str | None = None
+    """Why the connection is lost, or there was none."""
     joined: Joined | None = None
     left: Left | None = None
     answer: Answer | None = None

@@ -23,7 +23,7 @@ from cs336_systems.sweep.cluster.run import sweep_on_nodes
 from cs336_systems.sweep.cluster.waiting import Placement
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.process import child_environment
-from cs336_systems.sweep.run import Outcome, modules_of, num_slots
+from cs336_systems.sweep.run import Outcome, modules_of
 from cs336_systems.sweep.store import SweepError
 
 _CHUNK_BYTES = 1 << 16
@@ -120,7 +120,7 @@ class RayNodes:
 
     def start(self, name: str, config: RunConfig) -> None:
         """Have this machine measure the run."""
-        self._tell(Command(name, Request(config, (), self._timeout_s), num_slots(config)))
+        self._tell(Command(name, Request(config, self._timeout_s)))
 
     def fetch(self, name: str, key: str, file: str, offset: int) -> None:
         """Have this machine send the next part of a file of the run."""
@@ -155,7 +155,7 @@ class RayNodes:
 
     def _events(self, message: Message) -> Iterator[Event]:
         if message.failed is not None:
-            raise self._lost(message.failed.why)
+            raise self._lost(message.failed)
         self._is_connected = True
         if self._first is not None and message.joined is not None:
             self._first.append(message.joined)

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from cs336_systems.config import Device, Parallel
 from cs336_systems.sweep.cluster.agent import Agent
 from cs336_systems.sweep.cluster.measurer import Description, Request, describe
 from tests.faults.harness import eventually
@@ -50,14 +52,19 @@ def test_runs_at_the_same_time_have_gpus_of_their_own(monkeypatch):
     try:
         agent.describe()
         assert len(started) == len(UUIDS)
-        requests = [msgspec.json.encode(Request(config, (), 60.0)) for config in grid(12)]
         widths = [2, 1, 1, 2, 2, 4, 1, 1, 1, 1, 4, 3]
+        requests = [
+            msgspec.json.encode(
+                Request(replace(config, device=Device.CUDA, parallel=Parallel.DDP, ranks=width), 60.0)
+                if width > 1
+                else Request(replace(config, device=Device.CUDA), 60.0)
+            )
+            for config, width in zip(grid(12), widths, strict=True)
+        ]
         answers = []
         for group in ((0, 1, 2), (3, 4), (5,), (6, 7, 8, 9), (10,), (11,)):  # as the driver starts them
             with ThreadPoolExecutor(4) as pool:
-                answers += pool.map(
-                    lambda index: msgspec.json.decode(agent.measure(requests[index], widths[index])), group
-                )
+                answers += pool.map(lambda index: msgspec.json.decode(agent.measure(requests[index])), group)
         assert [len(answer["gpus"]) for answer in answers] == widths
         for one in answers:
             for other in answers:
@@ -90,7 +97,7 @@ def test_raw_profiles_have_no_name_and_are_sent_in_parts(monkeypatch, tmp_path):
         agent.describe()
         keys = []
         for config in grid(2):
-            agent.measure(msgspec.json.encode(Request(config, (), 60.0)), 1)
+            agent.measure(msgspec.json.encode(Request(config, 60.0)))
             keys.append(config.key)
         assert eventually(lambda: not list(tmp_path.iterdir()))
         whole = bytes(range(256)) * 6000
@@ -114,7 +121,7 @@ def test_a_process_that_measures_and_dies_is_an_error_of_the_machine(monkeypatch
     try:
         agent.describe()
         for _ in range(5):
-            reply = msgspec.json.decode(agent.measure(msgspec.json.encode(Request(grid(1)[0], (), 60.0)), 1))
+            reply = msgspec.json.decode(agent.measure(msgspec.json.encode(Request(grid(1)[0], 60.0))))
             assert "the process that measures" in reply["error"]
     finally:
         end(started)

@@ -70,7 +70,7 @@ def served(monkeypatch, agents=Agents, machines=lambda: {"this": {}}):
     monkeypatch.setattr(bridge, "_PARTING_S", 0.01)
     asyncio.run(bridge._serve(Device.CPU, (), PATIENCE, speaker))
     assert (speaker.ended, made[0].ended) == (True, True)
-    return [message.failed.why for message in speaker.said], made[0]
+    return [message.failed for message in speaker.said], made[0]
 
 
 def test_it_ends_without_a_word_with_its_driver(monkeypatch, driver):

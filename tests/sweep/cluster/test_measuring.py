@@ -58,7 +58,7 @@ def _agent(monkeypatch, tmp_path, scratch):
 
 def fetched(agent, config, runs):
     """Measure the run, and bring what it has left."""
-    reply = msgspec.json.decode(agent.measure(msgspec.json.encode(Request(config, (), 60.0)), 1), type=Reply)
+    reply = msgspec.json.decode(agent.measure(msgspec.json.encode(Request(config, 60.0))), type=Reply)
     assert reply.record.status is Status.OK, reply.record.failure
     assert eventually(lambda: not Path(reply.folder).exists())
     for path in raw_profile_paths(config, runs):
