@@ -353,12 +353,13 @@ def _machines(arguments: SweepArguments) -> Callable[..., "Outcome"] | None:
     if arguments.cluster is None:
         return None
     check_ray("--cluster")
-    from cs336_systems.sweep.cluster.ray_nodes import sweep_on_ray
+    from cs336_systems.sweep.cluster.ray_nodes import connected
+    from cs336_systems.sweep.cluster.run import sweep_on_nodes
     from cs336_systems.sweep.cluster.waiting import Placement
 
     return functools.partial(
-        sweep_on_ray,
-        address=arguments.cluster,
+        sweep_on_nodes,
+        connect=functools.partial(connected, arguments.cluster),
         require_device=arguments.require_device,
         placement=Placement(same_node=arguments.same_node, share_nodes=arguments.share_nodes),
         wait_nodes_s=arguments.wait_nodes_s,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from cs336_systems.config import RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.record import Failure, Input, RecordError, RunRecord, Status, load_records, write_record
+from cs336_systems.sweep.explain import can_be_explained
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.store import (
     SweepError,
@@ -26,6 +27,8 @@ class Resumed(NamedTuple):
     """Records that stay: those of other runs, and results of the wanted ones."""
     todo: list[RunConfig]
     """Wanted runs without a result, in their order."""
+    unexplained: list[RunConfig]
+    """Wanted runs with a result whose raw profiles are to be explained."""
     problems: list[RecordError]
     """Files that were not readable, and are set aside."""
 
@@ -40,7 +43,9 @@ def resume(configs: Sequence[RunConfig], runs: Path, *, fresh: bool) -> Resumed:
     wanted = {config.key for config in configs}
     kept = [record for record in records if record.key not in wanted or record.status.is_result]
     done = {record.key for record in kept}
-    return Resumed(kept, [config for config in configs if config.key not in done], problems)
+    todo = [config for config in configs if config.key not in done]
+    unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
+    return Resumed(kept, todo, unexplained, problems)
 
 
 @dataclass(slots=True)

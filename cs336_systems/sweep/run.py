@@ -115,13 +115,11 @@ def run_sweep(
         for gpu in gpus:
             if gpu is not None:
                 stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        kept, todo, problems = resume(configs, runs, fresh=fresh)
+        kept, todo, unexplained, problems = resume(configs, runs, fresh=fresh)
         present = identity(configs[0].device, gpus[0]) if configs else None
         inputs = () if allow_mixed else all_inputs(configs)
         if present and not allow_mixed:
             refuse_to_mix(kept, present, inputs, directory)
-        wanted = {config.key for config in configs}
-        unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
         if todo:
             preload(*modules_of([*todo, *unexplained]))
         elif unexplained:
@@ -135,16 +133,21 @@ def run_sweep(
         are_others = stack.enter_context(at_work(cpu_lock_path() if is_on_cpu else None))
         keeper = Keeper(runs, listener, inputs)
         Loop(keeper, gpus, timeout_s, interrupts, are_others, deque(unexplained)).run(todo)
-        every, _ = load_records(runs)
-        write_environment(every, directory)
-        return Outcome(
-            records=tuple(every),
-            measured=tuple(keeper.measured),
-            unexplained=tuple(record.config for record in every if lacks_explanation(record, runs)),
-            interrupted=interrupts.count > 0,
-            wall_s=monotonic() - started,
-            slots=len(gpus),
-        )
+        return outcome(keeper, interrupted=interrupts.count > 0, wall_s=monotonic() - started, slots=len(gpus))
+
+
+def outcome(keeper: Keeper, *, interrupted: bool, wall_s: float, slots: int) -> Outcome:
+    """What a sweep that ends has done; writes its environment.json."""
+    every, _ = load_records(keeper.runs)
+    write_environment(every, keeper.runs.parent)
+    return Outcome(
+        records=tuple(every),
+        measured=tuple(keeper.measured),
+        unexplained=tuple(record.config for record in every if lacks_explanation(record, keeper.runs)),
+        interrupted=interrupted,
+        wall_s=wall_s,
+        slots=slots,
+    )
 
 
 def explain_again(

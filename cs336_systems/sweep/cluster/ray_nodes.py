@@ -8,22 +8,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from time import monotonic
 from typing import BinaryIO
 
 import msgspec
 
-from cs336_systems.config import Device, RunConfig
+from cs336_systems.config import RunConfig
 from cs336_systems.sweep.cluster.measurer import Request
 from cs336_systems.sweep.cluster.messages import MAX_LINE_BYTES, Command, Message, Part
 from cs336_systems.sweep.cluster.nodes import Event, Joined, Look
 from cs336_systems.sweep.cluster.patience import PATIENCE
-from cs336_systems.sweep.cluster.run import sweep_on_nodes
-from cs336_systems.sweep.cluster.waiting import Placement
-from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.process import child_environment
-from cs336_systems.sweep.run import Outcome, modules_of
+from cs336_systems.sweep.run import modules_of
 from cs336_systems.sweep.store import SweepError
 
 _CHUNK_BYTES = 1 << 16
@@ -40,40 +36,17 @@ def is_installed() -> bool:
     return importlib.util.find_spec("ray") is not None
 
 
-def sweep_on_ray(
-    configs: Sequence[RunConfig],
-    directory: Path,
-    listener: Listener,
-    *,
-    address: str,
-    timeout_s: float,
-    fresh: bool,
-    allow_mixed: bool,
-    require_device: str | None,
-    placement: Placement,
-    wait_nodes_s: float,
-) -> Outcome:
-    """Measure those of `configs` that have no result in `directory` yet, on the Ray cluster at `address`."""
-    device = configs[0].device if configs else Device.CPU
-
-    def connect() -> contextlib.AbstractContextManager[RayNodes]:
-        return connected(address, device, modules_of(configs), timeout_s)
-
-    return sweep_on_nodes(
-        configs, directory, listener, connect,
-        timeout_s=timeout_s, fresh=fresh, allow_mixed=allow_mixed,
-        require_device=require_device, placement=placement, wait_nodes_s=wait_nodes_s,
-    )  # fmt: skip
-
-
 @contextlib.contextmanager
-def connected(address: str, device: Device, modules: Sequence[str], timeout_s: float) -> Iterator["RayNodes"]:
-    """The machines of the cluster at `address` ("auto": the one that this machine belongs to), with agents on them."""
+def connected(address: str, configs: Sequence[RunConfig], timeout_s: float) -> Iterator["RayNodes"]:
+    """The machines of the cluster at `address` ("auto": the one that this machine belongs to), with agents on them.
+
+    The runs to measure are `configs`, each of which may take `timeout_s`.
+    """
     with tempfile.TemporaryFile() as errors:
-        patience = msgspec.json.encode(PATIENCE).decode()
+        device, patience = configs[0].device, msgspec.json.encode(PATIENCE).decode()
         words = [sys.executable, "-m", f"{__package__}.bridge", str(os.getpid()), address, device.value, patience]
         process = subprocess.Popen(
-            [*words, *modules],
+            [*words, *modules_of(configs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

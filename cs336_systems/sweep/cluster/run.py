@@ -9,20 +9,19 @@ from time import monotonic
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.measure.inputs import all_inputs
-from cs336_systems.record import Identity, load_records
+from cs336_systems.record import Identity
 from cs336_systems.sweep.cluster.conditions import Conditions
 from cs336_systems.sweep.cluster.driver import Driver
 from cs336_systems.sweep.cluster.nodes import Nodes
 from cs336_systems.sweep.cluster.waiting import ANYWHERE, Placement
-from cs336_systems.sweep.explain import can_be_explained, lacks_explanation
 from cs336_systems.sweep.interrupts import Interrupts
 from cs336_systems.sweep.isolation import preload_to_explain, spare_children
 from cs336_systems.sweep.keep import Keeper, resume
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.locks import exclusive
 from cs336_systems.sweep.process import adopt_orphans
-from cs336_systems.sweep.run import Loop, Outcome
-from cs336_systems.sweep.store import make_writable, refuse_to_mix, write_environment
+from cs336_systems.sweep.run import Loop, Outcome, outcome
+from cs336_systems.sweep.store import make_writable, refuse_to_mix
 
 _MOST_EXPLAINERS = 4
 """How many profiles are explained at a time at most, of which each can take gigabytes of memory."""
@@ -32,7 +31,7 @@ def sweep_on_nodes(
     configs: Sequence[RunConfig],
     directory: Path,
     listener: Listener,
-    connect: Callable[[], contextlib.AbstractContextManager[Nodes]],
+    connect: Callable[[Sequence[RunConfig], float], contextlib.AbstractContextManager[Nodes]],
     *,
     timeout_s: float = 600.0,
     fresh: bool = False,
@@ -43,21 +42,20 @@ def sweep_on_nodes(
 ) -> Outcome:
     """Measure those of `configs` that have no result in `directory` yet, on the machines that `connect` brings.
 
+    It is called with the runs to measure and how long each may take, unless there are none.
     Raises SweepError and LockedError as `run_sweep` does, and SweepError if no machine is there for `wait_nodes_s`.
     """
     started = monotonic()
     runs = make_writable(directory / "runs")
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
-        kept, todo, problems = resume(configs, runs, fresh=fresh)
+        kept, todo, unexplained, problems = resume(configs, runs, fresh=fresh)
         inputs = () if allow_mixed else all_inputs(configs)
         known = next((record.environment.identity for record in kept if record.environment), None)
         identity: Identity | None = None if allow_mixed else known
         if identity is not None:
             refuse_to_mix(kept, identity, inputs, directory)
         listener.planned(kept, todo, problems)
-        wanted = {config.key for config in configs}
-        unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
         if unexplained or any(config.profiler is not Profiler.NONE for config in todo):
             adopt_orphans()
             preload_to_explain()
@@ -67,7 +65,7 @@ def sweep_on_nodes(
         explainer = Loop(keeper, explainers, timeout_s, interrupts, lambda: False, deque(unexplained))
         stack.callback(explainer.end)
         if todo:
-            with connect() as nodes:
+            with connect(todo, timeout_s) as nodes:
                 spare_children()
                 needs_nsys = any(config.profiler is Profiler.NSYS for config in todo)
                 conditions = Conditions(identity, allow_mixed, require_device, needs_nsys)
@@ -85,13 +83,4 @@ def sweep_on_nodes(
                 driver.run(todo)
                 most_slots = driver.most_slots
         explainer.run(())  # what is left; the machines are free for others
-        every, _ = load_records(runs)
-        write_environment(every, directory)
-        return Outcome(
-            records=tuple(every),
-            measured=tuple(keeper.measured),
-            unexplained=tuple(record.config for record in every if lacks_explanation(record, runs)),
-            interrupted=interrupts.count > 0,
-            wall_s=monotonic() - started,
-            slots=most_slots,
-        )
+        return outcome(keeper, interrupted=interrupts.count > 0, wall_s=monotonic() - started, slots=most_slots)
