@@ -77,7 +77,8 @@ def test_of_interrupted_work_the_old_page_is_left(tree: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     (tree / "index.html").write_text("old")
-    monkeypatch.setattr(whole, "precision_chapters", interrupted)
+    subject = whole.SUBJECTS["precision"]._replace(chapters=interrupted)
+    monkeypatch.setitem(whole.SUBJECTS, "precision", subject)
     assert cli.main(["report", str(tree)]) == 130
     assert (tree / "index.html").read_text() == "old"
     assert sorted(tree.rglob("*.tmp")) == []
