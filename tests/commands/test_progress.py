@@ -38,7 +38,7 @@ COMMANDS = {
     "fusion": ("--device cpu", "PyTorch", "1 of 12: gelu eager fp32", "12 of 12: ", "writing"),
     "attention": ("--device cpu", "PyTorch", "1 of 12: naive", "12 of 12: ", "writing"),
     "ceilings": (
-        "--device cpu --sizes 16 32 --presets --precisions fp32 --memory-mib 1 --loops 2 --loop-s 0.001",
+        "--device cpu --sizes 16 32 --presets --step-presets --precisions fp32 --memory-mib 1 --loops 2 --loop-s 0.001",
         *("PyTorch", "1 of 6: fp32 product 16 x 16 x 16", "3 of 6: ", "6 of 6: launches", "writing"),
     ),
     "ladder": ("--report ladder", "reading", "writing"),

@@ -20,11 +20,12 @@ FAST = ["cs336_systems.model.fast.trainable", "cs336_systems.model.fast.step_gra
 
 @pytest.fixture
 def preloaded() -> Iterator[list[str]]:
-    """The modules, which a fork server that the tests started already has imported or not."""
+    """The modules for any run, which a fork server that the tests started already has imported or not."""
     fork_server()
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     before = list(server._preload_modules)
-    yield before
+    preload()
+    yield list(server._preload_modules)
     fork_server().set_forkserver_preload(before)
 
 
@@ -46,7 +47,7 @@ def test_the_compiler_is_imported_after_all_else_for_runs_that_need_it(
     plain = RunConfig(size="tiny", model=SIZES["tiny"])
     preload(*modules_of([plain, replace(plain, **changes)]))
     found = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-    assert found == [*preloaded[:2], *modules]
+    assert found == [*preloaded, *modules]
     assert found[0] == "cs336_systems.sweep.preload"
     assert all(importlib.util.find_spec(name) for name in found), "the server says nothing of what it does not find"
 
