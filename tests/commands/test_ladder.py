@@ -4,8 +4,6 @@ import csv
 import json
 import os
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +25,6 @@ from tests.report.making import make_failure, make_record
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-ROOT = Path(__file__).parents[2]
 CPU = ["--device", "cpu"]
 SMALL = [
     *CPU, "--context-length", "64", "--batch-size", "4", "--vocab-size", "503", "--d-model", "64", "--d-ff", "128",
@@ -304,15 +301,11 @@ def test_a_ladder_under_nsys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert status(*SMALL) == 2
 
 
-# The whole of it, as a user types it
+# The whole of it
 
 
-def test_the_command_measures_judges_and_explains(empty_directory: Path) -> None:
-    command_line = ["-m", "cs336_systems", "ladder", *SMALL, "--rungs", "bf16", "--repeats", "2", "--name", "x"]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command_line], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
+def test_the_command_measures_judges_and_explains(empty_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ladder(*SMALL, "--rungs", "bf16", "--repeats", "2", "--name", "x") == 0
     directory = empty_directory / "data" / "ladder" / "x"
     with (directory / "ladder.csv").open() as file:
         first, second = csv.DictReader(file)
@@ -340,4 +333,4 @@ def test_the_command_measures_judges_and_explains(empty_directory: Path) -> None
     assert {"environment.json", "ladder.json", "ladder.md", "ladder.tex", "ladder.typ", "plots", "runs"} <= {
         path.name for path in directory.iterdir()
     }
-    assert "From the slow way to the fast way" in done.stdout
+    assert "From the slow way to the fast way" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """What the commands make of GPUs that are hidden, cut into slices, or not all of a kind."""
 
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -80,7 +79,7 @@ def test_auto_says_once_that_it_takes_the_cpu_and_why(
     name: str,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    if name in ("benchmark", "sweep", "precision"):
+    if name in ("benchmark", "precision"):
         assert COMMANDS[name]() == 0
     else:
         request.getfixturevalue("no_runs")
@@ -93,21 +92,16 @@ def test_auto_says_once_that_it_takes_the_cpu_and_why(
 
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_gpus_hidden_on_purpose_need_no_word(
-    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], visible: str
+    driver: SimpleNamespace,
+    no_runs: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    visible: str,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert COMMANDS["benchmark"]() == 0
+    with pytest.raises(FarEnoughError):
+        COMMANDS["sweep"]()
     assert "note:" not in capsys.readouterr().err
-
-
-def test_standard_output_is_the_record_alone(
-    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert cli.benchmark([*SMALL, "--context-length", "8", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["config"]["device"] == "cpu"
-    assert "takes the CPU" in captured.err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

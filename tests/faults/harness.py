@@ -30,6 +30,8 @@ CGROUP = "cgroup"
 """File that names the memory cgroup for the models in its directory."""
 CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 CGROUP_LIMIT_BYTES = 64 * 2**20
+SWEEP = ROOT / "benchmark_sweep.py"
+WITHOUT_REPORT = ROOT / "tests/faults/sweep_without_report.py"
 PATIENCE_S = 120
 """Far longer than anything here takes on an idle machine: only a hang lasts so long."""
 
@@ -93,8 +95,8 @@ def contents(directory):
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir() if path.is_file()}
 
 
-def command(fault="good", contexts=(4, 8, 16), script=ROOT / "benchmark_sweep.py"):
-    """The sweep as a user types it, in the current directory, without a report of what is beside the point."""
+def command(fault="good", contexts=(4, 8, 16), script=WITHOUT_REPORT):
+    """The sweep as a user types it, in the current directory."""
     shape = {"vocab-size": 11, "d-model": 8, "d-ff": 16, "num-layers": 1, "num-heads": 2}
     steps = {"warmup-steps": 2, "measured-steps": 2, "timeout-s": PATIENCE_S}
     flags = {**shape, **steps, "device": "cpu", "name": NAME, "model": f"{MODELS}:{fault}"}
@@ -174,7 +176,10 @@ class Command:
         self.directory = directory
         self._outputs = [(directory / name).open("wb") for name in ("stdout", "stderr")]
         streams = dict(zip(("stdout", "stderr"), self._outputs, strict=True))
-        options = {"cwd": directory, "start_new_session": True, "preexec_fn": begin, **streams, **options}
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        options = (
+            {"cwd": directory, "env": environment, "start_new_session": True, "preexec_fn": begin} | streams | options
+        )
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **options)
 
     @property

@@ -1,7 +1,6 @@
 """Which signals a command ignores, whoever has started the tests and whichever of them are ignored there."""
 
 import contextlib
-import csv
 import fcntl
 import os
 import pty
@@ -11,8 +10,9 @@ import termios
 
 import pytest
 
+from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.process import STOP_SIGNALS
-from tests.faults.harness import command, eventually, results
+from tests.faults.harness import SWEEP, command, eventually, runs
 from tests.faults.models import PAUSED, RELEASED
 
 DISPOSITIONS = f"""
@@ -53,7 +53,7 @@ def test_a_sweep_that_ignores_sighup_outlives_its_terminal(launch, place):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
-    words = command("pauses_until_released", contexts=[4, 8])
+    words = command("pauses_until_released", contexts=[4, 8], script=SWEEP)
     running = launch(words, stdout=theirs, stderr=theirs, preexec_fn=take_the_terminal, pass_fds=[theirs])
     os.close(theirs)
     os.set_blocking(ours, False)
@@ -68,5 +68,4 @@ def test_a_sweep_that_ignores_sighup_outlives_its_terminal(launch, place):
     running.signal(signal.SIGHUP)
     RELEASED.touch()
     assert running.wait() == 0
-    with (results(place) / "results.csv").open() as file:
-        assert [row["status"] for row in csv.DictReader(file)] == ["ok", "ok"]
+    assert [record.status for record in load_records(runs(place))[0]] == [Status.OK, Status.OK]

@@ -10,7 +10,7 @@ import pytest
 
 from cs336_systems.record import Status
 from cs336_systems.sweep.locks import LockedError, exclusive, gpu_lock_path
-from tests.faults.harness import ROOT, command, config, contents, results, runs, sweep
+from tests.faults.harness import ROOT, SWEEP, command, config, contents, results, runs, sweep
 from tests.faults.models import PAUSED
 
 HOLD = """
@@ -47,14 +47,14 @@ class Holder:
 
 
 def test_a_second_sweep_in_one_directory_names_the_first(launch, place):
-    first = launch(command("pauses_once"))
+    first = launch(command("pauses_once", script=SWEEP))
     first.wait_for(PAUSED)
     earlier = contents(runs(place))
     with pytest.raises(LockedError) as refused:
         sweep(results(place), config())
     assert f"process {first.process.pid} on " in str(refused.value)
     assert "benchmark_sweep.py" in str(refused.value)
-    second = subprocess.run(command("pauses_once"), cwd=place, capture_output=True, text=True)
+    second = subprocess.run(command("pauses_once", script=SWEEP), cwd=place, capture_output=True, text=True)
     assert second.returncode == 1
     assert f"is in use by process {first.process.pid} on " in second.stderr
     assert "Traceback" not in second.stderr

@@ -13,7 +13,7 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.store import SweepError
-from tests.faults.harness import ROOT, Witness, command, config, contents, path_of, results, runs, sweep
+from tests.faults.harness import ROOT, WITHOUT_REPORT, Witness, command, config, contents, path_of, results, runs, sweep
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -88,10 +88,10 @@ def test_changed_code_is_refused_where_it_measures(launch, place, module, is_ref
     earlier = contents(runs(place))
     changed = place / "changed"
     shutil.copytree(ROOT / "cs336_systems", changed / "cs336_systems", ignore=shutil.ignore_patterns("__pycache__"))
-    script = shutil.copy(ROOT / "benchmark_sweep.py", changed)
+    script = shutil.copy(WITHOUT_REPORT, changed)
     with (changed / "cs336_systems" / module).open("a") as file:
         file.write("# changed\n")
-    resumed = launch(command(contexts=(8,), script=script), env=os.environ | {"PYTHONPATH": str(ROOT)})
+    resumed = launch(command(contexts=(8,), script=script))
     assert resumed.wait() == (1 if is_refused else 0)
     assert ("code was " in resumed.stderr) == is_refused
     assert "Traceback" not in resumed.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.record import Status, load_records
-from tests.faults.harness import ROOT, command, eventually, results, runs
+from tests.faults.harness import ROOT, SWEEP, command, eventually, results, runs
 from tests.faults.models import PAUSED
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -100,7 +100,7 @@ def test_an_interrupted_sweep_says_what_to_do_where_it_can_be_read(
 def test_ctrl_c_that_ends_the_reader_too(launch, place):
     """`benchmark_sweep.py 2>&1 | tee log`."""
     script = '{ trap : INT; "$@"; echo $? >status; } 2>&1 | tee log'
-    running = launch(["sh", "-c", script, "sh", *command("pauses_once", contexts=[4, 8])])
+    running = launch(["sh", "-c", script, "sh", *command("pauses_once", contexts=[4, 8], script=SWEEP)])
     running.wait_for(PAUSED)
     running.signal(signal.SIGINT)
     assert eventually(lambda: (place / "status").exists() and (place / "status").read_text())

@@ -343,24 +343,22 @@ def expected():
 
 
 BF16 = {"precision": Precision.BF16}
-FUSED = {**BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128}
+CAST_ONCE = {**BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128, "cast_once": True}
 HONEST = {
-    "bf16": BF16,
-    "fused attention": {**BF16, "attention": Attention.SDPA},
-    "padded, fused AdamW": FUSED,
-    "cast once": {**FUSED, "cast_once": True},
-    "AdamW written out": {"optimizer": OptimizerKind.ADAMW},
+    "fused attention": (Arch.CS336, {**BF16, "attention": Attention.SDPA}),
+    "AdamW written out": (Arch.CS336, {"optimizer": OptimizerKind.ADAMW}),
+    "padded, cast once, fused AdamW": (Arch.CS336, CAST_ONCE),
+    "the same of gpt2": (Arch.GPT2, CAST_ONCE),
 }
 
 
 @pytest.mark.parametrize("honest", HONEST)
-@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.GPT2, 0)])
-def test_the_same_training_passes_well_within_the_bound(expected, arch, seed, honest):
-    changes = dict(HONEST[honest])
-    base = of(arch, seed)
-    model = replace(base.model, attention=changes.pop("attention", Attention.NAIVE))
-    config = replace(base, model=model, **changes)
-    gate = judge(config.precision, [train(config)], [expected(arch, seed)])
+def test_the_same_training_passes_well_within_the_bound(expected, honest):
+    arch, changes = HONEST[honest]
+    base = of(arch, 0)
+    model = replace(base.model, attention=changes.get("attention", Attention.NAIVE))
+    config = replace(base, model=model, **{name: value for name, value in changes.items() if name != "attention"})
+    gate = judge(config.precision, [train(config)], [expected(arch, 0)])
     assert gate.passed
     assert gate.largest < gate.bound / 2
 
@@ -411,15 +409,17 @@ FAULTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.GPT2, 0)])
-def test_another_training_fails_even_the_widest_bound(expected, arch, seed, fault):
-    gate = judge(Precision.BF16, [train(of(arch, seed), fault)], [expected(arch, seed)], fp8=True)
+@pytest.mark.parametrize(
+    ("arch", "fault"),
+    [*((Arch.CS336, fault) for fault in FAULTS), (Arch.GPT2, see_the_future)],  # the one that is least off for gpt2
+)
+def test_another_training_fails_even_the_widest_bound(expected, arch, fault):
+    gate = judge(Precision.BF16, [train(of(arch, 0), fault)], [expected(arch, 0)], fp8=True)
     assert gate.bound == max(*BOUNDS.values(), FP8_BOUND)
     assert gate.passed is False, gate
 
 
-IN_FP8 = {**HONEST["cast once"], "fp8": True}
+IN_FP8 = {**CAST_ONCE, "fp8": True}
 
 
 @pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 1), (Arch.GPT2, 0)])
@@ -448,10 +448,10 @@ CAST = fp8._cast
 
 
 @pytest.mark.parametrize("fault", [cast_without_a_unit, forget_a_tenth, cut_off_the_largest], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 0), (Arch.GPT2, 0)])
-def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch, arch, seed, fault):
+def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch, fault):
     monkeypatch.setattr(fp8, "_cast", fault)
-    gate = judge(Precision.BF16, [train(replace(of(arch, seed), **IN_FP8))], [expected(arch, seed)], fp8=True)
+    losses = train(replace(of(Arch.CS336, 0), **IN_FP8))
+    gate = judge(Precision.BF16, [losses], [expected(Arch.CS336, 0)], fp8=True)
     assert gate.passed is False, gate
 
 
@@ -469,5 +469,5 @@ def test_copies_that_are_never_written_again_are_found(expected):
 
         step.optimizer.step = stale
 
-    config = replace(of(Arch.CS336, 0), **HONEST["cast once"])
+    config = replace(of(Arch.CS336, 0), **CAST_ONCE)
     assert judge(Precision.BF16, [train(config, forget)], [expected(Arch.CS336, 0)]).passed is False
