@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import (
     Arch,
@@ -30,6 +29,7 @@ from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.forecast.tape import MATMULS_OF, Kind
 from cs336_systems.costs.time import Launch, Limit, operations, replay, step_time
 from cs336_systems.model.transformer import RMSNorm, TransformerLM
+from tests.operators import Calls
 
 MODEL = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=3, num_heads=4)
 RUN = RunConfig(size="custom", model=MODEL, batch_size=2, device=Device.CUDA)
@@ -136,20 +136,6 @@ def test_matmuls_of_the_operations_have_the_flops_of_the_closed_form(
         assert flops == wanted, phase
 
 
-class Dispatched(TorchDispatchMode):
-    """Counts the operations that PyTorch dispatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.names[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "slice", "split", "detach",
     "view_as_complex", "view_as_real", "_conj",
@@ -173,11 +159,11 @@ def dispatched(config: RunConfig) -> dict[Phase, Counter[str]]:
     model = TransformerLM(config.model)
     tokens = torch.zeros(config.batch_size, config.model.context_length, dtype=torch.long)
     is_half = config.precision is Precision.BF16
-    with Dispatched() as forward, torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+    with Calls() as forward, torch.autocast("cpu", torch.bfloat16, enabled=is_half):
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    with Dispatched() as backward:
+    with Calls() as backward:
         loss.backward()
-    return {Phase.FORWARD: forward.names, Phase.BACKWARD: backward.names}
+    return {Phase.FORWARD: forward.counts, Phase.BACKWARD: backward.counts}
 
 
 @pytest.mark.usefixtures("norms_of_one_kernel")

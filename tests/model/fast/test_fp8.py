@@ -3,20 +3,19 @@
 import json
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import Arch, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast.fp8 import fp8_linear
 from cs336_systems.model.fast.weights import CopyMaker
+from tests.operators import Calls
 from tests.plain import plain_blocks, plain_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -186,26 +185,14 @@ def test_checkpoints_recompute_the_same_values() -> None:
     assert trained(of(Arch.CS336, fp8=True, checkpoint_blocks=2))[1] == trained(of(Arch.CS336, fp8=True))[1]
 
 
-class Count(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("arch", list(Arch))
 def test_all_matmuls_of_the_blocks_and_no_others_are_in_fp8(arch: Arch, fp8_products_of_a_gpu: None) -> None:
     """One for q, k and v, one for the output, two of the feed-forward network; the head's three stay in bf16."""
     step = TrainingStep(of(arch, fp8=True))
-    with Count() as counted:
+    with Calls() as calls:
         step.backward(step.forward(step.batches()))
-    assert counted.calls["_scaled_mm"] == 3 * 4 * MODEL.num_layers
-    assert counted.calls["mm"] + counted.calls["addmm"] == 3
+    assert calls.counts["_scaled_mm"] == 3 * 4 * MODEL.num_layers
+    assert calls.counts["mm"] + calls.counts["addmm"] == 3
 
 
 @pytest.mark.parametrize(("backend", "distance"), [("eager", 0), ("aot_eager", 0.1)])

@@ -1,11 +1,7 @@
 """Residual addition with norm, and bias with GELU, against PyTorch's operators, differentiated by autograd."""
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast import fused_blocks
 from cs336_systems.model.fast.blocks import AddNorm
+from tests.plain import in_fresh_process
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTHS = [37, 768, 2560, 4608, 8200]
@@ -275,10 +272,4 @@ print(json.dumps([explained.graph_count, explained.graph_break_count]))
 
 
 def test_the_whole_model_is_one_graph() -> None:
-    """In a fresh process: the shape checks of tests do not compile."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ONE_GRAPH], cwd=Path(__file__).parents[3], capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [1, 0]
+    assert in_fresh_process(ONE_GRAPH) == [1, 0]

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,47 +186,75 @@ print(json.dumps(found))
 """
 
 
-def interpreted(script: str) -> dict[str, Any]:
-    """What the script prints, in a process of its own: whether to interpret is decided when a kernel is defined."""
+FORKS = """
+import json, os, sys, traceback, torch, triton
+
+for line in sys.stdin:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.dup2(writer, 1)
+        try:
+            exec(json.loads(line), {})
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writer)
+    print(json.dumps(open(reader).read()), flush=True)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[[str], Any]]:
+    """What a script prints, in a process of its own, forked off one that has imported PyTorch and Triton.
+
+    Whether to interpret is decided when a kernel is defined.
+    """
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], env=environment, cwd=Path(__file__).parents[3],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    words = [sys.executable, "-W", "ignore", "-c", FORKS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=environment, cwd=Path(__file__).parents[3], **pipes) as process:  # type: ignore[call-overload]
+
+        def run(script: str) -> Any:
+            print(json.dumps(script), file=process.stdin, flush=True)
+            printed = json.loads(process.stdout.readline())
+            assert printed.startswith(("{", "[")), printed
+            return json.loads(printed)
+
+        yield run
+        process.stdin.close()
 
 
-def test_adamw_does_what_pytorch_s_does() -> None:
+def test_adamw_does_what_pytorch_s_does(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(ADAMW)
     assert all(error < (2**-7 if name.endswith("copies") else 1e-6) for name, error in found.items()), found
     assert found["bf16 copies"] > 0
 
 
-def test_the_loss_and_its_gradient_are_pytorch_s() -> None:
+def test_the_loss_and_its_gradient_are_pytorch_s(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(LOSS)
     assert found.pop("unknown targets") == [1, 0], "no loss, and nothing written beside the row"
     assert set(found.pop("padding")) == {0}
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
-def test_what_follows_packed_matmuls_is_what_pytorch_computes() -> None:
+def test_what_follows_packed_matmuls_is_what_pytorch_computes(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(PACKED)
     assert len(found) == 6
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
-def test_what_is_between_matmuls_is_what_pytorch_computes() -> None:
+def test_what_is_between_matmuls_is_what_pytorch_computes(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(BLOCKS)
     assert len(found) == 13
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
-def test_what_the_kernels_overwrite_autograd_knows() -> None:
+def test_what_the_kernels_overwrite_autograd_knows(interpreted: Callable[[str], Any]) -> None:
     assert interpreted(AGAIN) == {"backward": True, "logits": True}
 
 
-def test_a_loss_in_parts_and_its_gradients_are_pytorch_s() -> None:
+def test_a_loss_in_parts_and_its_gradients_are_pytorch_s(interpreted: Callable[[str], Any]) -> None:
     """Each part's gradients are those of the mean over all parts."""
     assert max(interpreted(CHUNKED)) < 1e-6

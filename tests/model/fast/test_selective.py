@@ -1,21 +1,18 @@
 """Selective checkpoints: the same gradients, less saved, and attention computed once."""
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.costs.fast_memory import saved_bytes
 from cs336_systems.measure.step import TrainingStep
+from tests.operators import Calls
+from tests.plain import in_fresh_process
 
 MODEL = ModelConfig(
     vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4, attention=Attention.SDPA
@@ -25,18 +22,6 @@ BASE = RunConfig(
     fused_blocks=True, fused_loss=True,
 )  # fmt: skip
 SELECTIVE = replace(BASE, checkpoint_blocks=1, selective_checkpoints=True)
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that are called while it is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def made(config: RunConfig) -> TrainingStep:
@@ -135,13 +120,7 @@ print(json.dumps({
 
 
 def test_so_it_is_when_compiled() -> None:
-    """In a fresh process: the shape checks of tests do not compile."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILED], cwd=Path(__file__).parents[3], capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = in_fresh_process(COMPILED)
     assert found["equal"]
     assert found["saved_bytes"][0] == found["saved_bytes"][1]
     assert found["graphs"] == 2, "blocks of one kind are compiled once"
