@@ -20,10 +20,10 @@ sweep: $(RUNTIME)
 	$(BIN)/python benchmark_sweep.py $(ARGS)
 
 test: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)  # as many as there are cores get in each other's way
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)  # as many as there are cores get in each other's way
 
 bench: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m speed $(ARGS)
+	$(BIN)/python -m pytest -m speed $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check

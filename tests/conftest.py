@@ -53,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest-xdist sets COLUMNS, which would fold what is printed.
     """
     os.environ.pop("COLUMNS", None)
+    # Models this small gain nothing from more threads, and lose much of it where other programs are at work.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Compiling headers ahead saves time for hundreds of kernels; a test has a few.
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     config.option.loadscopereorder = False  # pytest-xdist: see pytest_collection_modifyitems

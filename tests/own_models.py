@@ -165,15 +165,6 @@ class To(nn.Module):
         return x.to(self.dtype)
 
 
-class ReturnsATuple(nn.Module):
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(vocab_size, vocab_size)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
-        return self.table(tokens), None
-
-
 class PrefersTf32(nn.Module):
     """Sets a mode of its own, as scripts do, and notes which one is in force when it runs."""
 

@@ -57,11 +57,10 @@ def status_of(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> i
         return int(str(error.code))
 
 
-def run(*arguments: object, timeout: float = 100, **options: object) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, *map(str, arguments)]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=timeout, **options)
+def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, *arguments]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=100, **options)
 
 
 # What cannot be meant

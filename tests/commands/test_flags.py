@@ -58,7 +58,7 @@ from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import load_records
 from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
-from tests.neighbours import each_configuration
+from tests.neighbours import make_bases, neighbours, settings_of
 from tests.report.ceilings import FP32, lasting, make_ceilings, product_at, square, stream_at
 
 ROOT = Path(__file__).parents[2]
@@ -254,8 +254,11 @@ NO_FLAG = ("size", "model", "model_factory", "profiler", "repeat", "arch")
 def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for check in ("check_tokens", "check_factory"):
         monkeypatch.setattr(flags_module, check, lambda *_: None)
-    for config in {*each_configuration("size", "profiler", "repeat", "arch")}:
-        assert one(typed(config)) == config
+    bases = make_bases(RunConfig, ModelConfig)
+    for where, field in settings_of(bases[0]):
+        if field.name not in ("size", "profiler", "repeat", "arch"):
+            pair, *_ = neighbours(bases, where, field.name)
+            assert tuple(one(typed(config)) for config in pair) == pair
 
 
 def test_what_changes_the_inside_of_the_model_is_not_for_another_model() -> None:

@@ -50,15 +50,6 @@ MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_lay
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=3, warmup_steps=2, measured_steps=3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more, and lose much of it where other programs are at work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Table(nn.Module):
     """The smallest model, which does `act` in every forward pass, told the number of the step."""
 

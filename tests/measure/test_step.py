@@ -3,7 +3,7 @@
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,15 +24,6 @@ from tests.conftest import HostTime
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more, and lose much of it where other programs are at work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(config: RunConfig, model: nn.Module | None = None, steps: int = 1) -> tuple[TrainingStep, list[float]]:

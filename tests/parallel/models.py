@@ -56,11 +56,6 @@ def _ask_for_a_pebibyte():
     torch.empty(2**50, dtype=torch.uint8, device="cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _wait_in_vain():
-    dist.all_reduce(torch.ones(3))
-    time.sleep(1000)
-
-
 class Slow(Faulty):
     def forward(self, tokens):
         time.sleep(SLEEP_S * (dist.get_rank() == FAULTY_RANK))

@@ -151,16 +151,6 @@ def unclaimed(document: str, text: str, settings: Sequence[str]) -> list[str]:
     ]
 
 
-@cache
-def markdown_table(path: str) -> list[dict[str, str]]:
-    """The first table of a Markdown file below data/, by heading, as it is written."""
-    lines = [line for line in (ROOT / "data" / path).read_text().splitlines() if line.startswith("|")]
-    head, rule, *_ = lines
-    body = takewhile(lambda line: not line.startswith(head), lines[2:])
-    assert set(rule) <= set("|:- ")
-    return [dict(zip(cells(head), cells(line), strict=True)) for line in body]
-
-
 def cells(line: str) -> list[str]:
     """Of a row of a Markdown table."""
     return [cell.strip().replace("\\_", "_") for cell in line.strip().strip("|").split("|")]

@@ -306,15 +306,6 @@ SMALL = RunConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Several wait for each other for long where other processes are at work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def train(config, fault=None):
     """Losses of the first steps, the step broken by `fault` before the first."""
     torch.manual_seed(config.seed)
