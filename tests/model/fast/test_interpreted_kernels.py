@@ -119,7 +119,7 @@ def compare(name, found_here, expected):
     found.setdefault(name, []).append((found_here - expected).abs().max().item())
 
 # a row shorter than a block, one that fills it, one with a bit left; heads of 64 and 80
-for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (2, 2, 16, 64), (2, 4, 8, 80)):
+for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (1, 2, 16, 64), (1, 2, 8, 80)):
     rotations = rope_rotations(seq, d_head, 10_000.0)
     x = torch.randn(batch, seq, 3 * heads * d_head)
     for part, expected in zip(kernel.rope_heads(x, rotations), packed._rope_heads(x, rotations)):
@@ -131,7 +131,7 @@ for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (2, 2, 16, 64), 
     for name, here, there in zip(("cut", "bias"), kernel.cut_heads_backward(*back), packed._cut_heads_backward(*back)):
         compare(name, here, there)
 for width in (8, 24, kernel.BLOCK, kernel.BLOCK + 576):
-    x, gradient = torch.randn(3, 7, 2 * width), torch.randn(3, 7, width)
+    x, gradient = torch.randn(1, 3, 2 * width), torch.randn(1, 3, width)
     compare("swiglu", kernel.swiglu(x), packed._swiglu(x))
     compare("swiglu back", kernel.swiglu_backward(x, gradient), packed._swiglu_backward(x, gradient))
 print(json.dumps(found))
@@ -147,7 +147,7 @@ def compare(name, found_here, expected):
     found.setdefault(name, []).append(((found_here - expected).abs().max() / expected.abs().max()).item())
 
 # fewer rows than programs, as many as go round once and a bit; a row that fills its block, one that does not
-for rows, width in ((1, 8), (7, 37), (37, 256), (50, 768), (3, kernel.GELU_BLOCK + 576)):
+for rows, width in ((1, 8), (7, 37), (37, 256), (3, kernel.GELU_BLOCK + 576)):
     stream, branch, gradient = torch.randn(3, rows, width).unbind()
     gain, bias, branch_bias = torch.randn(3, width).unbind()
     for is_centred, has_branch_bias in ((False, False), (True, False), (True, True), (False, True)):
