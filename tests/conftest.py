@@ -20,6 +20,12 @@ CHECKED = (
 """Modules whose annotated shapes are checked. The compiler cannot trace checked functions, so tests that compile use
 tests/plain.py. After a change here, delete __pycache__ of the package: it holds modules without the checks."""
 
+LONG = (
+    "test_interrupts", "test_interpreted_kernels", "test_hostile_texts", "test_explaining", "test_clock_set_back",
+    "test_fork_server", "test_dispositions", "test_disk", "test_imports", "test_data", "test_nsys", "test_runs",
+)  # fmt: skip
+"""Files with few tests that take ten seconds and more."""
+
 
 @pytest.fixture
 def ctrl_c_is_heard() -> Iterator[None]:
@@ -106,14 +112,14 @@ def own_locks() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, files on Ray come first, because they take a minute each; the others by their number of tests.
+    """With `-n`, files on Ray come first, because they take a minute each, then LONG; the others by their tests.
 
     Otherwise, a file that takes long could be the last one, while the other processes have nothing to do.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         counts = Counter(item.path for item in items)
         on_ray = {item.path for item in items if item.get_closest_marker("cluster")}
-        items.sort(key=lambda item: (item.path not in on_ray, -counts[item.path]))
+        items.sort(key=lambda item: (item.path not in on_ray, item.path.stem not in LONG, -counts[item.path]))
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 

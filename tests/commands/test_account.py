@@ -244,11 +244,7 @@ def test_a_short_name_means_the_one_device_that_it_can_mean(short: str, name: st
 
 def test_ceilings_give_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Products so slow that nothing else counts: the step takes its FLOPs over their rate."""
-    products = [product_at(square(side), 1e-3) for side in (64, 512)]
-    streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
-    launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
-    (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / "ceilings.json").write_bytes(encode_json(make_ceilings(products, streams, launches)))
+    ceilings_of(tmp_path / "h200", "NVIDIA H200", tflops=1e-3)
     flags = ["--size", "small", "--device-name", "H200", "--ceilings", tmp_path]
     assert account(*flags, "--mixed-precision", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -260,8 +256,8 @@ def test_ceilings_give_the_time_of_a_step(tmp_path: Path, capsys: pytest.Capture
     assert "Predicted time of a step" not in capsys.readouterr().out
 
 
-def ceilings_of(directory: Path, device_name: str) -> Path:
-    products = [product_at(square(side), 1) for side in (64, 512)]
+def ceilings_of(directory: Path, device_name: str, tflops: float = 1) -> Path:
+    products = [product_at(square(side), tflops) for side in (64, 512)]
     streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
     directory.mkdir()

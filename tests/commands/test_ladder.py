@@ -116,33 +116,21 @@ def test_a_dry_run_names_the_rungs_and_makes_nothing(empty_directory: Path, caps
 
 HOSTILE = [
     ["--size", "../../x"],
-    ["--size", ""],
     ["--rungs", "fp8"],
     ["--rungs", "tf32"],
     ["--rungs", "../x\x1b[2J"],
     ["--warmup-steps", "9"],
-    ["--warmup-steps", "-1"],
     ["--measured-steps", "0", "--warmup-steps", "30"],
-    ["--measured-steps", str(10**18)],
     ["--repeats", "0"],
-    ["--repeats", str(10**18)],
-    ["--repeats", "x"],
     ["--batch-size", "0"],
-    ["--batch-size", str(10**18)],
-    ["--context-length", "0"],
-    ["--vocab-size", "-1"],
-    ["--num-heads", "3"],
-    ["--learning-rate", "0"],
     ["--learning-rate", "nan"],
-    ["--learning-rate", "2"],
-    ["--seed", "-1"],
     ["--timeout-s", "0"],
-    ["--timeout-s", "nan"],
     ["--tokens", "nothing.npy"],
     ["--model", "os.system('true')"],
     ["--no-such-flag"],
-    *(["--name=" + name] for name in ("../../x", "/tmp/x", "x" * 300, "nul\0", "-rf", "", ".", "..", "a b", "a\n")),
+    ["--name=../../x"],
 ]
+"""One of each kind; which values a setting and a name may have, tests/test_config.py and test_flags.py have."""
 
 
 @pytest.mark.parametrize("words", HOSTILE, ids=lambda words: " ".join(words).encode("unicode_escape").decode()[:40])

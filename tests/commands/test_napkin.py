@@ -102,20 +102,17 @@ NUMBERS = (
 ALL_GIVEN = [*DAYS, "--peak-tflops", "1", "--memory-gb", "1", "--bytes-per-parameter", "16"]
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "-inf", "1e300", "1e-300", "9" * 400])
-@pytest.mark.parametrize("flag", NUMBERS)
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [*((flag, "0") for flag in NUMBERS), *(("--tokens", value) for value in ("-1", "nan", "inf", "1e300", "1e-300"))],
+)
 def test_numbers_that_cannot_be_meant_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = list(ALL_GIVEN)
     words[words.index(flag) + 1] = value
-    parsed_as_integer = flag != "--count" or value.lstrip("-").isdigit()
-    if parsed_as_integer:
-        assert napkin(*words) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert re.fullmatch(rf"error: {flag} must be from [^\n]{{10,150}}\n", said.err)
-    else:  # the parser's own box
-        with pytest.raises(SystemExit, match="2"):
-            napkin(*words)
+    assert napkin(*words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.fullmatch(rf"error: {flag} must be from [^\n]{{10,150}}\n", said.err)
 
 
 @pytest.mark.parametrize(

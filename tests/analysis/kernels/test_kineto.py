@@ -214,9 +214,9 @@ def test_times_are_exact(tmp_path: Path, text: str) -> None:
     assert read_kineto(path).kernels.start_ns.tolist() == [round(Fraction(text) * 1000)]
 
 
-@pytest.mark.parametrize("exponent", range(30, 62))
+@pytest.mark.parametrize("exponent", [30, 51, 52, 53, 54, 55, 61])
 def test_times_of_any_size_are_exact(tmp_path: Path, exponent: int) -> None:
-    """Below 2**43 microseconds floats of 64 bits suffice, from there on they do not."""
+    """Below 2**43 microseconds, nearly 2**53 ns, floats of 64 bits suffice, from there on they do not."""
     generator = random.Random(exponent)
     expected = [2**exponent - 1 - generator.randrange(2 ** (exponent - 1)) for _ in range(2_000)]
     events = [{**KERNEL, "ts": 0.0} for _ in expected]
