@@ -147,10 +147,11 @@ def compare(name, found_here, expected):
     found.setdefault(name, []).append(((found_here - expected).abs().max() / expected.abs().max()).item())
 
 # fewer rows than programs, as many as go round once and a bit; a row that fills its block, one that does not
-for rows, width in ((1, 8), (7, 37), (37, 256), (3, kernel.GELU_BLOCK + 576)):
+for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_BLOCK + 576)):
     stream, branch, gradient = torch.randn(3, rows, width).unbind()
     gain, bias, branch_bias = torch.randn(3, width).unbind()
-    for is_centred, has_branch_bias in ((False, False), (True, False), (True, True), (False, True)):
+    kinds = ((False, False), (True, True), (True, False), (False, True))
+    for is_centred, has_branch_bias in kinds if rows == 7 else kinds[:2]:
         given = stream, branch, branch_bias if has_branch_bias else None, gain, bias if is_centred else None, 1e-5
         total, normed, statistics = fused_blocks._add_norm(*given)
         for name, here, there in zip(("sum", "norm"), kernel.add_norm(*given), (total, normed)):
