@@ -12,7 +12,7 @@ import pytest
 
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.process import STOP_SIGNALS
-from tests.faults.harness import SWEEP, command, eventually, runs
+from tests.faults.harness import command, eventually, runs
 from tests.faults.models import PAUSED, RELEASED
 
 DISPOSITIONS = f"""
@@ -53,7 +53,7 @@ def test_a_sweep_that_ignores_sighup_outlives_its_terminal(launch, place):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
-    words = command("pauses_until_released", contexts=[4, 8], script=SWEEP)
+    words = command("pauses_until_released", contexts=[4, 8])
     running = launch(words, stdout=theirs, stderr=theirs, preexec_fn=take_the_terminal, pass_fds=[theirs])
     os.close(theirs)
     os.set_blocking(ours, False)
