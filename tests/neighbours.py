@@ -37,6 +37,10 @@ def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfi
             optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True, checkpoint_blocks=1,
             selective_checkpoints=True,
         ),
+        run(
+            size="custom", model=shape, device=Device.CUDA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+            cast_once=True, cuda_graph=True,
+        ),
         run(size="custom", model=shape, parallel=Parallel.DDP_FLAT),
     )  # fmt: skip
 

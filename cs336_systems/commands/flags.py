@@ -386,7 +386,7 @@ def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = Fal
     if profiler is not Profiler.MEMORY:
         return replace(plain, profiler=profiler)
     # a replayed graph allocates nothing, and the history is that of fixed segments
-    plain = replace(plain, cuda_graph=False, expandable_segments=False)
+    plain = replace(plain.without_graph, expandable_segments=False)
     if first_step:
         return replace(plain, profiler=profiler, warmup_steps=0, measured_steps=1)
     return replace(plain, profiler=profiler, measured_steps=min(2, plain.measured_steps))

@@ -107,13 +107,8 @@ def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
     """Whether the kernels of a step, on each rank, are known from its configuration, and curves have their times."""
     is_math = config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
-    is_known = is_predictable(_without_graph(config)) or (config.model_factory is None and is_fast_step(config))
+    is_known = is_predictable(config.without_graph) or (config.model_factory is None and is_fast_step(config))
     return not refused and is_known and bool(curves.matmuls.get(config.precision))
-
-
-def _without_graph(config: RunConfig) -> RunConfig:
-    """The configuration whose step has the same operations, launched one by one."""
-    return replace(config, cuda_graph=False)
 
 
 @lru_cache(maxsize=4096)
@@ -149,7 +144,7 @@ def _as_graph(launches: Sequence[Launch], launch_s: float) -> list[Launch]:
 
 def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     """Operations of each phase of a step in the steady state."""
-    tape = fast_tape(config) if config.fused_blocks else tape_of(_without_graph(config))
+    tape = fast_tape(config) if config.fused_blocks else tape_of(config.without_graph)
     start = len(tape.operations) - 1 - tape.operations[::-1].index(Phase.FORWARD)  # of the last step
     found: dict[Phase, list[Operation]] = {}
     own: list[Operation] = []

@@ -275,6 +275,15 @@ def test_a_graph_is_asked_for_by_a_flag() -> None:
     assert one("--cuda-graph --optimizer fused").cuda_graph
 
 
+@pytest.mark.usefixtures("gpu")
+def test_what_needs_a_graph_goes_with_it_where_memory_is_recorded() -> None:
+    plain, recorded = grid("--fast --update-in-backward --sizes small --context-lengths 128 --memory")
+    assert plain.update_in_backward
+    assert recorded == replace(
+        plain, cuda_graph=False, update_in_backward=False, profiler=Profiler.MEMORY, measured_steps=2
+    )
+
+
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
 
 

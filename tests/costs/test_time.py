@@ -33,6 +33,12 @@ from tests.operators import Calls
 
 MODEL = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=3, num_heads=4)
 RUN = RunConfig(size="custom", model=MODEL, batch_size=2, device=Device.CUDA)
+FAST = {
+    "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "model": replace(MODEL, attention=Attention.SDPA),
+    "compile": CompileMode.DEFAULT, "compile_blocks": True, "cast_once": True, "fused_loss": True, "fused_blocks": True,
+    "cuda_graph": True,
+}  # fmt: skip
+"""What `--fast` chooses on a GPU."""
 RATE = 1e12
 BANDWIDTH = 1e9
 
@@ -263,10 +269,15 @@ def test_a_prediction_has_the_phases_that_a_run_times(mode: Mode) -> None:
         {"compile": CompileMode.DEFAULT},
         {"model": replace(MODEL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH)},
         {"model_factory": "own:model"},
+        {**FAST, "update_in_backward": True},
     ],
 )
 def test_what_is_not_predicted_is_none(change: dict[str, Any]) -> None:
     assert step_time(replace(RUN, **change), curves()) is None
+
+
+def test_the_fast_step_is_predicted() -> None:
+    assert step_time(replace(RUN, **FAST), curves()) is not None  # type: ignore[arg-type]
 
 
 def test_a_precision_that_was_not_measured_is_none() -> None:

@@ -67,7 +67,7 @@ def test_a_loaded_checkpoint_gives_the_reference_s_logits_and_loss(arch: str, fp
     assert found["loss"] < (1e-2 if fp8 else 1e-3)
 
 
-SELECTIVE = """
+CHANGED = """
 import json, sys, torch
 from dataclasses import replace
 from cs336_systems.config import Device, ModelConfig, RunConfig
@@ -79,7 +79,7 @@ from cs336_systems.model.fast.choose import fastest
 changes = json.loads(sys.argv[1])
 model = ModelConfig(vocab_size=1024, context_length=4096, d_model=1024, d_ff=2816, num_layers=6, num_heads=8)
 fast = fastest(RunConfig(size="custom", model=model, batch_size=2, device=Device.CUDA), torch.cuda.get_device_name())
-config = replace(fast, learning_rate=1e-5, checkpoint_blocks=len(changes) > 0, **changes)
+config = replace(fast, learning_rate=1e-5, **changes)
 torch.manual_seed(0)
 step, clock = TrainingStep(config), make_clock(config)
 losses = [step(clock)[1].item() for _ in range(6)]
@@ -87,17 +87,21 @@ graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
     step(clock)
     torch.cuda.synchronize()
-attention = sum("fprop" in event.name or "flash_fwd" in event.name for event in profile.events())
+kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+attention = sum("fprop" in event.name or "flash_fwd" in event.name for event in kernels)
+updates = [event.time_range for event in kernels if "adamw" in event.name]
+others = [event.time_range for event in kernels if "adamw" not in event.name]
+beside = sum(any(a.start < b.end and b.start < a.end for b in others) for a in updates)
 peaks = {"peak": step.graph.peak_bytes, "foretold": peak_bytes(config)}
-print(json.dumps({"losses": losses, "graphs": graphs, "attention": attention, **peaks}))
+print(json.dumps({"losses": losses, "graphs": graphs, "attention": attention, "updates_beside": beside, **peaks}))
 """
 
 
-def selective(**changes: object) -> dict[str, Any]:
+def changed(**changes: object) -> dict[str, Any]:
     """What the step with these changes does, in a fresh process: memory is its own, and shape checks do not compile."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SELECTIVE, json.dumps(changes)],
+        [sys.executable, "-W", "ignore", "-c", CHANGED, json.dumps(changes)],
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=140,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -108,10 +112,17 @@ def selective(**changes: object) -> dict[str, Any]:
 
 def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_once() -> None:
     """Blocks of one kind are compiled once."""
-    plain = selective()
-    changed = [selective(selective_checkpoints=True), selective(selective_checkpoints=True, keep_hidden=4)]
-    for found in changed:
+    selective = {"checkpoint_blocks": 1, "selective_checkpoints": True}
+    plain, *others = changed(), changed(**selective), changed(**selective, keep_hidden=4)
+    for found in others:
         assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
         assert found["attention"] == plain["attention"] == 6
         assert found["peak"] == pytest.approx(found["foretold"], rel=0.05)
-    assert [found["graphs"] for found in (plain, *changed)] == [1, 1, 2]
+    assert [found["graphs"] for found in (plain, *others)] == [1, 1, 2]
+
+
+def test_weights_are_updated_beside_backward_s_kernels_in_the_same_training() -> None:
+    plain, found = changed(), changed(update_in_backward=True)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    assert found["updates_beside"] > plain["updates_beside"] == 0
+    assert found["peak"] == pytest.approx(plain["peak"], rel=0.01)

@@ -23,7 +23,10 @@ PARTIAL_ROWS = 264
 
 
 def is_fast_step(config: RunConfig) -> bool:
-    """Whether the step is one whose operations are listed here: all of what `--fast` chooses, without checkpoints."""
+    """Whether the step is one whose operations are listed here: all of what `--fast` chooses, without checkpoints.
+
+    The list is in order, so that a step which updates weights beside backward is none.
+    """
     model = config.model
     settings = (
         config.fused_blocks, config.fused_loss, config.compile_blocks, config.cuda_graph,
@@ -31,7 +34,8 @@ def is_fast_step(config: RunConfig) -> bool:
         model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,
         model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0,
     )  # fmt: skip
-    return all(settings) and not (config.fp8 or config.checkpoint_blocks or config.loss_chunks > 1)
+    others = config.fp8, config.checkpoint_blocks, config.loss_chunks > 1, config.update_in_backward
+    return all(settings) and not any(others)
 
 
 def fast_tape(config: RunConfig) -> Tape:

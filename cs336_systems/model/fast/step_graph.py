@@ -1,6 +1,6 @@
 """A step as CUDA graphs, one for each phase, each of which the host launches by one call."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +20,22 @@ class StepGraph:
 
     Every call is one training step, including the one that captures. The batch is copied to where the graphs read it.
     Each phase has a graph of its own, because clocks and profilers see no boundary inside a graph; the device goes from
-    one graph to the next without waiting for the host. Only backward and communication are one graph, as collectives
-    that begin in the one end in the other; an event that the graph records tells where backward ends.
+    one graph to the next without waiting for the host. A phase whose kernels begin in the phase before, such as
+    collectives that start in backward, shares its graph; an event that the graph records tells where the first ends.
     """
 
-    def __init__(self, phases: Phases, order: tuple[Phase, ...], captured: Callable[[], None]) -> None:
-        """`order` lists the phases that `phases` yields; `captured` is called between capture and first replay."""
+    def __init__(
+        self, phases: Phases, order: tuple[Phase, ...], captured: Callable[[], None], joined: Collection[Phase]
+    ) -> None:
+        """`order` lists the phases that `phases` yields; `captured` is called between capture and first replay.
+
+        Phases of `joined` share the graph of the phase before.
+        """
         self._phases = phases
-        self._order = order
+        self._groups = _graphs_of(order, joined)
         self._captured = captured
-        self._stream = torch.cuda.Stream()
+        # where a kernel of another stream could run in the place of one of these, these run first
+        self._stream = torch.cuda.Stream(priority=-1)
         self._num_steps = 0
         self._batch: Batch | None = None
         self._graphs: list[_Graph] = []
@@ -74,7 +80,7 @@ class StepGraph:
         torch.cuda.reset_peak_memory_stats()
         pool = torch.cuda.graph_pool_handle()  # a phase may reuse memory that an earlier one has freed
         running = self._phases(batch)
-        for phases in _graphs_of(self._order):
+        for phases in self._groups:
             graph, ends = torch.cuda.CUDAGraph(), []
             with torch.cuda.graph(graph, pool=pool, stream=self._stream):
                 for phase in phases:
@@ -97,11 +103,11 @@ class _Graph:
     ends: Sequence[torch.cuda.Event]
 
 
-def _graphs_of(order: Sequence[Phase]) -> list[list[Phase]]:
+def _graphs_of(order: Sequence[Phase], joined: Collection[Phase]) -> list[list[Phase]]:
     """The phases of each graph."""
     graphs: list[list[Phase]] = []
     for phase in order:
-        if phase is Phase.COMMUNICATION:
+        if phase in joined:
             graphs[-1].append(phase)
         else:
             graphs.append([phase])

@@ -68,10 +68,14 @@ class Weight:
     copy: Place | None = None
     """Where the model reads the copy in low precision, if there is one."""
 
+    @property
+    def places(self) -> list[Place]:
+        """Where the model reads the weight: the master itself, the copy, or both."""
+        return [place for place in (self.read, self.copy) if place is not None]
+
     def gradients(self) -> list[Tensor]:
         """Gradients whose sum is that of the weight: the master's own and the copy's, as far as there are any."""
-        places = [place for place in (self.read, self.copy) if place is not None]
-        return [gradient.view_as(self.master) for place in places for gradient in place.gradients]
+        return [gradient.view_as(self.master) for place in self.places for gradient in place.gradients]
 
     def refresh(self) -> None:
         """Copy the master again."""
@@ -87,9 +91,8 @@ def whole(master: nn.Parameter, copy: Place | None = None) -> Weight:
 def drop_gradients(weights: Iterable[Weight]) -> None:
     """Drop the gradients of all leaves that the model reads."""
     for weight in weights:
-        for place in (weight.read, weight.copy):
-            if place is not None:
-                place.leaf.grad = None
+        for place in weight.places:
+            place.leaf.grad = None
 
 
 class Copies(NamedTuple):

@@ -1,7 +1,7 @@
 """A step in a CUDA graph, on a simulated device where captured operations run only when they are replayed."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -40,6 +40,7 @@ class Device:
 
 
 class Stream:
+    def __init__(self, **_options: object) -> None: ...
     def wait_stream(self, _other: "Stream") -> None: ...
 
 
@@ -86,10 +87,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-@pytest.mark.parametrize("order", [PHASES, SHARED], ids=["one process", "several ranks"])
+@pytest.mark.parametrize(
+    ("order", "joined"), [(PHASES, ()), (SHARED, {Phase.COMMUNICATION}), (PHASES, {Phase.OPTIMIZER})],
+    ids=["one process", "several ranks", "update in backward"],
+)  # fmt: skip
 @pytest.mark.parametrize("reads_data", [False, True], ids=["random tokens", "token file"])
 def test_every_step_has_each_phase_once_with_its_own_time(
-    device: Device, reads_data: bool, order: tuple[Phase, ...]
+    device: Device, reads_data: bool, order: tuple[Phase, ...], joined: Collection[Phase]
 ) -> None:
     """This holds for eager steps, for the step that captures, and for replays."""
     seen: list[tuple[int, float]] = []
@@ -106,7 +110,7 @@ def test_every_step_has_each_phase_once_with_its_own_time(
             yield phase
 
     captured_after: list[int] = []
-    graph, clock = StepGraph(phases, order, lambda: captured_after.append(len(seen))), EventClock()
+    graph, clock = StepGraph(phases, order, lambda: captured_after.append(len(seen)), joined), EventClock()
     for number in range(EAGER_STEPS_BEFORE_GRAPH + 3):
         clock.start()
         batch = (torch.full((1,), float(number)), static)
@@ -133,7 +137,7 @@ def test_gradients_do_not_add_up_without_an_optimizer(device: Device) -> None:
         found.append(any(parameter.grad is not None for parameter in step.model.parameters()))
         yield from run(batch)
 
-    step.graph, clock = StepGraph(phases, order, lambda: None), EventClock()
+    step.graph, clock = StepGraph(phases, order, lambda: None, ()), EventClock()
     for _ in range(EAGER_STEPS_BEFORE_GRAPH + 2):
         step(clock)
     assert found == [False] * (EAGER_STEPS_BEFORE_GRAPH + 1)

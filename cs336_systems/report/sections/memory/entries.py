@@ -93,4 +93,4 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
 
 def _apart_from_steps(config: RunConfig) -> tuple[RunConfig, bool]:
     """What a recorded run and the same run without a recording share: all settings but the numbers of steps."""
-    return replace(config.configuration, cuda_graph=False, warmup_steps=0, measured_steps=1), config.cuda_graph
+    return replace(config.configuration.without_graph, warmup_steps=0, measured_steps=1), config.cuda_graph
