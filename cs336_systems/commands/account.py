@@ -51,7 +51,7 @@ class AccountArguments(Flags):
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     fit: Switch = False
     """Say the largest batch, and the longest context, that fit."""
-    memory_gib: Annotated[float | None, unset("GIB", "this machine's GPU")] = None
+    memory_gib: Annotated[float | None, unset("GIB", "that of --device-name, or else of this machine's GPU")] = None
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090; it need not be here."""
@@ -85,17 +85,25 @@ class AccountArguments(Flags):
             raise ValueError("the cost of a model of your own is not known from its flags: leave --model out")
         check_ceilings(self.ceilings)
 
-    def memory_bytes(self) -> int | None:
-        """Memory that the step must fit; None without --fit. Raises ValueError if no size is given or known."""
+    def memory_bytes(self, device: DeviceSpec | None) -> int | None:
+        """Memory that the step must fit, by default the data sheet's where a device is named; None without --fit.
+
+        Raises ValueError if no size is given or known.
+        """
         if not self.fit:
             return None
         if self.memory_gib is not None:
             if not 0 < self.memory_gib < 1e6:
                 raise ValueError(f"--memory-gib must be positive and below a million, got {self.memory_gib}")
             return round(self.memory_gib * GIB)
+        if self.device_name is not None:
+            if device is None or device.memory_bytes is None:
+                raise ValueError(f"--fit needs --memory-gib here: no data sheet says how much {self.device_name} has")
+            return device.memory_bytes
         if (usable_bytes := usable_gpu_bytes()) is None:
             raise ValueError(
-                "--fit needs --memory-gib here: this machine has no NVIDIA GPU that tells how much memory it has"
+                "--fit needs --memory-gib or --device-name here: this machine has no NVIDIA GPU that tells how much "
+                "memory it has"
             )
         return usable_bytes
 
@@ -166,12 +174,13 @@ def _predicted_time(
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
-    config, memory_bytes = checked(arguments.config), checked(arguments.memory_bytes)
+    config = checked(arguments.config)
     ceilings = ceilings_in(arguments.ceilings)
     meant = functools.partial(
         machine_meant, arguments.device_name, ceilings, takes_only_one=arguments.ceilings is not None
     )  # fmt: skip
     name, device = checked(meant)
+    memory_bytes = checked(functools.partial(arguments.memory_bytes, device))
     from cs336_systems.files import encode_json
     from cs336_systems.report.section import texts_of, write_files
     from cs336_systems.report.sections.account import Account, account_json, account_section

@@ -146,7 +146,8 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
     rate = MATMUL_EFFICIENCY * peak if rate is None and peak is not None else rate
     if curves is None or rate is None:
         raise ValueError(f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a data sheet")
-    machine = Machine(curves=curves, links=links, peak_flops_per_s=peak)
+    memory_bytes = None if device is None else device.memory_bytes
+    machine = Machine(curves=curves, links=links, peak_flops_per_s=peak, memory_bytes=memory_bytes)
     bytes_of_factor = factor_bytes(config.precision)
     paper = Paper(
         tokens=arguments.sequences(max(arguments.rank_counts)) * config.model.context_length,

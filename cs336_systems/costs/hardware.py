@@ -21,6 +21,8 @@ class DeviceSpec:
     """Peak with both factors in fp8, counted like the peaks above; None: unsupported or uncertain."""
     link_bytes_per_s: float | None = None
     """Rate of NVLink in one direction: half of the figure of the data sheet; None if boards differ in their links."""
+    memory_bytes: int | None = None
+    """Memory, of whose GB there are 2^30 bytes; None if devices of these names differ in it."""
 
 
 def _spec(
@@ -32,9 +34,10 @@ def _spec(
     fp8: float | None = None,
     gb_per_s: float,
     nvlink: float | None = None,
+    gb: int | None = None,
     source: str,
 ) -> DeviceSpec:
-    """One row of the table: peaks in TFLOP/s, bandwidths in GB/s; that of NVLink in both directions together."""
+    """One row of the table: peaks in TFLOP/s, memory in GB, bandwidths in GB/s; NVLink's is that of both directions."""
     peaks = {Precision.FP32: fp32, Precision.TF32: tf32, Precision.BF16: bf16, Precision.FP16: fp16}
     return DeviceSpec(
         names=names,
@@ -43,6 +46,7 @@ def _spec(
         source=source,
         fp8_peak_flops_per_s=None if fp8 is None else fp8 * 1e12,
         link_bytes_per_s=None if nvlink is None else nvlink * 1e9 / 2,
+        memory_bytes=None if gb is None else gb * 2**30,
     )
 
 
@@ -61,29 +65,33 @@ _GB202 = "NVIDIA RTX Blackwell GPU architecture white paper"
 DEVICES: tuple[DeviceSpec, ...] = (
     _spec("V100-SXM2-16GB", "V100-SXM2-32GB", fp32=15.7, fp16=125, gb_per_s=900, nvlink=300, source=_V100),
     _spec("V100-PCIE-16GB", "V100-PCIE-32GB", fp32=14, fp16=112, gb_per_s=900, source=_V100),
-    _spec("V100S-PCIE-32GB", fp32=16.4, fp16=130, gb_per_s=1134, source=_V100),
-    _spec("T4", fp32=8.1, fp16=65, gb_per_s=300, source="NVIDIA T4 data sheet"),
-    _spec("A100-SXM4-40GB", "A100-PCIE-40GB", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=1555, source=_A100),
-    _spec("A100-SXM4-80GB", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=2039, nvlink=600, source=_A100),
-    _spec("A100 80GB PCIe", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=1935, source=_A100),
-    _spec("A10", fp32=31.2, tf32=62.5, bf16=125, fp16=125, gb_per_s=600, source="NVIDIA A10 data sheet"),
-    _spec("A30", fp32=10.3, tf32=82, bf16=165, fp16=165, gb_per_s=933, source="NVIDIA A30 data sheet"),
-    _spec("A40", fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7, gb_per_s=696, source="NVIDIA A40 data sheet"),
-    _spec("L4", fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, gb_per_s=300, source="NVIDIA L4 data sheet"),
-    _spec("L40", fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, gb_per_s=864, source=_L40),
-    _spec("L40S", fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, gb_per_s=864, source=_L40S),
+    _spec("V100S-PCIE-32GB", fp32=16.4, fp16=130, gb_per_s=1134, gb=32, source=_V100),
+    _spec("T4", fp32=8.1, fp16=65, gb_per_s=300, gb=16, source="NVIDIA T4 data sheet"),
+    _spec("A100-SXM4-40GB", "A100-PCIE-40GB", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=1555, gb=40,
+          source=_A100),
+    _spec("A100-SXM4-80GB", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=2039, nvlink=600, gb=80, source=_A100),
+    _spec("A100 80GB PCIe", fp32=19.5, tf32=156, bf16=312, fp16=312, gb_per_s=1935, gb=80, source=_A100),
+    _spec("A10", fp32=31.2, tf32=62.5, bf16=125, fp16=125, gb_per_s=600, gb=24, source="NVIDIA A10 data sheet"),
+    _spec("A30", fp32=10.3, tf32=82, bf16=165, fp16=165, gb_per_s=933, gb=24, source="NVIDIA A30 data sheet"),
+    _spec("A40", fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7, gb_per_s=696, gb=48, source="NVIDIA A40 data sheet"),
+    _spec("L4", fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, gb_per_s=300, gb=24, source="NVIDIA L4 data sheet"),
+    _spec("L40", fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, gb_per_s=864, gb=48, source=_L40),
+    _spec("L40S", fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, gb_per_s=864, gb=48, source=_L40S),
     _spec("H100 80GB HBM3", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=3350,
-          nvlink=900, source=_H100),
-    _spec("H100 PCIe", fp32=51, tf32=378, bf16=756.5, fp16=756.5, fp8=1513, gb_per_s=2000, source=_H100),
-    _spec("H100 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, fp8=1670.5, gb_per_s=3900, source=_H100),
-    _spec("H200", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=4800, nvlink=900, source=_H200),
-    _spec("H200 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, fp8=1670.5, gb_per_s=4800, source=_H200),
+          nvlink=900, gb=80, source=_H100),
+    _spec("H100 PCIe", fp32=51, tf32=378, bf16=756.5, fp16=756.5, fp8=1513, gb_per_s=2000, gb=80, source=_H100),
+    _spec("H100 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, fp8=1670.5, gb_per_s=3900, gb=94, source=_H100),
+    _spec("H200", fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979, gb_per_s=4800, nvlink=900, gb=141,
+          source=_H200),
+    _spec("H200 NVL", fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, fp8=1670.5, gb_per_s=4800, gb=141, source=_H200),
     # editions disagree on fp32 and tf32 of a B200
-    _spec("B200", bf16=2250, fp16=2250, fp8=4500, gb_per_s=8000, nvlink=1800, source=_B200),
-    _spec("RTX A6000", fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8, gb_per_s=768, source=_GA102),
-    _spec("GeForce RTX 3090", fp32=35.6, tf32=35.6, bf16=71, fp16=71, gb_per_s=936, source=_GA102),
-    _spec("GeForce RTX 4090", fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, gb_per_s=1008, source=_ADA),
-    _spec("GeForce RTX 5090", fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, gb_per_s=1792, source=_GB202),
+    _spec("B200", bf16=2250, fp16=2250, fp8=4500, gb_per_s=8000, nvlink=1800, gb=180, source=_B200),
+    _spec("RTX A6000", fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8, gb_per_s=768, gb=48, source=_GA102),
+    _spec("GeForce RTX 3090", fp32=35.6, tf32=35.6, bf16=71, fp16=71, gb_per_s=936, gb=24, source=_GA102),
+    _spec("GeForce RTX 4090", fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, gb_per_s=1008, gb=24,
+          source=_ADA),
+    _spec("GeForce RTX 5090", fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, gb_per_s=1792, gb=32,
+          source=_GB202),
 )
 # fmt: on
 

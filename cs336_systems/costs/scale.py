@@ -34,6 +34,8 @@ class Machine:
     links: Links
     peak_flops_per_s: float | None
     """The data sheet's, for the MFU; None if it is not known."""
+    memory_bytes: int | None = None
+    """Memory of each by its data sheet; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

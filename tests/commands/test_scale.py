@@ -99,6 +99,20 @@ def test_a_data_sheet_is_marked_as_such(capsys: pytest.CaptureFixture[str]) -> N
     assert f"{100 * MATMUL_EFFICIENCY:.0f} %" in said
 
 
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters, gradients, two moments: 4 x 4 bytes of 7.96e9 parameters each are 118.6 GiB; an eighth of it fits."""
+    words = ["--size", "8B", "--context-length", "512", "--batch-size", "1", "--parallel", "ddp", "fsdp"]
+    assert scale(*words, "--ranks", "8", "--device-name", "H100 80GB HBM3", "--json") == 0
+    found = {each["way"]: each for each in json.loads(capsys.readouterr().out)["steps"]}
+    assert {way: each["fits"] for way, each in found.items()} == {"ddp": False, "fsdp": True}
+    assert found["ddp"]["peak_bytes"] > 118.6 * 2**30
+    assert scale(*words, "--ranks", "8", "--device-name", "H100 80GB HBM3") == 0
+    assert re.search(r"^ddp on 8 does not fit.* 80 GiB", capsys.readouterr().out, re.MULTILINE)
+    assert scale(*words, "--ranks", "8", "--device-name", "V100-SXM2-32GB", "--precision", "fp32", "--json") == 0
+    unknown = json.loads(capsys.readouterr().out)["steps"]
+    assert {each["fits"] for each in unknown} == {None}, "boards of that row differ in memory"
+
+
 def test_the_only_device_with_ceilings_needs_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not even one that no table has; without a peak there is no MFU."""
     directory = ceilings_at(tmp_path / "own", device_name="Own GPU")

@@ -1,11 +1,15 @@
+import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import DEVICES, bare_name, find_device
+
+ROOT = Path(__file__).parents[2]
 
 
 def sparse(tflops_per_s: float) -> float:
@@ -72,6 +76,30 @@ def test_known_devices_have_the_dense_peaks_of_their_data_sheets(name: str) -> N
         name: value * unit for (name, unit), value in zip(quantities.items(), PROMISED[name], strict=True) if value
     }
     assert {name: value for name, value in found.items() if value is not None} == pytest.approx(promised, rel=1e-9)
+
+
+MEMORY_GB = {
+    "Tesla V100S-PCIE-32GB": 32, "Tesla T4": 16, "NVIDIA A100-SXM4-40GB": 40, "NVIDIA A100-PCIE-40GB": 40,
+    "NVIDIA A100-SXM4-80GB": 80, "NVIDIA A100 80GB PCIe": 80, "NVIDIA A10": 24, "NVIDIA A30": 24, "NVIDIA A40": 48,
+    "NVIDIA L4": 24, "NVIDIA L40": 48, "NVIDIA L40S": 48, "NVIDIA H100 80GB HBM3": 80, "NVIDIA H100 PCIe": 80,
+    "NVIDIA H100 NVL": 94, "NVIDIA H200": 141, "NVIDIA H200 NVL": 141, "NVIDIA B200": 1440 / 8, "NVIDIA RTX A6000": 48,
+    "NVIDIA GeForce RTX 3090": 24, "NVIDIA GeForce RTX 4090": 24, "NVIDIA GeForce RTX 5090": 32,
+}  # fmt: skip
+"""As the sources above give it. Of the V100s above there are two kinds of boards each."""
+
+
+def test_known_devices_have_the_memory_of_their_data_sheets() -> None:
+    found = {name: device.memory_bytes for name in PROMISED if (device := find_device(name)) is not None}
+    promised = {name: None if name not in MEMORY_GB else MEMORY_GB[name] * 2**30 for name in PROMISED}
+    assert found == promised
+
+
+def test_the_memory_of_a_data_sheet_is_what_the_driver_finds() -> None:
+    """NVML's total on the H200 of data/, less than which would be a count of GB as 10^9 bytes."""
+    [path] = (ROOT / "data" / "e2e_benchmark" / "train_fast").glob("environment.json")
+    device = find_device("NVIDIA H200")
+    assert device is not None
+    assert json.loads(path.read_text())["device_memory_bytes"] == pytest.approx(device.memory_bytes, rel=0.01)
 
 
 def test_every_known_device_is_held_against_its_data_sheet() -> None:

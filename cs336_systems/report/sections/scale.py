@@ -26,7 +26,7 @@ WORDS = {
 COLOURS = {Scheme.DATA: "#0072B2", Scheme.SHARDED: "#E69F00", Scheme.TENSOR: "#CC79A7", Scheme.BOTH: "#009E73"}
 CSV_COLUMNS = (
     "way", "ranks", "data_ranks", "tensor_ranks", "batch_size", "tokens_per_rank", "step_ms", "compute_ms",
-    "communication_ms", "slowed_ms", "exposed_ms", "peak_gib", "mfu", "reason",
+    "communication_ms", "slowed_ms", "exposed_ms", "peak_gib", "fits", "mfu", "reason",
 )  # fmt: skip
 NO_LIMIT = "no limit"
 
@@ -57,11 +57,11 @@ def scale_json(found: Scale) -> dict[str, object]:
 def scale_rows(found: Scale) -> Iterator[Row]:
     """A row for each way and number of ranks; None for what is not known."""
     for scheme, ranks, step in found.steps:
-        values = _values(step) if isinstance(step, ScaleStep) else {"reason": step}
+        values = _values(step, found.machine.memory_bytes) if isinstance(step, ScaleStep) else {"reason": step}
         yield dict.fromkeys(CSV_COLUMNS) | {"way": scheme, "ranks": ranks} | values
 
 
-def _values(step: ScaleStep) -> Row:
+def _values(step: ScaleStep, memory_bytes: int | None) -> Row:
     times = step.times
     return {
         "data_ranks": step.data_ranks,
@@ -74,6 +74,7 @@ def _values(step: ScaleStep) -> Row:
         "slowed_ms": 1e3 * times.slowed_s,
         "exposed_ms": 1e3 * times.exposed_s,
         "peak_gib": None if step.memory_bytes is None else step.memory_bytes / GIB,
+        "fits": None if step.memory_bytes is None or memory_bytes is None else step.memory_bytes <= memory_bytes,
         "mfu": step.mfu,
     }
 
@@ -89,7 +90,17 @@ def _steps_table(found: Scale, rows: list[Row]) -> Table:
         for row in rows
     ]  # fmt: skip
     title = f"One step of {found.config.label} on many {found.device_name}"
-    return make_table(title, [column(key) for key in keys], shown, [*_step_notes(found), *_reasons(rows)])
+    notes = [*_step_notes(found), *_misfits(found, rows), *_reasons(rows)]
+    return make_table(title, [column(key) for key in keys], shown, notes)
+
+
+def _misfits(found: Scale, rows: list[Row]) -> Iterator[str]:
+    """Which rows need more memory than a GPU has by its data sheet."""
+    too_large = [row for row in rows if row["fits"] is False]
+    for way in dict.fromkeys(row["way"] for row in too_large):
+        counts = ", ".join(f"{row['ranks']:,}" for row in too_large if row["way"] == way)
+        memory_gib = (found.machine.memory_bytes or 0) / GIB
+        yield f"{way} on {counts} does not fit: {found.device_name} has {memory_gib:.0f} GiB by its data sheet."
 
 
 def _reasons(rows: list[Row]) -> Iterator[str]:
