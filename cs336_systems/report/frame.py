@@ -10,7 +10,7 @@ import pandas as pd
 
 from cs336_systems.analysis.statistics import mean_interval, quotient_stdev
 from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.config import SIZES, Device, Mode, Phase, Precision, RunConfig
+from cs336_systems.config import SIZES, Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import mfu, step_flops
 from cs336_systems.costs.communication import calls, time_s
 from cs336_systems.costs.memory import predicted_peak_bytes
@@ -272,7 +272,7 @@ def _step(
 
 
 def _predicted_step(config: RunConfig, device_name: str | None, ceilings: Ceilings) -> TimePrediction | None:
-    curves = None if device_name is None or config.device is not Device.CUDA else ceilings.curves(device_name)
+    curves = None if device_name is None else ceilings.curves(device_name)
     return None if curves is None else predicted_time(config, curves)
 
 

@@ -82,13 +82,16 @@ def test_the_share_of_a_measured_ceiling_is_that_of_the_runs_own_device_and_prec
     assert rows["fp32"]["ceiling_share"] is None
 
 
-def test_a_step_stands_beside_its_forecast_on_the_device_that_measured_it():
+@pytest.mark.parametrize(("device", "name"), [(Device.CUDA, "NVIDIA H200"), (Device.CPU, "AMD EPYC")])
+def test_a_step_stands_beside_its_forecast_on_the_device_that_measured_it(device, name):
     """Measured 25 % longer than its forecast, which is 20 % of that too short; without ceilings there is none."""
-    ceilings, config = Ceilings((make_rates(1e-3),)), make_config("tiny", 16)
-    predicted_s = step_time(config, ceilings.curves("NVIDIA H200")).step_s
+    ceilings = Ceilings((make_rates(1e-3, device=device, device_name=name),))
+    config = replace(make_config("tiny", 16), device=device)
+    predicted_s = step_time(config, ceilings.curves(name)).step_s
     other = make_record(replace(config, batch_size=1), [predicted_s], device_name="NVIDIA A10")
-    failed = make_failure(replace(config, batch_size=2), device_name="NVIDIA H200")
-    rows = rows_of(to_frame([make_record(config, [predicted_s, 1.5 * predicted_s]), other, failed], ceilings))
+    failed = make_failure(replace(config, batch_size=2), device_name=name)
+    own = make_record(config, [predicted_s, 1.5 * predicted_s], device_name=name)
+    rows = rows_of(to_frame([own, other, failed], ceilings))
     measured, alone, lost = (next(row for row in rows if row["batch_size"] == size) for size in (4, 1, 2))
     assert measured["predicted_step_ms"] == pytest.approx(1e3 * predicted_s)
     assert measured["predicted_step_error"] == pytest.approx(-0.2)
