@@ -4,7 +4,7 @@ A section of a report makes rows, which are dicts of values, chooses columns fro
 `make_table`, which writes the cells. `formats.py` writes the finished table to a file or a terminal.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,13 @@ def findings_table(findings: Sequence[str], none: str = "") -> Table:
 def with_note(table: Table, note: str) -> Table:
     """The table with one more note, before the others."""
     return replace(table, notes=(note, *table.notes))
+
+
+def rows_with(table: Table, key: str, wanted: Collection[object]) -> Table:
+    """The table with the rows alone that have one of these values under the key, and what they have values in."""
+    kept = [row for row in table.values if row[key] in wanted]
+    failed = {id(table.values[index]) for index in table.failed}
+    return make_table(table.title, known(table.headings, kept), kept, table.notes, lambda row: id(row) in failed)
 
 
 def known(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:

@@ -270,18 +270,18 @@ def test_kernels_are_those_of_the_traces(answers):
     assert len({size for size, _ in profiles}) >= 2
     assert len({context for _, context in profiles if context > 128}) >= 3
     rest, shares, in_attention = (
-        by(answers[f"nsys-{part}"].tables[0], "size", "context_length") for part in "cde"
+        by(answers[f"nsys-{part}"].tables[0], "size", "context_length", "phase") for part in "cde"
     )  # fmt: skip
-    forward_shares, step_shares, others, softmax = [], [], [], []
+    forward_shares, step_shares, others, softmax, left_ms = [], [], [], [], []
     for which, profile in profiles.items():
         steps = profile["num_steps"]
         own = [phase for phase in profile["phases"] if phase["phase"] in ("forward", "loss")]
-        assert times[which]["wall"] == pytest.approx(sum(sum(phase["wall_s"]) for phase in own) / steps)
-        assert times[which]["clock"] == pytest.approx(mean_ms(records[which], "forward") / 1e3)
+        assert times[which]["wall_mean_ms"] == pytest.approx(1e3 * sum(sum(phase["wall_s"]) for phase in own) / steps)
+        assert times[which]["clock_mean_ms"] == pytest.approx(mean_ms(records[which], "forward"))
         kernels = [kernel for kernel in profile["kernels"] if kernel["phase"] == "forward"]
         longest = max(kernels, key=lambda kernel: kernel["total_s"])
-        assert top[which]["forward top launches"] == pytest.approx(longest["count"] / steps)
-        assert top[which]["forward top share"] == pytest.approx(
+        assert top[which]["count_per_step"] == pytest.approx(longest["count"] / steps)
+        assert top[which]["share"] == pytest.approx(
             longest["total_s"] / sum(each["total_s"] for each in kernels), rel=1e-3
         )
         classes = profile["classes"]
@@ -296,18 +296,17 @@ def test_kernels_are_those_of_the_traces(answers):
         others.append(100 * share("element-wise", {"forward"}))
         parts = {row["part"]: row for row in profile["attention"] if row["phase"] == "forward"}
         softmax.append(parts["softmax"]["total_s"] / (parts["scores"]["product_s"] + parts["values"]["product_s"]))
-        assert rest[which]["forward element-wise"] == pytest.approx(others[-1] / 100)
-        assert shares[which]["step matrix product"] == pytest.approx(step_shares[-1] / 100)
+        assert rest[*which, "forward"]["element_wise_share"] == pytest.approx(others[-1] / 100)
+        assert shares[*which, "step"]["matrix_product_share"] == pytest.approx(step_shares[-1] / 100)
         whole = sum(row["total_s"] for row in parts.values())
         products = parts["scores"]["product_s"] + parts["values"]["product_s"]
-        left_ms = 1e3 * (whole - products - parts["softmax"]["total_s"]) / steps
-        assert in_attention[which]["rest_ms_per_step"] == pytest.approx(left_ms)
-    longer = {key: 100 * (row["wall"] / row["clock"] - 1) for key, row in times.items()}
-    apart = [each for each in longer.values() if abs(each) > 2]
-    says(answers["nsys-a"], *apart, len(longer) - len(apart))
+        left_ms.append(1e3 * (whole - products - parts["softmax"]["total_s"]) / steps)
+        assert in_attention[*which, "forward"]["products_ms_per_step"] == pytest.approx(1e3 * products / steps)
+    longer = [100 * (row["wall_mean_ms"] / row["clock_mean_ms"] - 1) for row in times.values()]
+    says(answers["nsys-a"], *ends(longer), sum(abs(each) <= 2 for each in longer))
     says(answers["nsys-c"], max(others))
     says(answers["nsys-d"], min(forward_shares), max(forward_shares), min(step_shares), max(step_shares))
-    says(answers["nsys-e"], min(softmax), max(softmax))
+    says(answers["nsys-e"], *ends(softmax), *ends(left_ms))
 
 
 def test_sums_and_layer_norm_are_those_of_the_record(answers):
@@ -379,12 +378,9 @@ def test_memory_over_time_and_of_a_block_are_those_of_the_profiles(answers):
         says(answers["memory-a"], *(phase[key] / GIB for phase in last for key in ("end_bytes", "peak_bytes")))
     largest = max(row["requested_bytes"] for row in step["largest"])
     says(answers["memory-e"], largest, digits=9)
-    table = answers["memory-e"].tables[0].values
-    assert {row["bytes"] for row in table} == {
-        *sorted({row["requested_bytes"] for row in step["largest"]}, reverse=True)[:3]
-    }
     counts = [row["count"] for row in step["largest"] if row["requested_bytes"] == largest]
-    assert [row["count"] for row in table if row["bytes"] == largest] == counts
+    table = [row for row in answers["memory-e"].tables[0].values if row["requested_bytes"] == largest]
+    assert [row["count"] for row in table] == counts
     says(answers["memory-e"], sum(counts))
     saved = sorted(block["saved_bytes"] for block in step["blocks"])
     block = step["blocks"][0]
@@ -394,7 +390,7 @@ def test_memory_over_time_and_of_a_block_are_those_of_the_profiles(answers):
     table = answers["memory-f"].tables[0].values
     assert [row["bytes"] for row in table] == five
     assert [row["share"] for row in table] == pytest.approx([each / saved[0] for each in five])
-    says(answers["memory-f"], 100 * sum(five) / saved[0])
+    says(answers["memory-f"], *(100 * each / saved[0] for each in five))
     d_model, d_ff = SIZES["xl"].d_model, SIZES["xl"].d_ff
     weights = 4 * d_model**2 + 3 * d_model * d_ff + 2 * d_model
     assert block["gradient_bytes"] == 4 * weights

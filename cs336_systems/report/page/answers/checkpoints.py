@@ -9,7 +9,7 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.identity import identity_columns
-from cs336_systems.report.numbers import GIB, mean_and_std, significant
+from cs336_systems.report.numbers import GIB, significant
 from cs336_systems.report.page.answers.answer import (
     Answer,
     Material,
@@ -18,11 +18,13 @@ from cs336_systems.report.page.answers.answer import (
     best,
     is_of_course,
     is_plain,
+    texts,
     with_several,
 )
 from cs336_systems.report.page.answers.memory import residual_bytes
 from cs336_systems.report.sections.memory.facts import typical
 from cs336_systems.report.sections.memory.words import size
+from cs336_systems.report.sections.steps_answers import checkpoint_answers
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import counted
 
@@ -98,32 +100,8 @@ def groups(material: Material) -> Answer:
         return Answer(sentences=[predicted], tables=tables, lacking=lacking)
     rows = found.rows
     at_context = {record.config.model.context_length for record in found.results.records} == {CONTEXT}
-    sentences = [*_measured_words(rows), predicted]
+    sentences = [*texts(checkpoint_answers(rows)), predicted]
     return found.answer(sentences, tables=[_table(rows), *tables], lacking="" if at_context else lacking)
-
-
-def _measured_words(rows: Sequence[Row]) -> Iterator[str]:
-    """For each size and context the group of the least peak, and how peak and time are with the largest group."""
-    by_model: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        if row["peak_allocated_gib"] and row["checkpoint_blocks"]:
-            by_model.setdefault((row["size"], row["context_length"]), []).append(row)
-    for (name, context), own in by_model.items():
-        best = min(own, key=lambda row: float(row["peak_allocated_gib"]))
-        last = max(own, key=lambda row: int(row["checkpoint_blocks"]))
-        said = (
-            f"{name} ctx {context}: the least peak, {_peak_and_time(best)}, is that with {_group(best)} per checkpoint"
-        )
-        yield f"{said}." if best is last else f"{said}; with {_group(last)} it is {_peak_and_time(last)}."
-
-
-def _group(row: Row) -> str:
-    return counted(row["checkpoint_blocks"], "block")
-
-
-def _peak_and_time(row: Row) -> str:
-    peak, time = significant(row["peak_allocated_gib"], 3), mean_and_std(row["step_mean_ms"], row["step_std_ms"])
-    return f"{peak} GiB and {time} ms a step"
 
 
 def _checkpointed(own: Runs) -> list[RunRecord]:

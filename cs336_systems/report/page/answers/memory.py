@@ -4,22 +4,22 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations
 from cs336_systems.config import SIZES, Device, Mode, Precision, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, Row, three_digits
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import order
-from cs336_systems.report.numbers import between, label, percent_of, ratio
+from cs336_systems.report.numbers import between, ratio
 from cs336_systems.report.page.answers.answer import Answer, Material, Place, Runs, best, is_of_course, is_plain
-from cs336_systems.report.sections.memory.answers import MIN_CHANGE, gradient_words, timeline_answer
+from cs336_systems.report.sections.memory.allocations import contributors
+from cs336_systems.report.sections.memory.allocations import largest as largest_section
+from cs336_systems.report.sections.memory.answers import block_answer, largest_answers, mixed_answers, timeline_answer
 from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.facts import by_category, typical
-from cs336_systems.report.sections.memory.words import GIB, MIB, innermost, shape_text, size
+from cs336_systems.report.sections.memory.facts import typical
+from cs336_systems.report.sections.memory.words import GIB, largest_words, size
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.words import status_text
-from cs336_systems.text import counted
 
 ALONE = (Mode.INFERENCE, Mode.FORWARD)
 """Modes of forward alone: without a graph, and with what backward would need."""
@@ -28,7 +28,8 @@ COURSE = {"2.7B": (128, 2048)}
 ON_PAPER = {"xl": (128, 512, 2048), "2.7B": (128, 512, 2048)}
 FP32_BYTES = 4
 BATCH_SIZE = 4
-NUM_LARGEST, NUM_SAVED = 3, 5
+NUM_LARGEST = 1
+"""How many of the largest sizes of allocations an answer names; its table has more."""
 NAMES = {Mode.INFERENCE: "forward without a graph", Mode.FORWARD: "forward with its graph", Mode.TRAIN: "whole step"}
 
 
@@ -110,32 +111,9 @@ def _peaks(material: Material, precisions: Sequence[Precision]) -> Answer | None
     rows = _peak_rows(runs.results.published)
     in_low = len(precisions) > 1
     title = "Peaks in fp32 and in mixed precision" if in_low else "Peaks of forward alone and of a whole step"
-    entries = _of_records(runs)
-    sentences = [*_peak_words(rows, in_low), *(_changed_words(entries) if in_low else ())]
+    sentences = [*_peak_words(rows, in_low), *(mixed_answers(_of_records(runs)) if in_low else ())]
     lacking = _lacking({(row["size"], row["context"]) for row in rows})
     return runs.answer(sentences, tables=[_peak_table(title, rows, in_low)], lacking=lacking)
-
-
-def _changed_words(entries: Sequence[MemoryEntry]) -> Iterator[str]:
-    """What holds the peak of a step in both precisions, at the longest context that was recorded in both."""
-    steps = [entry for entry in entries if entry.config.mode is Mode.TRAIN and not entry.is_out_of_memory]
-    full = {entry.config.model: entry for entry in steps if entry.config.precision is Precision.FP32}
-    pairs = {
-        entry.config.size: (entry, full[entry.config.model])
-        for entry in sorted(steps, key=lambda entry: order(entry.config))
-        if entry.config.precision is Precision.BF16 and entry.config.model in full
-    }
-    for name, (mixed, other) in pairs.items():
-        after, before = by_category(mixed.profile.peak), by_category(other.profile.peak)
-        least = MIN_CHANGE * other.profile.peak.allocated_bytes
-        told = [
-            f"{size(after[category])} of {category} instead of {size(before[category]) if before[category] else 'none'}"
-            for category in after
-            if abs(after[category] - before[category]) >= least
-        ]
-        if told:
-            context = mixed.config.model.context_length
-            yield f"At the peak of a step of {name} at context {context} there are {' and '.join(told)}."
 
 
 def _lacking(there: Collection[tuple[str, int]]) -> str:
@@ -260,92 +238,27 @@ def largest(material: Material) -> Answer | None:
     """The largest allocations of a step, and where they come from."""
     if (pair := _best_pair(material)) is None or not pair.step.profile.largest:
         return None
-    rows = pair.step.profile.largest
-    sizes = list(dict.fromkeys(row.requested_bytes for row in rows))[:NUM_LARGEST]
-    kept = [row for row in rows if row.requested_bytes in sizes]
-    most, steps = [row for row in kept if row.requested_bytes == sizes[0]], counted(pair.step.profile.num_steps, "step")
-    formulas = " or ".join(dict.fromkeys(row.explanation.partition(": ")[0] for row in most if row.explanation))
     sentences = [
-        f"The largest allocations of {name_of(pair.step)} are of {sizes[0]:,} bytes ({size(sizes[0])}), "
-        f"{sum(row.count for row in most):,} of them in {steps}{f': {formulas}' if formulas else ''}.",
-        *_largest_of_all(_all_of(pair)),
+        f"{name_of(pair.step)}: {largest_words(pair.step.profile.largest, NUM_LARGEST)}.",
+        *largest_answers(pair.runs.results.memory),
     ]
-    return _answer(pair, sentences, "memory-largest", [_largest_table(kept)])
-
-
-def _largest_of_all(entries: Sequence[MemoryEntry]) -> Iterator[str]:
-    """In which of several recordings the largest allocation is."""
-    known = {
-        name: entry.profile.largest[0].requested_bytes
-        for name, entry in zip(labels(entries), entries, strict=True)
-        if entry.profile.largest
-    }
-    if len(known) > 1:
-        name = max(known, key=known.__getitem__)
-        yield f"The largest of all recordings is in {name}: {known[name]:,} bytes ({size(known[name])})."
-
-
-def _largest_table(rows: Sequence[LikeAllocations]) -> Table:
-    columns = [
-        Column("each", "MiB", key="bytes", scale=1 / MIB),
-        Column("number", key="count", write=str),
-        *(Column(name, key=name, numeric=False, write=str) for name in ("bytes as", "kind", "phase", "allocated at")),
-    ]
-    values: list[Row] = [
-        {
-            "bytes": row.requested_bytes,
-            "count": row.count,
-            "bytes as": row.explanation,
-            "kind": str(row.category),
-            "phase": label(row.phase),
-            "allocated at": innermost(row.places),
-        }
-        for row in rows
-    ]
-    return make_table("The largest allocations", columns, values)
+    return _answer(pair, sentences, "memory-largest", largest_section([pair.step]).tables)
 
 
 def block(material: Material) -> Answer | None:
     """What one block saves for backward, and the gradients that it makes."""
     if (pair := _best_pair(material)) is None or not pair.step.profile.blocks:
         return None
-    kept = [entry for entry in _all_of(pair) if entry.profile.blocks]
+    kept = [entry for entry in pair.runs.results.memory if entry.profile.blocks]
     others = {
         name: typical(entry.profile.blocks).saved_bytes for name, entry in zip(labels(kept), kept, strict=True)
     }  # fmt: skip
     over = f"Over all recorded runs a block saves {between(others, lambda found: size(int(found)))}."
-    block = typical(pair.step.profile.blocks)
-    table = _saved_table(block)
-    held = sum(tensor.num_bytes for tensor in block.saved[:NUM_SAVED])
     sentences = [
-        f"{name_of(pair.step)}: one block saves {size(block.saved_bytes)} ({block.saved_bytes:,} bytes) for backward, "
-        f"{percent_of(held, block.saved_bytes)} of it in the {len(table.rows)} largest tensors.",
-        gradient_words(block),
+        f"{name_of(pair.step)}: {block_answer(pair.step.profile)}",
         *([over] if len(others) > 1 else []),
     ]
-    return _answer(pair, sentences, "memory-peaks", [table])
-
-
-def _saved_table(block: BlockMemory) -> Table:
-    columns = [
-        *(Column(name, key=name, numeric=False, write=str) for name in ("saved in", "shape")),
-        Column("size", "MiB", key="bytes", scale=1 / MIB),
-        Column("share of the block", "%", key="share", scale=100, write=three_digits),
-    ]
-    values: list[Row] = [
-        {
-            "saved in": label(tensor.name),
-            "shape": shape_text(tensor.shape, tensor.dtype),
-            "bytes": tensor.num_bytes,
-            "share": tensor.num_bytes / block.saved_bytes,
-        }
-        for tensor in block.saved[:NUM_SAVED]
-    ]
-    return make_table("The largest tensors that a block saves for backward", columns, values)
-
-
-def _all_of(pair: Pair) -> list[MemoryEntry]:
-    return list(pair.runs.results.memory)
+    return _answer(pair, sentences, "memory-peaks", [contributors(pair.step.profile.blocks)])
 
 
 def _best_pair(material: Material) -> Pair | None:
@@ -382,7 +295,9 @@ def _pairs(runs: Runs) -> list[tuple[MemoryEntry, MemoryEntry]]:
 
 def _answer(pair: Pair, sentences: list[str], place: str, tables: Sequence[Table] = ()) -> Answer:
     there = {
-        (own.config.size, own.config.model.context_length) for own in _all_of(pair) if own.config.mode is Mode.TRAIN
+        (own.config.size, own.config.model.context_length)
+        for own in pair.runs.results.memory
+        if own.config.mode is Mode.TRAIN
     }
     lacking = f"recordings of {missing}" if (missing := _lacking(there)) else ""
     return pair.runs.answer(sentences, tables=tables, place=place, lacking=lacking)

@@ -1,12 +1,12 @@
 """Answers about the time of a step: its phases, its spread, warm-up, mixed precision, and the compiled model."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from cs336_systems.config import CompileMode, Device, Mode, Precision, RunConfig
+from cs336_systems.config import CompileMode, Mode, Precision, RunConfig
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, column, three_digits
-from cs336_systems.report.identity import by_name, identity_columns, names_of
-from cs336_systems.report.numbers import between, percent_of
+from cs336_systems.report.identity import by_name, identity_columns
+from cs336_systems.report.numbers import between
 from cs336_systems.report.page.answers.answer import (
     CONTEXT,
     Answer,
@@ -20,6 +20,7 @@ from cs336_systems.report.page.answers.answer import (
     pairs,
     plain_runs,
     ratios,
+    texts,
     with_several,
 )
 from cs336_systems.report.sections.steps_answers import (
@@ -27,26 +28,13 @@ from cs336_systems.report.sections.steps_answers import (
     phase_answers,
     precision_answers,
     spread_answers,
+    warmup_answers,
 )
 from cs336_systems.report.table import Table, make_table
-from cs336_systems.text import counted
 
 MEASURED_STEPS = 10
 """As many steps as the course measures."""
-FIRST_STEP = {
-    Device.CUDA: "it also starts cuBLAS, loads kernels, takes memory from the driver and makes the optimizer's state",
-    Device.CPU: "it also fills caches, starts threads, takes memory from the system and makes the optimizer's state",
-}
-SLOW_START = 1.05
-"""The first measured step over the mean after enough warm-up, from which on the reason is given."""
-SAME = 0.01
-"""Largest relative difference of two mean steps at which further warm-up changed nothing."""
 PHASES = ("forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms", "step_mean_ms")
-
-
-def _texts(answers: Iterable[tuple[str, str]]) -> list[str]:
-    """The paragraphs of answers.md as sentences that begin with what they are about."""
-    return [f"{name}: {text}" if name else text for name, text in answers]
 
 
 def _table(title: str, rows: Sequence[Row], keys: Iterable[str | Column], always: Sequence[str] = ("size",)) -> Table:
@@ -108,7 +96,7 @@ def times(runs: Runs) -> Answer:
     rows = runs.rows
     table = _table("Times of forward, backward and the optimizer", rows, [*PHASES, "step_cv"])
     same = ("context_length",)
-    sentences = [*_texts(phase_answers(rows, *same)), *_texts(spread_answers(rows, *same))]
+    sentences = [*texts(phase_answers(rows, *same)), *texts(spread_answers(rows, *same))]
     return runs.answer(sentences, tables=[table], lacking=lacking_sizes(runs))
 
 
@@ -124,49 +112,7 @@ def warmup(runs: Runs) -> Answer:
     table = _table("Steps after more and less warm-up", rows, columns, ("size", "warmup_steps"))
     there = {record.config.warmup_steps for record in runs.results.records}
     lacking = ", ".join(f"{count} warm-up steps" for count in (0, 1, 2, 5) if count not in there)
-    return runs.answer(_warmup_words(rows), tables=[table], place="warmup", lacking=lacking)
-
-
-def _warmup_words(rows: Sequence[Row]) -> Iterator[str]:
-    """For each configuration: steps without warm-up, and after some, beside those after most."""
-    by_name: dict[str, list[Row]] = {}
-    for name, row in zip(names_of([row["identity"] for row in rows], without=["warmup_steps"]), rows, strict=True):
-        by_name.setdefault(name, []).append(row)
-    slow = []
-    for name, own in by_name.items():
-        *few, most = sorted(own, key=lambda row: row["warmup_steps"])
-        enough_ms = most["step_mean_ms"]
-        if few:
-            first, *others = few
-            told = [_without_warmup(first, most), *([_with_some(others, enough_ms)] if others else [])]
-            yield f"{name}: {' '.join(told)}"
-            slow += [first] if first["first_step_ms"] > SLOW_START * enough_ms else []
-    if slow:
-        yield f"The first step takes longer because {FIRST_STEP[slow[0]['config'].device]}."
-
-
-def _without_warmup(first: Row, most: Row) -> str:
-    """The steps after least warm-up beside those after most."""
-    enough_ms = most["step_mean_ms"]
-    mean, start = (three_digits(first[key] / enough_ms) for key in ("step_mean_ms", "first_step_ms"))
-    spread = "" if first["step_cv"] is None else f", with a standard deviation of {percent_of(first['step_cv'])}"
-    return (
-        f"after {_steps(first['warmup_steps'])} the mean step is {mean} times that after {most['warmup_steps']}"
-        f"{spread}; the first measured step takes {start} times as long."
-    )
-
-
-def _with_some(rows: Sequence[Row], enough_ms: float) -> str:
-    counts = " and ".join(str(row["warmup_steps"]) for row in rows)
-    ratios = [row["step_mean_ms"] / enough_ms for row in rows]
-    means = " and ".join(map(three_digits, ratios))
-    is_enough = rows[0]["warmup_steps"] == 1 and all(abs(ratio - 1) <= SAME for ratio in ratios)
-    enough = ": one step is enough here" if is_enough else ""
-    return f"After {counts} warm-up step{'s' if counts != '1' else ''} it is {means} times that{enough}."
-
-
-def _steps(count: int) -> str:
-    return "no warm-up" if count == 0 else counted(count, "warm-up step")
+    return runs.answer(texts(warmup_answers(rows)), tables=[table], place="warmup", lacking=lacking)
 
 
 def _in_both_precisions(own: Runs) -> list[RunRecord]:
@@ -179,7 +125,7 @@ def mixed_precision(runs: Runs) -> Answer:
     """Times with and without bf16, and the trend over sizes."""
     rows = at_one_context(runs).rows
     gains = [row["speed_up"] for row in rows if row["speed_up"]]
-    sentences = _texts(precision_answers(runs.rows))
+    sentences = texts(precision_answers(runs.rows))
     if len(gains) > 1 and gains == sorted(gains):
         sentences.append(
             "A larger model gains more because its matrix products, which bf16 makes faster, are a larger part of the "
@@ -206,6 +152,6 @@ def compiled_model(runs: Runs) -> Answer:
     parts = dict(zip(("forward", "backward", "the optimizer's step"), PHASES, strict=False))
     found = {part: ratios(both, key, ("size",)) for part, key in parts.items()}
     said = [f"{part} {between(gains, three_digits)} times" for part, gains in found.items() if gains]
-    sentences = _texts(choice_answers(rows))
+    sentences = texts(choice_answers(rows))
     sentences += [f"By phase: {', '.join(said)} as fast. The optimizer is not compiled."] if said else []
     return runs.answer(sentences, tables=[table], lacking=lacking_sizes(runs))

@@ -1,6 +1,7 @@
 """Tables of allocations: the largest, what the peak consists of, what each block of the model saves for backward."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
@@ -131,11 +132,13 @@ def blocks(profile: MemoryProfile) -> Section:
     notes = [f"Over {counted(len(rows), 'block')}, in one step, without rounding; each is in blocks.csv."]
     if again := sum(block.recomputed_bytes for block in profile.blocks):
         notes.append(f"Of what is saved, {size(again)} are not kept from forward on: backward computes them again.")
-    table = make_table("Memory of a block", columns, ranges, notes)
-    return Section(name="blocks", tables=(table, _contributors(profile.blocks)), rows=rows)
+    table, largest = make_table("Memory of a block", columns, ranges, notes), contributors(profile.blocks)
+    largest = replace(largest, notes=(f"{' '.join(largest.notes)} Each tensor of each block is in saved.csv.",))
+    return Section(name="blocks", tables=(table, largest), rows=rows)
 
 
-def _contributors(found: Sequence[BlockMemory]) -> Table:
+def contributors(found: Sequence[BlockMemory]) -> Table:
+    """The largest tensors that a typical one of the blocks saves."""
     block = typical(found)
     rows = [*_saved(block)][:NUM_CONTRIBUTORS]
     columns = [
@@ -148,7 +151,7 @@ def _contributors(found: Sequence[BlockMemory]) -> Table:
     alike = sum(_tensors(other) == _tensors(block) for other in found)
     notes = [
         f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, the same in {alike} of "
-        f"{counted(len(found), 'block')}. Each tensor of each block is in saved.csv."
+        f"{counted(len(found), 'block')}."
     ]
     return make_table(f"Largest tensors that {label(block.name)} saves for backward", columns, rows, notes)
 
