@@ -23,6 +23,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     """Sentences below the table."""
+    findings: tuple[str, ...] = ()
+    """Those of the notes that say what stands out, which a page says first."""
     failed: frozenset[int] = frozenset()
     """Indices of the rows of failed runs, which a terminal shows in another colour."""
     values: tuple[Row, ...] = ()
@@ -85,14 +87,19 @@ def make_table(
     rows: Iterable[Row],
     notes: Iterable[str] = (),
     failed: Callable[[Row], bool] | None = None,
+    findings: Iterable[str] = (),
 ) -> Table:
-    """Make a table: write the cell of each column for each row; `failed` says which rows are those of failed runs."""
+    """Make a table: write the cell of each column for each row; `failed` says which rows are those of failed runs.
+
+    `findings` are those of the notes that say what stands out.
+    """
     kept = tuple(rows)
     return Table(
         title=title,
         headings=tuple(columns),
         rows=tuple(tuple(column.cell(row) for column in columns) for row in kept),
         notes=tuple(notes),
+        findings=tuple(findings),
         failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),
         values=kept,
     )

@@ -1,7 +1,7 @@
 """The attention grid for people: times and memory as tables, pictures and sentences, and every value as CSV."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -127,17 +127,24 @@ def _shape(row: Row) -> tuple[int, int]:
     return row["context_length"], row["d_head"]
 
 
-def _table(study: AttentionStudy, rows: Rows, title: str, columns: Sequence[Column], notes: Iterator[str]) -> Table:
+def _table(
+    study: AttentionStudy,
+    rows: Rows,
+    title: str,
+    columns: Sequence[Column],
+    notes: Iterator[str],
+    findings: Iterable[str] = (),
+) -> Table:
     """One row for each head dimension and context length."""
     title = f"{title}, {rows[0]['precision']}, {settings(study)}"
     by_shape = sorted(pivoted(rows, (*SHAPE, "closed_form_mib"), "implementation"), key=lambda row: row["d_head"])
-    return make_table(title, [*map(column, SHAPE), *columns], by_shape, notes)
+    return make_table(title, [*map(column, SHAPE), *columns], by_shape, notes, findings=findings)
 
 
 def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
     time = column(f"{timed}_mean_ms", unit="", drop_order=0, doubt=f"{timed}_is_doubted", instead="ended")
     columns = [across(implementation, time) for implementation in _available(study, rows)]
-    return _table(study, rows, TITLES[timed], columns, _time_notes(study, rows, timed))
+    return _table(study, rows, TITLES[timed], columns, _time_notes(study, rows, timed), _gains(study, rows, timed))
 
 
 def _available(study: AttentionStudy, rows: Rows) -> list[Implementation]:
@@ -159,6 +166,21 @@ def _time_notes(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
         if len(study.results) < wanted:
             yield f"Only {len(study.results)} of the grid's {wanted} cells were measured: the study was interrupted."
     yield from doubt_notes([row[f"{timed}_warnings"] for row in rows if row[mean] is not None], "cells", PASSES)
+    yield from _gains(study, rows, timed)
+    largest = [(name, row) for name in _available(study, rows) for row in cells_of(rows, name, mean)[-1:] if row[mean]]
+    if rates := [f"{name} {column(f'{timed}_tflops_per_s').cell(row)} ({_at(row)})" for name, row in largest]:
+        convention = "a causal mask counting as full"
+        if timed != "forward":
+            convention += ", backward as twice forward, 2.5 times for kernels that compute the scores again"
+            convention += ", as own is taken to do" if cells_of(rows, Implementation.OWN, mean) else ""
+        yield f"TFLOP/s of the matrix products, {convention}: {', '.join(rates)}."
+    if timed == "forward":
+        yield from _first_passes(study, rows)
+
+
+def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
+    """How fast the implementations are beside naive, and beside own."""
+    mean = f"{timed}_mean_ms"
     others = [name for name in _available(study, rows) if name is not Implementation.NAIVE]
     naive = cells_of(rows, Implementation.NAIVE, mean)
     if gains := _quotients(timed, [(naive, cells_of(rows, name, mean), name) for name in others]):
@@ -169,15 +191,6 @@ def _time_notes(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
     ]
     if gains := _quotients(timed, beside):
         yield f"Time of the others over that of own, at the largest shape that both can do: {', '.join(gains)}."
-    largest = [(name, row) for name in _available(study, rows) for row in cells_of(rows, name, mean)[-1:] if row[mean]]
-    if rates := [f"{name} {column(f'{timed}_tflops_per_s').cell(row)} ({_at(row)})" for name, row in largest]:
-        convention = "a causal mask counting as full"
-        if timed != "forward":
-            convention += ", backward as twice forward, 2.5 times for kernels that compute the scores again"
-            convention += ", as own is taken to do" if own else ""
-        yield f"TFLOP/s of the matrix products, {convention}: {', '.join(rates)}."
-    if timed == "forward":
-        yield from _first_passes(study, rows)
 
 
 def _quotients(timed: str, pairs: Sequence[tuple[Rows, Rows, Implementation]]) -> list[str]:
@@ -266,7 +279,8 @@ def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
     names = _available(study, rows)
     columns = [across(name, replace(held, drop_order=order)) for order, name in enumerate(names)]
     columns.append(column("closed_form_mib", drop_order=len(names)))
-    return _table(study, rows, "Memory in use before backward", columns, _memory_notes(study, rows))
+    notes, findings = _memory_notes(study, rows), limit_notes(study, rows)
+    return _table(study, rows, "Memory in use before backward", columns, notes, findings)
 
 
 def _held(row: Row) -> str:

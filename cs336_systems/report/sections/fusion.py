@@ -1,6 +1,6 @@
 """What fusing does, for people: a table, a bar for each version of each operation, sentences, and all values as CSV."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cs336_systems.analysis.warnings import PASSES
@@ -40,6 +40,7 @@ def fusion_section(study: FusionStudy) -> Section:
             rows,
             _notes(study, rows),
             lambda row: row["status"] is not Status.OK,
+            _savings(rows),
         )
         for rows in _by_direction(study)
     ]
@@ -99,23 +100,24 @@ def _notes(study: FusionStudy, rows: Sequence[Row]) -> Iterator[str]:
     yield from doubt_notes([row["warnings"] for row in rows if row["median_ms"] is not None], "rows", PASSES)
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
-    for op in dict.fromkeys(row["op"] for row in rows):
-        yield from _savings({row["version"]: row for row in rows if row["op"] is op})
+    yield from _savings(rows)
     yield from _arithmetic(study, rows)
     yield from (f"{row['op']} {row['version']}: {row['error']}" for row in rows if row["error"] is not None)
 
 
-def _savings(versions: Mapping[Version, Row]) -> Iterator[str]:
-    """What fusing one operation saves."""
-    eager = versions[Version.EAGER]
-    if eager["status"] is not Status.OK or eager["moved_mib"] is None:
-        return
-    excess = significant(eager["moved_mib"] / eager["must_move_mib"], 3)
-    texts = [f"written out {counted(eager['kernels'], 'kernel')} that move {excess} times what must move"]
-    for version, row in versions.items():
-        if version is not Version.EAGER and (gain := column("speed_up").cell(row)):
-            texts.append(f"{version} {counted(row['kernels'], 'kernel')}, {gain} times as fast")
-    yield f"{eager['op']}: {'; '.join(texts)}."
+def _savings(rows: Sequence[Row]) -> Iterator[str]:
+    """What fusing each operation saves."""
+    for op in dict.fromkeys(row["op"] for row in rows):
+        versions = {row["version"]: row for row in rows if row["op"] is op}
+        eager = versions[Version.EAGER]
+        if eager["status"] is not Status.OK or eager["moved_mib"] is None:
+            continue
+        excess = significant(eager["moved_mib"] / eager["must_move_mib"], 3)
+        texts = [f"written out {counted(eager['kernels'], 'kernel')} that move {excess} times what must move"]
+        for version, row in versions.items():
+            if version is not Version.EAGER and (gain := column("speed_up").cell(row)):
+                texts.append(f"{version} {counted(row['kernels'], 'kernel')}, {gain} times as fast")
+        yield f"{op}: {'; '.join(texts)}."
 
 
 def _arithmetic(study: FusionStudy, rows: Sequence[Row]) -> Iterator[str]:

@@ -25,6 +25,8 @@ ACCUMULATION = ("sum_dtype", "addend_dtype", "cast", "total", "error", "storage_
                 "growing_additions")  # fmt: skip
 
 
+NUM_FINDINGS = 2
+"""How many of the sentences below a table a page says first."""
 LAYER_NORM = ("activations", "dtype", "variance", "exact_variance", "output", "exact_output", "library_output")
 
 
@@ -33,7 +35,9 @@ def accumulation_section(rows: Sequence[Accumulation]) -> Section:
     stored = [asdict(row) for row in rows]
     values = [{key: getattr(row, key) for key in ACCUMULATION} for row in rows]
     title = f"{rows[0].addend} added {rows[0].count} times: exactly {rows[0].exact:g}"
-    table = make_table(title, [column(key) for key in ACCUMULATION], values, interpret_accumulation(rows))
+    notes = interpret_accumulation(rows)
+    columns = [column(key) for key in ACCUMULATION]
+    table = make_table(title, columns, values, notes, findings=notes[:NUM_FINDINGS])
     return Section(name="accumulation", tables=(table,), rows=stored)
 
 
@@ -42,10 +46,8 @@ def dtype_section(rows: Sequence[ObservedDtype]) -> Section:
     values = [asdict(row) | {"setting": f"{row.precision} on {row.device}"} for row in rows]
     settings = dict.fromkeys(row["setting"] for row in values)
     columns = [column("model"), column("quantity"), *(across(setting, column("dtype")) for setting in settings)]
-    table = make_table(
-        "Data types under autocast, as observed", columns, pivoted(values, ("model", "quantity"), "setting"),
-        interpret_dtypes(rows),
-    )  # fmt: skip
+    notes, pivot = interpret_dtypes(rows), pivoted(values, ("model", "quantity"), "setting")
+    table = make_table("Data types under autocast, as observed", columns, pivot, notes, findings=notes[:NUM_FINDINGS])
     return Section(name="dtypes", tables=(table,), rows=[asdict(row) for row in rows])
 
 
@@ -125,10 +127,9 @@ def layer_norm_section(rows: Sequence[NormalisedActivations]) -> Section:
         }
         for row in rows
     ]  # fmt: skip
-    table = make_table(
-        "Layer norm with every operation in one data type", [column(key) for key in LAYER_NORM], values,
-        interpret_layer_norm(rows),
-    )  # fmt: skip
+    notes, columns = interpret_layer_norm(rows), [column(key) for key in LAYER_NORM]
+    title = "Layer norm with every operation in one data type"
+    table = make_table(title, columns, values, notes, findings=notes[:NUM_FINDINGS])
     return Section(name="layer_norm", tables=(table,), rows=[asdict(row) for row in rows])
 
 

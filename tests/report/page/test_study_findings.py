@@ -1,10 +1,12 @@
-"""What a page says of a ladder or a study is what its hand-made records were made of, with links to those cells."""
+"""What a page says first of a ladder or a study: what its sections find, each with a link to the table below."""
 
 from pathlib import Path
 
+import pytest
+
 from cs336_systems.report.page.collection import Climbed, Collection
 from cs336_systems.report.page.whole import SELF, collection_page
-from cs336_systems.report.page.write import Linked, to_html
+from cs336_systems.report.page.write import TableBlock, to_html
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.studies.attention_records import Implementation
@@ -15,51 +17,37 @@ from tests.report.page.parsed import Parsed
 from tests.report.studies import make_cell, make_failed, make_fusion, make_result, make_row, make_study
 
 
-def told(**parts):
-    """The sentences of the findings, and for each link its text and that of the cell it leads to."""
-    page = collection_page(Collection(root=Path("mine"), **{name: {SELF: part} for name, part in parts.items()}))
-    first, found = page.chapters[0], Parsed(to_html(page))
-    assert first.title == "Findings"
-    linked = [(text, found.cells[target][0]) for text, target in found.links if target in found.cells]
-    assert linked
-    assert all(text == cell for text, cell in linked)
-    return [own.text if isinstance(own, Linked) else own[0] for own in first.blocks[0].paragraphs]
-
-
-def test_a_ladder_says_its_fastest_rung_its_gains_and_what_is_not_credited() -> None:
+def climbed():
+    """0.8 s for the first rung and 0.05 s for the last; `compile` is off by half of the fall."""
     rungs = make_ladder()
     records = make_records(rungs, losses={"compile": shifted(0.5)})
     rows = tuple(ladder_rows(rungs, records, []))
-    sentences = told(ladders=Climbed(rungs=rungs, results=Results(records=records), rows=rows))
-    assert sentences[0].startswith("The fastest rung is fused: 50 ± ")
-    assert "16.0" in sentences[0]  # 0.8 s over 0.05 s
-    (refused,) = (own for own in sentences if own.startswith("Nothing is credited"))
-    assert "compile" in refused
-    gains = [own.partition(" ")[0] for own in sentences if own.endswith("as fast as the rung before.")]
-    assert gains[0] == "fused"  # 8 times as fast as bf16, the last that is credited
-    assert not any("slower" in own for own in sentences)
+    return Climbed(rungs=rungs, results=Results(records=records), rows=rows)
 
 
-def test_attention_says_the_order_of_the_implementations_and_what_runs_out_of_memory() -> None:
+def attention():
+    """Flash takes half of naive's time, which has no memory for twice the context."""
     flash = make_result(make_cell(Implementation.FLASH), forward_s=(0.0009, 0.001, 0.0011))
-    lost = make_failed(make_cell(context_length=2048))
-    sentences = told(attention=make_study(make_result(make_cell()), flash, lost))
-    forward = sentences[0]
-    assert "d_head 64 and context 1024" in forward
-    assert forward.index("flash 1.0") < forward.index("naive 2.00")
-    assert [own for own in sentences if own.startswith("naive at d_head 64 and context 2048: out of memory")]
+    return make_study(make_result(make_cell()), flash, make_failed(make_cell(context_length=2048)))
 
 
-def test_ceilings_say_the_least_and_the_largest_share_of_the_data_sheet() -> None:
-    sentences = told(ceilings=ceilings.make_whole())
-    assert sentences[0].startswith("Matrix products reach 74.6")  # 50 of 67 TFLOP/s in fp32, 800 of 989.5 in bf16
-    assert "80.8" in sentences[0]
-
-
-def test_fusion_says_the_largest_gain_and_what_is_slower() -> None:
-    fused = make_row(version=Version.FUSED, times_s=(0.0005,))
-    compiled = make_row(version=Version.COMPILED, times_s=(0.004,))
-    gain, loss = told(fusion=make_fusion(make_row(), fused, compiled))
-    assert "gelu fused, forward, fp32: 4.00" in gain
-    assert "gelu compiled, forward, fp32: 0.500" in loss
-    assert loss.endswith("slower.")
+@pytest.mark.parametrize(
+    ("kind", "make", "words"),
+    [
+        ("ladders", climbed, [["fused", "16.0"], ["Not credited", "compile"]]),
+        ("attention", attention, [["as fast as naive", "flash 2.0"], ["naive runs out of memory", "context 2048"]]),
+        ("ceilings", ceilings.make_whole, [["FLOPs per byte", "fp32", "bf16"]]),
+        ("fusion", lambda: make_fusion(make_row(), make_row(version=Version.FUSED, times_s=(0.0005,))),
+         [["gelu", "fused", "4.00"]]),
+    ],
+)  # fmt: skip
+def test_what_stands_out_comes_first_and_leads_to_its_table(kind, make, words) -> None:
+    page = collection_page(Collection(root=Path("mine"), **{kind: {SELF: make()}}))
+    first, html = page.chapters[0], to_html(page)
+    assert first.title == "Findings"
+    told = {text: target for block in first.blocks for text, target in block.paragraphs}
+    for each in words:
+        assert any(all(word in text for word in each) for text in told), (each, told)
+    tables = {b.id: b.table for c in page.chapters for b in c.blocks if isinstance(b, TableBlock)}
+    assert all(text in tables[target].notes for text, target in told.items())
+    assert {*told.values()} <= {target for _, target in Parsed(html).links}

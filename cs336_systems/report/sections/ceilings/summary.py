@@ -100,7 +100,8 @@ def summary_section(study: CeilingsStudy) -> Section:
     """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
     rows = ceilings_of(study)
     columns = known([column(key) for key in COLUMNS], rows)
-    table = make_table(f"Ceilings of {study.device_name}", columns, rows, _findings(study))
+    findings = list(_findings(study))
+    table = make_table(f"Ceilings of {study.device_name}", columns, rows, findings, findings=findings)
     return Section(name="results", tables=(table,), rows=rows, keys=CSV_COLUMNS)
 
 

@@ -29,6 +29,17 @@ def speed_notes(rows: Rows) -> Iterator[str]:
     yield "Times are mean ± standard deviation over the measured steps of a process."
     yield from _intervals(rows)
     yield from _shares(rows)
+    yield from findings(rows)
+    yield from warning_notes([row["warnings"] for row in rows], "rungs")
+    if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
+        yield f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where there is no interval."
+    for row in rows:
+        if row["error"]:
+            yield f"{row['rung']}: {row['error']}"
+
+
+def findings(rows: Rows) -> Iterator[str]:
+    """Which rung is the fastest, and which are not credited."""
     first = next((row for row in rows if row["is_credited"]), None)
     if first is not None and first is not rows[0]:
         yield f"The first rung that counts is {first['rung']}."
@@ -37,12 +48,6 @@ def speed_notes(rows: Rows) -> Iterator[str]:
     failed = [row for row in rows if row["processes"] and not row["is_credited"]]
     if failed:
         yield f"Not credited, so no measure for others: {_names(failed)}."
-    yield from warning_notes([row["warnings"] for row in rows], "rungs")
-    if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
-        yield f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where there is no interval."
-    for row in rows:
-        if row["error"]:
-            yield f"{row['rung']}: {row['error']}"
 
 
 def gate_notes(rows: Rows) -> Iterator[str]:

@@ -9,7 +9,14 @@ from cs336_systems.report.columns import Row, column, short
 from cs336_systems.report.numbers import DOUBT, significant
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style
 from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
-from cs336_systems.report.sections.ladder.notes import count_notes, gate_notes, reason_notes, reasons, speed_notes
+from cs336_systems.report.sections.ladder.notes import (
+    count_notes,
+    findings,
+    gate_notes,
+    reason_notes,
+    reasons,
+    speed_notes,
+)
 from cs336_systems.report.sections.ladder.rows import COMPILED, FIELDS, PREDICTED, TIMES
 from cs336_systems.report.table import known, make_table
 from cs336_systems.sweep.ladder import GATE_STEPS
@@ -53,7 +60,7 @@ def ladder_section(rows: Rows) -> Section:
     least = "Counts of a step, and the least bytes that it must move"
     tables = [
         make_table("From the slow way to the fast way", known(SPEED, rows), rows,
-                   [f"{settings(rows)}.", *speed_notes(rows)], _stands_out),
+                   [f"{settings(rows)}.", *speed_notes(rows)], _stands_out, findings(rows)),
         make_table("The same training, and what compiling takes", known(GATE, rows), rows, gate_notes(rows),
                    _stands_out),
     ]  # fmt: skip
