@@ -337,32 +337,27 @@ def test_speed_ups_of_bf16_are_those_of_the_records(answers):
 
 
 def test_peaks_are_those_of_the_records(answers):
-    rows = by(answers["memory-c"].tables[0], "size", "context", "precision")
+    rows = by(answers["memory-c"].tables[0], "size", "context_length", "precision")
     seen = 0
     for record in records_of(answers["memory-c"]):
         config = record["config"]
         if not is_plain(config):
             continue
         row = rows[config["size"], config["model"]["context_length"], config.get("precision", "fp32")]
-        peak = row[config.get("mode", "train")]
-        assert peak == (record["memory"]["peak_allocated_bytes"] if record["status"] == "ok" else None)
+        peak = row[f"{config.get('mode', 'train')} peak_allocated_gib"]
+        assert peak == (record["memory"]["peak_allocated_bytes"] / GIB if record["status"] == "ok" else None)
         seen += 1
     assert seen >= 48
-    full = by(answers["memory-b"].tables[0], "size", "context")
-    ratios = [row["train"] / row["inference"] for row in full.values() if row["train"]]
-    says(answers["memory-b"], min(ratios), max(ratios))
-    of_mixed = [
-        row["train"] / rows[size, context, "fp32"]["train"]
-        for (size, context, precision), row in rows.items()
-        if precision == "bf16" and row["train"]
-    ]
-    says(answers["memory-c"], *ends(of_mixed))
-    of_forward = [
-        row["inference"] / rows[size, context, "fp32"]["inference"]
-        for (size, context, precision), row in rows.items()
-        if precision == "bf16"
-    ]
-    says(answers["memory-c"], *ends(of_forward))
+    train, alone = (f"{mode} peak_allocated_gib" for mode in ("train", "inference"))
+    full = by(answers["memory-b"].tables[0], "size", "context_length")
+    says(answers["memory-b"], *ends([row[train] / row[alone] for row in full.values() if row[train]]))
+    for mode in (train, alone):
+        of_mixed = [
+            row[mode] / rows[size, context, "fp32"][mode]
+            for (size, context, precision), row in rows.items()
+            if precision == "bf16" and row[mode]
+        ]
+        says(answers["memory-c"], *ends(of_mixed))
     for name, profile in profiles_of(answers["memory-c"], "memory").items():
         if name.startswith(("xl_ctx512_b4_train_", "2.7B_ctx512_b4_train_")):
             [held] = [row for row in profile["peak"]["categories"] if row["category"] == "saved activations"]

@@ -7,17 +7,28 @@ from typing import NamedTuple
 from cs336_systems.config import SIZES, Device, Mode, Precision, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.columns import Column, Row, three_digits
+from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import order
-from cs336_systems.report.numbers import between, ratio
-from cs336_systems.report.page.answers.answer import Answer, Material, Place, Runs, best, is_of_course, is_plain
+from cs336_systems.report.numbers import between
+from cs336_systems.report.page.answers.answer import (
+    Answer,
+    Material,
+    Place,
+    Runs,
+    best,
+    is_of_course,
+    is_plain,
+    pairs,
+    ratios,
+)
 from cs336_systems.report.sections.memory.allocations import contributors
 from cs336_systems.report.sections.memory.allocations import largest as largest_section
 from cs336_systems.report.sections.memory.answers import block_answer, largest_answers, mixed_answers, timeline_answer
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.facts import typical
-from cs336_systems.report.sections.memory.words import GIB, largest_words, size
+from cs336_systems.report.sections.memory.words import largest_words, size
+from cs336_systems.report.sections.study import across, pivoted
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.words import status_text
 
@@ -30,6 +41,7 @@ FP32_BYTES = 4
 BATCH_SIZE = 4
 NUM_LARGEST = 1
 """How many of the largest sizes of allocations an answer names; its table has more."""
+PEAK = "peak_allocated_gib"
 NAMES = {Mode.INFERENCE: "forward without a graph", Mode.FORWARD: "forward with its graph", Mode.TRAIN: "whole step"}
 
 
@@ -108,12 +120,12 @@ def _peaks(material: Material, precisions: Sequence[Precision]) -> Answer | None
     runs = best(material, suiting)
     if runs is None:
         return None
-    rows = _peak_rows(runs.results.published)
+    rows = runs.rows
     in_low = len(precisions) > 1
     title = "Peaks in fp32 and in mixed precision" if in_low else "Peaks of forward alone and of a whole step"
     sentences = [*_peak_words(rows, in_low), *(mixed_answers(_of_records(runs)) if in_low else ())]
-    lacking = _lacking({(row["size"], row["context"]) for row in rows})
-    return runs.answer(sentences, tables=[_peak_table(title, rows, in_low)], lacking=lacking)
+    lacking = _lacking({(row["size"], row["context_length"]) for row in rows})
+    return runs.answer(sentences, tables=[_peak_table(title, rows)], lacking=lacking)
 
 
 def _lacking(there: Collection[tuple[str, int]]) -> str:
@@ -133,68 +145,52 @@ def _has_peak(record: RunRecord) -> bool:
     return record.status is Status.OOM or (record.status is Status.OK and record.memory is not None)
 
 
-def _peak_rows(records: Sequence[RunRecord]) -> list[Row]:
+def _peak_table(title: str, rows: Sequence[Row]) -> Table:
     """A row for each size, context and precision, with the peak of each mode, or how the run ended."""
-    found: dict[tuple[object, ...], Row] = {}
-    for record in records:
-        config = record.config
-        key = (config.size, config.model.context_length, config.precision)
-        row = found.setdefault(key, {"size": config.size, "context": key[1], "precision": str(config.precision)})
-        row[config.mode] = record.memory.peak_allocated_bytes if record.memory and record.status is Status.OK else None
-        row[f"{config.mode} ended"] = "" if record.status is Status.OK else status_text(record.status)
-    for row in found.values():
-        full = found.get((row["size"], row["context"], Precision.FP32), {})
-        for name, mode in (("ratio", Mode.TRAIN), ("alone", Mode.INFERENCE)):
-            row[name] = None if row is full else ratio(row.get(mode), full.get(mode))
-    modes = [mode for mode in (*ALONE, Mode.TRAIN) if any(mode in row for row in found.values())]
-    empty = dict.fromkeys(modes) | {f"{mode} ended": "" for mode in modes}
-    return [empty | row for row in found.values()]
-
-
-def _peak_table(title: str, rows: Sequence[Row], in_low: bool) -> Table:
-    columns = [Column("size", key="size", numeric=False, write=str), Column("context", key="context", write=str)]
-    columns += [Column("precision", key="precision", numeric=False, write=str)] if in_low else []
-    columns += [
-        Column(NAMES[mode], "GiB", key=mode, scale=1 / GIB, instead=f"{mode} ended")
-        for mode in NAMES
-        if mode in rows[0]
-    ]
-    columns += [Column("step over that in fp32", key="ratio")] if in_low else []
-    return make_table(title, columns, rows)
+    index = ("size", "context_length", "precision")
+    shown = [Column("size", key="size", numeric=False, write=str), Column("context", key="context_length", write=str)]
+    if len({row["precision"] for row in rows}) > 1:
+        shown.append(Column("precision", key="precision", numeric=False, write=str))
+    peak = column(PEAK, drop_order=0, instead="ended")
+    modes = {mode: name for mode, name in NAMES.items() if any(row["mode"] == mode for row in rows)}
+    columns = [replace(across(mode, peak), name=name) for mode, name in modes.items()]
+    ended = [row | {"ended": status_text(row["status"])} for row in rows]
+    return make_table(title, [*shown, *columns], pivoted(ended, index, "mode"))
 
 
 def _peak_words(rows: Sequence[Row], in_low: bool) -> Iterator[str]:
     if in_low:
-        ratios = {f"{row['size']} ctx {row['context']}": row["ratio"] for row in rows if row["ratio"]}
-        if ratios:
+        both = pairs(rows, "precision", Precision.FP32)
+        step, alone = (
+            ratios([pair for pair in both if pair[0]["mode"] == mode], PEAK) for mode in (Mode.TRAIN, Mode.INFERENCE)
+        )
+        if step:
             yield (
-                f"In mixed precision the peak of a whole step is {between(ratios, three_digits)} times that in fp32: "
+                f"In mixed precision the peak of a whole step is {between(step, three_digits)} times that in fp32: "
                 "parameters, gradients and the optimizer's state stay in fp32, and the copies of "
                 "the weights in bf16, which autocast keeps, take about what the smaller activations save."
             )
-        if ratios := {f"{row['size']} ctx {row['context']}": row["alone"] for row in rows if row["alone"]}:
+        if alone:
             yield (
-                f"That of {NAMES[Mode.INFERENCE]} is {between(ratios, three_digits)} times that in fp32: few "
+                f"That of {NAMES[Mode.INFERENCE]} is {between(alone, three_digits)} times that in fp32: few "
                 "activations are alive at once, and autocast keeps its copies of the weights until the pass ends."
             )
         return
-    alone = next((mode for mode in ALONE if any(row.get(mode) for row in rows)), Mode.INFERENCE)
-    both = [row for row in rows if row.get(alone) and row[Mode.TRAIN]]
-    ratios = {f"{row['size']} ctx {row['context']}": row[Mode.TRAIN] / row[alone] for row in both}
-    if ratios:
+    steps = [row for row in rows if row["mode"] == Mode.TRAIN]
+    least = next((mode for mode in ALONE if any(row["mode"] == mode and row[PEAK] for row in rows)), ALONE[0])
+    over = ratios([pair for pair in pairs(rows, "mode", least) if pair[0]["mode"] == Mode.TRAIN], PEAK)
+    if over:
         yield (
-            f"The peak of a whole step is {between(ratios, three_digits)} times that of "
-            f"{NAMES[alone]}: to the parameters it adds gradients, AdamW's two states, and what each block saves for "
+            f"The peak of a whole step is {between(over, three_digits)} times that of "
+            f"{NAMES[least]}: to the parameters it adds gradients, AdamW's two states, and what each block saves for "
             "backward, which grows with the context and, for the softmax, with its square."
         )
-    failed = [f"{row['size']} ctx {row['context']}" for row in rows if row[f"{Mode.TRAIN} ended"]]
+    failed = [(row["size"], row["context_length"]) for row in steps if row["status"] != Status.OK]
     if failed:
-        needed = [
-            f"{name}: {' and '.join(map(size, known))}"
-            for name, known in _predicted({(row["size"], row["context"]) for row in rows if row[f"{Mode.TRAIN} ended"]})
-        ]
+        needed = [f"{name}: {' and '.join(map(size, known))}" for name, known in _predicted(failed)]
         predicted = f" Its predicted peak there, and that with --checkpoint-blocks 1, are {'; '.join(needed)}."
-        yield f"The whole step ran out of memory at {', '.join(failed)}.{predicted if needed else ''}"
+        named = ", ".join(f"{name} ctx {context}" for name, context in failed)
+        yield f"The whole step ran out of memory at {named}.{predicted if needed else ''}"
 
 
 def _predicted(models: Collection[tuple[str, int]]) -> Iterator[tuple[str, list[int]]]:

@@ -10,7 +10,7 @@ from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.entries import identities_of
 from cs336_systems.report.frame import rows_of, to_frame
 from cs336_systems.report.identity import by_name, identity_columns, names_of
-from cs336_systems.report.numbers import GIGA, MIB, between, percent_of, ratio, significant
+from cs336_systems.report.numbers import MIB, between, percent_of, ratio, significant
 from cs336_systems.report.page.answers.answer import (
     Answer,
     Material,
@@ -23,6 +23,7 @@ from cs336_systems.report.page.answers.answer import (
     with_several,
 )
 from cs336_systems.report.page.commands import command_for
+from cs336_systems.report.sections.ceilings.tables import collective_rows, collectives_section
 from cs336_systems.report.sections.kernels.communication import OF_CONFIGURATION, by_configuration, gather_rows
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.table import make_table
@@ -60,30 +61,13 @@ def all_reduce(material: Material) -> Answer | None:
     if not studies:
         return None
     directory, study = max(studies, key=lambda pair: (pair[1].grid.device is Device.CUDA, len(pair[1].reductions)))
-    rows: list[Row] = [
-        {
-            "collective": cell.collective,
-            "num_bytes": cell.num_bytes,
-            "world_size": cell.world_size,
-            "time_s": cell.timing.time_s,
-            "bus": cell.bus_bytes_per_s,
-        }
-        for cell in study.reductions
-    ]
-    columns = [
-        Column("collective", numeric=False, key="collective", write=str),
-        Column("tensor", "MiB", key="num_bytes", scale=1 / MIB),
-        Column("processes", key="world_size", write=str),
-        Column("time", "ms", key="time_s", scale=1e3),
-        Column("on the bus", "GB/s", key="bus", scale=1 / GIGA),
-    ]
+    rows = collective_rows(study)
     fewest = min(row["world_size"] for row in rows)
-    timed = [
-        row for row in rows if row["bus"] and row["world_size"] == fewest and row["collective"] is Collective.ALL_REDUCE
-    ]
+    of_all_reduce = [row for row in rows if (row["collective"], row["world_size"]) == (Collective.ALL_REDUCE, fewest)]
+    timed = [row for row in of_all_reduce if row["bus_gb_per_s"]]
     said = [
-        f"{significant(row['time_s'] * 1e3, 3)} ms for {size(row['num_bytes'])} "
-        f"({significant(row['bus'] / GIGA, 3)} GB/s on the bus)"
+        f"{significant(row['median_ms'], 3)} ms for {size(round(row['tensor_mib'] * MIB))} "
+        f"({significant(row['bus_gb_per_s'], 3)} GB/s on the bus)"
         for row in timed
         if row in (timed[0], timed[-1])
     ]
@@ -99,7 +83,7 @@ def all_reduce(material: Material) -> Answer | None:
     each = " (--world-size, with --device cpu for gloo)" if lacking else ""
     return Answer(
         sentences=sentences,
-        tables=[make_table("Collectives by the size of the tensor", columns, rows)],
+        tables=collectives_section(study).tables,
         places=[(directory, "collectives")],
         commands=[command_for(material.collection, directory)],
         conditions=f"{study.device_name}, fp32",
