@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import statistics
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,26 +92,25 @@ def test_every_row_is_what_the_runs_of_both_sides_say(page):
 
 
 def test_the_numbers_of_sentences_are_those_of_the_cells_that_they_link_to(page):
-    linked = [(text, target) for text, target in page.links if target in page.cells]
-    verdicts = Counter(row["B is"][0] for row in page.rows("comparison"))
-    assert len(linked) > 4 * (verdicts["faster"] + verdicts["slower"])
+    linked = [(text, target) for text, target in page.links if target in page.cells and "ctx" not in text]
+    assert len(linked) > 2
     for text, target in linked:
-        assert numbers_in(text) == numbers_in(page.cells[target][0]) != []
-    (counts,) = (text for text, target in page.links if target == "comparison" and re.search(r"\d", text))
-    assert sorted(number for number, _ in numbers_in(counts)) == sorted(verdicts.values())
+        ((number, half),) = numbers_in(text)
+        assert number == pytest.approx(float(page.cells[target][1]), abs=half)
 
 
-def test_the_largest_difference_each_way_comes_first():
+def test_of_each_verdict_the_least_and_the_largest_ratio_are_told():
     ratios = {128: 0.5, 256: 0.25, 512: 1.5, 1024: 3.0, 64: 1.0}
     a = [make_record(make_config(context_length=context), [0.1] * 5) for context in ratios]
     b = [
         make_record(make_config(context_length=context, precision="bf16"), [0.1 * ratio] * 5)
         for context, ratio in ratios.items()
     ]
-    _, first, second, *others = sentences(chapters_of(compared(a, b)))["Verdict"]
-    assert ("ctx 256" in first, "0.25" in first) == (True, True)
-    assert ("ctx 1024" in second, "3.0" in second) == (True, True)
-    assert [re.search(r"ctx (\d+)", each)[1] for each in others] == ["128", "512", "256", "1024", "128", "512"]
+    faster, slower, neither = sentences(chapters_of(compared(a, b)))["Verdict"]
+    assert [re.findall(r"([\d.]+) \(.*?ctx (\d+)", each) for each in (faster, slower)] == [
+        [("0.250", "256"), ("0.500", "128")], [("1.50", "512"), ("3.00", "1024")],
+    ]  # fmt: skip
+    assert [re.search(r"in (\d) of 5", each)[1] for each in (faster, slower, neither)] == ["2", "2", "1"]
 
 
 def test_what_is_missing_failed_or_in_doubt_is_named():
@@ -123,12 +121,11 @@ def test_what_is_missing_failed_or_in_doubt_is_named():
         make_record(make_config("xl", seed=1), [0.1] * 3),
     ]
     found = sentences(chapters_of(compared(a, b)))
-    ((_, doubt),) = (own for heading, own in found.items() if "doubt" in heading)
+    ((doubt,),) = (own for heading, own in found.items() if "doubt" in heading)
     assert ("small" in doubt, "unstable" in doubt) == (True, True)
-    missing = {re.match(r"\S+", text)[0]: text for own in found.values() for text in own if "small" not in text}
-    assert "only in A" in missing["large"]
-    assert "only in B" in missing["xl"]
-    assert "out of memory" in missing["medium"]
+    missing = [text for text in found["Verdict"] if "small" not in text]
+    for name, words in (("large", "Only A"), ("xl", "Only B"), ("medium", "B: out of memory")):
+        assert [words in text for text in missing if name in text] == [True]
 
 
 def test_what_else_may_be_the_reason_is_said_where_it_was_allowed():
