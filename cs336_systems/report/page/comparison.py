@@ -44,13 +44,12 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
     """What the rows say, in sentences whose numbers are those of the cells that they link to."""
     every_row = () if compared.sentences else enumerate(compared.rows)
     rows = [Named(row["name"], block, number) for number, row in every_row]
-    verdicts = [*((text, block.id) for text in compared.sentences), *_verdicts(rows)]
-    found = {
-        "Verdict": verdicts,
+    found: dict[str, list[Part | Linked]] = {
+        "Verdict": [*((text, block.id) for text in compared.sentences), *_verdicts(rows)],
         "What is in doubt": [*_doubts([each for each in rows if each.row["ratio_is_doubted"]])],
         "What is left out": [(text, "") for text in compared.left_out],
         "What else may be the reason": [(text, "") for text in _conditions(compared)],
-        "What A and B are": _sides(compared),
+        "What A and B are": [*_sides(compared)],
     }
     return (Prose(heading=heading, paragraphs=paragraphs) for heading, paragraphs in found.items() if paragraphs)
 
