@@ -304,7 +304,7 @@ def _plan_json(plan: Plan, directory: Path, expected: Expected) -> dict[str, obj
         config.key: {"step_s": expected.steps_s.get(config), "peak_bytes": _peak_bytes(config)}
         for config in plan.configs
     }
-    total_s = expected.total_s(plan.configs)
+    total_s = expected.sweep_s(plan.configs)
     return {
         "directory": str(directory), "runs": plan.configs, "too_large": plan.too_large,
         "predicted": predicted, "predicted_s": total_s,
@@ -319,7 +319,7 @@ def _print_plan(plan: Plan, directory: Path, expected: Expected) -> None:
         print(f"{config.key}: {config.label}, {steps}{step}{_predicted(config)}")
     for config in plan.too_large:
         print(f"will not fit: {config.label}")
-    total_s = expected.total_s(plan.configs)
+    total_s = expected.sweep_s(plan.configs)
     took = "" if total_s is None else f", which should take {timedelta(seconds=round(total_s))} (h:mm:ss)"
     print(inert_line(f"{counted(len(plan.configs), 'run')} into {directory}{took}"))
 

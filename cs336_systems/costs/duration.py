@@ -1,6 +1,6 @@
 """How long a run takes with all that is not a step, and a sweep of many, before anything is measured."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cs336_systems.config import CompileMode, Device, Profiler, RunConfig
@@ -13,6 +13,8 @@ RUN_S = {Device.CUDA: 0.8, Device.CPU: 0.4}
 On a GPU the 150 runs of the sweeps train, train_bf16, train_fp32, sdpa and inference in data/e2e_benchmark took 0.74 to
 0.87 s each, from the start of one to that of the next, whatever the size of the model. On a CPU making the model of
 size tiny and its first steps took 0.22 to 0.28 s more than its later steps do; the rest is the process."""
+START_S = 1.5
+"""What a sweep takes before its first run: it imports PyTorch. On 2 cores of an AMD EPYC that takes 1.4 to 2.2 s."""
 COMPILED_S = 6.0
 """What a run with compiled blocks takes beside that, with the compiler's cache on disk.
 
@@ -42,6 +44,11 @@ class Expected:
             count = min(config.ranks, self.num_gpus)
             free_s = sorted([free_s[count - 1] + run_s] * count + free_s[count:])
         return free_s[-1]
+
+    def sweep_s(self, configs: Sequence[RunConfig]) -> float | None:
+        """Time of a sweep of these runs, in this order, from its start; None if that of any run is not known."""
+        total_s = self.total_s(configs)
+        return total_s if total_s is None or not configs else START_S + total_s
 
 
 NOTHING_EXPECTED = Expected(steps_s={}, runs_s={})

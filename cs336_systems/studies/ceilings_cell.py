@@ -1,6 +1,7 @@
 """One cell of the ceilings: a matmul, a pass over memory, a launch, or collectives among other processes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -45,6 +46,8 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow]) -> list[Ceilin
     collectives = [row for row in rows if isinstance(row, CollectiveCell)]
     if collectives:
         return [*measure_collectives(grid, collectives)]
+    if grid.has_rounds:
+        grid = replace(grid, loops=1)
     measured: list[CeilingsRow | CacheRow] = []
     for row in rows:
         if isinstance(row, ProductCell):

@@ -19,7 +19,7 @@ from cs336_systems.files import CEILINGS
 from cs336_systems.record import Count, Environment, Status
 from cs336_systems.settings import ByDevice, Setting, check
 from cs336_systems.studies.kernel_records import KernelCell, PassCell, kernel_cells, pass_cells
-from cs336_systems.studies.loops import TimedRow, Timing
+from cs336_systems.studies.loops import TimedRow, Timing, joined
 from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, Row
 
 MAX_SIDE = 2**20
@@ -138,7 +138,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
     """Bytes that a pass over memory moves; also, with smaller ones, the sizes of the tensors of collectives."""
     loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)] = 5
     loop_s: Annotated[
-        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.04, cpu=0.02))
+        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.04, cpu=0.005))
     ] = 0.04
     """Repetitions are added until a loop takes this long."""
     world_size: Annotated[
@@ -164,9 +164,20 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         if unknown := [name for name in self.step_presets or () if name not in SIZES]:
             raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
 
+    @property
+    def has_rounds(self) -> bool:
+        """Whether the loops of a cell are measured in rounds, one in each round, with those of all others between them.
+
+        Other programs, or other guests of the host, take a CPU for seconds at a time. That is all loops of a cell that
+        are measured in a row, but one loop of each cell in rounds, which does not change the median.
+        """
+        return self.device is Device.CPU
+
     def groups(self) -> list[list[Cell["CeilingsRow | CacheRow"]]]:
-        """One group of all cells."""
-        return [[*self.cells()]]
+        """One group of all cells, of which those with loops in rounds come once for each loop."""
+        cells = [*self.cells()]
+        again = [cell for cell in cells if self.has_rounds and not isinstance(cell.rows[0], CollectiveCell)]
+        return [[*cells, *(again * (self.loops - 1))]]
 
     def cells(self) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""
@@ -211,6 +222,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
 
     def study(self, rows: tuple["CeilingsRow | CacheRow", ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
+        rows = joined(rows) if self.has_rounds else rows
         return CeilingsStudy(
             grid=self,
             products=tuple(row for row in rows if isinstance(row, ProductCell)),

@@ -104,6 +104,7 @@ def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
     function = pkgutil.resolve_name(grid.MEASURE)
     gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
     gc.disable()  # a collection during a timed pass would lengthen its time
+    gc.freeze()  # else the collection before each cell would look at all of PyTorch, which takes longer than some cells
     with contextlib.suppress(EOFError):
         while True:
             rows, is_fit = attempt(grid, connection.recv(), function)

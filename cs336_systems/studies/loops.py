@@ -1,14 +1,15 @@
 """Timed loops of repetitions, and rows of a study whose cells are timed so."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 
 from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.record import MAX_TIME_S, Failure, RunWarning, Status
-from cs336_systems.studies.records import Row
+from cs336_systems.studies.records import Row, RowT
 
 MIN_TIME_S = 1e-9
 
@@ -23,6 +24,13 @@ class Loops:
     def __post_init__(self) -> None:
         if not self.times_s or not all(MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s):
             raise ValueError(f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s")
+
+    def __add__(self, others: "Loops") -> "Loops":
+        """The loops of both; where their counts differ, as if each loop were one repetition of mean time."""
+        if self.count == others.count:
+            return replace(self, times_s=(*self.times_s, *others.times_s))
+        times_s = (max(MIN_TIME_S, time_s / each.count) for each in (self, others) for time_s in each.times_s)
+        return Loops(count=1, times_s=tuple(times_s))
 
     @property
     def median_s(self) -> float:
@@ -85,3 +93,19 @@ class TimedRow(Row):
     def with_loops(self, loops: Loops) -> Self:
         """The row with the times of these loops."""
         return replace(self, timing=Timing(status=Status.OK, loops=loops))  # type: ignore[type-var]
+
+    def joined(self, other: Self) -> Self:
+        """The row with the loops of both, or else with the failure of either."""
+        mine, theirs = self.timing.loops, other.timing.loops  # type: ignore[attr-defined]
+        if mine is None or theirs is None:
+            return self if mine is None else other
+        return self.with_loops(mine + theirs)
+
+
+def joined(rows: Iterable[RowT]) -> tuple[RowT, ...]:
+    """Rows in which those of the same cell are one."""
+    found: dict[Row, Any] = {}
+    for row in rows:
+        cell = row.with_loops(Loops(count=1, times_s=(1.0,))) if isinstance(row, TimedRow) else row
+        found[cell] = found[cell].joined(row) if cell in found else row
+    return tuple(found.values())

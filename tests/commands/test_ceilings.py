@@ -174,7 +174,7 @@ def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
 
 def test_flags_mean_a_grid() -> None:
     grid = parsed("--device", "cpu").grid()
-    assert (grid.device, grid.loop_s, grid.world_size) == (Device.CPU, 0.02, 1)
+    assert (grid.device, grid.loop_s, grid.world_size) == (Device.CPU, 0.005, 1)
     assert grid.precisions == (ProductPrecision.FP32, ProductPrecision.BF16)
     assert grid.shapes[0] == Shape(rows=64, inner=64, columns=64)
     assert grid.shapes[-1] == Shape(rows=4 * 512, inner=128, columns=512, name="tiny feed-forward")

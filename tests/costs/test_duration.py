@@ -1,5 +1,7 @@
 """What a sweep is expected to take: against sums, every schedule of a few runs, and sweeps that were measured."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime
 from itertools import pairwise, product
@@ -72,7 +74,7 @@ def test_what_is_not_known_of_one_run_is_not_known_of_the_sweep() -> None:
     known = [RUN, replace(RUN, precision=Precision.FP16), replace(RUN, profiler=Profiler.NSYS)]
     found = expect(known, [], curves())
     assert [*found.runs_s] == [*found.steps_s] == [RUN]
-    assert found.total_s(known) is None
+    assert found.total_s(known) is found.sweep_s(known) is None
     assert found.total_s([RUN]) == found.runs_s[RUN]
 
 
@@ -81,6 +83,17 @@ def test_a_run_that_does_not_fit_has_no_step() -> None:
     found = expect([RUN, large], [large], curves(rate=1e6))
     assert large not in found.steps_s
     assert 0 < found.runs_s[large] < found.runs_s[RUN]
+
+
+def test_a_sweep_imports_pytorch_once() -> None:
+    """Which a fresh interpreter of this machine does, too, in a time of that order; nothing to measure takes none."""
+    found = expect(runs(3), [], curves(rate=1e6))
+    code = "import time; start = time.perf_counter(); import torch; print(time.perf_counter() - start)"
+    import_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    beside_s = [found.sweep_s(some) - sum(found.runs_s[run] for run in some) for some in (runs(1), runs(3))]
+    assert beside_s[0] == pytest.approx(beside_s[1])
+    assert import_s / 10 < beside_s[0] < 10 * import_s
+    assert found.sweep_s([]) == 0
 
 
 @pytest.mark.parametrize("name", ["train", "train_bf16", "train_fp32", "inference", "sdpa"])
