@@ -41,6 +41,7 @@ class BackwardAdamW(MasterAdamW):
         del closure
         if not self._buckets:
             super().step()
+            self._kernels.clear()  # which have the addresses of all weights at once
             self._buckets = self._make_buckets()
         elif any(bucket.missing for bucket in self._buckets):
             raise RuntimeError(OTHER_GRADIENTS)
