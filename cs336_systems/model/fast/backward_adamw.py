@@ -33,7 +33,8 @@ class BackwardAdamW(MasterAdamW):
         """The leaves whose gradients this backward has made so far, by their id, in the order of their arrival."""
         self._buckets: list[_Bucket] = []
         for leaf in {id(place.leaf): place.leaf for weight in weights for place in weight.places}.values():
-            leaf.register_post_accumulate_grad_hook(self._note)
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(self._note)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -92,6 +92,16 @@ def test_late_layers_are_updated_before_backward_reaches_the_first(name: str) ->
     assert not any(weight.gradients() for weight in step.model.weights)
 
 
+def test_frozen_weights_stay_as_they_are() -> None:
+    model = make("cs336")
+    model.token_embeddings.weight.requires_grad_(False)
+    before = model.token_embeddings.weight.detach().clone()
+    step = updating(config_of("cs336"), model, bucket_elements=1)
+    losses = [step(HostClock())[1].item() for _ in range(3)]
+    assert torch.equal(model.token_embeddings.weight, before)
+    assert len(set(losses)) == 3
+
+
 class Stream:
     """A stream of a simulated GPU, which knows what its next kernel may read."""
 
