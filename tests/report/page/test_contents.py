@@ -10,12 +10,12 @@ from cs336_systems import cli
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.results import show_results
-from cs336_systems.config import Device, Precision, Profiler
+from cs336_systems.config import Device, Profiler
 from cs336_systems.record import load_records
 from cs336_systems.report.page.commands import command_of
 from cs336_systems.report.page.contents import sweep_chapters, sweep_page
 from cs336_systems.report.page.refusals import without_contradictions
-from cs336_systems.report.page.write import Figure, Page, TableBlock, to_html, write_page
+from cs336_systems.report.page.write import Page, TableBlock, to_html, write_page
 from cs336_systems.report.results import Results
 from cs336_systems.report.status_line import StatusLine
 from tests.committed import DATA, committed_runs
@@ -80,18 +80,6 @@ def test_a_page_holds_the_chapters_of_several_sweeps(tmp_path):
         to_html(Page(title="two sweeps", chapters=[*sweep_chapters(apart, tmp_path), *sweep_chapters(apart, tmp_path)]))
 
 
-def test_named_values_of_a_setting_stand_in_their_order_and_no_line_joins_them(tmp_path):
-    times_s = {"none": 0.4, "default": 0.1, "reduce-overhead": 0.2}
-    records = [make_record(make_config(compile=choice), (time_s,)) for choice, time_s in times_s.items()]
-    blocks = [block for chapter in sweep_page(Results(records=records), tmp_path).chapters for block in chapter.blocks]
-    (figure,) = (block for block in blocks if isinstance(block, Figure) and "compile" in block.title)
-    times, _peaks = figure.spec["data"]
-    assert figure.spec["layout"]["xaxis"]["ticktext"] == list(times_s)
-    assert figure.spec["layout"]["xaxis"]["tickvals"] == times["x"] == [0, 1, 2]
-    assert times["y"] == pytest.approx([1e3 * time_s for time_s in times_s.values()])
-    assert times["type"] == "bar"
-
-
 def test_a_slowdown_by_the_profiler_is_not_given_against_a_run_under_other_conditions(tmp_path):
     entry = make_entry()
     other = replace(entry.plain.environment, identity=replace(entry.plain.environment.identity, code="other"))
@@ -146,21 +134,6 @@ def test_a_sweep_that_was_stopped_before_its_first_record_has_no_page(tmp_path, 
         show_results({tmp_path: []}, tmp_path, status)
     assert not (tmp_path / "index.html").exists()
     assert "index.html" not in capsys.readouterr().out
-
-
-def test_speed_up_is_drawn_from_the_two_times(tmp_path):
-    records = [
-        make_record(make_config(size, precision=precision), (step_s, step_s))
-        for size, step_s in (("small", 0.02), ("medium", 0.06))
-        for precision in (Precision.FP32, Precision.BF16)
-    ]
-    records = [
-        record if record.config.precision is Precision.FP32 else
-        make_record(record.config, (record.measurements[-1].times_s[0] / 4,) * 2) for record in records
-    ]  # fmt: skip
-    page = sweep_page(Results(records=records), tmp_path)
-    (figure,) = (b for c in page.chapters for b in c.blocks if b.kind == "figure" and "speed_up" in b.id)
-    assert [trace["y"] for trace in figure.spec["data"]] == [[pytest.approx(4), pytest.approx(4)]]
 
 
 def test_the_page_of_one_sweep_has_its_command(tmp_path):
