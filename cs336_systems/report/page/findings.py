@@ -1,7 +1,7 @@
 """The sentences that a page begins with: what limits the configurations, what stands out, and what is in doubt.
 
-Configurations of which the same can be said share a sentence, whose numbers are links to their cells. All warnings
-follow, closed; all findings of each profile are beside its pictures.
+Configurations of which the same can be said share a sentence, whose numbers are links to their cells; one that
+answers.md has too leads to the table. All warnings follow, closed. All findings of a profile are beside its pictures.
 """
 
 from collections import defaultdict
@@ -9,29 +9,27 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cs336_systems.config import Phase
 from cs336_systems.record import RunRecord, RunWarning, WarningCode
-from cs336_systems.report.columns import Row
-from cs336_systems.report.frame import SPEED_UPS, apart_from, order
+from cs336_systems.report.columns import three_digits
+from cs336_systems.report.frame import order
 from cs336_systems.report.identity import identities, names_of
-from cs336_systems.report.numbers import milliseconds, percent_of, significant
+from cs336_systems.report.numbers import milliseconds, percent_of
 from cs336_systems.report.page.limits import limits, recorded_runs
-from cs336_systems.report.page.rows import Named, between, linked, listed, named_rows
+from cs336_systems.report.page.rows import Named, between, linked, named_rows
 from cs336_systems.report.page.subjects import Subjects
 from cs336_systems.report.page.write import Linked, Part, Prose
 from cs336_systems.report.sections.memory.facts import by_category
 from cs336_systems.report.sections.memory.words import parts_of, size
-from cs336_systems.report.sections.steps_answers import OFF_FORECAST_WORDS, off_forecast
+from cs336_systems.report.sections.steps_answers import (
+    checkpoint_answers,
+    choice_answers,
+    forecast_answers,
+    precision_answers,
+    texts,
+)
 from cs336_systems.text import counted, inert_line
 
 SPREADS = (WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT)
 """Warnings of which that of the run with the widest spread is the worst."""
-BASELINES = {
-    "speed_up": ("precision", "in fp32"),
-    "attention_speed_up": ("attention", "with naive attention"),
-    "compile_speed_up": ("compile", "without compilation"),
-    "optimizer_speed_up": ("optimizer", "with the plain AdamW"),
-    "weak_scaling": ("parallel", "in one process"),
-}
-"""For each of `SPEED_UPS` the setting that makes it, and what a step is compared with."""
 Warned = tuple[str, RunRecord, RunWarning, str]
 """The name of a run, its record, a warning of it, and the cell of its step."""
 
@@ -66,53 +64,34 @@ def _in_doubt(own: Subjects) -> Prose:
     return _prose("What is in doubt", own, doubts, every if len(every) > len(doubts) else ())
 
 
-def _stands_out(own: Subjects) -> Iterator[Linked]:
-    """The extremes of the steps after most warm-up, and the largest peaks of memory."""
+def _stands_out(own: Subjects) -> Iterator[Linked | Part]:
+    """The extremes of the steps after most warm-up, the largest peaks of memory, and the answers of answers.md."""
     steps = named_rows(own.steps[:1], "step_mean_ms")
-    yield from _extremes([step for step in steps if step.row["step_mean_ms"] is not None])
+    timed = [step for step in steps if step.row["step_mean_ms"] is not None]
+    yield from _extremes(timed)
     yield from _peaks(steps, recorded_runs(own.memory))
-    yield from _checkpoints(steps)
-    yield from _off_forecast(steps)
-
-
-def _off_forecast(steps: Sequence[Named]) -> Iterator[Linked]:
-    """The steps that are far from a trusted forecast."""
-    off = [step for step in steps if step.row["is_off_forecast"]]
-    for is_slower, (what, why) in OFF_FORECAST_WORDS.items():
-        own = [step for step in off if (step.row["predicted_step_error"] < 0) is is_slower]
-        if own:
-            named = listed(own, "predicted_step_ms", lambda step: f"{step.name} ({off_forecast(step.row)})")
-            yield linked(f"{what}: ", *named, f". {why}")
+    rows = [step.row for step in timed]
+    told = [*precision_answers(rows), *choice_answers(rows), *checkpoint_answers(rows), *forecast_answers(rows)]
+    yield from ((inert_line(text), own.steps[0].id) for text in texts(told))
 
 
 def _extremes(steps: Sequence[Named]) -> Iterator[Linked]:
-    """The fastest and the slowest step, speed-ups, the share of the promised rate, and the widest spread."""
+    """The fastest and the slowest step, how steps scale, the share of the promised rate, and the widest spread."""
     if steps:
         yield linked("A step takes ", *between(steps, "step_mean_ms", milliseconds), ".")
-    for key in SPEED_UPS:
-        setting, baseline = BASELINES[key]
-        values: dict[str, list[Named]] = defaultdict(list)
-        for step in steps:
-            if step.row[key] is not None:
-                values[str(step.row[setting])].append(step)
-        for value, own in values.items():
-            gains = between(own, key, lambda gain: significant(gain, 3))
-            what = value if setting == "precision" else f"{setting} {value}"
-            yield linked(f"With {what} a step is ", *gains, f" times as fast as {baseline}{_but(own, key)}.")
+    ways: dict[str, list[Named]] = defaultdict(list)
+    for step in steps:
+        if step.row["weak_scaling"] is not None:
+            ways[str(step.row["parallel"])].append(step)
+    for way, own in ways.items():
+        gains = between(own, "weak_scaling", three_digits)
+        yield linked(f"With parallel {way} a step is ", *gains, " times as fast as in one process.")
     if known := [step for step in steps if step.row["mfu"] is not None]:
         yield linked("The model's share of the promised rate is ", *between(known, "mfu", percent_of), ".")
     if known := [step for step in steps if step.row["step_cv"] is not None]:
         widest = max(known, key=lambda step: float(step.row["step_cv"]))
         spread = widest.link("step_cv", percent_of(widest.row["step_cv"]))
         yield linked("The widest spread of the steps of a run is ", spread, f" of their mean ({widest.name}).")
-
-
-def _but(steps: Sequence[Named], key: str) -> str:
-    """In how many of the rows the step is slower, and in how many the times are in doubt."""
-    slower = sum(step.row[key] < 1 for step in steps)
-    doubted = sum(bool(step.row[f"{key}_is_doubted"]) for step in steps)
-    told = [*([f"slower in {slower}"] if slower else []), *([f"in doubt in {doubted}"] if doubted else [])]
-    return f" ({' and '.join(told)} of {len(steps)})" if told else ""
 
 
 def _peaks(steps: Sequence[Named], recorded: Sequence[Named]) -> Iterator[Linked]:
@@ -127,28 +106,6 @@ def _peaks(steps: Sequence[Named], recorded: Sequence[Named]) -> Iterator[Linked
     elif not recorded and (known := [step for step in steps if step.row["peak_allocated_gib"] is not None]):
         peaks = between(known, "peak_allocated_gib", lambda gib: size(round(gib * 2**30)))
         yield linked("The peak of memory is ", *peaks, ".")
-
-
-def _checkpoints(steps: Sequence[Named]) -> Iterator[Linked]:
-    """The groups of blocks with the least peak, of steps that differ in their checkpoints alone."""
-    groups: dict[tuple[object, ...], list[Named]] = defaultdict(list)
-    for step in steps:
-        if step.row["peak_allocated_gib"] is not None:
-            groups[apart_from(step.row["config"], "checkpoint_blocks")].append(step)
-    several = [own for own in groups.values() if len(own) > 1]
-    best: dict[int, list[Named]] = defaultdict(list)
-    for own in several:
-        least = min(own, key=lambda step: float(step.row["peak_allocated_gib"]))
-        best[least.row["checkpoint_blocks"]].append(least)
-    for blocks, own in best.items():
-        words = f"checkpoints of {counted(blocks, 'block')}" if blocks else "no checkpoints"
-        number = f", in {len(own)} of {len(several)} cases" if len(several) > len(own) else ""
-        peaks = listed(own, "peak_allocated_gib", lambda step: f"{step.name} ({_gib(step.row)})")
-        yield linked(f"Over groups of blocks the least peak is that with {words}{number}: ", *peaks, ".")
-
-
-def _gib(row: Row) -> str:
-    return size(round(row["peak_allocated_gib"] * 2**30))
 
 
 def _warned(own: Subjects) -> Iterator[Warned]:

@@ -25,7 +25,7 @@ Answers = list[tuple[str, list[tuple[str, str]]]]
 """Questions with their paragraphs; each paragraph has the name of its configuration, or none."""
 
 
-OFF_FORECAST_WORDS = {
+_OFF_FORECAST = {
     True: (
         "Slower than this device should be, by its measured ceilings",
         "Was the GPU throttled or shared, the CPU slower or shared, or another kernel chosen? "
@@ -60,6 +60,11 @@ def answers_text(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS)
     """Markdown: each question as a heading, and below it the answers; empty where nothing is answered."""
     found = step_answers(to_frame(records, ceilings))
     return answers_markdown("How long a step takes: the questions of CS336", found) if found else ""
+
+
+def texts(answers: Iterable[tuple[str, str]]) -> list[str]:
+    """Paragraphs as sentences that begin with what they are about."""
+    return [f"{name}: {text}" if name else text for name, text in answers]
 
 
 def _named(rows: Sequence[Row], *without: str) -> list[str]:
@@ -239,14 +244,14 @@ def _checkpoint(row: Row) -> str:
 def forecast_answers(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """The steps that are far from a trusted forecast, the slower ones first, with what may be the reason."""
     off = [(name, row) for name, row in zip(_named(rows), rows, strict=True) if row["is_off_forecast"]]
-    for is_slower, (what, why) in OFF_FORECAST_WORDS.items():
+    for is_slower, (what, why) in _OFF_FORECAST.items():
         if own := [
-            f"{name} ({off_forecast(row)})" for name, row in off if (row["predicted_step_error"] < 0) is is_slower
+            f"{name} ({_off_forecast(row)})" for name, row in off if (row["predicted_step_error"] < 0) is is_slower
         ]:
             yield "", f"{what}: {'; '.join(own)}. {why}"
 
 
-def off_forecast(row: Row) -> str:
+def _off_forecast(row: Row) -> str:
     """The step beside its forecast, and its warnings."""
     warned = ", ".join(filter(None, codes_of(row)))
     times = f"{milliseconds(row['step_mean_ms'])}, forecast {milliseconds(row['predicted_step_ms'])}"

@@ -207,11 +207,6 @@ def ratios(found: Sequence[tuple[Row, Row]], key: str, always: Sequence[str] = A
     return {name: value / other for name, (value, other) in known.items() if value and other}
 
 
-def texts(answers: Iterable[tuple[str, str]]) -> list[str]:
-    """The paragraphs of answers.md as sentences that begin with what they are about."""
-    return [f"{name}: {text}" if name else text for name, text in answers]
-
-
 def at_one_context(runs: Runs) -> Runs:
     """The runs at CONTEXT, or else those at the longest context that most of them have."""
     records = list(runs.results.records)

@@ -20,7 +20,6 @@ from cs336_systems.report.page.answers.answer import (
     pairs,
     plain_runs,
     ratios,
-    texts,
     with_several,
 )
 from cs336_systems.report.sections.steps_answers import (
@@ -28,6 +27,7 @@ from cs336_systems.report.sections.steps_answers import (
     phase_answers,
     precision_answers,
     spread_answers,
+    texts,
     warmup_answers,
 )
 from cs336_systems.report.table import Table, make_table
