@@ -104,7 +104,7 @@ def test_rows_are_filtered_and_columns_hidden_and_a_link_to_a_cell_brings_both_b
     assert "time" not in tab.inner_text("#steps thead")
     tab.keyboard.press("Escape")
     assert not tab.is_visible("#steps .columns")
-    tab.click("text=Show the cell")
+    tab.click("text=Show it in the table")
     cell = tab.locator("[id='steps.3.1']")
     assert "marked" in cell.get_attribute("class")
     assert cell.inner_text() == "10"
