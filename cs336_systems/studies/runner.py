@@ -28,7 +28,7 @@ Announce: TypeAlias = Callable[[str, int, int], object]
 def run_study(
     grid: Grid[RowT, StudyT],
     announce: Announce = lambda *_: None,
-    on_progress: Callable[[StudyT], object] = lambda _: None,
+    on_progress: Callable[[StudyT], object] | None = None,
 ) -> StudyT:
     """Measure every cell of the grid; a cell that fails has rows that say so.
 
@@ -53,7 +53,8 @@ def run_study(
                 announce(cell.label, done, total)
                 measured, seen = worker.measure(cell)
                 rows, environment, done = (*rows, *measured), seen or environment, done + 1
-                on_progress(grid.study(rows, environment))
+                if on_progress is not None:
+                    on_progress(grid.study(rows, environment))
             worker.close()
     return grid.study(rows, environment)
 
