@@ -56,11 +56,9 @@ from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
 from cs336_systems.costs.hardware import devices_called
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
-from cs336_systems.measure.environment import cpu_name
 from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
 from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.studies.ceilings_files import ceilings_beside
-from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 from cs336_systems.text import counted, inert_line
@@ -290,7 +288,11 @@ def _expected(arguments: SweepArguments, plan: Plan, directory: Path) -> Expecte
     """How long the runs should take, where there are ceilings of the device that measures them."""
     on_cpu = arguments.device() is Device.CPU
     gpus = alike(visible_gpus()) if arguments.cluster is None and not on_cpu else ()
-    here = [cpu_name()] if arguments.cluster is None and on_cpu else [gpu.name for gpu in gpus[:1]]
+    here = [gpu.name for gpu in gpus[:1]]
+    if arguments.cluster is None and on_cpu:
+        from cs336_systems.measure.environment import cpu_name
+
+        here = [cpu_name()]
     meant = [] if arguments.require_device is None else devices_called(arguments.require_device)
     names = here or [name for device in meant for name in device.names]
     ceilings = load_ceilings_or_warn(ceilings_beside(directory))
@@ -378,6 +380,8 @@ def measure_all(
 
     `elsewhere` measures them on other machines in place of `run_sweep`. `expected` is how long they should take.
     """
+    from cs336_systems.sweep.nsys import is_under_nsys
+
     if is_under_nsys():
         raise UsageError(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import invert
 
 from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
@@ -162,10 +163,19 @@ def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
 
 def _tensor_bytes(config: RunConfig) -> int:
     """The most bytes of tensors at any moment, without what the allocator does not split off."""
-    tape = tape_of(config)
+    return max(_levels_without_rests(tape_of(config)))
+
+
+def _levels_without_rests(tape: Tape) -> list[int]:
+    """Bytes allocated before the first event and after each, if the allocator split off everything."""
     sizes = [_rounded(spec.size_bytes) for spec in tape.specs]
-    changes = [sizes[event] if event >= 0 else -sizes[~event] for event in tape.events if not isinstance(event, Phase)]
-    return max(accumulate(changes))
+    return _levels(tape, [sizes[kind] for kind in tape.tensors])
+
+
+def _levels(tape: Tape, sizes_bytes: Sequence[int]) -> list[int]:
+    """The same from the bytes of each tensor."""
+    changes = [*sizes_bytes, *(-size for size in reversed(sizes_bytes))]  # ~handle counts from the end
+    return list(accumulate(map(changes.__getitem__, tape.events), initial=0))
 
 
 def residual_stream_bytes(config: RunConfig) -> int:
@@ -182,7 +192,7 @@ def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
         return None
     step = StepTape(config)
     handles = set(step.save_one_block().values())
-    parts = _parts(Counter(step.tape.specs[handle] for handle in handles))
+    parts = _parts(Counter(map(step.tape.spec, handles)))
     return tuple(sorted(parts, key=lambda part: -part.size_bytes))
 
 
@@ -203,18 +213,11 @@ def peaks_by_half(config: RunConfig) -> list[int] | None:
     if not is_predictable(config):
         return None
     tape = tape_of(config)
-    sizes = [_rounded(spec.size_bytes) for spec in tape.specs]
-    curve: list[int] = []
-    begins: list[int] = []
-    allocated = 0
-    for event in tape.events:
-        if isinstance(event, Phase):
-            begins = [len(curve)] if event is Phase.FORWARD else [*begins, len(curve)]
-        else:
-            allocated += sizes[event] if event >= 0 else -sizes[~event]
-        curve.append(allocated)
-    halves = [place for begin, end in pairwise([*begins, len(curve)]) for place in (begin, (begin + end) // 2)]
-    return [max(curve[begin:end], default=0) for begin, end in pairwise([*halves, len(curve)])]
+    levels = _levels_without_rests(tape)
+    begins = [begin for _, begin, _ in tape.steps[-1]]
+    of_phases = [levels[begin : end + 1] for begin, end in pairwise([*begins, len(tape.events)])]
+    halves = [half for each in of_phases for half in (each[: len(each) // 2], each[len(each) // 2 :])]
+    return [max(half, default=0) for half in halves]
 
 
 class _Replay:
@@ -224,45 +227,44 @@ class _Replay:
         self.tape = tape
         self.sizes_bytes: list[int] = []
         """Bytes of the block that holds each tensor, by handle."""
-        self.marks: list[tuple[Phase, int, int]] = []
-        """Each phase, the index of the event at which it begins, and the bytes allocated then."""
-        self.curve_bytes: list[int] = []
-        """Bytes allocated after each event."""
         allocator = CachingAllocator(capacity_bytes)
-        blocks: dict[int, Block] = {}
-        specs = tape.specs
+        self.wanted_bytes = [_rounded(spec.size_bytes) for spec in tape.specs]
+        pools = [allocator.pool(spec.size_bytes, spec.stream) for spec in tape.specs]
+        blocks: list[Block] = []
         for event in tape.events:
-            if isinstance(event, Phase):
-                self.marks.append((event, len(self.curve_bytes), allocator.allocated_bytes))
-            elif event >= 0:
-                blocks[event] = block = allocator.allocate(specs[event].size_bytes, specs[event].stream)
+            if event >= 0:
+                kind = tape.tensors[event]
+                block = pools[kind].allocate(self.wanted_bytes[kind])
+                blocks.append(block)
                 self.sizes_bytes.append(block.size_bytes)
             else:
-                allocator.free(blocks.pop(~event))
-            self.curve_bytes.append(allocator.allocated_bytes)
+                pools[tape.tensors[~event]].free(blocks[~event])
         self.reserved_bytes = allocator.reserved_bytes
 
     def prediction(self) -> MemoryPrediction:
         """The peaks of the first and the last step, and the last step's memory phase by phase."""
-        starts = [number for number, (phase, _, _) in enumerate(self.marks) if phase is Phase.FORWARD]
-        last = self.marks[starts[-1] :]
+        levels = _levels(self.tape, self.sizes_bytes)
+        first, last = ([(phase, begin) for phase, begin, _ in self.tape.steps[place]] for place in (0, -1))
         return MemoryPrediction(
-            peak=self._peak(last),
-            first_step_peak=self._peak(self.marks[: starts[1]]),
+            peak=self._peak(last, levels),
+            first_step_peak=self._peak(first, levels),
             reserved_bytes=self.reserved_bytes,
-            initial_bytes=self.marks[0][2],
-            first_after_bytes=_ends(self.marks[: starts[1]]),
-            start_bytes=last[0][2],
-            after_bytes=_ends(last),
+            initial_bytes=levels[first[0][1]],
+            first_after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(first)},
+            start_bytes=levels[last[0][1]],
+            after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(last)},
         )
 
-    def _peak(self, marks: list[tuple[Phase, int, int]]) -> Peak:
-        """The first maximum of the step that `marks` delimit: the beginnings of its phases and the end of the last."""
-        when = max(range(marks[0][1], marks[-1][1] + 1), key=self.curve_bytes.__getitem__)
-        phase = [phase for phase, begin, _ in marks[:-1] if begin <= when][-1]
-        live = self._live_at(when)
-        parts = _parts(Counter(self.tape.specs[handle] for handle in live))
-        rests = [self.sizes_bytes[handle] - _rounded(self.tape.specs[handle].size_bytes) for handle in live]
+    def _peak(self, phases: Sequence[tuple[Phase, int]], levels: Sequence[int]) -> Peak:
+        """The first maximum of a step, from its phases and the events before them."""
+        (first, start), *others, (_, end) = phases
+        peak_bytes = max(levels[start : end + 1])
+        when = levels.index(peak_bytes, start)
+        tape, sizes = self.tape, self.sizes_bytes
+        done = tape.events[:when]
+        live = sorted(set(done).difference(map(invert, done)))  # a handle and its complement cancel out
+        parts = _parts(Counter(map(tape.spec, live)))
+        rests = [sizes[handle] - self.wanted_bytes[tape.tensors[handle]] for handle in live]
         unsplit = Part(
             category=Category.UNSPLIT,
             label="what the allocator does not split off",
@@ -270,16 +272,8 @@ class _Replay:
             count=sum(rest > 0 for rest in rests),
             size_bytes=sum(rests),
         )
-        return Peak(phase=phase, allocated_bytes=self.curve_bytes[when], parts=(*parts, unsplit))
-
-    def _live_at(self, when: int) -> set[int]:
-        handles = [event for event in self.tape.events[: when + 1] if type(event) is int]
-        return {handle for handle in handles if handle >= 0}.difference([~handle for handle in handles if handle < 0])
-
-
-def _ends(marks: Sequence[tuple[Phase, int, int]]) -> dict[Phase, int]:
-    """Bytes allocated at the end of each phase, which is where the next one begins."""
-    return {phase: end_bytes for (phase, _, _), (_, _, end_bytes) in pairwise(marks)}
+        phase = [first, *(phase for phase, begin in others if begin < when)][-1]
+        return Peak(phase=phase, allocated_bytes=peak_bytes, parts=(*parts, unsplit))
 
 
 def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:

@@ -84,7 +84,7 @@ def compute_time(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> Ti
 
 def _share(operation: Operation, ranks: int) -> Operation:
     """One rank's share: of the heads of attention and its matmuls, of the columns of others, of the bytes of passes."""
-    if ranks == 1 or operation.kind is Kind.VIEWS:
+    if ranks == 1:
         return operation
     moved_bytes = -(-operation.moved_bytes // ranks)
     rows, inner, columns = operation.sides

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
+from itertools import chain, pairwise
 from sys import maxsize
 
 from cs336_systems.config import Attention, Phase, Precision, RunConfig, SdpaBackend
@@ -130,7 +131,7 @@ def replay_operations(
         predicted = replay({phase: _as_graph(each, curves.launch_s) for phase, each in launches.items()}, depth=maxsize)
     else:
         predicted = replay(launches, curves.gap_s)
-    counts = Counter(each for of_phase in found.values() for each in of_phase if each.kind is not Kind.VIEWS)
+    counts = Counter(chain.from_iterable(found.values()))
     known_s = sum(
         count * each.launches * kernel_s(each) for each, count in counts.items() if _is_known(each, precision, curves)
     )
@@ -145,33 +146,23 @@ def _as_graph(launches: Sequence[Launch], launch_s: float) -> list[Launch]:
 def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     """Operations of each phase of a step in the steady state."""
     tape = fast_tape(config) if config.fused_blocks else tape_of(config.without_graph)
-    start = len(tape.operations) - 1 - tape.operations[::-1].index(Phase.FORWARD)  # of the last step
-    found: dict[Phase, list[Operation]] = {}
-    own: list[Operation] = []
-    for each in tape.operations[start:]:
-        if isinstance(each, Phase):
-            own = found[each] = []
-        else:
-            own.append(each)
-    return {phase: own for phase, own in found.items() if own}
+    phases = [(phase, begin) for phase, _, begin in tape.steps[-1]]
+    return {
+        phase: [tape.operations[number] for number in tape.launches[begin:end]]
+        for (phase, begin), (_, end) in pairwise([*phases, (Phase.STEP, len(tape.launches))])
+        if begin < end
+    }
 
 
 def _launches(found: Iterable[Operation], kernel_s: Callable[[Operation], float], launch_s: float) -> list[Launch]:
-    """The launches of operations; views wait for the next of them."""
+    """The launches of operations."""
 
     @cache
-    def launch_of(operation: Operation, views: int) -> Launch:
-        host_s = (views + operation.calls) * launch_s
+    def launch_of(operation: Operation) -> Launch:
+        host_s = (operation.views + operation.calls) * launch_s
         return Launch(host_s=host_s, kernel_s=kernel_s(operation), count=operation.launches)
 
-    launches, views = [], 0
-    for each in found:
-        if each.kind is Kind.VIEWS:
-            views += each.calls
-        else:
-            launches.append(launch_of(each, views))
-            views = 0
-    return launches
+    return [*map(launch_of, found)]
 
 
 def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) -> float:

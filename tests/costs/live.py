@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -85,25 +86,19 @@ def tape_bytes(config: RunConfig, steps: int = 2) -> tuple[int, list[int], int]:
     step.set_up()
     for _ in range(steps - 1):
         step.run()
-    begin = len(step.tape.events)
     start = sum(_signed_bytes(step.tape, event) for event in step.tape.events)
     step.run()
     now, peak, after = 0, 0, []
-    for event in step.tape.events[begin + 1 :]:
-        if isinstance(event, Phase):
-            after.append(now)
-            if event is Phase.STEP:
-                return start, after, peak
-            continue
-        now += _signed_bytes(step.tape, event)
-        peak = max(peak, now)
-    raise AssertionError("the tape has no end")
+    for (_, begin, _), (_, end, _) in pairwise(step.tape.steps[-1]):
+        for event in step.tape.events[begin:end]:
+            now += _signed_bytes(step.tape, event)
+            peak = max(peak, now)
+        after.append(now)
+    return start, after, peak
 
 
-def _signed_bytes(tape: Tape, event: int | Phase) -> int:
-    if isinstance(event, Phase):
-        return 0
-    spec = tape.specs[max(event, ~event)]
+def _signed_bytes(tape: Tape, event: int) -> int:
+    spec = tape.spec(max(event, ~event))
     if spec.category is Category.LIBRARY_WORKSPACE:
         return 0
     return spec.size_bytes if event >= 0 else -spec.size_bytes

@@ -43,7 +43,7 @@ def at_precision(queue: Queue, config: RunConfig, other: RunConfig, curves: Curv
         if changed is None:
             return None
         now, then = (
-            sum(each.calls * max(each.launches, 1) for each in part.get(phase, [])) for part in (before, after)
+            sum(each.views + each.calls * each.launches for each in part.get(phase, [])) for part in (before, after)
         )
         jobs += _launched_in(changed, sum(job.host_s for job in found) * then / max(now, 1))
     return queue.with_jobs(jobs)

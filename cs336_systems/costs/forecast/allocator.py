@@ -1,9 +1,7 @@
 """A simulation of PyTorch's CUDA caching allocator: allocated and reserved bytes for a sequence of requests."""
 
 from bisect import bisect_left, insort
-from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
 
 MIB = 2**20
 ROUND_BYTES = 512
@@ -27,15 +25,9 @@ class Block:
 
     address: int
     size_bytes: int
-    pool: "Pool" = field(repr=False)
-    """Where it is kept while it is free."""
-    before: "Block | None" = field(default=None, repr=False)
-    after: "Block | None" = field(default=None, repr=False)
+    before: "Block | None" = None
+    after: "Block | None" = None
     used: bool = False
-
-
-Pool: TypeAlias = list[tuple[int, int, Block]]
-"""Free blocks by size and address, so that the first one that is large enough is the best fit."""
 
 
 class CachingAllocator:
@@ -48,83 +40,93 @@ class CachingAllocator:
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         """Bytes that the driver can provide; None means no limit."""
-        self.allocated_bytes = 0
         self.reserved_bytes = 0
-        self._free: defaultdict[tuple[bool, str], Pool] = defaultdict(list)
+        self._pools: dict[tuple[bool, str], Pool] = {}
         self._next_address = 0
 
-    def allocate(self, size_bytes: int, stream: str = "") -> Block:
-        """Allocate a block of at least `size_bytes`; raise OutOfMemoryError if no segment for it fits the device.
-
-        The block is larger if the remainder is too small to be split off.
-        """
-        size_bytes = -(-size_bytes // ROUND_BYTES) * ROUND_BYTES
+    def pool(self, size_bytes: int, stream: str = "") -> "Pool":
+        """What serves requests of this size on this stream."""
         small = size_bytes <= SMALL_BYTES
-        pool = self._free[small, stream]
-        index = bisect_left(pool, (size_bytes,))
-        block = pool.pop(index)[2] if index < len(pool) else self._new_segment(size_bytes, pool)
-        rest_bytes = block.size_bytes - size_bytes
-        if rest_bytes >= ROUND_BYTES if small else rest_bytes > SMALL_BYTES:
-            self._split(block, size_bytes)
-        block.used = True
-        self.allocated_bytes += block.size_bytes
-        return block
+        return self._pools.setdefault((small, stream), Pool(self, ROUND_BYTES if small else SMALL_BYTES + 1))
 
-    def free(self, block: Block) -> None:
-        """Return the block to its pool, merged with free neighbours."""
-        block.used = False
-        self.allocated_bytes -= block.size_bytes
-        if (before := block.before) is not None and not before.used:
-            _remove(before)
-            block.address, block.size_bytes = before.address, block.size_bytes + before.size_bytes
-            block.before = before.before
-            if block.before is not None:
-                block.before.after = block
-        if (after := block.after) is not None and not after.used:
-            _remove(after)
-            block.size_bytes += after.size_bytes
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
-        insort(block.pool, (block.size_bytes, block.address, block))
-
-    def _new_segment(self, size_bytes: int, pool: Pool) -> Block:
+    def new_segment(self, size_bytes: int) -> Block:
+        """A segment for a request of this size; raise OutOfMemoryError if it does not fit the device."""
         segment_bytes = segment_size(size_bytes)
         if self._lacks(segment_bytes):
-            self._release_free_segments()
+            for pool in self._pools.values():
+                self.reserved_bytes -= pool.release_free_segments()
             if self._lacks(segment_bytes):
                 raise OutOfMemoryError(
                     f"{segment_bytes} bytes asked of a device of {self.capacity_bytes}, of which {self.reserved_bytes} "
-                    f"are reserved and {self.allocated_bytes} allocated"
+                    "are reserved"
                 )
         self.reserved_bytes += segment_bytes
-        block = Block(self._next_address, segment_bytes, pool)
+        block = Block(self._next_address, segment_bytes)
         self._next_address += segment_bytes
         return block
 
     def _lacks(self, segment_bytes: int) -> bool:
         return self.capacity_bytes is not None and self.reserved_bytes + segment_bytes > self.capacity_bytes
 
-    def _release_free_segments(self) -> None:
-        """Return all wholly free segments to the driver, as PyTorch does before it raises an out-of-memory error."""
-        for free in self._free.values():
-            whole = [block for *_, block in free if block.before is None and block.after is None]
-            self.reserved_bytes -= sum(block.size_bytes for block in whole)
-            for block in whole:
-                _remove(block)
 
-    def _split(self, block: Block, size_bytes: int) -> None:
-        address, rest_bytes = block.address + size_bytes, block.size_bytes - size_bytes
-        rest = Block(address, rest_bytes, block.pool, block, block.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size_bytes = rest, size_bytes
-        insort(block.pool, (rest_bytes, address, rest))
+class Pool:
+    """Segments for requests of like sizes on one stream."""
 
+    def __init__(self, allocator: CachingAllocator, least_rest_bytes: int) -> None:
+        self._allocator = allocator
+        self._least_rest_bytes = least_rest_bytes
+        """A smaller remainder is not split off."""
+        self._free: list[tuple[int, int, Block]] = []
+        """Free blocks by size and address, so that the first one that is large enough is the best fit."""
 
-def _remove(block: Block) -> None:
-    """Take a free block out of its pool."""
-    del block.pool[bisect_left(block.pool, (block.size_bytes, block.address))]
+    def allocate(self, size_bytes: int) -> Block:
+        """Allocate a block of at least `size_bytes`, a multiple of ROUND_BYTES.
+
+        It is larger if the remainder is too small to be split off.
+        """
+        free = self._free
+        index = bisect_left(free, (size_bytes,))
+        block = free.pop(index)[2] if index < len(free) else self._allocator.new_segment(size_bytes)
+        rest_bytes = block.size_bytes - size_bytes
+        if rest_bytes >= self._least_rest_bytes:
+            rest = Block(block.address + size_bytes, rest_bytes, block, block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size_bytes = rest, size_bytes
+            insort(free, (rest_bytes, rest.address, rest))
+        block.used = True
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take back a block of this pool, and merge it with free neighbours."""
+        block.used = False
+        if (before := block.before) is not None and not before.used:
+            self._remove(before)
+            block.address, block.size_bytes = before.address, block.size_bytes + before.size_bytes
+            block.before = before.before
+            if block.before is not None:
+                block.before.after = block
+        if (after := block.after) is not None and not after.used:
+            self._remove(after)
+            block.size_bytes += after.size_bytes
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
+        insort(self._free, (block.size_bytes, block.address, block))
+
+    def release_free_segments(self) -> int:
+        """Return all wholly free segments to the driver, as PyTorch does before it raises an out-of-memory error.
+
+        Returns their bytes.
+        """
+        whole = [block for *_, block in self._free if block.before is None and block.after is None]
+        for block in whole:
+            self._remove(block)
+        return sum(block.size_bytes for block in whole)
+
+    def _remove(self, block: Block) -> None:
+        """Take a free block out of the list."""
+        del self._free[bisect_left(self._free, (block.size_bytes, block.address))]
 
 
 def round_up(size_bytes: int, step_bytes: int) -> int:

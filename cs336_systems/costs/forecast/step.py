@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from cs336_systems.config import Attention, Mode, OptimizerKind, Phase, RunConfig
 from cs336_systems.costs.forecast.backward import BackwardTape
@@ -308,14 +308,14 @@ class StepTape:
         """The kernels of an update; with foreach each goes over as many elements as PyTorch gives to one launch."""
         shapes = tuple(self.way.updated.values())
         if kind is OptimizerKind.FUSED:
-            self.tape.launch(partial(_fused_update, shapes))
+            self.tape.launch(_fused_update, shapes)
         elif kind is OptimizerKind.ADAMW:
             for shape in shapes:
                 for tensors in TENSORS_OF_ADAMW:
                     self.tape.pass_of(tensors * FP32_BYTES, shape)
         else:
             for tensors in TENSORS_OF_FOREACH:
-                self.tape.launch(partial(_foreach_pass, shapes, tensors))
+                self.tape.launch(_foreach_pass, shapes, tensors)
 
     def _make_state(self, shape: str) -> None:
         if self.config.optimizer is OptimizerKind.FUSED:
@@ -324,11 +324,11 @@ class StepTape:
             self._new(Category.OPTIMIZER_STATE, f"{moment} moments", shape)
 
 
-def _fused_update(shapes: Sequence[str], tape: Tape) -> Operation:
+def _fused_update(tape: Tape, shapes: Sequence[str]) -> Operation:
     return Operation(kind=Kind.ADAMW, moved_bytes=ADAMW_BYTES * sum(map(tape.size, shapes)))
 
 
-def _foreach_pass(shapes: Sequence[str], tensors: int, tape: Tape) -> Operation:
+def _foreach_pass(tape: Tape, shapes: Sequence[str], tensors: int) -> Operation:
     counts = [tape.size(shape) for shape in shapes]
     launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
     return Operation(kind=Kind.PASS, moved_bytes=tensors * FP32_BYTES * sum(counts) // launches, launches=launches)

@@ -4,10 +4,11 @@ Beside them stand the operations that read and write them, in the order in which
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
 from math import prod
+from typing import Any
 
 from cs336_systems.config import Phase
 
@@ -49,8 +50,6 @@ class Kind(StrEnum):
     ATTENTION = "fused attention"
     PASS = "pass over memory"
     ADAMW = "fused AdamW"
-    VIEWS = "views"
-    """No kernel: views, of which the host makes one in about the time of a launch."""
 
 
 class Form(StrEnum):
@@ -103,7 +102,9 @@ class Operation:
     launches: int = 1
     """Kernels, one after the other."""
     calls: int = 1
-    """Operations and views that the host dispatches."""
+    """Operations that the host dispatches."""
+    views: int = 0
+    """Views that the host makes before it, each in about the time of a launch."""
 
 
 ADAMW_BYTES = 7 * 4
@@ -113,30 +114,32 @@ LIKE_ITSELF = -1
 
 
 class Tape:
-    """Records tensors as they are made and freed; a tensor lives while Python or autograd's graph refers to it."""
+    """Records tensors as they are made and freed; a tensor lives while Python or autograd's graph refers to it.
+
+    Layers repeat, so that of thousands of tensors and operations few are different. These are listed once.
+    """
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self.specs: list[TensorSpec] = []
-        """Kind of each tensor, by its handle: tensors are numbered in the order in which they are made."""
-        self.events: list[int | Phase] = []
-        """A handle when its tensor is made, its complement (~handle) when it is freed, a phase when it begins."""
-        self.operations: list[Operation | Phase] = []
-        """Operations in the order of their launches, and a phase where it begins."""
+        """The kinds of tensors."""
+        self.tensors: list[int] = []
+        """The number of each tensor's kind, by its handle: tensors are numbered in the order in which they are made."""
+        self.events: list[int] = []
+        """A handle when its tensor is made, its complement (~handle) when it is freed."""
+        self.operations: list[Operation] = []
+        """Those that are different."""
+        self.launches: list[int] = []
+        """The number of each operation, in the order of their launches."""
+        self.steps: list[list[tuple[Phase, int, int]]] = []
+        """The phases of each step, with the numbers of events and of launches before them."""
         self._references: list[int] = []
         self._axes = axes
-        self._recipes: dict[Operation, Callable[[Tape], Operation]] = {}
-        """How to make each operation for other sizes of the axes."""
-
-        @cache
-        def specify(category: Category, label: str, shape: str, element_bytes: int, stream: str) -> TensorSpec:
-            formula = " x ".join([*shape.split(), str(element_bytes)])
-            size_bytes = self.size(shape) * element_bytes
-            return TensorSpec(category=category, label=label, formula=formula, size_bytes=size_bytes, stream=stream)
-
-        self._specify = specify
-        # layers repeat, so that of thousands of operations few are different
-        self._make_pass, self._make_pass_of = cache(self._pass), cache(self._pass_of)
-        self._make_matmul, self._make_attention = cache(self._matmul), cache(self._attention)
+        self._views = 0
+        """Those that the host has made since the last launch."""
+        self._kinds: dict[tuple[Category, str, str, int, str], int] = {}
+        """The number of each kind of tensor by what it is made of."""
+        self._made: dict[tuple[Any, ...], int] = {}
+        """The same of each operation."""
 
     def new(
         self,
@@ -152,78 +155,58 @@ class Tape:
 
         One kernel writes it if there are `reads`, the tensors that this kernel reads.
         """
-        handle, spec = len(self.specs), self._specify(category, label, shape, element_bytes, stream)
-        self.specs.append(spec)
+        made_of = (category, label, shape, element_bytes, stream)
+        if (kind := self._kinds.get(made_of)) is None:
+            kind = self._kinds[made_of] = len(self.specs)
+            self.specs.append(self._spec(*made_of))
+        handle = len(self.tensors)
+        self.tensors.append(kind)
         self._references.append(1)
         self.events.append(handle)
         if reads is not None:
-            moved = (spec, *[spec if read == LIKE_ITSELF else self.specs[read] for read in reads])
-            self.operations.append(self._make_pass(moved, how, 1))
+            self.launch(_pass, (kind, *[kind if read == LIKE_ITSELF else self.tensors[read] for read in reads]), how, 1)
         return handle
+
+    def _spec(self, category: Category, label: str, shape: str, element_bytes: int, stream: str) -> TensorSpec:
+        formula = " x ".join([*shape.split(), str(element_bytes)])
+        size_bytes = self.size(shape) * element_bytes
+        return TensorSpec(category=category, label=label, formula=formula, size_bytes=size_bytes, stream=stream)
+
+    def spec(self, handle: int) -> TensorSpec:
+        """The kind of a tensor."""
+        return self.specs[self.tensors[handle]]
 
     def pass_over(self, *handles: int, calls: int = 1, how: Pass = Pass.COPY) -> None:
         """Launch a kernel that reads or writes these tensors, each as often as it is given."""
-        self.operations.append(self._make_pass(tuple([self.specs[handle] for handle in handles]), how, calls))
-
-    def _pass(self, moved: tuple[TensorSpec, ...], how: Pass, calls: int) -> Operation:
-        moved_bytes = sum(spec.size_bytes for spec in moved)
-        made = Operation(kind=Kind.PASS, how=how, moved_bytes=moved_bytes, calls=calls)
-        self._recipes[made] = lambda other: other._make_pass(tuple(map(other._like, moved)), how, calls)
-        return made
+        self.launch(_pass, tuple([self.tensors[handle] for handle in handles]), how, calls)
 
     def pass_of(self, moved_bytes: int, shape: str = "") -> None:
         """Launch a kernel that moves so many bytes, or so many for each element of the shape."""
-        self.operations.append(self._make_pass_of(moved_bytes, shape))
-
-    def _pass_of(self, moved_bytes: int, shape: str) -> Operation:
-        made = Operation(kind=Kind.PASS, moved_bytes=moved_bytes * self.size(shape))
-        self._recipes[made] = lambda other: other._make_pass_of(moved_bytes, shape)
-        return made
-
-    def launch(self, make: "Callable[[Tape], Operation]") -> None:
-        """Launch what `make` makes of a tape's axes."""
-        made = make(self)
-        self._recipes[made] = make
-        self.operations.append(made)
+        self.launch(_pass_of, moved_bytes, shape)
 
     def matmul(self, form: Form, rows: str, inner: str, columns: str, element_bytes: int, batch: str = "1") -> None:
         """Launch a matmul of (rows, inner) by (inner, columns) matrices; the sides are products of axes."""
-        self.operations.append(self._make_matmul(form, rows, inner, columns, element_bytes, batch))
-
-    def _matmul(self, form: Form, rows: str, inner: str, columns: str, element_bytes: int, batch: str) -> Operation:
-        m, k, n = self.size(rows), self.size(inner), self.size(columns)
-        count = self.size(batch)
-        moved_bytes = element_bytes * count * (m * k + k * n + m * n)
-        made = Operation(
-            kind=Kind.MATMUL,
-            form=form,
-            moved_bytes=moved_bytes,
-            sides=(m, k, n),
-            batch=count,
-            element_bytes=element_bytes,
-        )
-        self._recipes[made] = lambda other: other._make_matmul(form, rows, inner, columns, element_bytes, batch)
-        return made
+        self.launch(_matmul, form, rows, inner, columns, element_bytes, batch)
 
     def attention(self, form: Form, moved: str, element_bytes: int) -> None:
         """Launch fused attention; `moved` is the shape of what it moves."""
-        self.operations.append(self._make_attention(form, moved, element_bytes))
+        self.launch(_attention, form, moved, element_bytes)
 
-    def _attention(self, form: Form, moved: str, element_bytes: int) -> Operation:
-        made = Operation(
-            kind=Kind.ATTENTION,
-            moved_bytes=element_bytes * self.size(moved),
-            sides=(self.size("T"), self.size("d_head"), self.size("T")),
-            batch=self.size("batch heads"),
-            form=form,
-            element_bytes=element_bytes,
-        )
-        self._recipes[made] = lambda other: other._make_attention(form, moved, element_bytes)
-        return made
+    def launch(self, make: Callable[..., Operation], *arguments: object) -> None:
+        """Launch the operation that `make` makes of a tape, for its sizes of the axes, and of the arguments."""
+        made_of = (self._views, make, *arguments)
+        if (number := self._made.get(made_of)) is None:
+            number = self._made[made_of] = len(self.operations)
+            self.operations.append(self._operation(*made_of))
+        self.launches.append(number)
+        self._views = 0
+
+    def _operation(self, views: int, make: Callable[..., Operation], *arguments: object) -> Operation:
+        return replace(make(self, *arguments), views=views)
 
     def views(self, count: int) -> None:
         """Let the host make views, for which nothing is launched."""
-        self.operations.append(_views(count))
+        self._views += count
 
     def size(self, shape: str) -> int:
         """Number of elements of a shape, which consists of axis names and numbers."""
@@ -231,18 +214,11 @@ class Tape:
 
     def resized(self, axes: Mapping[str, int]) -> "Tape":
         """The same tensors and operations for other sizes of the axes; nothing can be added to this tape."""
-        other = Tape(axes)
-        alike = {id(spec): other._like(spec) for spec in set(self.specs)}
-        made: dict[Operation | Phase, Operation] = {each: recipe(other) for each, recipe in self._recipes.items()}
-        other.specs = [alike[id(spec)] for spec in self.specs]
-        other.events = self.events
-        other.operations = [made.get(each) or each for each in self.operations]
+        other = copy(self)
+        other._axes = axes
+        other.specs = [other._spec(*made_of) for made_of in self._kinds]
+        other.operations = [other._operation(*made_of) for made_of in self._made]
         return other
-
-    def _like(self, spec: TensorSpec) -> TensorSpec:
-        """The tensor with the sizes of this tape's axes."""
-        *shape, element_bytes = spec.formula.split(" x ")
-        return self._specify(spec.category, spec.label, " ".join(shape), int(element_bytes), spec.stream)
 
     def keep(self, handle: int) -> int:
         """Add a reference to the tensor; return its handle."""
@@ -260,10 +236,40 @@ class Tape:
 
     def begin(self, phase: Phase) -> None:
         """Begin `phase` of a step here; STEP is the time between two steps."""
-        self.events.append(phase)
-        self.operations.append(phase)
+        assert not self._views
+        if phase is Phase.FORWARD:
+            self.steps.append([])
+        self.steps[-1].append((phase, len(self.events), len(self.launches)))
 
 
-@cache
-def _views(count: int) -> Operation:
-    return Operation(kind=Kind.VIEWS, launches=0, calls=count)
+def _pass(tape: Tape, moved: tuple[int, ...], how: Pass, calls: int) -> Operation:
+    moved_bytes = sum(tape.specs[kind].size_bytes for kind in moved)
+    return Operation(kind=Kind.PASS, how=how, moved_bytes=moved_bytes, calls=calls)
+
+
+def _pass_of(tape: Tape, moved_bytes: int, shape: str) -> Operation:
+    return Operation(kind=Kind.PASS, moved_bytes=moved_bytes * tape.size(shape))
+
+
+def _matmul(tape: Tape, form: Form, rows: str, inner: str, columns: str, element_bytes: int, batch: str) -> Operation:
+    m, k, n = sides = (tape.size(rows), tape.size(inner), tape.size(columns))
+    count = tape.size(batch)
+    return Operation(
+        kind=Kind.MATMUL,
+        form=form,
+        moved_bytes=element_bytes * count * (m * k + k * n + m * n),
+        sides=sides,
+        batch=count,
+        element_bytes=element_bytes,
+    )
+
+
+def _attention(tape: Tape, form: Form, moved: str, element_bytes: int) -> Operation:
+    return Operation(
+        kind=Kind.ATTENTION,
+        moved_bytes=element_bytes * tape.size(moved),
+        sides=(tape.size("T"), tape.size("d_head"), tape.size("T")),
+        batch=tape.size("batch heads"),
+        form=form,
+        element_bytes=element_bytes,
+    )

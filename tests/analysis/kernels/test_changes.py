@@ -161,11 +161,7 @@ def forecast_queue(config: RunConfig) -> Queue:
     phases = {Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD, Phase.OPTIMIZER: OPTIMIZER}
     jobs: list[Job] = []
     for phase, found in operations(config).items():
-        calls = 0
         for each in found:
-            calls += each.calls
-            if each.kind is Kind.VIEWS:
-                continue
             what = {Kind.MATMUL: "mm", Kind.ATTENTION: "flash"}.get(each.kind, "add")
             if each.kind in (Kind.MATMUL, Kind.ATTENTION):
                 time_s = curves().matmul_s(
@@ -174,8 +170,7 @@ def forecast_queue(config: RunConfig) -> Queue:
             else:
                 time_s = curves().pass_s(each.moved_bytes, each.how)
             assert time_s is not None
-            jobs += [job(what, time_s * 1e6, phases[phase], host_s=calls * 1e-6)] * each.launches
-            calls = 0
+            jobs += [job(what, time_s * 1e6, phases[phase], host_s=(each.views + each.calls) * 1e-6)] * each.launches
     return queue(*jobs)
 
 
