@@ -1,6 +1,6 @@
 """The tensors of whole steps: the model, forward and loss, backward, the optimizer, and what is kept between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -287,7 +287,9 @@ class StepTape:
     def _update(self) -> None:
         """AdamW: one tensor at a time (adamw), all at once with a temporary for each (foreach), or in place (fused)."""
         kind = self.config.optimizer
-        shapes = self.way.updated.values()
+        shapes: Iterable[str] = self.way.updated.values()
+        if self._has_state and kind is OptimizerKind.ADAMW:
+            shapes = dict.fromkeys(shapes)  # temporaries of one shape take each other's place
         temporaries = []
         if not self._has_state and kind is not OptimizerKind.ADAMW:
             for shape in shapes:
