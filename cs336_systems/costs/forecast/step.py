@@ -54,6 +54,7 @@ def _written(config: RunConfig) -> Tape:
     step.set_up()
     for _ in range(step.way.steps):
         step.run()
+    step.tape.repeat()
     return step.tape
 
 

@@ -194,7 +194,7 @@ class Tape:
 
     def launch(self, make: Callable[..., Operation], *arguments: object) -> None:
         """Launch the operation that `make` makes of a tape, for its sizes of the axes, and of the arguments."""
-        made_of = (self._views, make, *arguments)
+        made_of: tuple[Any, ...] = (self._views, make, *arguments)
         if (number := self._made.get(made_of)) is None:
             number = self._made[made_of] = len(self.operations)
             self.operations.append(self._operation(*made_of))
@@ -240,6 +240,24 @@ class Tape:
         if phase is Phase.FORWARD:
             self.steps.append([])
         self.steps[-1].append((phase, len(self.events), len(self.launches)))
+
+    def repeat(self) -> None:
+        """Write the last step once more; nothing can be added afterwards.
+
+        It frees what the step before has left, and leaves as much.
+        """
+        _, begin, first = self.steps[-1][0]
+        events, launches = self.events[begin:], self.launches[first:]
+        start, end = min(event for event in events if event >= 0), len(self.tensors)
+        old = sorted(~event for event in events if event < 0 and ~event < start)
+        new = [handle for handle in range(start, end) if self._references[handle]]
+        assert [self.tensors[handle] for handle in old] == [self.tensors[handle] for handle in new]
+        freed = {~before: ~after for before, after in zip(old, new, strict=True)}
+        made = end - start
+        self.events += [event + made if event >= 0 else freed.get(event, event - made) for event in events]
+        self.tensors += self.tensors[start:]
+        self.launches += launches
+        self.steps.append([(phase, at + len(events), of + len(launches)) for phase, at, of in self.steps[-1]])
 
 
 def _pass(tape: Tape, moved: tuple[int, ...], how: Pass, calls: int) -> Operation:

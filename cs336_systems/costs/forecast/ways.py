@@ -29,8 +29,8 @@ AHEAD = 2
 class InPlace:
     """A step of one process, or one whose gradients are averaged where they are."""
 
-    steps = 3
-    """Steps after which nothing changes: the optimizer makes its state in the first, blocks settle in the second."""
+    steps = 2
+    """Steps until all later ones are like the last: the optimizer makes its state in the first."""
 
     def __init__(self, config: RunConfig, tape: Tape) -> None:
         self.tape = tape

@@ -2,9 +2,10 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Phase, Precision, RunConfig
+from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Parallel, Phase, Precision, RunConfig
 from cs336_systems.costs.forecast.step import StepTape, tape_of
 from cs336_systems.costs.forecast.tape import Category, Tape
+from cs336_systems.costs.forecast.ways import WAYS
 
 
 def test_bytes_are_the_product_that_the_formula_shows() -> None:
@@ -47,12 +48,13 @@ TINY = RunConfig(size="tiny", model=SIZES["tiny"], device=Device.CUDA)
         replace(TINY, model=replace(SIZES["gpt2"], num_layers=2), optimizer=OptimizerKind.FOREACH),
         replace(TINY, model=replace(SIZES["tiny"], attention=Attention.SDPA), optimizer=OptimizerKind.FUSED),
         replace(TINY, model=replace(SIZES["tiny"], context_length=77, d_ff=200), mode=Mode.INFERENCE),
+        *(replace(TINY, parallel=way, ranks=3) for way in WAYS if way is not Parallel.NONE),
     ],
 )
-def test_the_tape_of_a_step_is_as_if_written_for_its_own_sizes(config: RunConfig) -> None:
+def test_the_tape_of_a_run_is_as_if_each_step_were_written_for_its_own_sizes(config: RunConfig) -> None:
     step = StepTape(config)
     step.set_up()
-    for _ in range(step.way.steps):
+    for _ in range(step.way.steps + 1):
         step.run()
     found = tape_of(config)
     assert found.events == step.tape.events
