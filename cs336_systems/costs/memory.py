@@ -240,6 +240,8 @@ class _Replay:
             else:
                 pools[kinds[~event]].free(blocks[~event])
         self.reserved_bytes = allocator.reserved_bytes
+        for block in blocks:  # they refer to each other, so that only a garbage collection would free them
+            block.before = block.after = None
 
     def prediction(self) -> MemoryPrediction:
         """The peaks of the first and the last step, and the last step's memory phase by phase."""
