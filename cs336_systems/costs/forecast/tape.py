@@ -116,18 +116,18 @@ LIKE_ITSELF = -1
 class Tape:
     """Records tensors as they are made and freed; a tensor lives while Python or autograd's graph refers to it.
 
-    Layers repeat, so that of thousands of tensors and operations few are different. These are listed once.
+    Layers repeat, so that of thousands of tensors and operations few differ from each other. These have numbers.
     """
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self.specs: list[TensorSpec] = []
-        """The kinds of tensors."""
+        """Each kind of tensor by its number."""
         self.tensors: list[int] = []
         """The number of each tensor's kind, by its handle: tensors are numbered in the order in which they are made."""
         self.events: list[int] = []
         """A handle when its tensor is made, its complement (~handle) when it is freed."""
         self.operations: list[Operation] = []
-        """Those that are different."""
+        """Each operation by its number."""
         self.launches: list[int] = []
         """The number of each operation, in the order of their launches."""
         self.steps: list[list[tuple[Phase, int, int]]] = []
@@ -135,7 +135,7 @@ class Tape:
         self._references: list[int] = []
         self._axes = axes
         self._views = 0
-        """Those that the host has made since the last launch."""
+        """How many the host has made since the last launch."""
         self._kinds: dict[tuple[Category, str, str, int, str], int] = {}
         """The number of each kind of tensor by what it is made of."""
         self._made: dict[tuple[Any, ...], int] = {}
