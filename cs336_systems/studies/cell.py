@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -104,10 +105,15 @@ def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
     function = pkgutil.resolve_name(grid.MEASURE)
     gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
     gc.disable()  # a collection during a timed pass would lengthen its time
-    gc.freeze()  # else the collection before each cell would look at all of PyTorch, which takes longer than some cells
+    num_modules = 0
     with contextlib.suppress(EOFError):
         while True:
             rows, is_fit = attempt(grid, connection.recv(), function)
+            if len(sys.modules) > num_modules:
+                # else the collection before each cell would look at all of PyTorch, which takes longer than some cells
+                gc.collect()
+                gc.freeze()
+                num_modules = len(sys.modules)
             connection.send((rows, is_fit, environment(grid.device, gpu)))
 
 
