@@ -59,8 +59,8 @@ class MemoryPrediction:
 
     peak: Peak
     """Peak of a step in the steady state."""
-    first_step_peak_bytes: int
-    """The same of the first step, at whose end the optimizer makes its state."""
+    first_step_peak: Peak
+    """Peak of the first step, at whose end the optimizer makes its state."""
     reserved_bytes: int
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are released."""
     initial_bytes: int
@@ -99,7 +99,7 @@ def predicted_peak_bytes(config: RunConfig) -> int | None:
     if config.warmup_steps:
         return found.peak.allocated_bytes
     later = 0 if config.measured_steps == 1 else found.peak.allocated_bytes
-    return max(found.first_step_peak_bytes, later)
+    return max(found.first_step_peak.allocated_bytes, later)
 
 
 def outside_bytes(config: RunConfig) -> int:
@@ -227,18 +227,17 @@ class _Replay:
         self.sizes_bytes: list[int] = []
         """Bytes of the block that holds each tensor, by handle."""
         allocator = CachingAllocator(capacity_bytes)
-        self.wanted_bytes = wanted = [_rounded(spec.size_bytes) for spec in tape.specs]
+        self.wanted_bytes = [_rounded(spec.size_bytes) for spec in tape.specs]
         pools = [allocator.pool(spec.size_bytes, spec.stream) for spec in tape.specs]
         blocks: list[Block] = []
-        kinds = tape.tensors
         for event in tape.events:
             if event >= 0:
-                kind = kinds[event]
-                block = pools[kind].allocate(wanted[kind])
+                kind = tape.tensors[event]
+                block = pools[kind].allocate(self.wanted_bytes[kind])
                 blocks.append(block)
                 self.sizes_bytes.append(block.size_bytes)
             else:
-                pools[kinds[~event]].free(blocks[~event])
+                pools[tape.tensors[~event]].free(blocks[~event])
         self.reserved_bytes = allocator.reserved_bytes
         for block in blocks:  # they refer to each other, so that only a garbage collection would free them
             block.before = block.after = None
@@ -249,7 +248,7 @@ class _Replay:
         first, last = ([(phase, begin) for phase, begin, _ in self.tape.steps[place]] for place in (0, -1))
         return MemoryPrediction(
             peak=self._peak(last, levels),
-            first_step_peak_bytes=max(levels[first[0][1] : first[-1][1] + 1]),
+            first_step_peak=self._peak(first, levels),
             reserved_bytes=self.reserved_bytes,
             initial_bytes=levels[first[0][1]],
             first_after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(first)},
@@ -262,11 +261,12 @@ class _Replay:
         (first, start), *others, (_, end) = phases
         peak_bytes = max(levels[start : end + 1])
         when = levels.index(peak_bytes, start)
-        tape, done = self.tape, self.tape.events[:when]
+        tape, sizes = self.tape, self.sizes_bytes
+        done = tape.events[:when]
         seen = set(done)
         live = [event for event in done if event >= 0 and ~event not in seen]
         parts = _parts(Counter(map(tape.spec, live)))
-        rests = [self.sizes_bytes[handle] - self.wanted_bytes[tape.tensors[handle]] for handle in live]
+        rests = [sizes[handle] - self.wanted_bytes[tape.tensors[handle]] for handle in live]
         unsplit = Part(
             category=Category.UNSPLIT,
             label="what the allocator does not split off",

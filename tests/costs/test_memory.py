@@ -67,7 +67,7 @@ def test_peaks_are_those_measured() -> None:
         error = prediction.peak.allocated_bytes - memory.peak_allocated_bytes
         errors.append(error)
         assert abs(error) < 0.01 * memory.peak_allocated_bytes, record.config.label
-        first_error = prediction.first_step_peak_bytes - memory.first_step_peak_allocated_bytes
+        first_error = prediction.first_step_peak.allocated_bytes - memory.first_step_peak_allocated_bytes
         assert abs(first_error) <= max(0.03 * memory.first_step_peak_allocated_bytes, 64 * 2**20), record.config.label
         # segments are 20 MiB: a few more or less of them, as free blocks happen to be taken
         reserved = memory.peak_reserved_bytes
@@ -97,8 +97,8 @@ def test_what_fits_and_how_much_it_takes_at_long_contexts(record) -> None:
 def test_the_peak_of_a_first_step_alone_is_its_own() -> None:
     first, later = (run_config(SIZES["small"], device=Device.CUDA, warmup_steps=0, measured_steps=n) for n in (1, 2))
     prediction = predict_memory(first)
-    assert predicted_peak_bytes(first) == prediction.first_step_peak_bytes
-    assert predicted_peak_bytes(later) == prediction.peak.allocated_bytes > prediction.first_step_peak_bytes
+    assert predicted_peak_bytes(first) == prediction.first_step_peak.allocated_bytes
+    assert predicted_peak_bytes(later) == prediction.peak.allocated_bytes > prediction.first_step_peak.allocated_bytes
 
 
 @pytest.mark.parametrize("record", [*records("out_of_memory"), *H200[::7]], ids=lambda record: record.config.label)
@@ -203,8 +203,9 @@ def test_parts_add_up_to_the_peak(arch, attention, mode, checkpoint_blocks) -> N
     model = replace(SIZES["small"], arch=arch, context_length=64, num_layers=2, **attention)
     config = run_config(model, precision=Precision.FP16, mode=mode, checkpoint_blocks=checkpoint_blocks)
     prediction = predict_memory(config)
-    assert sum(part.size_bytes for part in prediction.peak.parts) == prediction.peak.allocated_bytes
-    assert all(part.size_bytes >= 0 and part.count > 0 for part in prediction.peak.parts[:-1])
+    for peak in (prediction.peak, prediction.first_step_peak):
+        assert sum(part.size_bytes for part in peak.parts) == peak.allocated_bytes
+        assert all(part.size_bytes >= 0 and part.count > 0 for part in peak.parts[:-1])
     assert list(prediction.after_bytes) == list(config.phases)
     assert max(prediction.start_bytes, *prediction.after_bytes.values()) <= prediction.peak.allocated_bytes
     assert prediction.peak.phase in config.phases

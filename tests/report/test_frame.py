@@ -363,7 +363,7 @@ def test_the_predicted_peak_stands_beside_the_measured_one():
     row = only_row(make_record(config, (0.1,), peak_bytes=2**30))
     assert row["predicted_peak_gib"] == predict_memory(config).peak.allocated_bytes / 2**30 > 5
     assert only_row(make_failure(config))["predicted_peak_gib"] == row["predicted_peak_gib"]
-    first = predict_memory(config).first_step_peak_bytes
+    first = predict_memory(config).first_step_peak.allocated_bytes
     cold = only_row(make_record(replace(config, warmup_steps=0), (0.1,)))
     assert cold["predicted_peak_gib"] == max(row["predicted_peak_gib"], first / 2**30)
     assert only_row(make_record(replace(config, device=Device.CPU), (0.1,)))["predicted_peak_gib"] is None

@@ -178,7 +178,7 @@ def _predicted(prediction: MemoryPrediction | None) -> Iterator[tuple[str, int]]
     if prediction is None:
         return
     yield f"peak memory, in {prediction.peak.phase}", prediction.peak.allocated_bytes
-    yield "peak memory of the first step", prediction.first_step_peak_bytes
+    yield "peak memory of the first step", prediction.first_step_peak.allocated_bytes
     yield "reserved", prediction.reserved_bytes
     yield "allocated when a step begins", prediction.start_bytes
     yield from ((f"allocated after {phase}", num_bytes) for phase, num_bytes in prediction.after_bytes.items())
