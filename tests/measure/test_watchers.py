@@ -179,6 +179,8 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     class Nothing:
+        def __init__(self, **_options: object) -> None: ...
+
         def __getattr__(self, _name: str) -> Callable[..., None]:
             return lambda *_, **__: None
 
@@ -212,7 +214,7 @@ def test_each_range_that_opens_closes(
     torch.manual_seed(0)
     step = TrainingStep(config, made.model() if made.model else None)
     if made.has_graph:
-        step.graph = StepGraph(step._phases, config.phases, lambda: None)
+        step.graph = StepGraph(step._phases, config.phases, lambda: None, ())
     step.config = replace(config, device=Device.CUDA, profiler=profiler)
     watch = make_watch(step, tmp_path / "profile")
     set_annotator(annotator_of(step.config))
