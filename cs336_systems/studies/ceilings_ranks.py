@@ -24,11 +24,13 @@ from cs336_systems.parallel.rank import Rank, devices_of
 from cs336_systems.record import Failure, Status
 from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, CollectiveCell
 from cs336_systems.studies.loops import Loops
-from cs336_systems.studies.timing import GRAPH_BELOW_S, GRAPH_RUNS, PROBES, device_timer, host_timer, replayed
+from cs336_systems.studies.timing import PROBES, device_timer, host_timer, replayed
 from cs336_systems.sweep.process import die_with_forker
 
 PATIENCE_S = 120.0
 """How long a process waits for the others before it fails."""
+GRAPH_BELOW_S, GRAPH_RUNS = 1e-4, 100
+"""A collective shorter than this is repeated so often within a CUDA graph."""
 LOOP_SHARE = 0.5
 """Part of the grid's least time of a loop that suffices here, as there are many cells and all processes repeat."""
 NO_ACCESS = "the GPUs cannot write to each other's memory"

@@ -16,9 +16,14 @@ from cs336_systems.config import Device
 from cs336_systems.studies.ceilings_records import CeilingsGrid
 from cs336_systems.studies.loops import Loops
 
-GRAPH_BELOW_S = 1e-4
-"""A run shorter than this is repeated within a CUDA graph; otherwise its time would be that of launching it."""
-GRAPH_RUNS = 100
+GRAPH_BELOW_S = 1e-3
+"""A run shorter than this is repeated within a CUDA graph; otherwise its time may be that of launching it.
+
+The host needs 6 to 10 us for one kernel, and up to 0.3 ms for a backward pass of autograd.
+"""
+GRAPH_S = 0.01
+MAX_GRAPH_RUNS = 100
+"""A graph has as many runs as take this time, at most so many."""
 PROBES = 3
 MAX_GROWTH = 100
 """Largest factor from one number of repetitions to the next: a first time may be far too short."""
@@ -63,9 +68,13 @@ def measure(run: Run, grid: CeilingsGrid) -> Loops:
     if grid.device is Device.CPU:
         return timed_loops(run, host_timer, grid)
     device_timer(run, 1)  # libraries load, memory is allocated
-    if min(device_timer(run, 1) for _ in range(PROBES)) < GRAPH_BELOW_S:
-        return timed_loops(replayed(run, GRAPH_RUNS), device_timer, grid, runs_per_call=GRAPH_RUNS)
-    return timed_loops(run, device_timer, grid)
+    runs = runs_in_graph(min(device_timer(run, 1) for _ in range(PROBES)))
+    return timed_loops(replayed(run, runs) if runs else run, device_timer, grid, runs_per_call=runs or 1)
+
+
+def runs_in_graph(time_s: float) -> int:
+    """How many runs that take so long when they are launched are repeated within a graph; 0 for no graph."""
+    return min(MAX_GRAPH_RUNS, math.ceil(GRAPH_S / time_s)) if time_s < GRAPH_BELOW_S else 0
 
 
 def replayed(run: Run, count: int) -> Run:

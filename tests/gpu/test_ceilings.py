@@ -1,12 +1,14 @@
 """Ceilings where they count: on a GPU, against its data sheet and against times by other means."""
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from cs336_systems.config import Device
+from cs336_systems.config import Device, Precision
 from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.forecast.tape import Form
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status
 from cs336_systems.report.sections.ceilings.tables import promised_flops
@@ -22,6 +24,9 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
 )
 from cs336_systems.studies.cell import attempt
+from cs336_systems.studies.kernel_cell import measure_kernel
+from cs336_systems.studies.kernel_records import KernelCell
+from cs336_systems.studies.loops import Timing
 from cs336_systems.studies.runner import run_study
 from cs336_systems.studies.timing import measure, replayed
 
@@ -108,6 +113,33 @@ def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
         loops = measure(lambda cycles=cycles: torch.cuda._sleep(cycles), GRID)
         assert loops.median_s == pytest.approx(seconds(cycles), rel=0.05, abs=2e-6), cycles
         assert min(loops.times_s) >= GRID.loop_s
+
+
+def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs() -> None:
+    """The host needs 0.3 ms for each, as for a backward pass, and the device about 0.01 ms."""
+
+    def run() -> None:
+        end = time.perf_counter() + 3e-4
+        while time.perf_counter() < end:
+            pass
+        torch.cuda._sleep(SLEEP_CYCLES // 100)
+
+    assert measure(run, GRID).median_s < 5e-5
+
+
+def test_backward_of_attention_takes_longer_for_longer_sequences() -> None:
+    """Eight times the positions in as many tokens: eight times the scores, hence at least twice the time."""
+    rows = [
+        KernelCell(
+            precision=Precision.BF16, form=Form.ATTENTION_BACKWARD, batch=batch, rows=side, inner=64, columns=side,
+            timing=Timing(status=Status.OK),
+        )
+        for batch, side in ((128, 256), (16, 2048))
+    ]  # fmt: skip
+    short_s, long_s = (measure_kernel(GRID, row).timing.time_s for row in rows)
+    print(f"backward of attention: {1e6 * short_s:.1f} us, {1e6 * long_s:.1f} us")
+    assert 2e-6 < short_s < 1e-4
+    assert long_s > 2 * short_s
 
 
 def test_a_graph_runs_as_often_as_it_says() -> None:

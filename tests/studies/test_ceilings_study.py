@@ -32,7 +32,16 @@ from cs336_systems.studies.ceilings_records import (
 )
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.runner import run_study
-from cs336_systems.studies.timing import MAX_GROWTH, host_timer, next_count, replayed, timed_loops
+from cs336_systems.studies.timing import (
+    GRAPH_S,
+    MAX_GRAPH_RUNS,
+    MAX_GROWTH,
+    host_timer,
+    next_count,
+    replayed,
+    runs_in_graph,
+    timed_loops,
+)
 
 SHAPE = Shape(rows=5, inner=7, columns=3, name="unequal on purpose")
 GRID = CeilingsGrid(
@@ -124,6 +133,14 @@ def test_a_clock_of_known_rate_gives_that_rate() -> None:
     assert loops.median_s == pytest.approx(1e-5)
     of_graphs = timed_loops(lambda: None, lambda _, count: count * 1e-5, GRID, runs_per_call=50)
     assert of_graphs.median_s == pytest.approx(2e-7)
+
+
+@pytest.mark.parametrize("time_s", [1e-6, 1e-5, 1.7e-4, 9e-4, 2e-3, 5.0])
+def test_runs_that_may_be_launches_are_repeated_in_a_graph_that_is_not_long(time_s: float) -> None:
+    runs = runs_in_graph(time_s)
+    assert (runs == 0) is (time_s > 1e-3)
+    assert runs <= MAX_GRAPH_RUNS
+    assert runs * time_s < GRAPH_S + time_s
 
 
 def test_what_a_graph_works_on_stays_as_long_as_it_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
