@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.autocast import to_autocast_dtype
+from cs336_systems.model.fast.fp8 import Largest, Tag
 from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu
 from cs336_systems.model.fast.lookup import lookup
 from cs336_systems.model.fast.packed import cut_heads, rope_heads, swiglu
@@ -30,6 +31,7 @@ from cs336_systems.model.transformer import (
     RMSNorm,
     SelfAttention,
     SwiGLU,
+    attend,
 )
 from cs336_systems.ranges import Range
 
@@ -47,8 +49,14 @@ class CopiedLinear(Linear):
         """Left to the kernel that reads the result; None if added already or absent."""
         self.copies = copies._replace(bias=None) if defers_bias else copies
 
-    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        return self.copies.matmul(x)
+    def forward(self, x: Float[Tensor, "... d_in"], largest: Largest | None = None) -> Float[Tensor, "... d_out"]:
+        return self.copies.matmul(x, largest)
+
+    def tagged(
+        self, x: Float[Tensor, "... d_in"], largest: Largest | None = None
+    ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
+        """The result, and in fp8 its tag (fp8.py); `largest` has the largest magnitudes of x, if they are known."""
+        return self.copies.tagged(x, largest)
 
 
 class PackedAttention(SelfAttention):
@@ -65,28 +73,34 @@ class PackedAttention(SelfAttention):
         self.output_proj = CopiedLinear(attention.output_proj, maker, defers_bias=defers_bias)
 
     def heads(
-        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None
+        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, largest: Largest | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each head, as (batch, seq, heads, d_head)."""
+        """Queries, keys and values of each head, as (batch, seq, heads, d_head).
+
+        `largest` has the largest magnitudes of x, if they are known.
+        """
         if self.packed is None:
             return super().heads(x, rotations)
-        return self.cut(self.project(x), rotations)
+        return self.cut(*self.project(x, largest), rotations)
 
-    def project(self, x: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch seq thrice_d_model"]:
-        """Queries, keys and values of all heads, side by side; the gradient of their bias is left to `cut`."""
+    def project(
+        self, x: Float[Tensor, "batch seq d_model"], largest: Largest | None = None
+    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
+        """Queries, keys and values of all heads, side by side, and a tag; the gradient of their bias is `cut`'s."""
         assert self.packed is not None
-        bias = self.packed.bias
-        return self.packed._replace(bias=None if bias is None else bias.detach()).matmul(x)
+        if self.packed.bias is None:
+            return self.packed.matmul(x, largest), None
+        return self.packed._replace(bias=self.packed.bias.detach()).tagged(x, largest)
 
     def cut(
-        self, projected: Float[Tensor, "batch seq thrice_d_model"], rotations: Rotations | None
+        self, projected: Float[Tensor, "batch seq thrice_d_model"], tag: Tag | None, rotations: Rotations | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The heads of what `project` returned."""
         if rotations is not None:
             return rope_heads(projected, rotations)
         assert self.packed is not None
         assert self.packed.bias is not None, "attention without biases has rotations"
-        return cut_heads(projected, self.packed.bias, self.num_heads)
+        return cut_heads(projected, self.packed.bias, self.num_heads, tag)
 
 
 class PackedSwiGLU(SwiGLU):
@@ -105,17 +119,30 @@ class PackedSwiGLU(SwiGLU):
         if self.packed is None:
             return super().forward(x)
         with annotate(self.range):
-            return self.contract(self.expand(x))
+            output: Tensor = self.w2(*self.activate(*self.expand(x)))
+            return output
 
-    def expand(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... twice_d_ff"]:
-        """The results of w1 and w3, side by side."""
+    def expand(
+        self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
+    ) -> tuple[Float[Tensor, "... twice_d_ff"], None]:
+        """The results of w1 and w3, side by side, without a tag."""
         assert self.packed is not None
-        return self.packed.matmul(to_autocast_dtype(x))
+        return self.packed.matmul(to_autocast_dtype(x), largest), None
 
-    def contract(self, hidden: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_model"]:
-        """The result of the network from what `expand` returned."""
-        output: Tensor = self.w2(swiglu(hidden))
-        return output
+    def activate(
+        self, hidden: Float[Tensor, "... twice_d_ff"], _: Tag | None = None
+    ) -> tuple[Float[Tensor, "... d_ff"], None]:
+        """What w2 reads, from what `expand` returned; its largest magnitudes are not known."""
+        return swiglu(hidden), None
+
+    def tagged(
+        self, x: Float[Tensor, "... d_model"], largest: Largest | None
+    ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
+        """The result of the network, and its tag unless a part of the packed weight would not be aligned."""
+        if self.packed is None:
+            return super().forward(x), None
+        with annotate(self.range):
+            return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
 
 class CopiedGeluMLP(GeluMLP):
@@ -129,23 +156,25 @@ class CopiedGeluMLP(GeluMLP):
         self.w1 = CopiedLinear(ffn.w1, maker, defers_bias=defers_bias)
         self.w2 = CopiedLinear(ffn.w2, maker, defers_bias=defers_bias)
 
-    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        if self.w1.deferred_bias is None:
-            return super().forward(x)
-        with annotate(self.range):
-            return self.contract(self.expand(x))
+    def expand(
+        self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
+    ) -> tuple[Float[Tensor, "... d_ff"], Tag | None]:
+        """The result of w1, without its bias, which must be deferred, and its tag."""
+        return self.w1.tagged(x, largest)
 
-    def expand(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_ff"]:
-        """The result of w1, without its bias, which is deferred."""
-        hidden: Tensor = self.w1(x)
-        return hidden
-
-    def contract(self, hidden: Float[Tensor, "... d_ff"]) -> Float[Tensor, "... d_model"]:
-        """The result of the network from what `expand` returned."""
+    def activate(
+        self, hidden: Float[Tensor, "... d_ff"], tag: Tag | None
+    ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
+        """What w2 reads, from what `expand` returned, and its largest magnitudes, if they are needed."""
         assert self.w1.deferred_bias is not None
-        activations = bias_gelu(hidden, self.w1.deferred_bias)
-        output: Tensor = self.w2(activations)
-        return output
+        return bias_gelu(hidden, self.w1.deferred_bias, tag)
+
+    def tagged(
+        self, x: Float[Tensor, "... d_model"], largest: Largest | None
+    ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
+        """The result of the network, without the bias of w2, which must be deferred too, and its tag."""
+        with annotate(self.range):
+            return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
 
 class CopiedBlock(Block):
@@ -166,22 +195,33 @@ class Deferred(NamedTuple):
     stream: Float[Tensor, "batch seq d_model"]
     branch: Float[Tensor, "batch seq d_model"]
     bias: Float[Tensor, " d_model"] | None
+    tag: Tag | None = None
+    """The branch's, if its last matmul is in fp8."""
 
 
 class AddNorm(nn.Module):
-    """Adds what was deferred to the residual stream; returns the stream and its norm."""
+    """Adds what was deferred to the residual stream.
+
+    It returns the stream, its norm and, if that is cast to fp8, the largest magnitudes of the norm.
+    """
 
     range: str = Range.NORM
 
-    def __init__(self, norm: RMSNorm | LayerNorm) -> None:
+    def __init__(self, norm: RMSNorm | LayerNorm, *, feeds_fp8: bool = False) -> None:
         super().__init__()
         self.weight = norm.weight
         self.bias: nn.Parameter | None = getattr(norm, "bias", None)
         self.eps = norm.eps
+        self._feeds_fp8 = feeds_fp8
 
-    def forward(self, x: Deferred) -> tuple[Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"]]:
+    def forward(
+        self, x: Deferred
+    ) -> tuple[Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"], Largest | None]:
+        stream, branch, branch_bias, tag = x
         with annotate(self.range):
-            return add_norm(*x, self.weight, self.bias, self.eps)
+            return add_norm(
+                stream, branch, branch_bias, self.weight, self.bias, self.eps, tag, measures=self._feeds_fp8
+            )
 
 
 class DeferredBlock(nn.Module):
@@ -190,17 +230,20 @@ class DeferredBlock(nn.Module):
     def __init__(self, block: Block, maker: CopyMaker) -> None:
         super().__init__()
         self.range = block.range
-        self.ln1 = AddNorm(block.ln1)
+        self.ln1 = AddNorm(block.ln1, feeds_fp8=maker.fp8)
         self.attn = PackedAttention(block.attn, maker, defers_bias=True)
-        self.ln2 = AddNorm(block.ln2)
+        self.ln2 = AddNorm(block.ln2, feeds_fp8=maker.fp8)
         self.ffn = _copied_ffn(block.ffn, maker, defers_bias=True)
 
     def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:
         """The residual stream, and what the block has to add to it."""
-        stream, normed = self.ln1(x)
-        branch = self.attn(normed, rotations, mask)
-        stream, normed = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias))
-        return Deferred(stream, self.ffn(normed), self.ffn.w2.deferred_bias)
+        stream, normed, largest = self.ln1(x)
+        with annotate(self.attn.range):
+            values = attend(*self.attn.heads(normed, rotations, largest), mask)
+            branch, tag = self.attn.output_proj.tagged(values)
+        stream, normed, largest = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias, tag))
+        branch, tag = self.ffn.tagged(normed, largest)
+        return Deferred(stream, branch, self.ffn.w2.deferred_bias, tag)
 
 
 class FusedEmbedding(Embedding):

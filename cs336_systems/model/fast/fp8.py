@@ -1,10 +1,14 @@
 """Linear layers in fp8, in which tensor cores from Ada and Hopper on compute twice as fast as in bf16.
 
 Each tensor is divided by one scale, here called its unit, so that it fills the range of the type. The unit is computed
-in every step, on the device, from the largest element, so no state is kept between steps and the host never waits.
+in every step, on the device, from the largest magnitude, so no state is kept between steps and the host never waits.
+
+To find the largest magnitude a kernel has to read the whole tensor, unless the one that writes it finds it on the way.
+In forward that one hands it on beside the tensor. In backward gradients come from autograd, so a layer returns a tag
+beside its result: an element whose gradient is, by agreement, the largest magnitude of the result's gradient.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -25,39 +29,93 @@ TINY = 1e-30
 """Lower bound on the largest element, so that a tensor of zeros has a unit too."""
 
 
+Largest = Float[Tensor, " parts"]
+"""Largest magnitudes of the parts of a tensor, in fp32; one that is not finite if an element is not."""
+Tag = Float[Tensor, "1"]
+
+
 def fp8_linear(
-    x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None = None
+    x: Float[Tensor, "... d_in"],
+    weight: Float[Tensor, "d_out d_in"],
+    bias: Float[Tensor, " d_out"] | None = None,
+    largest: Largest | None = None,
 ) -> Float[Tensor, "... d_out"]:
     """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; so are backward's two matmuls.
 
-    Unless d_in, d_out and the number of rows of x are multiples of 16, the layer computes in the weight's type. x and
-    the weight are kept for backward in fp8: half the bytes of bf16, and cast only once.
+    `largest` has the largest magnitudes of x, if they are known. Unless d_in, d_out and the number of rows of x are
+    multiples of 16, the layer computes in the weight's type. x and the weight are kept for backward in fp8: half the
+    bytes of bf16, and cast only once.
     """
+    return _fp8_linear(x, weight, bias, largest, is_tagged=False)[0]
+
+
+def tagged_fp8_linear(
+    x: Float[Tensor, "... d_in"],
+    weight: Float[Tensor, "d_out d_in"],
+    bias: Float[Tensor, " d_out"] | None = None,
+    largest: Largest | None = None,
+) -> tuple[Float[Tensor, "... d_out"], Tag]:
+    """What `fp8_linear` returns, and a tag, which must be given to the only operation that reads the result.
+
+    That operation's backward gives the tag the largest magnitude of the result's gradient in place of a gradient.
+    """
+    return _fp8_linear(x, weight, bias, largest, is_tagged=True)
+
+
+def _fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, largest: Tensor | None, *, is_tagged: bool
+) -> tuple[Tensor, Tensor]:
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
     if any(size % FP8_MULTIPLE for size in (*rows.shape, len(weight))):
-        return F.linear(x, weight, bias)
-    result: Tensor = _Fp8Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
-    return cast(Tensor, result.unflatten(0, x.shape[:-1]))
+        return F.linear(x, weight, bias), _new_tag(x)
+    result, tag = _Fp8Linear.apply(rows, weight, bias, largest, is_tagged)  # type: ignore[no-untyped-call]
+    return result.unflatten(0, x.shape[:-1]), tag
+
+
+def _new_tag(like: Tensor) -> Tensor:
+    return like.new_zeros(1, dtype=torch.float32)
+
+
+def largest_of(x: Tensor) -> Largest:
+    """The largest magnitude of all elements."""
+    return x.abs().amax().float().view(1)
+
+
+def empty_largest(like: Tensor, parts: int) -> Largest:
+    """Room for the largest magnitudes of so many parts."""
+    return like.new_empty(parts, dtype=torch.float32)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ANN401
-        x8, x_unit = _cast(x)
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        largest: Tensor | None,
+        is_tagged: bool,
+    ) -> tuple[Tensor, Tensor]:
+        x8, x_unit = _cast(x, largest)
         weight8, weight_unit = _cast(weight)
         ctx.save_for_backward(x8, x_unit, weight8, weight_unit)
-        ctx.has_bias = bias is not None
+        ctx.has_bias, ctx.is_tagged = bias is not None, is_tagged
         # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use full accumulation
-        return _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
+        result = _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
+        return result, _new_tag(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: ANN401
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        gradient: Tensor,
+        largest: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x8, x_unit, weight8, weight_unit = ctx.saved_tensors
-        gradient8, unit = _cast(gradient)
+        gradient8, unit = _cast(gradient, largest if ctx.is_tagged else None)
         of_x = _matmul(gradient8, _by_columns(weight8), unit, weight_unit, gradient.dtype)
         of_weight = _matmul(_by_columns(gradient8).t(), _by_columns(x8), unit, x_unit, gradient.dtype)
-        return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None
+        return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None
 
 
 def _matmul(
@@ -80,11 +138,15 @@ def _matmul(
     return (result if bias is None else result + bias).to(dtype)
 
 
-def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in fp8, row-major, and its unit in fp32. If any element is not finite, all become NaN."""
-    # by row first, which the compiler fuses with the kernel that makes the row, such as a norm
-    largest = x.abs().amax(dim=1).amax().float()
-    unit = largest.clamp(min=TINY) / torch.finfo(DTYPE).max
+def _cast(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x in fp8, row-major, and its unit in fp32. If any element is not finite, all products with it become NaN.
+
+    `largest` has the largest magnitudes of x, if they are known.
+    """
+    if largest is None:
+        # by row first, which the compiler fuses with the kernel that makes the row, such as a norm
+        largest = x.abs().amax(dim=1)
+    unit = largest.amax().float().clamp(min=TINY) / torch.finfo(DTYPE).max
     # rounding may take the largest element past the end of the range, but only 3 % beyond it would it become NaN
     return (x.float() * unit.reciprocal()).to(DTYPE).contiguous(), unit
 

@@ -12,6 +12,11 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.model.fast.fp8 import Largest, Tag, empty_largest, largest_of
+
+GELU_BLOCK = 1024
+"""Columns of one program of GELU, which are a part of the result."""
+
 
 def add_norm(
     stream: Float[Tensor, "... d_model"],
@@ -20,16 +25,20 @@ def add_norm(
     gain: Float[Tensor, " d_model"],
     bias: Float[Tensor, " d_model"] | None,
     eps: float,
-) -> tuple[Float[Tensor, "... d_model"], Float[Tensor, "... d_model"]]:
+    tag: Tag | None = None,
+    *,
+    measures: bool = False,
+) -> tuple[Float[Tensor, "... d_model"], Float[Tensor, "... d_model"], Largest | None]:
     """stream + branch + branch_bias in the type of `stream`, and the norm of that in the type of `branch`.
 
-    The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. Raises ValueError if shapes do not fit.
+    The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. If it `measures`, the last result has the
+    largest magnitudes of the norm. `tag` is the branch's (fp8.py). Raises ValueError if shapes do not fit.
     """
     if stream.shape != branch.shape:
         raise ValueError(f"needed a branch of the stream's shape {tuple(stream.shape)}, got {tuple(branch.shape)}")
     _check_widths(stream, branch_bias, gain, bias)
-    total, normed, _ = _add_norm(stream, branch, branch_bias, gain, bias, eps)
-    return total, normed
+    total, normed, _, largest = _add_norm(stream, branch, branch_bias, gain, bias, eps, tag, measures)
+    return total, normed, largest if measures else None
 
 
 def norm(
@@ -50,14 +59,18 @@ def _check_widths(rows: Tensor, *vectors: Tensor | None) -> None:
             raise ValueError(f"needed vectors of {rows.shape[-1]} elements, got {tuple(vector.shape)}")
 
 
-def bias_gelu(x: Float[Tensor, "... d_ff"], bias: Float[Tensor, " d_ff"]) -> Float[Tensor, "... d_ff"]:
+def bias_gelu(
+    x: Float[Tensor, "... d_ff"], bias: Float[Tensor, " d_ff"], tag: Tag | None = None
+) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
     """GELU of x + bias in its tanh approximation (Hendrycks and Gimpel 2016), computed in fp32 and rounded once.
 
-    Raises ValueError for a bias of another width.
+    With a `tag`, that of x (fp8.py), the last result has the largest magnitudes of the first. Raises ValueError for a
+    bias of another width.
     """
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"needed a bias of {x.shape[-1]} elements, got {tuple(bias.shape)}")
-    return cast(Tensor, _bias_gelu(x, bias))
+    result, largest = _bias_gelu(x, bias, tag)
+    return result, None if tag is None else largest
 
 
 # no shapes are declared below, because PyTorch reads the schema of an operator from its types
@@ -65,16 +78,36 @@ def bias_gelu(x: Float[Tensor, "... d_ff"], bias: Float[Tensor, " d_ff"]) -> Flo
 
 @torch.library.custom_op("cs336_systems::add_norm", mutates_args=())
 def _add_norm(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean."""
+    stream: Tensor,
+    branch: Tensor,
+    branch_bias: Tensor | None,
+    gain: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    tag: Tensor | None,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean; then the largest magnitudes.
+
+    The last are of the rows of the norm; there are none unless it `measures`.
+    """
+    del tag
     if stream.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel  # Triton, which only comes with PyTorch for GPUs
 
-        return fused_blocks_kernel.add_norm(stream, branch, branch_bias, gain, bias, eps)
+        return fused_blocks_kernel.add_norm(stream, branch, branch_bias, gain, bias, eps, measures=measures)
     total = stream.float() + branch.float()
     total = (total if branch_bias is None else total + branch_bias.float()).to(stream.dtype).contiguous()
-    return total, *_normed(total, gain, bias, eps, branch.dtype)
+    normed, statistics = _normed(total, gain, bias, eps, branch.dtype)
+    largest = _largest_of_parts(normed, normed.shape[-1]) if measures else empty_largest(normed, 0)
+    return total, normed, statistics, largest
+
+
+def _largest_of_parts(x: Tensor, width: int) -> Tensor:
+    """Of each part of so many columns of each row."""
+    return (
+        torch.stack([part.abs().flatten(0, -2).amax(dim=-1) for part in x.split(width, dim=-1)], dim=1).view(-1).float()
+    )
 
 
 @torch.library.custom_op("cs336_systems::rms_or_layer_norm", mutates_args=())
@@ -106,17 +139,20 @@ def _add_norm_backward(
     gain: Tensor,
     is_centred: bool,
     branch_bias_type: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
 
-    The last has its own type, and is empty without a bias.
+    That has its own type, and is empty without a bias. The last result is the largest magnitude of the branch's
+    gradient, which is empty unless it `measures`.
     """
     if total.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
         return fused_blocks_kernel.add_norm_backward(
-            stream_gradient, gradient, total, statistics, gain, is_centred=is_centred, branch_bias_type=branch_bias_type
-        )
+            stream_gradient, gradient, total, statistics, gain, is_centred=is_centred,
+            branch_bias_type=branch_bias_type, measures=measures,
+        )  # fmt: skip
     scale, *means = statistics[:, :, None]
     own = gradient.float().flatten(0, -2)
     wide = total.float().flatten(0, -2)
@@ -129,7 +165,9 @@ def _add_norm_backward(
     of_branch_bias = result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
     result = result.view(total.shape)
     rows = _aligned_rows(statistics, len(sums), total.shape[-1]).copy_(torch.stack(sums))
-    return result.to(total.dtype, copy=True), result.to(gradient.dtype, copy=True), rows, of_branch_bias
+    of_branch = result.to(gradient.dtype, copy=True)
+    largest = largest_of(of_branch) if measures else empty_largest(of_branch, 0)
+    return result.to(total.dtype, copy=True), of_branch, rows, of_branch_bias, largest
 
 
 def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
@@ -138,31 +176,38 @@ def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
 
 
 @torch.library.custom_op("cs336_systems::bias_gelu", mutates_args=())
-def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Also returns the largest magnitudes of the result's parts; there are none without a tag."""
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
-        return fused_blocks_kernel.bias_gelu(x, bias)
-    return F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype).contiguous()
+        return fused_blocks_kernel.bias_gelu(x, bias, measures=tag is not None)
+    result = F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype).contiguous()
+    return result, empty_largest(x, 0) if tag is None else _largest_of_parts(result, GELU_BLOCK)
 
 
 @torch.library.custom_op("cs336_systems::bias_gelu_backward", mutates_args=())
-def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of the bias, and the largest magnitude of the first, which is empty unless it `measures`."""
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
-        return fused_blocks_kernel.bias_gelu_backward(x, bias, gradient)
+        return fused_blocks_kernel.bias_gelu_backward(x, bias, gradient, measures=measures)
     wide = torch.ops.aten.gelu_backward(gradient.float(), x.float() + bias.float(), approximate="tanh")
     of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
-    return wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format), of_bias
+    of_x = wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
+    return of_x, of_bias, largest_of(of_x) if measures else empty_largest(of_x, 0)
 
 
 @_add_norm.register_fake
 def _(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    del branch_bias, gain, eps
-    return stream.new_empty(stream.shape), branch.new_empty(branch.shape), _empty_statistics(stream, bias)
+    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
+    tag: Tensor | None, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    del branch_bias, gain, eps, tag
+    statistics = _empty_statistics(stream, bias)
+    largest = empty_largest(branch, statistics.shape[1] if measures else 0)
+    return stream.new_empty(stream.shape), branch.new_empty(branch.shape), statistics, largest
 
 
 @_norm.register_fake
@@ -178,33 +223,40 @@ def _empty_statistics(rows: Tensor, bias: Tensor | None) -> Tensor:
 @_add_norm_backward.register_fake
 def _(
     stream_gradient: Tensor | None, gradient: Tensor, total: Tensor, statistics: Tensor, gain: Tensor,
-    is_centred: bool, branch_bias_type: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    is_centred: bool, branch_bias_type: torch.dtype | None, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     del stream_gradient
     width = total.shape[-1]
     of_branch_bias = gain.new_empty(0 if branch_bias_type is None else width, dtype=branch_bias_type or torch.float32)
     rows = _aligned_rows(statistics, 1 + is_centred, width)
-    return total.new_empty(total.shape), gradient.new_empty(gradient.shape), rows, of_branch_bias
+    largest = empty_largest(gradient, int(measures))
+    return total.new_empty(total.shape), gradient.new_empty(gradient.shape), rows, of_branch_bias, largest
 
 
 @_bias_gelu.register_fake
-def _(x: Tensor, bias: Tensor) -> Tensor:
+def _(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
     del bias
-    return x.new_empty(x.shape)
+    parts = 0 if tag is None else x.numel() // x.shape[-1] * -(-x.shape[-1] // GELU_BLOCK)
+    return x.new_empty(x.shape), empty_largest(x, parts)
 
 
 @_bias_gelu_backward.register_fake
-def _(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
     del gradient
-    return x.new_empty(x.shape), bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), bias.new_empty(bias.shape), empty_largest(x, int(measures))
 
 
-def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ANN401
-    _, branch, branch_bias, gain, bias, _ = inputs
-    total, _, statistics = output
+def _keep_add_norm(
+    ctx: Any,  # noqa: ANN401
+    inputs: tuple[Any, ...],
+    output: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    _, branch, branch_bias, gain, bias, _, tag, _ = inputs
+    total, _, statistics, largest = output
     ctx.save_for_backward(total, statistics, gain)
     ctx.types = (branch.dtype, None if branch_bias is None else branch_bias.dtype, None if bias is None else bias.dtype)
-    ctx.mark_non_differentiable(statistics)
+    ctx.is_tagged = tag is not None
+    ctx.mark_non_differentiable(statistics, largest)
     ctx.set_materialize_grads(False)  # the sum has no gradient after the last norm
 
 
@@ -213,16 +265,25 @@ def _differentiate_add_norm(
     stream_gradient: Tensor | None,
     gradient: Tensor | None,
     _statistics: None,
+    _largest: None,
 ) -> tuple[Tensor | None, ...]:
     total, statistics, gain = ctx.saved_tensors
     branch_type, branch_bias_type, bias_type = ctx.types
     if gradient is None:
         gradient = torch.zeros_like(total, dtype=branch_type)
-    of_stream, of_branch, rows, of_branch_bias = _add_norm_backward(
-        stream_gradient, gradient, total, statistics, gain, bias_type is not None, branch_bias_type
+    of_stream, of_branch, rows, of_branch_bias, largest = _add_norm_backward(
+        stream_gradient, gradient, total, statistics, gain, bias_type is not None, branch_bias_type, ctx.is_tagged
     )
-    of_bias = None if bias_type is None else rows[1].to(bias_type)
-    return of_stream, of_branch, of_branch_bias if branch_bias_type else None, rows[0].to(gain.dtype), of_bias, None
+    return (
+        of_stream,
+        of_branch,
+        of_branch_bias if branch_bias_type else None,
+        rows[0].to(gain.dtype),
+        None if bias_type is None else rows[1].to(bias_type),
+        None,
+        largest if ctx.is_tagged else None,
+        None,
+    )
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
@@ -236,18 +297,28 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     x, statistics, gain = ctx.saved_tensors
     is_centred = ctx.bias_type is not None
-    of_x, _, rows, _ = _add_norm_backward(None, gradient, x, statistics, gain, is_centred, None)
+    of_x, _, rows, _, _ = _add_norm_backward(None, gradient, x, statistics, gain, is_centred, None, False)
     return of_x, rows[0].to(gain.dtype), rows[1].to(ctx.bias_type) if is_centred else None, None, None
 
 
-def _keep_bias_gelu(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ANN401
-    del output
-    ctx.save_for_backward(*inputs)
+def _keep_bias_gelu(
+    ctx: Any,  # noqa: ANN401
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    x, bias, tag = inputs
+    ctx.save_for_backward(x, bias)
+    ctx.is_tagged = tag is not None
+    ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate_bias_gelu(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-    x, bias = ctx.saved_tensors
-    return cast(tuple[Tensor, Tensor], _bias_gelu_backward(x, bias, gradient))
+def _differentiate_bias_gelu(
+    ctx: Any,  # noqa: ANN401
+    gradient: Tensor,
+    _largest: None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    of_x, of_bias, largest = _bias_gelu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
+    return of_x, of_bias, largest if ctx.is_tagged else None
 
 
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)

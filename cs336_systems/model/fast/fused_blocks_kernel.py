@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.sums_kernel import STAGES, num_programs, summed
+from cs336_systems.model.fast.fused_blocks import GELU_BLOCK
+from cs336_systems.model.fast.sums_kernel import STAGES, magnitude, num_programs, summed
 
-GELU_BLOCK = 1024
-"""Columns of one program of GELU."""
 NUM_WARPS = 4
 MAX_STAGED = 4096
 """Widest row of which STAGES fit into a program's shared memory; wider ones are not loaded ahead."""
@@ -24,34 +23,36 @@ CUBIC: tl.constexpr = tl.constexpr(0.044715)
 
 
 def add_norm(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, its norm in the type of `branch`, and 1 / deviation and, if centred, mean of each row."""
+    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float, *,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The sum, its norm in the type of `branch`, 1 / deviation and, if centred, mean of each row, and its largest."""
     stream, branch = stream.contiguous(), branch.contiguous()
     total = torch.empty_like(stream)
-    return total, *_launch_norm(stream, branch, branch_bias, gain, bias, eps, total, branch.dtype)
+    return total, *_launch_norm(stream, branch, branch_bias, gain, bias, eps, total, branch.dtype, measures)
 
 
 def norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The norm of x in `dtype`, and the statistics as `add_norm` returns them."""
-    return _launch_norm(x.contiguous(), None, None, gain, bias, eps, None, dtype)
+    return _launch_norm(x.contiguous(), None, None, gain, bias, eps, None, dtype, False)[:2]
 
 
 def _launch_norm(
     stream: Tensor, branch: Tensor | None, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
-    total: Tensor | None, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    total: Tensor | None, dtype: torch.dtype, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     vectors = [None if each is None else each.contiguous() for each in (branch_bias, gain, bias)]
     width = stream.shape[-1]
     rows = stream.numel() // width
     normed = torch.empty_like(stream, dtype=dtype)
     statistics = torch.empty(1 if bias is None else 2, rows, dtype=torch.float32, device=stream.device)
+    largest = torch.empty(rows if measures else 0, dtype=torch.float32, device=stream.device)
     _add_norm_values[(rows,)](
-        stream, branch, *vectors, total, normed, statistics, rows, width, eps,
+        stream, branch, *vectors, total, normed, statistics, largest, rows, width, eps,
         HAS_BRANCH=branch is not None, HAS_BRANCH_BIAS=branch_bias is not None, IS_CENTRED=bias is not None,
-        BLOCK=triton.next_power_of_2(width), num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
+        MEASURES=measures, BLOCK=triton.next_power_of_2(width), num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
     )  # fmt: skip
-    return normed, statistics
+    return normed, statistics, largest
 
 
 def add_norm_backward(
@@ -63,8 +64,12 @@ def add_norm_backward(
     *,
     is_centred: bool,
     branch_bias_type: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of stream and branch, rows in fp32 for gain and, if centred, bias, and that of the branch's bias."""
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of stream and branch, rows in fp32 for gain and, if centred, bias, and that of the branch's bias.
+
+    Then the largest magnitude of the branch's gradient, which is empty unless it `measures`.
+    """
     gradient, total, statistics, gain = (each.contiguous() for each in (gradient, total, statistics, gain))
     width = total.shape[-1]
     rows = total.numel() // width
@@ -73,28 +78,31 @@ def add_norm_backward(
     has_branch_bias = branch_bias_type is not None
     of_stream, of_branch = torch.empty_like(total), torch.empty_like(gradient)
     partial = torch.empty(1 + is_centred + has_branch_bias, programs, width, dtype=torch.float32, device=total.device)
+    maxima = partial.new_empty(programs) if measures else None
     _add_norm_grads[(programs,)](
         None if stream_gradient is None else stream_gradient.contiguous(), gradient, total, statistics, gain,
-        of_stream, of_branch, partial, rows, width,
-        HAS_STREAM=stream_gradient is not None, IS_CENTRED=is_centred, HAS_BRANCH_BIAS=has_branch_bias, BLOCK=block,
+        of_stream, of_branch, partial, maxima, rows, width, HAS_STREAM=stream_gradient is not None,
+        IS_CENTRED=is_centred, HAS_BRANCH_BIAS=has_branch_bias, MEASURES=measures, BLOCK=block,
         STAGES=STAGES if block <= MAX_STAGED else 1, num_warps=NUM_WARPS if block <= MAX_STAGED else 4 * NUM_WARPS,
     )  # fmt: skip
-    of_vectors, of_branch_bias = summed(partial, branch_bias_type)
-    return of_stream, of_branch, of_vectors, of_branch_bias
+    return of_stream, of_branch, *summed(partial, branch_bias_type, maxima)
 
 
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """GELU of x + bias, in its tanh approximation."""
+def bias_gelu(x: Tensor, bias: Tensor, *, measures: bool) -> tuple[Tensor, Tensor]:
+    """GELU of x + bias, in its tanh approximation, and the largest magnitudes of the parts that a program makes."""
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
     result = torch.empty_like(x)
     grid = (x.numel() // width, triton.cdiv(width, GELU_BLOCK))
-    _bias_gelu_values[grid](x, bias, result, width, BLOCK=GELU_BLOCK, num_warps=NUM_WARPS // 2)
-    return result
+    largest = torch.empty(grid[0] * grid[1] if measures else 0, dtype=torch.float32, device=x.device)
+    _bias_gelu_values[grid](
+        x, bias, result, largest, width, MEASURES=measures, BLOCK=GELU_BLOCK, num_warps=NUM_WARPS // 2
+    )
+    return result, largest
 
 
-def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias."""
+def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, *, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of the bias, and the largest magnitude of the first, which is empty unless it `measures`."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
@@ -102,16 +110,19 @@ def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tenso
     result = torch.empty_like(x)
     partial = torch.empty(1, programs, width, dtype=torch.float32, device=x.device)
     grid = (programs, triton.cdiv(width, GELU_BLOCK))
+    maxima = partial.new_empty(grid[0] * grid[1]) if measures else None
     _bias_gelu_grads[grid](
-        x, bias, gradient, result, partial, rows, width, BLOCK=GELU_BLOCK, STAGES=STAGES, num_warps=NUM_WARPS
-    )
-    return result, summed(partial, bias.dtype)[1]
+        x, bias, gradient, result, partial, maxima, rows, width, MEASURES=measures, BLOCK=GELU_BLOCK, STAGES=STAGES,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return result, *summed(partial, bias.dtype, maxima)[1:]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_norm_values(  # type: ignore[no-untyped-def]
-    stream, branch, branch_bias, gain, bias, total, normed, statistics, rows, width, eps,
-    HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, IS_CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    stream, branch, branch_bias, gain, bias, total, normed, statistics, largest, rows, width, eps,
+    HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, IS_CENTRED: tl.constexpr, MEASURES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -135,12 +146,14 @@ def _add_norm_values(  # type: ignore[no-untyped-def]
     if IS_CENTRED:
         y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + at, y.to(normed.dtype.element_ty), mask=inside)
+    if MEASURES:
+        tl.store(largest + row, tl.max(tl.where(inside, magnitude(y, normed), 0.0), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_norm_grads(  # type: ignore[no-untyped-def]
-    stream_gradient, gradient, total, statistics, gain, of_stream, of_branch, partial, rows, width,
-    HAS_STREAM: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr,
+    stream_gradient, gradient, total, statistics, gain, of_stream, of_branch, partial, maxima, rows, width,
+    HAS_STREAM: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, MEASURES: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -151,6 +164,7 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
     of_gain = tl.zeros((BLOCK,), tl.float32)
     of_bias = tl.zeros((BLOCK,), tl.float32)
     of_branch_bias = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
     at = program.to(tl.int64) * width + column
     for row in tl.range(program, rows, programs, num_stages=STAGES):
         x = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
@@ -172,6 +186,8 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
         tl.store(of_branch + at, result.to(of_branch.dtype.element_ty), mask=inside)
         if HAS_BRANCH_BIAS:
             of_branch_bias += result
+        if MEASURES:
+            largest = tl.maximum(largest, magnitude(result, of_branch))
         at += programs.to(tl.int64) * width
     at = partial + program * width + column
     tl.store(at, of_gain, mask=inside)
@@ -179,10 +195,14 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
         tl.store(at + programs * width, of_bias, mask=inside)
     if HAS_BRANCH_BIAS:
         tl.store(at + (1 + IS_CENTRED) * programs * width, of_branch_bias, mask=inside)
+    if MEASURES:
+        tl.store(maxima + program, tl.max(tl.where(inside, largest, 0.0), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _bias_gelu_values(x, bias, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _bias_gelu_values(  # type: ignore[no-untyped-def]
+    x, bias, result, largest, width, MEASURES: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -190,18 +210,23 @@ def _bias_gelu_values(x, bias, result, width, BLOCK: tl.constexpr):  # type: ign
     value = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(bias + column, mask=inside).to(tl.float32)
     value *= _gelu_share(value)
     tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
+    if MEASURES:
+        part = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(largest + part, tl.max(tl.where(inside, magnitude(value, result), 0.0), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bias_gelu_grads(  # type: ignore[no-untyped-def]
-    x, bias, gradient, result, partial, rows, width, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
+    x, bias, gradient, result, partial, maxima, rows, width,
+    MEASURES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     biases = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     of_bias = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
     at = program.to(tl.int64) * width + column
     for _ in tl.range(program, rows, programs, num_stages=STAGES):
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + biases
@@ -211,8 +236,13 @@ def _bias_gelu_grads(  # type: ignore[no-untyped-def]
         own *= share * (1 + value * slope * (1 - share))
         tl.store(result + at, own.to(result.dtype.element_ty), mask=inside)
         of_bias += own
+        if MEASURES:
+            largest = tl.maximum(largest, magnitude(own, result))
         at += programs.to(tl.int64) * width
     tl.store(partial + program * width + column, of_bias, mask=inside)
+    if MEASURES:
+        part = program * tl.num_programs(1) + tl.program_id(1)
+        tl.store(maxima + part, tl.max(tl.where(inside, largest, 0.0), 0))
 
 
 @triton.jit

@@ -123,7 +123,9 @@ class FastLM(nn.Module):
         is_traced = torch.compiler.is_compiling()
         needs_grad = torch.is_grad_enabled() and not is_traced
         bias = None if last.deferred_bias is None else make(len(last.deferred_bias), requires_grad=not is_traced)
-        return Deferred(x, make(x.shape, requires_grad=needs_grad), bias)
+        has_tag = last.copies.in_fp8 and not self._settings.selective_checkpoints
+        tag = torch.zeros(1, device=x.device, requires_grad=needs_grad) if has_tag else None
+        return Deferred(x, make(x.shape, requires_grad=needs_grad), bias, tag)
 
 
 def _refresh_copies(model: FastLM, _incompatible_keys: object) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.model.fast.fp8 import Tag, empty_largest, largest_of
 from cs336_systems.model.rope import rotate_pairs
 
 Heads = Float[Tensor, "batch seq heads d_head"]
@@ -35,17 +36,20 @@ def rope_heads(
 
 
 def cut_heads(
-    packed: Float[Tensor, "batch seq thrice_d_model"], bias: Float[Tensor, " thrice_d_model"], num_heads: int
+    packed: Float[Tensor, "batch seq thrice_d_model"],
+    bias: Float[Tensor, " thrice_d_model"],
+    num_heads: int,
+    tag: Tag | None = None,
 ) -> tuple[Heads, Heads, Heads]:
     """The heads of q, k and v, as views of `packed`, to which `bias` has been added already, without a gradient.
 
-    Backward of this function computes the gradient of `bias`.
+    Backward of this function computes the gradient of `bias`, and what the tag of `packed` gets (fp8.py).
 
     Raises ValueError for a bias of another width.
     """
     if bias.shape != packed.shape[-1:]:
         raise ValueError(f"needed a bias of {packed.shape[-1]} elements, got {tuple(bias.shape)}")
-    heads: tuple[Tensor, Tensor, Tensor] = _CutHeads.apply(packed, bias, num_heads)  # type: ignore[no-untyped-call]
+    heads: tuple[Tensor, Tensor, Tensor] = _CutHeads.apply(packed, bias, num_heads, tag)  # type: ignore[no-untyped-call]
     return heads
 
 
@@ -53,14 +57,21 @@ class _CutHeads(torch.autograd.Function):
     """Not a custom operator, because the results of one cannot be views."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, bias: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-        ctx.bias_type = bias.dtype
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        packed: Tensor,
+        bias: Tensor,
+        num_heads: int,
+        tag: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.bias_type, ctx.is_tagged = bias.dtype, tag is not None
         q, k, v = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
         return q, k, v
 
     @staticmethod
-    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
-        return *_cut_heads_backward(q, k, v, ctx.bias_type), None
+    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:  # noqa: ANN401
+        of_packed, of_bias, largest = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
+        return of_packed, of_bias, None, largest if ctx.is_tagged else None
 
 
 # no shapes are declared below, because PyTorch reads the schema of an operator from its types
@@ -108,13 +119,17 @@ def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> 
 
 
 @torch.library.custom_op("cs336_systems::cut_heads_backward", mutates_args=())
-def _cut_heads_backward(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cut_heads_backward(
+    q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `packed` and `bias`, and the largest magnitude of the first, which is empty unless asked for."""
     if q.is_cuda:
         from cs336_systems.model.fast import packed_kernel
 
-        return packed_kernel.cut_heads_backward(q, k, v, bias_type)
+        return packed_kernel.cut_heads_backward(q, k, v, bias_type, measures=measures)
     packed = torch.stack((q, k, v), dim=2).flatten(2)
-    return packed, packed.float().sum(dim=(0, 1)).to(bias_type)
+    largest = largest_of(packed) if measures else empty_largest(packed, 0)
+    return packed, packed.float().sum(dim=(0, 1)).to(bias_type), largest
 
 
 @_swiglu.register_fake
@@ -142,10 +157,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
 
 
 @_cut_heads_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
     del k, v
     width = 3 * q.shape[2] * q.shape[3]
-    return q.new_empty(*q.shape[:2], width), q.new_empty(width, dtype=bias_type)
+    return q.new_empty(*q.shape[:2], width), q.new_empty(width, dtype=bias_type), empty_largest(q, int(measures))
 
 
 def _keep_swiglu(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ANN401

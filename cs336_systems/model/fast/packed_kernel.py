@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.sums_kernel import STAGES, num_programs, summed
+from cs336_systems.model.fast.sums_kernel import STAGES, magnitude, num_programs, summed
 
 BLOCK = 1024
 """Elements of a part in one program; each thread has 8, which are 16 bytes."""
@@ -57,8 +57,10 @@ def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> T
     return packed
 
 
-def cut_heads_backward(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One row of q, k and v for each token, and the sum of all rows."""
+def cut_heads_backward(
+    q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, *, measures: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One row of q, k and v for each token, the sum of all rows, and, if it `measures`, the largest magnitude."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     width = q.shape[2] * q.shape[3]
     rows = q.shape[0] * q.shape[1]
@@ -66,10 +68,12 @@ def cut_heads_backward(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype) 
     programs = num_programs(rows, 4 * BIASED_BLOCK, q.device)
     packed = q.new_empty(*q.shape[:2], 3 * width)
     partial = q.new_empty(1, programs, 3 * width, dtype=torch.float32)
+    maxima = partial.new_empty(programs * blocks) if measures else None
     _cut_heads_grads[(programs, blocks)](
-        q, k, v, packed, partial, rows, width, BLOCK=BIASED_BLOCK, STAGES=STAGES, num_warps=NUM_WARPS // 4
-    )
-    return packed, summed(partial, bias_type)[1]
+        q, k, v, packed, partial, maxima, rows, width, MEASURES=measures, BLOCK=BIASED_BLOCK, STAGES=STAGES,
+        num_warps=NUM_WARPS // 4,
+    )  # fmt: skip
+    return packed, *summed(partial, bias_type, maxima)[1:]
 
 
 def _launch_rope(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool) -> None:
@@ -133,8 +137,9 @@ def _rope_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cut_heads_grads(  # type: ignore[no-untyped-def]
-    q, k, v, packed, partial, rows, width, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
+    q, k, v, packed, partial, maxima, rows, width,
+    MEASURES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -142,6 +147,7 @@ def _cut_heads_grads(  # type: ignore[no-untyped-def]
     of_q = tl.zeros((BLOCK,), tl.float32)
     of_k = tl.zeros((BLOCK,), tl.float32)
     of_v = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
     part = program.to(tl.int64) * width + column
     whole = packed + program.to(tl.int64) * 3 * width + column
     for _ in tl.range(program, rows, programs, num_stages=STAGES):
@@ -154,12 +160,18 @@ def _cut_heads_grads(  # type: ignore[no-untyped-def]
         of_q += own_q.to(tl.float32)
         of_k += own_k.to(tl.float32)
         of_v += own_v.to(tl.float32)
+        if MEASURES:
+            largest = tl.maximum(largest, magnitude(own_q, packed))
+            largest = tl.maximum(largest, tl.maximum(magnitude(own_k, packed), magnitude(own_v, packed)))
         part += programs.to(tl.int64) * width
         whole += programs.to(tl.int64) * 3 * width
     at = partial + program * 3 * width + column
     tl.store(at, of_q, mask=inside)
     tl.store(at + width, of_k, mask=inside)
     tl.store(at + 2 * width, of_v, mask=inside)
+    if MEASURES:
+        part = program * tl.num_programs(1) + tl.program_id(1)
+        tl.store(maxima + part, tl.max(largest, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -9,17 +9,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.fast.blocks import Deferred, DeferredBlock
+from cs336_systems.model.fast.fp8 import Tag
 from cs336_systems.model.fast.fused_blocks import norm
 from cs336_systems.model.fast.weights import CopyMaker
 from cs336_systems.model.rope import Rotations
-from cs336_systems.model.transformer import Block, Mask
+from cs336_systems.model.transformer import Block, Mask, attend
 from cs336_systems.ranges import Range
 
 Stream = Float[Tensor, "batch seq d_model"]
@@ -44,18 +44,17 @@ class SelectiveBlock(DeferredBlock):
         del mask
         stream = x.stream + x.branch
         stream = stream if x.bias is None else stream + x.bias
-        projected = _checkpoint(self._project, stream)
+        projected, tag = _checkpoint(self._project, stream)
         with annotate(self.attn.range):
-            q, k, v = self.attn.cut(projected, rotations)
-            values = _attend(q, k, v)
+            values = attend(*self.attn.cut(projected, tag, rotations), None)
         if self._keeps_hidden:
-            stream, hidden = _checkpoint(self._expand, stream, values)
-            branch = _checkpoint(self._contract, hidden).view_as(stream)
+            stream, hidden, tag = _checkpoint(self._expand, stream, values)
+            branch = _checkpoint(self._contract, hidden, tag).view_as(stream)
         else:
             stream, branch = _checkpoint(self._after_attention, stream, values)
         return Deferred(stream, branch, self.ffn.w2.deferred_bias)
 
-    def _project(self, stream: Stream) -> Float[Tensor, "batch seq thrice_d_model"]:
+    def _project(self, stream: Stream) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
         """q, k and v side by side."""
         with annotate(Range.FORWARD), self._own_range():
             with annotate(self.ln1.range):
@@ -66,25 +65,26 @@ class SelectiveBlock(DeferredBlock):
 
     def _after_attention(self, stream: Stream, values: Stream) -> tuple[Stream, Stream]:
         """The residual stream after attention, and what the feed-forward network has to add to it."""
-        stream, hidden = self._expand(stream, values)
-        return stream, self._contract(hidden).view_as(stream)
+        stream, hidden, tag = self._expand(stream, values)
+        return stream, self._contract(hidden, tag).view_as(stream)
 
-    def _expand(self, stream: Stream, values: Stream) -> tuple[Stream, Hidden]:
+    def _expand(self, stream: Stream, values: Stream) -> tuple[Stream, Hidden, Tag | None]:
         """The residual stream after attention, and the result of the feed-forward network's first matmul.
 
         That has one row for each token, and is no view, because the compiler saves no views.
         """
         with annotate(Range.FORWARD), self._own_range():
             with annotate(self.attn.range):
-                branch = self.attn.output_proj(values)
-            stream, normed = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias))
+                branch, tag = self.attn.output_proj.tagged(values)
+            stream, normed, largest = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias, tag))
             with annotate(self.ffn.range):
-                return stream, self.ffn.expand(normed.flatten(0, 1))
+                return stream, *self.ffn.expand(normed.flatten(0, 1), largest)
 
-    def _contract(self, hidden: Hidden) -> Float[Tensor, "tokens d_model"]:
-        """What the feed-forward network has to add to the residual stream."""
+    def _contract(self, hidden: Hidden, tag: Tag | None) -> Float[Tensor, "tokens d_model"]:
+        """What the feed-forward network has to add to the residual stream; it has no tag, since a sum reads it."""
         with annotate(Range.FORWARD), self._own_range(), annotate(self.ffn.range):
-            return self.ffn.contract(hidden)
+            branch: Tensor = self.ffn.w2(*self.ffn.activate(hidden, tag))
+            return branch
 
     def _own_range(self) -> AbstractContextManager[None]:
         """The block's range. In backward it is inside of one named forward, which tells that this is recomputed.
@@ -92,9 +92,3 @@ class SelectiveBlock(DeferredBlock):
         A compiled block has none, and must not read its name, or each block would be compiled on its own.
         """
         return nullcontext() if torch.compiler.is_compiling() else annotate(self.range)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "batch seq d_model"]:
-    """Causal attention of heads given as (batch, seq, heads, d_head)."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before positions
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)

@@ -1,6 +1,7 @@
 """Sums over all rows, such as gradients of gains and biases, made by kernels that read the rows anyway.
 
-Each program reads many rows and keeps their sum; a last kernel adds up the sums of the programs.
+Each program reads many rows and keeps their sum; a last kernel adds up the sums of the programs. The largest magnitude
+of what a kernel writes is found in the same way.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -24,26 +25,32 @@ def num_programs(rows: int, block: int, device: torch.device) -> int:
     return min(rows, processors * max(2, per_processor))
 
 
-def summed(partial: Tensor, last_type: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def summed(
+    partial: Tensor, last_type: torch.dtype | None, maxima: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the last in `last_type`.
 
     If `last_type` is None, the last sum is a row too, and the second result is empty. Rows begin at multiples of 16
-    bytes, as AdamW's kernel needs.
+    bytes, as AdamW's kernel needs. The last result is the largest of `maxima`, and empty if there are none.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1
     rows = partial.new_empty(num_rows, triton.cdiv(width, 4) * 4)[:, :width]
     last = partial.new_empty(0 if last_type is None else width, dtype=last_type)
+    largest = partial.new_empty(0 if maxima is None else 1)
     _reduce_sums[(triton.cdiv(width, COLUMNS), num_sums)](
-        partial, rows, last, programs, width, rows.stride(0), num_rows, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
-    )
-    return rows, last
+        partial, rows, last, maxima, largest, programs, width, rows.stride(0), num_rows,
+        0 if maxima is None else maxima.numel(), HAS_MAXIMA=maxima is not None, ROWS=ROWS, COLUMNS=COLUMNS,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return rows, last, largest
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _reduce_sums(  # type: ignore[no-untyped-def]
-    partial, rows, last, programs, width, stride, num_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    partial, rows, last, maxima, largest, programs, width, stride, num_rows, num_maxima,
+    HAS_MAXIMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     which = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -57,3 +64,17 @@ def _reduce_sums(  # type: ignore[no-untyped-def]
     of_rows = tl.where(which < num_rows, width, 0)
     tl.store(rows + which * stride + column, result, mask=column < of_rows)
     tl.store(last + column, result.to(last.dtype.element_ty), mask=(column >= of_rows) & inside)
+    if HAS_MAXIMA:  # noqa: SIM102  (known when it is compiled, unlike what follows)
+        if (tl.program_id(0) == 0) & (which == 0):
+            item = tl.arange(0, ROWS * COLUMNS)
+            seen = tl.zeros((ROWS * COLUMNS,), tl.float32)
+            for start in range(0, num_maxima, ROWS * COLUMNS):
+                seen = tl.maximum(seen, tl.load(maxima + start + item, mask=start + item < num_maxima, other=0.0))
+            tl.store(largest, tl.max(seen, 0))
+
+
+@triton.jit
+def magnitude(x, like):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """|x| as stored in the type of the elements of `like`, in fp32; infinite if it is no number."""
+    size = tl.abs(x.to(like.dtype.element_ty).to(tl.float32))
+    return tl.where(size == size, size, float("inf"))

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.model.fast.fp8 import fp8_linear
+from cs336_systems.model.fast.fp8 import Largest, Tag, fp8_linear, tagged_fp8_linear
 from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
@@ -103,22 +103,32 @@ class Copies(NamedTuple):
     in_fp8: bool = False
     """Whether the matmul casts both its factors to fp8."""
 
-    def matmul(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """x W^T, plus the bias if there is one."""
-        return (fp8_linear if self.in_fp8 else F.linear)(x, self.weight, self.bias)
+    def matmul(self, x: Float[Tensor, "... d_in"], largest: Largest | None = None) -> Float[Tensor, "... d_out"]:
+        """x W^T, plus the bias if there is one; `largest` has the largest magnitudes of x, if they are known."""
+        if self.in_fp8:
+            return fp8_linear(x, self.weight, self.bias, largest)
+        return F.linear(x, self.weight, self.bias)
+
+    def tagged(
+        self, x: Float[Tensor, "... d_in"], largest: Largest | None = None
+    ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
+        """What `matmul` returns, and in fp8 the tag that the operation that reads the result has to be given."""
+        if self.in_fp8:
+            return tagged_fp8_linear(x, self.weight, self.bias, largest)
+        return F.linear(x, self.weight, self.bias), None
 
 
 class CopyMaker:
     """Makes the copies for a model's linear layers, and remembers which copy each parameter has."""
 
     def __init__(self, dtype: torch.dtype, *, fp8: bool = False) -> None:
-        self._dtype, self._fp8 = dtype, fp8
+        self._dtype, self.fp8 = dtype, fp8
         self._found: dict[nn.Parameter, Weight] = {}
 
     def copies(self, layer: Linear) -> Copies:
         """Copies for one layer of a block."""
         bias = None if layer.bias is None else self._copy([layer.bias])
-        return Copies(self._copy([layer.weight]), bias, self._fp8)
+        return Copies(self._copy([layer.weight]), bias, self.fp8)
 
     def packed(self, *layers: Linear) -> Copies | None:
         """One weight and bias for layers that read the same tensor; None if a part would not be aligned."""
@@ -127,7 +137,7 @@ class CopyMaker:
         if any(part.numel() * self._dtype.itemsize % ALIGNMENT for part in (*weights, *biases)):
             return None
         bias = self._copy(biases) if biases else None
-        return Copies(self._copy(weights), bias, self._fp8)
+        return Copies(self._copy(weights), bias, self.fp8)
 
     def padded(self, layer: Linear, multiple: int) -> Copies:
         """A copy with rows of 0 appended until their number is a multiple of `multiple`; never in fp8."""

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cs336_systems.config import Arch, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.fast import fp8
 from cs336_systems.model.fast.fp8 import fp8_linear
 from cs336_systems.model.fast.weights import CopyMaker
 from tests.operators import Calls
@@ -24,6 +25,7 @@ RUN = RunConfig(
     size="custom", model=MODEL, batch_size=4, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True,
     learning_rate=2e-4, pad_vocabulary=8,
 )  # fmt: skip
+SELECTIVE = {"checkpoint_blocks": 1, "selective_checkpoints": True}
 
 
 def factors(device: str = "cpu", rows: int = 48, d_in: int = 80, d_out: int = 112) -> tuple[Tensor, ...]:
@@ -179,6 +181,40 @@ def test_a_step_trains_nearly_as_in_bf16(arch: Arch, changes: dict[str, object])
     assert losses == pytest.approx(expected, rel=5e-3)
     assert losses != expected
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("checkpoints", ["none", "blocks", "selective"])
+@pytest.mark.parametrize(("arch", "forward", "backward"), [(Arch.CS336, 2, 2), (Arch.GPT2, 3, 4)])
+def test_the_largest_magnitudes_that_kernels_hand_on_are_those_of_the_tensors(
+    arch: Arch, forward: int, backward: int, checkpoints: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four activations and four gradients in a block: not what attention returns; with biases and GELU all others.
+
+    With RoPE and SwiGLU they are what norms return, and the gradients of the branches that are added.
+    """
+    given: list[bool] = []
+
+    def checked(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        given.append(largest is not None)
+        assert largest is None or largest.max() == x.abs().max().float() > 0
+        return cast(x, largest)
+
+    cast = fp8._cast
+    monkeypatch.setattr(fp8, "_cast", checked)
+    settings = {"none": {}, "blocks": {"checkpoint_blocks": 2}, "selective": SELECTIVE}[checkpoints]
+    model = replace(MODEL, arch=arch, attention=Attention.SDPA)
+    config = replace(RUN, model=model, fp8=True, fused_blocks=True, device=device, **settings)  # type: ignore[arg-type]
+    step = TrainingStep(config)
+    loss = step.forward(step.batches())
+    first_sum_is_alone = checkpoints == "selective"  # with the norm that reads it
+    assert sum(given) == (forward - first_sum_is_alone) * MODEL.num_layers
+    given.clear()
+    step.backward(loss)
+    if checkpoints == "none":
+        assert sum(given) == backward * MODEL.num_layers
+    else:  # with what is recomputed
+        assert sum(given) >= backward * MODEL.num_layers
 
 
 def test_checkpoints_recompute_the_same_values() -> None:

@@ -69,7 +69,7 @@ def test_add_norm(
     def with_gaps(each: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
         return tuple(each) if has_biases else (each[0], each[1], None, each[2], None)  # type: ignore[return-value]
 
-    total, normed = fused_blocks.add_norm(*with_gaps(given), EPS)
+    total, normed, _ = fused_blocks.add_norm(*with_gaps(given), EPS)
     expected_total, expected_normed = add_norm_of_parts(*with_gaps(wide))
     assert (total.dtype, normed.dtype) == types
     assert is_close(total, expected_total)
@@ -120,7 +120,7 @@ def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
     x, gradient = (made(3, 7, width, seed=n, dtype=dtype, device=device) for n in range(2))
     bias = made(width, seed=2, dtype=dtype, device=device)
     wide, wide_bias = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
-    found = fused_blocks.bias_gelu(x, bias)
+    found, _ = fused_blocks.bias_gelu(x, bias)
     expected = F.gelu(wide + wide_bias, approximate="tanh")
     found.backward(gradient.detach())
     expected.backward(gradient.detach().double())
@@ -136,10 +136,10 @@ def test_sums_over_many_rows(rows: int, device: str) -> None:
     stream = torch.tensor([1.0, -1.0] * 12, device=device).repeat(rows, 1).requires_grad_()  # which is its own norm
     branch = torch.zeros(rows, 24, device=device, requires_grad=True)
     vectors = [torch.zeros(24, device=device, requires_grad=True) for _ in range(3)]
-    total, normed = fused_blocks.add_norm(stream, branch, vectors[0], vectors[1], vectors[2], 0.0)
+    total, normed, _ = fused_blocks.add_norm(stream, branch, vectors[0], vectors[1], vectors[2], 0.0)
     (total.sum() + normed.sum()).backward()
     hidden, bias = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((rows, 24), (24,)))
-    fused_blocks.bias_gelu(hidden, bias).sum().backward()
+    fused_blocks.bias_gelu(hidden, bias)[0].sum().backward()
     expected = {"branch bias": [1.0, 1.0], "gain": [1.0, -1.0], "bias": [1.0, 1.0], "GELU's bias": [0.5, 0.5]}
     for each, shares in zip((*vectors, bias), expected.values(), strict=True):
         assert each.grad is not None
@@ -151,10 +151,12 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
     stream, branch = (made(2, 4, 24, seed=n, dtype=torch.float32, device=device) for n in range(2))
     vectors = [made(24, seed=n, dtype=torch.float32, device=device) for n in range(3)]
-    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS))
-    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, None, vectors[0], None, EPS))
+    tag = torch.zeros(1, device=device, requires_grad=True)
+    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS, None, False))
+    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, None, vectors[0], None, EPS, tag, True))
     torch.library.opcheck(fused_blocks._norm, (stream, *vectors[:2], EPS, torch.bfloat16))
-    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0]))
+    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0], None))
+    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0], tag))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -163,12 +165,21 @@ def test_what_does_not_lie_row_after_row(device: str) -> None:
     stream, branch = (made(4, 2, 24, seed=n, dtype=torch.float32, device=device).transpose(0, 1) for n in range(2))
     vectors = [made(48, seed=n, dtype=torch.float32, device=device)[::2].detach().requires_grad_() for n in range(3)]
     stream, branch = (each.detach().requires_grad_() for each in (stream, branch))
-    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS))
-    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0]))
+    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS, None, False))
+    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0], None))
     total, statistics = stream.detach(), torch.stack((torch.ones(8), torch.zeros(8))).to(device)
     gradient = torch.ones_like(total)
-    given = (None, gradient, total, statistics, vectors[1].detach(), True, None)
-    dense = (None, gradient.contiguous(), total.contiguous(), statistics, vectors[1].detach().contiguous(), True, None)
+    given = (None, gradient, total, statistics, vectors[1].detach(), True, None, True)
+    dense = (
+        None,
+        gradient.contiguous(),
+        total.contiguous(),
+        statistics,
+        vectors[1].detach().contiguous(),
+        True,
+        None,
+        True,
+    )
     for found, expected in zip(fused_blocks._add_norm_backward(*given), fused_blocks._add_norm_backward(*dense),
                                strict=True):  # fmt: skip
         torch.testing.assert_close(found, expected)

@@ -128,8 +128,9 @@ for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (1, 2, 16, 64), 
     parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
     compare("heads back", kernel.rope_heads_backward(*parts, rotations), packed._rope_heads_backward(*parts, rotations))
     back = *parts, torch.float32
-    for name, here, there in zip(("cut", "bias"), kernel.cut_heads_backward(*back), packed._cut_heads_backward(*back)):
-        compare(name, here, there)
+    here, there = kernel.cut_heads_backward(*back, measures=True), packed._cut_heads_backward(*back, True)
+    for name, one, other in zip(("cut", "bias", "largest"), here, there):
+        compare(name, one, other)
 for width in (8, 24, kernel.BLOCK, kernel.BLOCK + 576):
     x, gradient = torch.randn(1, 3, 2 * width), torch.randn(1, 3, width)
     compare("swiglu", kernel.swiglu(x), packed._swiglu(x))
@@ -153,25 +154,32 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_BLOCK + 576)):
     kinds = ((False, False), (True, True), (True, False), (False, True))
     for is_centred, has_branch_bias in kinds if rows == 7 else kinds[:2]:
         given = stream, branch, branch_bias if has_branch_bias else None, gain, bias if is_centred else None, 1e-5
-        total, normed, statistics = fused_blocks._add_norm(*given)
-        for name, here, there in zip(("sum", "norm"), kernel.add_norm(*given), (total, normed)):
+        total, normed, statistics, largest = fused_blocks._add_norm(*given, None, True)
+        made = kernel.add_norm(*given, measures=True)
+        for name, here, there in zip(("sum", "norm"), made, (total, normed)):
             compare(name, here, there)
+        compare("largest", made[3], largest)
         alone = total, *given[3:], torch.float32
         compare("norm alone", kernel.norm(*alone)[0], fused_blocks._norm(*alone)[0])
         for stream_gradient in (None, torch.randn(rows, width)):
             back = stream_gradient, gradient, total, statistics, gain
             branch_bias_type = torch.float32 if has_branch_bias else None
-            expected = fused_blocks._add_norm_backward(*back, is_centred, branch_bias_type)
+            expected = fused_blocks._add_norm_backward(*back, is_centred, branch_bias_type, True)
             here = kernel.add_norm_backward(
-                *back[:3], kernel.add_norm(*given)[2], gain, is_centred=is_centred, branch_bias_type=branch_bias_type
+                *back[:3], made[2], gain, is_centred=is_centred, branch_bias_type=branch_bias_type, measures=True
             )
             assert here[3].shape == expected[3].shape == (width if has_branch_bias else 0,)
-            for name, one, other in zip(("stream back", "branch back", "sums", "branch bias"), here, expected):
+            names = "stream back", "branch back", "sums", "branch bias", "largest back"
+            for name, one, other in zip(names, here, expected):
                 if one.numel():
                     compare(name, one, other)
     partial = torch.randn(2, sums_kernel.ROWS + rows, width)
     compare("sums of programs", sums_kernel.summed(partial, None)[0], partial.sum(1))
-    apart, last = sums_kernel.summed(partial, torch.bfloat16)
+    apart, last, _ = sums_kernel.summed(partial, torch.bfloat16)
+    maxima = torch.rand(2 * sums_kernel.ROWS * sums_kernel.COLUMNS + rows)
+    for at in (0, -1):
+        maxima[at] = 2.0 - at
+        compare("largest of programs", sums_kernel.summed(partial, None, maxima)[2], torch.tensor([2.0 - at]))
     compare("sums apart", apart, partial.sum(1)[:1])
     assert last.dtype is torch.bfloat16 and ((last - partial.sum(1)[1]).abs() <= 2**-7 * partial.sum(1)[1].abs()).all()
     # tokens that come once, several times and not at all
@@ -179,10 +187,24 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_BLOCK + 576)):
     here = table.clone()
     lookup_kernel.add_rows(here, tokens, gradient)
     compare("lookup", here, table + lookup._lookup_backward(gradient, tokens, 11))
-    compare("gelu", kernel.bias_gelu(stream, bias), fused_blocks._bias_gelu(stream, bias))
-    expected = fused_blocks._bias_gelu_backward(stream, bias, gradient)
-    for name, one, other in zip(("gelu back", "bias"), kernel.bias_gelu_backward(stream, bias, gradient), expected):
+    tag = torch.zeros(1)
+    here, expected = kernel.bias_gelu(stream, bias, measures=True), fused_blocks._bias_gelu(stream, bias, tag)
+    for name, one, other in zip(("gelu", "largest of gelu"), here, expected):
         compare(name, one, other)
+    expected = fused_blocks._bias_gelu_backward(stream, bias, gradient, True)
+    here = kernel.bias_gelu_backward(stream, bias, gradient, measures=True)
+    for name, one, other in zip(("gelu back", "bias", "largest of gelu back"), here, expected):
+        compare(name, one, other)
+    for wrong in (float("nan"), float("-inf")):
+        spoilt = gradient.clone()
+        spoilt[-1, -1] = wrong
+        back = kernel.add_norm_backward(
+            None, spoilt, total, made[2], gain, is_centred=is_centred, branch_bias_type=None, measures=True
+        )
+        assert all(each.isinf().all() for each in (
+            kernel.bias_gelu_backward(stream, bias, spoilt, measures=True)[2], back[4],
+            kernel.bias_gelu(spoilt, bias, measures=True)[1][-1:] if wrong != wrong else back[4],
+        )), wrong
 print(json.dumps(found))
 """
 
@@ -242,13 +264,13 @@ def test_the_loss_and_its_gradient_are_pytorch_s(interpreted: Callable[[str], An
 
 def test_what_follows_packed_matmuls_is_what_pytorch_computes(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(PACKED)
-    assert len(found) == 6
+    assert len(found) == 7
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
 def test_what_is_between_matmuls_is_what_pytorch_computes(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(BLOCKS)
-    assert len(found) == 13
+    assert len(found) == 18
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 

@@ -116,7 +116,7 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     torch.library.opcheck(packed._swiglu, (x,))
     torch.library.opcheck(packed._rope_heads, (x, rope_rotations(4, 8, 10_000.0).to(device)))
     parts = x.detach().view(2, 4, 3, 2, 8).unbind(2)
-    torch.library.opcheck(packed._cut_heads_backward, (*parts, torch.bfloat16))
+    torch.library.opcheck(packed._cut_heads_backward, (*parts, torch.bfloat16, True))
 
 
 def test_rows_that_do_not_lie_one_after_the_other() -> None:
