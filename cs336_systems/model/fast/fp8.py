@@ -5,9 +5,11 @@ in every step, on the device, from the largest magnitude, so no state is kept be
 
 To find the largest magnitude a kernel has to read the whole tensor, unless the one that writes it finds it on the way.
 In forward that one hands it on beside the tensor. In backward gradients come from autograd, so a layer returns a tag
-beside its result: an element whose gradient is, by agreement, the largest magnitude of the result's gradient.
+beside its result: an element whose gradient is, by agreement, the unit of the result's gradient.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,10 +29,11 @@ gradient of the others.
 """
 TINY = 1e-30
 """Lower bound on the largest element, so that a tensor of zeros has a unit too."""
-
+MAX = torch.finfo(DTYPE).max
 
 Largest = Float[Tensor, " parts"]
-"""Largest magnitudes of the parts of a tensor, in fp32; one that is not finite if an element is not."""
+"""Magnitudes in fp32, of which the largest is that of a tensor; one is not finite if an element is not."""
+Unit = Float[Tensor, ""]
 Tag = Float[Tensor, "1"]
 
 
@@ -39,14 +42,15 @@ def fp8_linear(
     weight: Float[Tensor, "d_out d_in"],
     bias: Float[Tensor, " d_out"] | None = None,
     largest: Largest | None = None,
+    weight_unit: Unit | None = None,
 ) -> Float[Tensor, "... d_out"]:
     """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; so are backward's two matmuls.
 
-    `largest` has the largest magnitudes of x, if they are known. Unless d_in, d_out and the number of rows of x are
-    multiples of 16, the layer computes in the weight's type. x and the weight are kept for backward in fp8: half the
-    bytes of bf16, and cast only once.
+    `largest` is of x, if it is known; so is `weight_unit`. Unless d_in, d_out and the number of rows of x are multiples
+    of 16, the layer computes in the weight's type. x and the weight are kept for backward in fp8: half the bytes of
+    bf16, and cast only once.
     """
-    return _fp8_linear(x, weight, bias, largest, is_tagged=False)[0]
+    return _fp8_linear(x, weight, bias, largest, weight_unit, is_tagged=False)[0]
 
 
 def tagged_fp8_linear(
@@ -54,37 +58,52 @@ def tagged_fp8_linear(
     weight: Float[Tensor, "d_out d_in"],
     bias: Float[Tensor, " d_out"] | None = None,
     largest: Largest | None = None,
+    weight_unit: Unit | None = None,
 ) -> tuple[Float[Tensor, "... d_out"], Tag]:
     """What `fp8_linear` returns, and a tag, which must be given to the only operation that reads the result.
 
-    That operation's backward gives the tag the largest magnitude of the result's gradient in place of a gradient.
+    That operation's backward gives the tag the unit of the result's gradient in place of a gradient.
     """
-    return _fp8_linear(x, weight, bias, largest, is_tagged=True)
+    return _fp8_linear(x, weight, bias, largest, weight_unit, is_tagged=True)
+
+
+def unit_of(largest: Largest) -> Unit:
+    """The unit of a tensor with these magnitudes."""
+    return largest.amax().float().clamp(min=TINY) / MAX
+
+
+def own_unit(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
+    """The unit of x, as one element, or none unless it is wanted."""
+    return unit_of(x.abs()).view(1) if is_wanted else x.new_empty(0, dtype=torch.float32)
+
+
+def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
+    """The largest magnitude of x, so many times."""
+    return x.abs().amax().float().repeat(parts) if parts else x.new_empty(0, dtype=torch.float32)
+
+
+def update_units(weights: Sequence[Tensor], units: Sequence[Unit]) -> None:
+    """Set the units of weights, which are read in few launches for all of them."""
+    with torch.no_grad():
+        largest = torch.stack(torch._foreach_norm([*weights], math.inf))
+        torch._foreach_copy_([*units], [*(largest.float().clamp(min=TINY) / MAX).unbind()])
 
 
 def _fp8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, largest: Tensor | None, *, is_tagged: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    largest: Tensor | None,
+    weight_unit: Tensor | None,
+    *,
+    is_tagged: bool,
 ) -> tuple[Tensor, Tensor]:
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
     if any(size % FP8_MULTIPLE for size in (*rows.shape, len(weight))):
-        return F.linear(x, weight, bias), _new_tag(x)
-    result, tag = _Fp8Linear.apply(rows, weight, bias, largest, is_tagged)  # type: ignore[no-untyped-call]
+        return F.linear(x, weight, bias), x.new_empty(1, dtype=torch.float32)
+    result, tag = _Fp8Linear.apply(rows, weight, bias, largest, weight_unit, is_tagged)  # type: ignore[no-untyped-call]
     return result.unflatten(0, x.shape[:-1]), tag
-
-
-def _new_tag(like: Tensor) -> Tensor:
-    return like.new_zeros(1, dtype=torch.float32)
-
-
-def largest_of(x: Tensor) -> Largest:
-    """The largest magnitude of all elements."""
-    return x.abs().amax().float().view(1)
-
-
-def empty_largest(like: Tensor, parts: int) -> Largest:
-    """Room for the largest magnitudes of so many parts."""
-    return like.new_empty(parts, dtype=torch.float32)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -95,27 +114,30 @@ class _Fp8Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         largest: Tensor | None,
+        weight_unit: Tensor | None,
         is_tagged: bool,
     ) -> tuple[Tensor, Tensor]:
-        x8, x_unit = _cast(x, largest)
-        weight8, weight_unit = _cast(weight)
+        x_unit = unit_of(_largest_of_rows(x) if largest is None else largest)
+        weight_unit = unit_of(_largest_of_rows(weight)) if weight_unit is None else weight_unit
+        x8, weight8 = _cast(x, x_unit), _cast(weight, weight_unit)
         ctx.save_for_backward(x8, x_unit, weight8, weight_unit)
         ctx.has_bias, ctx.is_tagged = bias is not None, is_tagged
         # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use full accumulation
         result = _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
-        return result, _new_tag(x)
+        return result, x.new_empty(1, dtype=torch.float32)
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401
         gradient: Tensor,
-        largest: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        unit: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         x8, x_unit, weight8, weight_unit = ctx.saved_tensors
-        gradient8, unit = _cast(gradient, largest if ctx.is_tagged else None)
+        unit = unit.view(()) if ctx.is_tagged else unit_of(_largest_of_rows(gradient))
+        gradient8 = _cast(gradient, unit)
         of_x = _matmul(gradient8, _by_columns(weight8), unit, weight_unit, gradient.dtype)
         of_weight = _matmul(_by_columns(gradient8).t(), _by_columns(x8), unit, x_unit, gradient.dtype)
-        return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None
+        return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None, None
 
 
 def _matmul(
@@ -138,17 +160,15 @@ def _matmul(
     return (result if bias is None else result + bias).to(dtype)
 
 
-def _cast(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x in fp8, row-major, and its unit in fp32. If any element is not finite, all products with it become NaN.
+def _largest_of_rows(x: Tensor) -> Tensor:
+    """By row first, which the compiler fuses with the kernel that makes the row, such as a norm."""
+    return x.abs().amax(dim=1)
 
-    `largest` has the largest magnitudes of x, if they are known.
-    """
-    if largest is None:
-        # by row first, which the compiler fuses with the kernel that makes the row, such as a norm
-        largest = x.abs().amax(dim=1)
-    unit = largest.amax().float().clamp(min=TINY) / torch.finfo(DTYPE).max
+
+def _cast(x: Tensor, unit: Tensor) -> Tensor:
+    """x in fp8, row-major. If any element is not finite, the unit is not, and all products with x become NaN."""
     # rounding may take the largest element past the end of the range, but only 3 % beyond it would it become NaN
-    return (x.float() * unit.reciprocal()).to(DTYPE).contiguous(), unit
+    return (x.float() * unit.reciprocal()).to(DTYPE).contiguous()
 
 
 def _by_columns(matrix: Tensor) -> Tensor:

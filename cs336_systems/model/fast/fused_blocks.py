@@ -12,10 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.model.fast.fp8 import Largest, Tag, empty_largest, largest_of
+from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_unit
 
-GELU_BLOCK = 1024
-"""Columns of one program of GELU, which are a part of the result."""
+GELU_BLOCK, GELU_ROWS = 1024, 8
+"""Columns of one program of GELU, and rows if it finds their largest magnitude: each part of the result has one."""
 
 
 def add_norm(
@@ -31,8 +31,9 @@ def add_norm(
 ) -> tuple[Float[Tensor, "... d_model"], Float[Tensor, "... d_model"], Largest | None]:
     """stream + branch + branch_bias in the type of `stream`, and the norm of that in the type of `branch`.
 
-    The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. If it `measures`, the last result has the
-    largest magnitudes of the norm. `tag` is the branch's (fp8.py). Raises ValueError if shapes do not fit.
+    The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. If it `measures`, the last result has
+    magnitudes of the norm, the largest among them. `tag` is the branch's (fp8.py). Raises ValueError if shapes do not
+    fit.
     """
     if stream.shape != branch.shape:
         raise ValueError(f"needed a branch of the stream's shape {tuple(stream.shape)}, got {tuple(branch.shape)}")
@@ -64,8 +65,8 @@ def bias_gelu(
 ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
     """GELU of x + bias in its tanh approximation (Hendrycks and Gimpel 2016), computed in fp32 and rounded once.
 
-    With a `tag`, that of x (fp8.py), the last result has the largest magnitudes of the first. Raises ValueError for a
-    bias of another width.
+    With a `tag`, that of x (fp8.py), the last result has magnitudes of the first, the largest among them. Raises
+    ValueError for a bias of another width.
     """
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"needed a bias of {x.shape[-1]} elements, got {tuple(bias.shape)}")
@@ -87,9 +88,9 @@ def _add_norm(
     tag: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean; then the largest magnitudes.
+    """Also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean.
 
-    The last are of the rows of the norm; there are none unless it `measures`.
+    The last result has a magnitude for each row of the norm, and none unless it `measures`.
     """
     del tag
     if stream.is_cuda:
@@ -99,15 +100,7 @@ def _add_norm(
     total = stream.float() + branch.float()
     total = (total if branch_bias is None else total + branch_bias.float()).to(stream.dtype).contiguous()
     normed, statistics = _normed(total, gain, bias, eps, branch.dtype)
-    largest = _largest_of_parts(normed, normed.shape[-1]) if measures else empty_largest(normed, 0)
-    return total, normed, statistics, largest
-
-
-def _largest_of_parts(x: Tensor, width: int) -> Tensor:
-    """Of each part of so many columns of each row."""
-    return (
-        torch.stack([part.abs().flatten(0, -2).amax(dim=-1) for part in x.split(width, dim=-1)], dim=1).view(-1).float()
-    )
+    return total, normed, statistics, magnitudes(normed, statistics.shape[1] if measures else 0)
 
 
 @torch.library.custom_op("cs336_systems::rms_or_layer_norm", mutates_args=())
@@ -143,8 +136,8 @@ def _add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
 
-    That has its own type, and is empty without a bias. The last result is the largest magnitude of the branch's
-    gradient, which is empty unless it `measures`.
+    That has its own type, and is empty without a bias. The last result is the unit of the branch's gradient, which is
+    empty unless it `measures`.
     """
     if total.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
@@ -166,8 +159,7 @@ def _add_norm_backward(
     result = result.view(total.shape)
     rows = _aligned_rows(statistics, len(sums), total.shape[-1]).copy_(torch.stack(sums))
     of_branch = result.to(gradient.dtype, copy=True)
-    largest = largest_of(of_branch) if measures else empty_largest(of_branch, 0)
-    return result.to(total.dtype, copy=True), of_branch, rows, of_branch_bias, largest
+    return result.to(total.dtype, copy=True), of_branch, rows, of_branch_bias, own_unit(of_branch, measures)
 
 
 def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
@@ -177,18 +169,23 @@ def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
 
 @torch.library.custom_op("cs336_systems::bias_gelu", mutates_args=())
 def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Also returns the largest magnitudes of the result's parts; there are none without a tag."""
+    """The last result has a magnitude for each part of the first, and none without a tag."""
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
         return fused_blocks_kernel.bias_gelu(x, bias, measures=tag is not None)
     result = F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype).contiguous()
-    return result, empty_largest(x, 0) if tag is None else _largest_of_parts(result, GELU_BLOCK)
+    return result, magnitudes(result, gelu_parts(x, tag is not None))
+
+
+def gelu_parts(x: Tensor, measures: bool) -> int:
+    """How many magnitudes of GELU's result there are."""
+    return -(-x.numel() // x.shape[-1] // GELU_ROWS) * -(-x.shape[-1] // GELU_BLOCK) if measures else 0
 
 
 @torch.library.custom_op("cs336_systems::bias_gelu_backward", mutates_args=())
 def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the largest magnitude of the first, which is empty unless it `measures`."""
+    """Gradients of x and of the bias, and the unit of the first, which is empty unless it `measures`."""
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
@@ -196,7 +193,7 @@ def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: boo
     wide = torch.ops.aten.gelu_backward(gradient.float(), x.float() + bias.float(), approximate="tanh")
     of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
     of_x = wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
-    return of_x, of_bias, largest_of(of_x) if measures else empty_largest(of_x, 0)
+    return of_x, of_bias, own_unit(of_x, measures)
 
 
 @_add_norm.register_fake
@@ -206,7 +203,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     del branch_bias, gain, eps, tag
     statistics = _empty_statistics(stream, bias)
-    largest = empty_largest(branch, statistics.shape[1] if measures else 0)
+    largest = statistics.new_empty(statistics.shape[1] if measures else 0)
     return stream.new_empty(stream.shape), branch.new_empty(branch.shape), statistics, largest
 
 
@@ -229,21 +226,20 @@ def _(
     width = total.shape[-1]
     of_branch_bias = gain.new_empty(0 if branch_bias_type is None else width, dtype=branch_bias_type or torch.float32)
     rows = _aligned_rows(statistics, 1 + is_centred, width)
-    largest = empty_largest(gradient, int(measures))
-    return total.new_empty(total.shape), gradient.new_empty(gradient.shape), rows, of_branch_bias, largest
+    unit = statistics.new_empty(int(measures))
+    return total.new_empty(total.shape), gradient.new_empty(gradient.shape), rows, of_branch_bias, unit
 
 
 @_bias_gelu.register_fake
 def _(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
     del bias
-    parts = 0 if tag is None else x.numel() // x.shape[-1] * -(-x.shape[-1] // GELU_BLOCK)
-    return x.new_empty(x.shape), empty_largest(x, parts)
+    return x.new_empty(x.shape), x.new_empty(gelu_parts(x, tag is not None), dtype=torch.float32)
 
 
 @_bias_gelu_backward.register_fake
 def _(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
     del gradient
-    return x.new_empty(x.shape), bias.new_empty(bias.shape), empty_largest(x, int(measures))
+    return x.new_empty(x.shape), bias.new_empty(bias.shape), x.new_empty(int(measures), dtype=torch.float32)
 
 
 def _keep_add_norm(
@@ -271,7 +267,7 @@ def _differentiate_add_norm(
     branch_type, branch_bias_type, bias_type = ctx.types
     if gradient is None:
         gradient = torch.zeros_like(total, dtype=branch_type)
-    of_stream, of_branch, rows, of_branch_bias, largest = _add_norm_backward(
+    of_stream, of_branch, rows, of_branch_bias, unit = _add_norm_backward(
         stream_gradient, gradient, total, statistics, gain, bias_type is not None, branch_bias_type, ctx.is_tagged
     )
     return (
@@ -281,7 +277,7 @@ def _differentiate_add_norm(
         rows[0].to(gain.dtype),
         None if bias_type is None else rows[1].to(bias_type),
         None,
-        largest if ctx.is_tagged else None,
+        unit if ctx.is_tagged else None,
         None,
     )
 
@@ -317,8 +313,8 @@ def _differentiate_bias_gelu(
     gradient: Tensor,
     _largest: None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    of_x, of_bias, largest = _bias_gelu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
-    return of_x, of_bias, largest if ctx.is_tagged else None
+    of_x, of_bias, unit = _bias_gelu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
+    return of_x, of_bias, unit if ctx.is_tagged else None
 
 
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)

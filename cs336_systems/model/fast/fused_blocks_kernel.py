@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.fused_blocks import GELU_BLOCK
+from cs336_systems.model.fast.fused_blocks import GELU_BLOCK, GELU_ROWS, gelu_parts
 from cs336_systems.model.fast.sums_kernel import STAGES, magnitude, num_programs, summed
 
 NUM_WARPS = 4
@@ -26,7 +26,7 @@ def add_norm(
     stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float, *,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum, its norm in the type of `branch`, 1 / deviation and, if centred, mean of each row, and its largest."""
+    """The sum, its norm in the type of `branch`, 1 / deviation and, if centred, mean of each row, and magnitudes."""
     stream, branch = stream.contiguous(), branch.contiguous()
     total = torch.empty_like(stream)
     return total, *_launch_norm(stream, branch, branch_bias, gain, bias, eps, total, branch.dtype, measures)
@@ -68,7 +68,7 @@ def add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of stream and branch, rows in fp32 for gain and, if centred, bias, and that of the branch's bias.
 
-    Then the largest magnitude of the branch's gradient, which is empty unless it `measures`.
+    Then the unit of the branch's gradient, which is empty unless it `measures`.
     """
     gradient, total, statistics, gain = (each.contiguous() for each in (gradient, total, statistics, gain))
     width = total.shape[-1]
@@ -89,20 +89,21 @@ def add_norm_backward(
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, measures: bool) -> tuple[Tensor, Tensor]:
-    """GELU of x + bias, in its tanh approximation, and the largest magnitudes of the parts that a program makes."""
+    """GELU of x + bias, in its tanh approximation, and the largest magnitude of what each program makes, if asked."""
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
     result = torch.empty_like(x)
-    grid = (x.numel() // width, triton.cdiv(width, GELU_BLOCK))
-    largest = torch.empty(grid[0] * grid[1] if measures else 0, dtype=torch.float32, device=x.device)
-    _bias_gelu_values[grid](
-        x, bias, result, largest, width, MEASURES=measures, BLOCK=GELU_BLOCK, num_warps=NUM_WARPS // 2
-    )
+    rows, rows_each = x.numel() // width, GELU_ROWS if measures else 1
+    largest = torch.empty(gelu_parts(x, measures), dtype=torch.float32, device=x.device)
+    _bias_gelu_values[(triton.cdiv(rows, rows_each), triton.cdiv(width, GELU_BLOCK))](
+        x, bias, result, largest, rows, width, ROWS=rows_each, MEASURES=measures, BLOCK=GELU_BLOCK,
+        num_warps=NUM_WARPS // 2,
+    )  # fmt: skip
     return result, largest
 
 
 def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, *, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the largest magnitude of the first, which is empty unless it `measures`."""
+    """Gradients of x and of the bias, and the unit of the first, which is empty unless it `measures`."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
@@ -201,18 +202,24 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bias_gelu_values(  # type: ignore[no-untyped-def]
-    x, bias, result, largest, width, MEASURES: tl.constexpr, BLOCK: tl.constexpr
+    x, bias, result, largest, rows, width, ROWS: tl.constexpr, MEASURES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0) * ROWS
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    at = row * width + column
-    value = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(bias + column, mask=inside).to(tl.float32)
-    value *= _gelu_share(value)
-    tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
+    biases = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    found = tl.zeros((BLOCK,), tl.float32)
+    at = first.to(tl.int64) * width + column
+    for _ in range(first, min(first + ROWS, rows)):
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + biases
+        value *= _gelu_share(value)
+        tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
+        if MEASURES:
+            found = tl.maximum(found, magnitude(value, result))
+        at += width
     if MEASURES:
-        part = row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(largest + part, tl.max(tl.where(inside, magnitude(value, result), 0.0), 0))
+        part = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(largest + part, tl.max(tl.where(inside, found, 0.0), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

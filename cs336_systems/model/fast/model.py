@@ -21,6 +21,7 @@ from cs336_systems.model.fast.blocks import (
     PaddedHead,
 )
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy
+from cs336_systems.model.fast.fp8 import update_units
 from cs336_systems.model.fast.selective import SelectiveBlock
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
 from cs336_systems.model.rope import Rotations
@@ -42,7 +43,9 @@ class FastLM(nn.Module):
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
         super().__init__()
         self.config, self._settings = reference.config, settings
-        maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8) if settings.cast_once else None
+        # several ranks may have copies that are not there before the block that reads them
+        keeps_units = not settings.is_shared
+        maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_units=keeps_units) if settings.cast_once else None
         fused = settings.fused_blocks
         self.token_embeddings = FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
         blocks = [cast("Block", block) for block in reference.layers]
@@ -53,6 +56,7 @@ class FastLM(nn.Module):
         self.register_buffer("mask", reference.mask, persistent=False)
         self.weights = maker.weights(self.parameters()) if maker else ()
         """All parameters with their copies; empty if the model reads the parameters themselves."""
+        self._units = tuple(maker.units) if maker else ()
         if maker:
             self.register_load_state_dict_post_hook(_refresh_copies)  # type: ignore[no-untyped-call]
         if settings.checkpoint_blocks:
@@ -86,6 +90,8 @@ class FastLM(nn.Module):
         """The input of the head: the residual stream after all blocks, normed."""
         # not the reference's own method: it would keep the reference, and so whole parameters that FSDP shards here
         rotations, mask = TransformerLM.tables(cast("TransformerLM", self), tokens.shape[1])
+        if self._units:
+            update_units(*zip(*self._units, strict=True))
         embedded = self.token_embeddings(tokens)
         x: Tensor | Deferred = self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
         del embedded  # else it stays allocated through all blocks

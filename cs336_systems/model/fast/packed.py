@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.model.fast.fp8 import Tag, empty_largest, largest_of
+from cs336_systems.model.fast.fp8 import Tag, own_unit
 from cs336_systems.model.rope import rotate_pairs
 
 Heads = Float[Tensor, "batch seq heads d_head"]
@@ -70,8 +70,8 @@ class _CutHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:  # noqa: ANN401
-        of_packed, of_bias, largest = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
-        return of_packed, of_bias, None, largest if ctx.is_tagged else None
+        of_packed, of_bias, unit = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
+        return of_packed, of_bias, None, unit if ctx.is_tagged else None
 
 
 # no shapes are declared below, because PyTorch reads the schema of an operator from its types
@@ -122,14 +122,13 @@ def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> 
 def _cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` and `bias`, and the largest magnitude of the first, which is empty unless asked for."""
+    """Gradients of `packed` and `bias`, and the unit of the first, which is empty unless it `measures`."""
     if q.is_cuda:
         from cs336_systems.model.fast import packed_kernel
 
         return packed_kernel.cut_heads_backward(q, k, v, bias_type, measures=measures)
     packed = torch.stack((q, k, v), dim=2).flatten(2)
-    largest = largest_of(packed) if measures else empty_largest(packed, 0)
-    return packed, packed.float().sum(dim=(0, 1)).to(bias_type), largest
+    return packed, packed.float().sum(dim=(0, 1)).to(bias_type), own_unit(packed, measures)
 
 
 @_swiglu.register_fake
@@ -160,7 +159,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
 def _(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
     del k, v
     width = 3 * q.shape[2] * q.shape[3]
-    return q.new_empty(*q.shape[:2], width), q.new_empty(width, dtype=bias_type), empty_largest(q, int(measures))
+    unit = q.new_empty(int(measures), dtype=torch.float32)
+    return q.new_empty(*q.shape[:2], width), q.new_empty(width, dtype=bias_type), unit
 
 
 def _keep_swiglu(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ANN401

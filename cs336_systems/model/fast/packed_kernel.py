@@ -60,7 +60,7 @@ def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> T
 def cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, *, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One row of q, k and v for each token, the sum of all rows, and, if it `measures`, the largest magnitude."""
+    """One row of q, k and v for each token, the sum of all rows, and, if it `measures`, the unit of the rows."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     width = q.shape[2] * q.shape[3]
     rows = q.shape[0] * q.shape[1]

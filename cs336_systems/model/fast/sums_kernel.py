@@ -11,11 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.model.fast.fp8 import MAX, TINY
+
 STAGES = 3
 """Rows that a program loads ahead, which takes a fourth less time than loading none ahead."""
 COLUMNS, ROWS = 16, 256
 """Columns and rows of partial sums in one program of the last kernel."""
 NUM_WARPS = 8
+LEAST: tl.constexpr = tl.constexpr(TINY)
+MOST: tl.constexpr = tl.constexpr(MAX)
 
 
 def num_programs(rows: int, block: int, device: torch.device) -> int:
@@ -31,24 +35,24 @@ def summed(
     """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the last in `last_type`.
 
     If `last_type` is None, the last sum is a row too, and the second result is empty. Rows begin at multiples of 16
-    bytes, as AdamW's kernel needs. The last result is the largest of `maxima`, and empty if there are none.
+    bytes, as AdamW's kernel needs. The last result is the unit in fp8 of what has these `maxima`; empty without any.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1
     rows = partial.new_empty(num_rows, triton.cdiv(width, 4) * 4)[:, :width]
     last = partial.new_empty(0 if last_type is None else width, dtype=last_type)
-    largest = partial.new_empty(0 if maxima is None else 1)
+    unit = partial.new_empty(0 if maxima is None else 1)
     _reduce_sums[(triton.cdiv(width, COLUMNS), num_sums)](
-        partial, rows, last, maxima, largest, programs, width, rows.stride(0), num_rows,
+        partial, rows, last, maxima, unit, programs, width, rows.stride(0), num_rows,
         0 if maxima is None else maxima.numel(), HAS_MAXIMA=maxima is not None, ROWS=ROWS, COLUMNS=COLUMNS,
         num_warps=NUM_WARPS,
     )  # fmt: skip
-    return rows, last, largest
+    return rows, last, unit
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _reduce_sums(  # type: ignore[no-untyped-def]
-    partial, rows, last, maxima, largest, programs, width, stride, num_rows, num_maxima,
+    partial, rows, last, maxima, unit, programs, width, stride, num_rows, num_maxima,
     HAS_MAXIMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     which = tl.program_id(1)
@@ -70,7 +74,7 @@ def _reduce_sums(  # type: ignore[no-untyped-def]
             seen = tl.zeros((ROWS * COLUMNS,), tl.float32)
             for start in range(0, num_maxima, ROWS * COLUMNS):
                 seen = tl.maximum(seen, tl.load(maxima + start + item, mask=start + item < num_maxima, other=0.0))
-            tl.store(largest, tl.max(seen, 0))
+            tl.store(unit, tl.maximum(tl.max(seen, 0), LEAST) / MOST)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.model.fast.fp8 import Largest, Tag, fp8_linear, tagged_fp8_linear
+from cs336_systems.model.fast.fp8 import Largest, Tag, Unit, fp8_linear, tagged_fp8_linear
 from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
@@ -102,11 +102,13 @@ class Copies(NamedTuple):
     bias: Tensor | None
     in_fp8: bool = False
     """Whether the matmul casts both its factors to fp8."""
+    unit: Unit | None = None
+    """Of the weight in fp8, if it is kept."""
 
     def matmul(self, x: Float[Tensor, "... d_in"], largest: Largest | None = None) -> Float[Tensor, "... d_out"]:
         """x W^T, plus the bias if there is one; `largest` has the largest magnitudes of x, if they are known."""
         if self.in_fp8:
-            return fp8_linear(x, self.weight, self.bias, largest)
+            return fp8_linear(x, self.weight, self.bias, largest, self.unit)
         return F.linear(x, self.weight, self.bias)
 
     def tagged(
@@ -114,21 +116,25 @@ class Copies(NamedTuple):
     ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
         """What `matmul` returns, and in fp8 the tag that the operation that reads the result has to be given."""
         if self.in_fp8:
-            return tagged_fp8_linear(x, self.weight, self.bias, largest)
+            return tagged_fp8_linear(x, self.weight, self.bias, largest, self.unit)
         return F.linear(x, self.weight, self.bias), None
 
 
 class CopyMaker:
-    """Makes the copies for a model's linear layers, and remembers which copy each parameter has."""
+    """Makes the copies for a model's linear layers, and remembers which copy each parameter has.
 
-    def __init__(self, dtype: torch.dtype, *, fp8: bool = False) -> None:
-        self._dtype, self.fp8 = dtype, fp8
+    If it `keeps_units`, whoever has changed the copies in fp8 has to update `units`.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, fp8: bool = False, keeps_units: bool = False) -> None:
+        self._dtype, self.fp8, self._keeps_units = dtype, fp8, keeps_units
         self._found: dict[nn.Parameter, Weight] = {}
+        self.units: list[tuple[Tensor, Unit]] = []
+        """Each weight in fp8 with its unit, if these are kept."""
 
     def copies(self, layer: Linear) -> Copies:
         """Copies for one layer of a block."""
-        bias = None if layer.bias is None else self._copy([layer.bias])
-        return Copies(self._copy([layer.weight]), bias, self.fp8)
+        return self._copies([layer.weight], [] if layer.bias is None else [layer.bias])
 
     def packed(self, *layers: Linear) -> Copies | None:
         """One weight and bias for layers that read the same tensor; None if a part would not be aligned."""
@@ -136,8 +142,7 @@ class CopyMaker:
         biases = [layer.bias for layer in layers if layer.bias is not None]
         if any(part.numel() * self._dtype.itemsize % ALIGNMENT for part in (*weights, *biases)):
             return None
-        bias = self._copy(biases) if biases else None
-        return Copies(self._copy(weights), bias, self.fp8)
+        return self._copies(weights, biases)
 
     def padded(self, layer: Linear, multiple: int) -> Copies:
         """A copy with rows of 0 appended until their number is a multiple of `multiple`; never in fp8."""
@@ -146,6 +151,14 @@ class CopyMaker:
     def weights(self, parameters: Iterable[nn.Parameter]) -> tuple[Weight, ...]:
         """The parameters, with their copies if they have any."""
         return tuple(self._found.get(parameter) or whole(parameter) for parameter in parameters)
+
+    def _copies(self, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter]) -> Copies:
+        weight, bias = self._copy(weights), self._copy(biases) if biases else None
+        if not (self.fp8 and self._keeps_units):
+            return Copies(weight, bias, self.fp8)
+        unit = weight.new_empty((), dtype=torch.float32)
+        self.units.append((weight, unit))
+        return Copies(weight, bias, self.fp8, unit)
 
     def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0) -> Tensor:
         """A leaf with copies of the masters one below the other, and `surplus` rows of 0."""
