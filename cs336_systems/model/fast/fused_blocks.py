@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_unit
 
-GELU_BLOCK, GELU_ROWS = 1024, 8
+GELU_BLOCK, GELU_ROWS = 1024, 4
 """Columns of one program of GELU, and rows if it finds their largest magnitude: each part of the result has one."""
 
 

@@ -97,7 +97,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, measures: bool) -> tuple[Tensor, Tenso
     largest = torch.empty(gelu_parts(x, measures), dtype=torch.float32, device=x.device)
     _bias_gelu_values[(triton.cdiv(rows, rows_each), triton.cdiv(width, GELU_BLOCK))](
         x, bias, result, largest, rows, width, ROWS=rows_each, MEASURES=measures, BLOCK=GELU_BLOCK,
-        num_warps=NUM_WARPS // 2,
+        num_warps=NUM_WARPS // 2 * rows_each,
     )  # fmt: skip
     return result, largest
 
@@ -204,22 +204,17 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
 def _bias_gelu_values(  # type: ignore[no-untyped-def]
     x, bias, result, largest, rows, width, ROWS: tl.constexpr, MEASURES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    first = tl.program_id(0) * ROWS
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    biases = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    found = tl.zeros((BLOCK,), tl.float32)
-    at = first.to(tl.int64) * width + column
-    for _ in range(first, min(first + ROWS, rows)):
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + biases
-        value *= _gelu_share(value)
-        tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
-        if MEASURES:
-            found = tl.maximum(found, magnitude(value, result))
-        at += width
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
+    at = row * width + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+    value *= _gelu_share(value)
+    tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
     if MEASURES:
         part = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(largest + part, tl.max(tl.where(inside, found, 0.0), 0))
+        tl.store(largest + part, tl.max(tl.where(inside, magnitude(value, result), 0.0)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
