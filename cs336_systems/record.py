@@ -290,6 +290,7 @@ class RankRecord:
     """The phases in order, then the whole step, by the rank's own clock."""
     warmup_times_s: tuple[float, ...]
     host_times_s: tuple[float, ...]
+    host_phases: tuple[Measurement, ...] = ()
     losses: tuple[float | None, ...]
     """Losses of the rank's own batches."""
     memory: Memory | None = None
@@ -320,6 +321,9 @@ class RunRecord:
     warmup_times_s: tuple[float, ...] = ()
     host_times_s: tuple[float, ...] = ()
     """How long the host took to launch each measured step."""
+    host_phases: tuple[Measurement, ...] = ()
+    """How long the host took to launch each phase; empty where that takes as long as to run it, as on a CPU, and in
+    records written before this field existed."""
     losses: tuple[float | None, ...] = ()
     """Loss of every step, warm-up included; None for one that was not finite."""
     skipped_steps: Count = 0

@@ -87,6 +87,7 @@ FULL = RunRecord(
     measurements=(Measurement(Phase.FORWARD, (0.1, 1 / 3, 5e-324)), Measurement(Phase.STEP, (0.2, 0.5, 1e-9))),
     warmup_times_s=(1.5, 1e300),
     host_times_s=(0.1, 0.2, 0.3),
+    host_phases=(Measurement(Phase.FORWARD, (0.05, 0.25, 0.0)),),
     losses=(9.25, None, -0.0),
     skipped_steps=1,
     collector_on=False,

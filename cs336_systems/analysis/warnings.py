@@ -6,13 +6,13 @@ in 100 gets a warning about drift. Thresholds of size leave out differences that
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cs336_systems.analysis.advice import against_launches
 from cs336_systems.analysis.statistics import lag1_autocorrelation, modified_z_scores, slope
-from cs336_systems.config import RunConfig
-from cs336_systems.costs.time import launching_limits
+from cs336_systems.config import Phase, RunConfig
+from cs336_systems.costs.time import MIN_LAUNCHED_SHARE, limited_by_launches
 from cs336_systems.record import Measurement, RunWarning, WarningCode
 
 MAX_CV = 0.05
@@ -83,17 +83,23 @@ def measurement_warnings(measured: Measurement | None, repeated: Repeated) -> tu
     return timing_warnings(measured.times_s, repeated=repeated) if measured and all(measured.times_s) else ()
 
 
+def launched_phases(measurements: Iterable[Measurement], host_phases: Iterable[Measurement]) -> dict[Phase, float]:
+    """The phases of a run that wait for the host's launches, with their mean times; none if those were not timed."""
+    on_device, on_host = ({each.phase: each.times_s for each in own} for own in (measurements, host_phases))
+    on_device.pop(Phase.STEP, None)
+    return limited_by_launches(on_device, on_host)
+
+
 def timing_warnings(
     times_s: Sequence[float],
-    host_times_s: Sequence[float] = (),
+    launched_s: Mapping[Phase, float] | None = None,
     config: RunConfig | None = None,
     repeated: Repeated = STEPS,
 ) -> tuple[RunWarning, ...]:
     """Warnings about the raw times of the measured steps, or of what else was repeated, in order.
 
-    `host_times_s` are the times in which the host launched each step. Leave it empty if launching and running take the
-    same time: on a CPU, and with a synchronisation after each phase. With the `config` of the run, the advice leaves
-    out what the run does already.
+    `launched_s` are the times of the phases that wait for launches. With the `config` of the run, the advice leaves out
+    what the run does already.
     """
     name = repeated.name
     for number, time_s in enumerate(times_s, start=1):
@@ -105,7 +111,7 @@ def timing_warnings(
         WarningCode.UNSTABLE: _unstable(times_s, repeated),
         WarningCode.OUTLIERS: _outliers(times_s, repeated),
         WarningCode.DRIFT: _drift(times_s, repeated),
-        WarningCode.LAUNCH_BOUND: _launch_bound(times_s, host_times_s, config),
+        WarningCode.LAUNCH_BOUND: _launch_bound(times_s, launched_s or {}, config),
     }
     return tuple(RunWarning(code=code, message=message) for code, message in messages.items() if message is not None)
 
@@ -182,16 +188,13 @@ def _correlation_seen(times_s: Sequence[float], repeated: Repeated) -> str | Non
     )
 
 
-def _launch_bound(times_s: Sequence[float], host_times_s: Sequence[float], config: RunConfig | None) -> str | None:
-    if not host_times_s:
-        return None
-    host_s, step_s = statistics.median(host_times_s), statistics.median(times_s)
-    backlog_s = statistics.median(step - host for step, host in zip(times_s, host_times_s, strict=True))
-    if not launching_limits(host_s, backlog_s, step_s):
+def _launch_bound(times_s: Sequence[float], launched_s: Mapping[Phase, float], config: RunConfig | None) -> str | None:
+    share = sum(launched_s.values()) / statistics.fmean(times_s)
+    if share <= MIN_LAUNCHED_SHARE:
         return None
     return (
-        f"the CPU is the limit: launching took {_percent(host_s / step_s)} of the step, "
-        f"so a faster GPU would not help; use {against_launches(config)}"
+        f"the CPU is the limit in {_percent(share)} of the step ({', '.join(launched_s)}), "
+        f"so a faster GPU would not help there; use {against_launches(config)}"
     )
 
 

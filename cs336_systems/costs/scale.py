@@ -1,11 +1,11 @@
 """A training step on many GPUs, on paper: time, exposed communication, memory and MFU of each way to share it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 
-from cs336_systems.config import Parallel, RunConfig
+from cs336_systems.config import Parallel, Phase, RunConfig
 from cs336_systems.costs.accounting import step_flops
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.limits import Given, Scheme, best_data_ranks, feed
@@ -138,16 +138,15 @@ def _compute(config: RunConfig, curves: Curves, tensor_ranks: int) -> TimePredic
     def at(take: Callable[[TimePrediction], float]) -> float:
         return _extrapolated(config, take(below), take(above))
 
+    def by_phase(take: Callable[[TimePrediction], Mapping[Phase, float]]) -> dict[Phase, float]:
+        return {phase: _extrapolated(config, take(below)[phase], time_s) for phase, time_s in take(above).items()}
+
     return replace(
         above,
-        phases_s={
-            phase: _extrapolated(config, below.phases_s[phase], time_s) for phase, time_s in above.phases_s.items()
-        },
-        kernels_s={
-            phase: _extrapolated(config, below.kernels_s[phase], each) for phase, each in above.kernels_s.items()
-        },
+        phases_s=by_phase(lambda time: time.phases_s),
+        kernels_s=by_phase(lambda time: time.kernels_s),
+        host_phases_s=by_phase(lambda time: time.host_phases_s),
         step_s=at(lambda time: time.step_s),
-        host_s=at(lambda time: time.host_s),
         launch_s=at(lambda time: time.launch_s),
     )
 

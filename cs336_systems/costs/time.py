@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 from itertools import chain, pairwise
+from statistics import fmean, median
 from sys import maxsize
 
 from cs336_systems.config import Attention, Phase, Precision, RunConfig, SdpaBackend
@@ -21,11 +22,13 @@ from cs336_systems.costs.memory import is_predictable
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver takes before it lets the host wait for the device."""
-MAX_LAUNCH_SHARE = 0.95
-"""Launching limits the step if it takes more than this share of it, and the backlog is at most MAX_BACKLOG_S."""
+MAX_BACKLOG_SHARE = 0.05
+"""Launching limits a phase if the device ends it at most this share of its time after the host, and MAX_BACKLOG_S."""
 MAX_BACKLOG_S = 1e-3
-"""Longest time from the last launch to the end of the step if launching limits it. Launching also takes long if the
+"""Longest time from the last launch of a phase to its end if launching limits it. Launching also takes long if the
 device lags behind, since the host waits while the queue is full, but then about a thousand kernels are left to run."""
+MIN_LAUNCHED_SHARE = 0.5
+"""Launching limits a step if the phases that it limits take more than this share of it."""
 TRUSTED_SHARE = 0.9
 """A prediction is trusted if kernels run for at least this part of the step, and those whose like was measured take at
 least this part of their time. Otherwise the step depends on the host, whose speed varies by a third from one machine to
@@ -63,8 +66,8 @@ class TimePrediction:
     kernels_s: Mapping[Phase, float]
     """Time of the kernels of each phase."""
     step_s: float
-    host_s: float
-    """When the host has launched everything."""
+    host_phases_s: Mapping[Phase, float]
+    """Time in which the host launches each phase, or waits for room in the queue; empty on a CPU."""
     launch_s: float
     """Time that the host needs to launch everything, if it never waits for room in the queue."""
     known_share: float = 1.0
@@ -83,12 +86,37 @@ class TimePrediction:
     @property
     def limit(self) -> Limit:
         """Launches, where a measured step gets the warning `launch-bound`."""
-        return Limit.LAUNCHES if launching_limits(self.host_s, self.step_s - self.host_s, self.step_s) else Limit.DEVICE
+        one_step = ({phase: [time_s] for phase, time_s in own.items()} for own in (self.phases_s, self.host_phases_s))
+        launched_s = sum(limited_by_launches(*one_step).values())
+        return Limit.LAUNCHES if launched_s > MIN_LAUNCHED_SHARE * self.step_s else Limit.DEVICE
+
+    @property
+    def limit_of_whole(self) -> Limit:
+        """The same if only the ends of the step are looked at, as in records without the host's time for each phase."""
+        host_s = sum(self.host_phases_s.values())
+        return replace(self, phases_s={Phase.STEP: self.step_s}, host_phases_s={Phase.STEP: host_s}).limit
 
 
-def launching_limits(host_s: float, backlog_s: float, step_s: float) -> bool:
-    """Whether launching, which ends `backlog_s` before the step does, is what the step waits for."""
-    return host_s / step_s > MAX_LAUNCH_SHARE and backlog_s <= MAX_BACKLOG_S
+def limited_by_launches(
+    phases_s: Mapping[Phase, Sequence[float]], host_phases_s: Mapping[Phase, Sequence[float]]
+) -> dict[Phase, float]:
+    """The phases at whose end the device has caught up with the host, and their mean time on the device.
+
+    A faster device would not end such a phase earlier. Both arguments have the phases of a step in order, each with its
+    times in some steps: on the device, which is idle when a step begins, and on the host, which launches it. The
+    backlog at the end of a phase, which the next one begins with, is the difference of their sums until then. It is
+    compared with the time of the phase itself, because a short phase that is launched at once has a short backlog too.
+    Where the host waits for the device at the end of a phase, as to read a value, launching seems to limit the phase.
+    """
+    found, backlogs_s = {}, [0.0] * max(map(len, phases_s.values()), default=0)
+    for phase, times_s in phases_s.items() if host_phases_s else ():
+        on_host_s = host_phases_s.get(phase, [0.0] * len(times_s))
+        each = zip(backlogs_s, times_s, on_host_s, strict=False)
+        backlogs_s = [backlog_s + device_s - host_s for backlog_s, device_s, host_s in each]
+        time_s = fmean(times_s)
+        if median(backlogs_s) <= min(MAX_BACKLOG_S, MAX_BACKLOG_SHARE * time_s):
+            found[phase] = time_s
+    return found
 
 
 def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
@@ -125,8 +153,7 @@ def replay_operations(
     launches = {phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}
     if curves.on_host:
         waiting = {phase: [replace(each, is_after_wait=True) for each in own] for phase, own in launches.items()}
-        predicted = replay(waiting)
-        predicted = replace(predicted, host_s=predicted.launch_s)
+        predicted = replace(replay(waiting), host_phases_s={})
     elif in_graphs:
         predicted = replay({phase: _as_graph(each, curves.launch_s) for phase, each in launches.items()}, depth=maxsize)
     else:
@@ -205,8 +232,8 @@ def replay(
     device_s = -gap_s  # it has been idle
     ends: deque[float] = deque(maxlen=depth)
     """When the last kernels end, the earliest first."""
-    phases_s, kernels_s = {}, {}
-    begun_s = 0.0
+    phases_s, kernels_s, host_phases_s = {}, {}, {}
+    begun_s = host_begun_s = 0.0
     for phase, launches in phases.items():
         for launch in launches:
             for _ in range(launch.count):
@@ -221,7 +248,8 @@ def replay(
         ended_s = max(device_s, host_s)
         phases_s[phase] = ended_s - begun_s
         kernels_s[phase] = sum(launch.count * launch.kernel_s for launch in launches)
-        begun_s = ended_s
+        host_phases_s[phase] = host_s - host_begun_s
+        begun_s, host_begun_s = ended_s, host_s
     return TimePrediction(
-        phases_s=phases_s, kernels_s=kernels_s, step_s=begun_s, host_s=host_s, launch_s=launch_s
-    )  # fmt: skip
+        phases_s=phases_s, kernels_s=kernels_s, step_s=begun_s, host_phases_s=host_phases_s, launch_s=launch_s
+    )

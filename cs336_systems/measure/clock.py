@@ -1,7 +1,8 @@
 """Clocks for one training step: the whole step and each of its phases, without slowing the step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from time import perf_counter_ns
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +19,8 @@ class StepTimes:
     host_s: float
     """Until the host had launched the whole step; for the rest of `step_s` it waited for the device."""
     phases_s: dict[Phase, float]
+    host_phases_s: dict[Phase, float] = field(default_factory=dict)
+    """Time in which the host launched each phase; empty where it takes as long as to run it."""
 
 
 @runtime_checkable
@@ -72,7 +75,7 @@ class EventClock:
         torch.cuda.synchronize()
         self._phases: list[Phase] = []
         self._ends: list[torch.cuda.Event] = []
-        self._start = perf_counter_ns()
+        self._host_ends = [perf_counter_ns()]
         self._record()
 
     def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
@@ -81,16 +84,21 @@ class EventClock:
             self._record()
         else:
             self._ends.append(end)
+        self._host_ends.append(perf_counter_ns())
 
     def stop(self) -> StepTimes:
         launched = perf_counter_ns()
         torch.cuda.synchronize()
         end = perf_counter_ns()
-        phases = {
-            phase: begin.elapsed_time(end) / 1e3
-            for phase, begin, end in zip(self._phases, self._ends, self._ends[1:], strict=False)
-        }
-        return StepTimes(step_s=(end - self._start) / 1e9, host_s=(launched - self._start) / 1e9, phases_s=phases)
+        start = self._host_ends[0]
+        on_device = (begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self._ends))
+        on_host = ((end - begin) / 1e9 for begin, end in pairwise(self._host_ends))
+        return StepTimes(
+            step_s=(end - start) / 1e9,
+            host_s=(launched - start) / 1e9,
+            phases_s=dict(zip(self._phases, on_device, strict=True)),
+            host_phases_s=dict(zip(self._phases, on_host, strict=True)),
+        )
 
     def _record(self) -> None:
         if len(self._ends) == len(self._events):

@@ -70,6 +70,14 @@ class Progress:
         ]
         return (*phases, Measurement(Phase.STEP, tuple(times.step_s for times in self.measured)))
 
+    def host_phases(self) -> tuple[Measurement, ...]:
+        """Times in which the host launched each phase of the measured steps; empty if the clock does not tell them."""
+        return tuple(
+            Measurement(phase, tuple(times.host_phases_s[phase] for times in self.measured))
+            for phase in self.config.phases
+            if all(phase in times.host_phases_s for times in self.measured)
+        )
+
     def durations(self) -> Durations:
         """Time that the run has taken so far, in all and by part."""
         return Durations(

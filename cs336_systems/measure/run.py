@@ -16,7 +16,7 @@ import pynvml
 import torch
 from torch import nn
 
-from cs336_systems.analysis.warnings import timing_warnings
+from cs336_systems.analysis.warnings import launched_phases, timing_warnings
 from cs336_systems.config import Device, Mode, Profiler, RunConfig
 from cs336_systems.measure.clock import Beat, BeatingClock, Clock, StepTimes, make_clock
 from cs336_systems.measure.counters import compilation, compiled_graphs, read_counters
@@ -137,6 +137,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat 
         measurements=progress.measurements(),
         warmup_times_s=tuple(times.step_s for times in progress.warmup),
         host_times_s=tuple(times.host_s for times in progress.measured),
+        host_phases=progress.host_phases(),
         losses=tuple(progress.losses),
         skipped_steps=progress.skipped_steps,
         collector_on=progress.collector_on,
@@ -311,10 +312,9 @@ def _telemetry(monitor: GpuMonitor | None, progress: Progress, energy_before: fl
 
 def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | None, graphs: int) -> None:
     """Add the warnings that follow from the finished run's times, memory and telemetry."""
-    launches_apart = progress.config.device is Device.CUDA and not progress.config.sync_phases
     progress.warnings += timing_warnings(
         [times.step_s for times in progress.measured],
-        [times.host_s for times in progress.measured] if launches_apart else (),
+        launched_phases(progress.measurements(), progress.host_phases()),
         progress.config,
     )
     if graphs:

@@ -18,9 +18,10 @@ def merge(records: Sequence[RunRecord]) -> RunRecord:
     first = records[0]
     return replace(
         first,
-        measurements=_slowest(records),
+        measurements=_slowest(records, [record.measurements for record in records]),
         warmup_times_s=tuple(map(max, zip(*(record.warmup_times_s for record in records), strict=False))),
         host_times_s=tuple(map(max, zip(*(record.host_times_s for record in records), strict=True))),
+        host_phases=_slowest(records, [record.host_phases for record in records]),
         losses=tuple(map(_mean, zip(*(record.losses for record in records), strict=False))),
         memory=max((record.memory for record in records if record.memory), key=_peak, default=None),
         traffic=max((record.traffic for record in records if record.traffic is not None), key=_sent, default=None),
@@ -29,16 +30,13 @@ def merge(records: Sequence[RunRecord]) -> RunRecord:
     )
 
 
-def _slowest(records: Sequence[RunRecord]) -> tuple[Measurement, ...]:
-    """Of each step, all times of the rank that took longest for it, so that they add up."""
+def _slowest(records: Sequence[RunRecord], parts: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
+    """Of each step, all times of the rank that took longest for it, so that they add up; `parts` are those of ranks."""
     steps = [_times(record, Phase.STEP) for record in records]
     slowest = [max(range(len(records)), key=times.__getitem__) for times in zip(*steps, strict=True)]
     return tuple(
-        Measurement(
-            measurement.phase,
-            tuple(_times(records[rank], measurement.phase)[step] for step, rank in enumerate(slowest)),
-        )
-        for measurement in records[0].measurements
+        Measurement(own[0].phase, tuple(own[rank].times_s[step] for step, rank in enumerate(slowest)))
+        for own in zip(*parts, strict=True)
     )
 
 
@@ -99,6 +97,7 @@ def _of_rank(rank: int, record: RunRecord) -> RankRecord:
         measurements=record.measurements,
         warmup_times_s=record.warmup_times_s,
         host_times_s=record.host_times_s,
+        host_phases=record.host_phases,
         losses=record.losses,
         memory=record.memory,
         moments=record.moments,

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -27,7 +28,15 @@ from cs336_systems.config import (
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.forecast.tape import MATMULS_OF
-from cs336_systems.costs.time import Launch, Limit, operations, replay, step_time
+from cs336_systems.costs.time import (
+    Launch,
+    Limit,
+    TimePrediction,
+    limited_by_launches,
+    operations,
+    replay,
+    step_time,
+)
 from cs336_systems.model.transformer import RMSNorm, TransformerLM
 from tests.operators import Calls
 
@@ -58,7 +67,7 @@ def curves(*, rate: float = RATE, launch_s: float = 0.0, kernel_s: float = 0.0) 
 
 def test_a_slow_host_hides_the_device() -> None:
     found = replay({Phase.FORWARD: [Launch(host_s=5, kernel_s=2, count=10)]}, gap_s=1)
-    assert (found.step_s, found.host_s, found.launch_s) == (10 * 5 + 2, 50, 50)
+    assert (found.step_s, found.host_phases_s, found.launch_s) == (10 * 5 + 2, {Phase.FORWARD: 50}, 50)
     assert found.busy_share == pytest.approx(20 / 52)
 
 
@@ -73,6 +82,50 @@ def test_launches_limit_a_step_that_ends_soon_after_the_last_one(kernel_us: int,
         Launch(host_s=1e-5, kernel_s=last_us * 1e-6),
     ]
     assert replay({Phase.FORWARD: launches}).limit is limit
+
+
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+def named(found: TimePrediction) -> dict[Phase, float]:
+    on_device, on_host = found.phases_s, found.host_phases_s
+    return limited_by_launches({key: [on_device[key]] for key in on_device}, {key: [on_host[key]] for key in on_host})
+
+
+@pytest.mark.parametrize("slow", [own for number in range(4) for own in combinations(PHASES, number)])
+def test_the_phases_in_which_the_host_is_slow_are_those_that_launches_limit(slow: tuple[Phase, ...]) -> None:
+    """2,000 kernels of 20 us each: elsewhere the host runs ahead, until the queue of 1,024 launches is full."""
+    found = replay(
+        {phase: [Launch(host_s=5e-5 if phase in slow else 5e-6, kernel_s=2e-5, count=2000)] for phase in PHASES}
+    )
+    assert tuple(named(found)) == slow
+    assert found.limit is (Limit.LAUNCHES if len(slow) > 1 or slow == (Phase.FORWARD,) else Limit.DEVICE)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [Launch(host_s=5e-6, kernel_s=0.04), Launch(host_s=5e-6, kernel_s=1.3e-5, count=3000)]
+)
+def test_a_step_whose_optimizer_runs_after_the_host_has_ended_is_limited_by_launches(optimizer: Launch) -> None:
+    """Forward and backward wait for the host, AdamW is launched at once, in one kernel or in many."""
+    slow = Launch(host_s=4e-5, kernel_s=1e-5, count=2000)
+    found = replay({Phase.FORWARD: [slow], Phase.BACKWARD: [slow, slow], Phase.OPTIMIZER: [optimizer]})
+    assert named(found) == pytest.approx({Phase.FORWARD: 0.08 + 1e-5, Phase.BACKWARD: 0.16})
+    assert found.limit is Limit.LAUNCHES
+
+
+def test_a_short_phase_that_is_launched_at_once_does_not_wait_for_the_host() -> None:
+    """Although the device ends it soon after the host, and very soon for the whole step."""
+    slow = Launch(host_s=4e-5, kernel_s=1e-5, count=1000)
+    found = replay({Phase.FORWARD: [slow], Phase.OPTIMIZER: [Launch(host_s=4e-5, kernel_s=6e-4)]})
+    assert tuple(named(found)) == (Phase.FORWARD,)
+
+
+def test_a_phase_counts_from_when_the_device_has_ended_the_one_before() -> None:
+    """The host launches forward in 10 ms and backward in 1,000 times 100 us, the device ends forward after 60 ms."""
+    forward, backward = Launch(host_s=0.01, kernel_s=0.05), Launch(host_s=1e-4, kernel_s=1e-5, count=1000)
+    found = replay({Phase.FORWARD: [forward], Phase.BACKWARD: [backward]})
+    assert named(found) == pytest.approx({Phase.BACKWARD: 0.01 + 1000 * 1e-4 + 1e-5 - 0.06})
+    assert found.limit is Limit.DEVICE
 
 
 def test_a_slow_device_hides_the_host_and_waits_between_kernels() -> None:
@@ -115,7 +168,7 @@ def test_the_queue_is_that_of_a_simulation_by_ticks(seed: int) -> None:
     gap, depth = draw.randint(0, 3), draw.randint(1, 8)
     made = [Launch(host_s=host, kernel_s=kernel) for host, kernel in launches]
     found = replay({Phase.FORWARD: made[:25], Phase.BACKWARD: made[25:]}, gap, depth)
-    assert (found.host_s, found.step_s) == by_ticks(launches, gap, depth)
+    assert (sum(found.host_phases_s.values()), found.step_s) == by_ticks(launches, gap, depth)
     assert sum(found.phases_s.values()) == pytest.approx(found.step_s)
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336_systems.analysis.compare import Verdict, compare, process_means
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
+from cs336_systems.analysis.warnings import launched_phases
 from cs336_systems.config import SIZES, Device, Mode, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.measure.clock import EventClock
 from cs336_systems.measure.precision import apply_math_mode
@@ -138,6 +140,35 @@ def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> Non
                 assert added == pytest.approx(delay, rel=0.02)
             else:  # the sleep may hide launches of the next phase, but adds nothing to it
                 assert added < 0.02 * delay
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("is_delayed", [True, False])
+def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(is_delayed: bool) -> None:
+    """The device sleeps for tens of milliseconds in forward, and after the optimizer's kernels.
+
+    Forward waits for the host if the host is busy for longer than the first sleep, and else is still asleep at its end.
+    """
+
+    def sleep_and_be_busy() -> None:
+        torch.cuda._sleep(60_000_000)
+        until_s = perf_counter() + 0.3 * is_delayed
+        while perf_counter() < until_s:
+            pass
+
+    with torch.device("cuda"):
+        model = SleepAfter(TransformerLM(SIZES["tiny"]), sleep_and_be_busy)
+    hook = register_optimizer_step_post_hook(lambda *_: torch.cuda._sleep(60_000_000))
+    try:
+        record = measure(config_of("tiny", measured_steps=5, optimizer=OptimizerKind.FUSED), model)
+    finally:
+        hook.remove()
+    assert record.status is Status.OK, record.failure
+    launched = launched_phases(record.measurements, record.host_phases)
+    print(f"is_delayed={is_delayed}", record.measurements, record.host_phases, launched, sep="\n")
+    assert (Phase.FORWARD in launched) is is_delayed
+    assert Phase.OPTIMIZER not in launched
+    assert (WarningCode.LAUNCH_BOUND in {warning.code for warning in record.warnings}) is is_delayed
 
 
 @pytest.mark.alone

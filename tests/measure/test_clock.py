@@ -94,6 +94,44 @@ def test_a_step_starts_when_earlier_work_is_done(host_time: HostTime) -> None:
     assert host_time.now_ns == round(DELAY_S * 1e9)
 
 
+class EventOf:
+    """An event of the lagging device."""
+
+    def __init__(self, device: LaggingDevice) -> None:
+        self.device = device
+
+    def record(self) -> None:
+        self.device.launch(0)
+        self.at_ns = self.device.free_at_ns
+
+    def elapsed_time(self, end: "EventOf") -> float:
+        return (end.at_ns - self.at_ns) / 1e6
+
+
+@pytest.mark.parametrize("late", PHASES)
+def test_events_tell_where_the_device_works_and_the_host_where_it_launches(
+    late: Phase, host_time: HostTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host launches a long kernel in data, which the device ends while the host sleeps in the late phase."""
+    device = LaggingDevice(host_time)
+    monkeypatch.setattr("torch.cuda.synchronize", device.synchronize)
+    monkeypatch.setattr("torch.cuda.Event", lambda enable_timing: EventOf(device))
+    clock = EventClock()
+    for _ in range(2):
+        clock.start()
+        for phase in PHASES:
+            if phase is Phase.DATA:
+                device.launch(DELAY_S)
+            if phase is late:
+                host_time.sleep(3 * DELAY_S)
+            clock.lap(phase)
+        times = clock.stop()
+    assert times.host_phases_s == pytest.approx({phase: 3 * DELAY_S if phase is late else 0.0 for phase in PHASES})
+    on_device = dict.fromkeys(PHASES, 0.0) | {Phase.DATA: DELAY_S, late: 2 * DELAY_S}
+    assert times.phases_s == pytest.approx(on_device | ({Phase.DATA: 3 * DELAY_S} if late is Phase.DATA else {}))
+    assert times.step_s == times.host_s == pytest.approx(3 * DELAY_S)
+
+
 def config(device: Device, sync_phases: bool = False) -> RunConfig:
     return RunConfig(size="tiny", model=SIZES["tiny"], device=device, sync_phases=sync_phases)
 

@@ -35,6 +35,7 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.measure import run as measurement
+from cs336_systems.measure.clock import HostClock, StepTimes
 from cs336_systems.measure.failure import classify, requested_bytes
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.measure.progress import Progress
@@ -95,6 +96,7 @@ def test_a_record_holds_every_step_of_every_phase(mode: Mode, precision: Precisi
         phases_s = [record.measurement(phase).times_s[i] for phase in config.phases]
         assert all(time_s > 0 for time_s in phases_s)
         assert sum(phases_s) <= record.host_times_s[i] + 1e-9 <= step_s + 2e-9
+    assert record.host_phases == (), "a CPU launches as long as it runs"
     assert len(record.warmup_times_s) == 2
     assert len(record.losses) == 5
     assert record.skipped_steps == 0
@@ -229,6 +231,30 @@ def test_a_skipped_step_is_counted_and_not_timed() -> None:
     assert len(record.losses) == 2 + 3 + 2
     changed = [not torch.equal(a, b) for a, b in itertools.pairwise(weights)]
     assert changed == [True, True, True, False, False, True], "which steps changed the weights"
+
+
+class ClockOfLaunches(HostClock):
+    """Tells that forward and backward end with their launches, and the optimizer 50 ms after its."""
+
+    def stop(self) -> StepTimes:
+        times = super().stop()
+        return replace(times, host_phases_s=times.phases_s | {Phase.OPTIMIZER: times.phases_s[Phase.OPTIMIZER] - 0.05})
+
+
+def test_phases_that_wait_for_launches_are_recorded_and_warned_of(
+    monkeypatch: pytest.MonkeyPatch, host_time: HostTime
+) -> None:
+    monkeypatch.setattr(measurement, "make_clock", lambda config: ClockOfLaunches())
+    hook = register_optimizer_step_pre_hook(lambda *_: host_time.sleep(0.06))
+    try:
+        record = measure(CONFIG, Table(lambda step: host_time.sleep(0.1)))
+    finally:
+        hook.remove()
+    assert [(each.phase, each.median_s) for each in record.host_phases] == [
+        (Phase.FORWARD, 0.1), (Phase.BACKWARD, 0), (Phase.OPTIMIZER, pytest.approx(0.01))
+    ]  # fmt: skip
+    assert "62.5 % of the step (forward" in message(record, WarningCode.LAUNCH_BOUND)
+    assert "optimizer)" not in message(record, WarningCode.LAUNCH_BOUND)
 
 
 def test_skipped_steps_are_no_warm_up() -> None:

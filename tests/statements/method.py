@@ -14,7 +14,7 @@ from cs336_systems.config import Phase, Precision, Profiler, RunConfig
 from cs336_systems.costs.curves import SHEPARD_EXPONENT
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.ranks_time import SPEED_BESIDE
-from cs336_systems.costs.time import MAX_LAUNCH_SHARE, QUEUE_DEPTH
+from cs336_systems.costs.time import MAX_BACKLOG_S, MAX_BACKLOG_SHARE, MIN_LAUNCHED_SHARE, QUEUE_DEPTH
 from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
 from cs336_systems.record import Measurement
 from cs336_systems.sweep.ladder import GATE_STEPS
@@ -182,6 +182,6 @@ def drift() -> Sequence[Value]:
     return (100 * warnings.MIN_DRIFT,)
 
 
-@claim(METHOD, r"launching took more than (\d+) % of the step")
+@claim(METHOD, r"in phases that take more than (\d+) % of the step the CPU .* within (\d+) ms, and (\d+) % of its time")
 def launch_bound() -> Sequence[Value]:
-    return (100 * MAX_LAUNCH_SHARE,)
+    return 100 * MIN_LAUNCHED_SHARE, 1e3 * MAX_BACKLOG_S, 100 * MAX_BACKLOG_SHARE

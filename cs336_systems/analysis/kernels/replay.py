@@ -105,7 +105,8 @@ class Queue:
             for job in self.jobs
         ]
         found = replay({Phase.STEP: launches}, self.gap_s, latency_s=self.latency_s)
-        return replace(found, step_s=found.step_s + self.tail_s)
+        step_s = found.step_s + self.tail_s
+        return replace(found, phases_s={Phase.STEP: step_s}, step_s=step_s)
 
 
 def queue_of(profile: StepProfile) -> Queue | None:

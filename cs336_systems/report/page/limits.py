@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cs336_systems.analysis.advice import against_launches
 from cs336_systems.config import Phase, RunConfig
-from cs336_systems.record import Failure, Status, WarningCode
+from cs336_systems.costs.time import limited_by_launches
+from cs336_systems.record import Failure, RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row
 from cs336_systems.report.frame import codes_of
 from cs336_systems.report.numbers import milliseconds, percent_of
@@ -59,13 +60,21 @@ def _launches(steps: Sequence[Named], own: Subjects) -> Iterator[Linked]:
         ways = list(dict.fromkeys(against_launches(step.row["config"]) for step in launched))
         whom = f", for {launched[0].name}," if len(ways) > 1 else ""
         yield linked(f"The host's launches limit {_of(launched, steps)}: ", *named, f". What helps{whom} is {ways[0]}.")
-    watched = {record.config.configuration for record in own.results.published if record.launch_times_s}
+    watched = {record.config.configuration for record in own.results.published if _is_behind_host(record)}
     others = [step for step in timed if step.row["config"] in watched and step not in launched]
     if others:
         is_rest = 0 < len(launched) == len(steps) - len(others) and len(own.steps) == 1
         which = f"the other {len(others)}" if is_rest else _of(others, steps)
         took = [", which takes ", *between(others, "step_mean_ms", milliseconds)] if is_rest else []
         yield linked(f"In {which} the GPU is still at work when the host has launched a step", *took, ".")
+
+
+def _is_behind_host(record: RunRecord) -> bool:
+    """Whether the GPU is still at work when the host has launched a step."""
+    step, host_s = record.measurement(Phase.STEP), record.launch_times_s
+    if step is None or not host_s:
+        return False
+    return not limited_by_launches({Phase.STEP: step.times_s}, {Phase.STEP: host_s})
 
 
 def _longest_phase(steps: Sequence[Named], own: Subjects) -> Iterator[Linked]:

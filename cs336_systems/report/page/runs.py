@@ -5,6 +5,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from cs336_systems.analysis.warnings import launched_phases
 from cs336_systems.config import Phase, Profiler
 from cs336_systems.record import Environment, GpuState, Measurement, Memory, RunRecord, Status, encode_record
 from cs336_systems.report.frame import order
@@ -167,7 +168,10 @@ def _times(record: RunRecord) -> Iterator[tuple[str, str]]:
     phases = [f"{own.phase} {_mean(own)}" for own in record.measurements if own.phase is not Phase.STEP]
     yield "Phases", ", ".join(phases)
     if host:
-        yield "Launching a step", f"{_mean(Measurement(Phase.STEP, host))} of the host"
+        launched = launched_phases(record.measurements, record.host_phases).items()
+        waiting = ", ".join(f"{phase} ({significant(time_s * 1e3)} ms)" for phase, time_s in launched)
+        waits = f"; the GPU waits for it in {waiting}" if waiting else ""
+        yield "Launching a step", f"{_mean(Measurement(Phase.STEP, host))} of the host{waits}"
     if warmup:
         first = f"{counted(len(warmup), 'step')}, the first {significant(warmup[0] * 1e3)} ms"
         yield "Warm-up", f"{first}{f', the last {significant(warmup[-1] * 1e3)} ms' if len(warmup) > 1 else ''}"

@@ -72,7 +72,8 @@ def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found
         row[f"{phase}_ms"] = None if measured_s is None else 1e3 * measured_s
         row[f"predicted_{phase}_ms"] = None if predicted_s is None else 1e3 * predicted_s
         row[f"{phase}_error"] = None if not measured_s or predicted_s is None else 100 * (predicted_s / measured_s - 1)
-    row |= {"limit": limit, "predicted_limit": found.limit, "predicted_busy_share": found.busy_share}
+    predicted_limit = found.limit if any(record.host_phases for record in records) else found.limit_of_whole
+    row |= {"limit": limit, "predicted_limit": predicted_limit, "predicted_busy_share": found.busy_share}
     return row | {"warnings": ";".join(sorted(codes))}
 
 

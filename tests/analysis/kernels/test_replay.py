@@ -10,9 +10,10 @@ import pytest
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.changes import without_exposed_communication, without_launches
 from cs336_systems.analysis.kernels.explain import explain
-from cs336_systems.analysis.kernels.replay import Queue, queue_of
+from cs336_systems.analysis.kernels.replay import Job, Queue, queue_of
 from cs336_systems.analysis.kernels.step_profile import StepProfile, read_profile
 from cs336_systems.analysis.kernels.summary import summarise
+from cs336_systems.costs.time import Limit
 from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, make_trace
 from tests.committed import committed_directories
 
@@ -124,6 +125,13 @@ def test_a_full_queue_says_nothing_about_the_host() -> None:
     assert max(after - before for before, after in pairwise(launches)) > 200_000
     assert found.host_s == pytest.approx(3000 * 5e-6, rel=0.01)
     assert ns(found) == pytest.approx(ends[-1] + TAIL, rel=1e-3)
+
+
+def test_a_long_time_after_the_last_kernel_is_no_reason_of_the_host() -> None:
+    """A thousand launches of 100 us, after which the device takes 10 us, or 2 ms more."""
+    jobs = [Job(host_s=1e-4, kernel_s=1e-5)] * 1000
+    limits = [Queue(jobs=jobs, latency_s=0.0, gap_s=0.0, tail_s=tail_s).run().limit for tail_s in (0.0, 0.002)]
+    assert limits == [Limit.LAUNCHES, Limit.DEVICE]
 
 
 def test_a_copy_is_part_of_the_stream() -> None:

@@ -257,6 +257,18 @@ def test_launching_is_told_only_where_it_is_not_running(fields, is_told, tmp_pat
     assert any("launch" in name for name in lines) == is_told
 
 
+def test_a_step_that_ends_with_the_host_is_not_said_to_run_on_after_it(tmp_path):
+    """Its optimizer waits for launches, an eighth of the step, which is no reason to call the CPU its limit."""
+    done = make_record(make_config(), (0.02, 0.02))
+    host = tuple(Measurement(phase, (time_s, time_s)) for phase, time_s in
+                 ((Phase.FORWARD, 0.001), (Phase.BACKWARD, 0.004), (Phase.OPTIMIZER, 0.0125)))  # fmt: skip
+    page = sweep_page(Results(records=[replace(done, host_times_s=(0.02, 0.02), host_phases=host)]), tmp_path)
+    (run,) = (block for chapter in page.chapters for block in chapter.blocks if block.kind == "run")
+    assert dict(run.facts)["Launching a step"].endswith("of the host; the GPU waits for it in optimizer (2.500 ms)")
+    told = [text_of(each) for each in findings_of(page)["What limits each configuration"].paragraphs]
+    assert not any("launched" in text for text in told)
+
+
 def test_advice_that_is_not_that_of_all_says_whose_it_is(tmp_path):
     """A run that is fused already cannot be helped by fusing."""
     codes = [WarningCode.LAUNCH_BOUND]

@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,7 +11,7 @@ import pytest
 from cs336_systems import record as record_module
 from cs336_systems.config import Phase, Precision
 from cs336_systems.costs.time import Limit, step_time
-from cs336_systems.record import WarningCode
+from cs336_systems.record import Measurement, WarningCode
 from cs336_systems.report.section import texts_of
 from cs336_systems.report.sections.forecast import FOLDER, forecast_section, scored
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
@@ -44,6 +45,24 @@ def test_errors_are_those_of_the_records() -> None:
     assert [row["limit"] for row in rows] == [Limit.DEVICE, Limit.LAUNCHES]
     texts = texts_of(forecast_section(rows, others))
     assert len(texts["errors.csv"].splitlines()) == 3
+
+
+class SlowHost(Ceilings):
+    """Each launch takes 1 ms, and AdamW 100 times as long as a copy."""
+
+    def curves(self, device_name):
+        found = super().curves(device_name)
+        return replace(found, launch_s=1e-3, adamw={size: 100 * time_s for size, time_s in found.adamw.items()})
+
+
+@pytest.mark.parametrize("is_by_phase", [False, True])
+def test_the_predicted_limit_is_found_as_that_of_the_record_was(is_by_phase) -> None:
+    """At the end of a step with a slow host the device is at work on AdamW: only phases show what limits most of it."""
+    record = make_record(make_config("tiny", 16, optimizer="fused"), [1.0])
+    if is_by_phase:
+        record = replace(record, host_phases=(Measurement(Phase.FORWARD, (0.1,)),))
+    ((row,), _) = scored({PLACE: [record]}, lambda _: SlowHost((make_rates(),)))
+    assert row["predicted_limit"] is (Limit.LAUNCHES if is_by_phase else Limit.DEVICE)
 
 
 def test_what_is_not_predicted_is_counted() -> None:
