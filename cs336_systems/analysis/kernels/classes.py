@@ -51,7 +51,9 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
     # the CUDA driver: "Memcpy DtoH (Device -> Pageable)" in Kineto, "[CUDA memset]" in nsys
     (r"memcpy|memset", KernelClass.COPY_AND_FILL),
     # PyTorch's foreach copy and zero, before the other foreach kernels
-    (r"multi_tensor_apply_kernel.{0,200}?(?:CopyFunctor|ZeroFunctor|<copy>|<zero>)", KernelClass.COPY_AND_FILL),
+    (r"multi_tensor_apply_kernel.{0,200}?(?:CopyFunctor|ZeroFunctor|::Copy<|<copy>|<zero>)", KernelClass.COPY_AND_FILL),
+    # PyTorch's foreach norm by the largest magnitude (NormType 2), as for the scales of fp8; others clip gradients
+    (r"(?:LpNormFunctor|lpnorm_cleanup)<.{0,60}?NormType\)2,", KernelClass.REDUCTION),
     # PyTorch: fused and foreach optimizers, GradScaler, gradient clipping; Apex and Transformer Engine say the same
     (r"multi_tensor_apply|_foreach_|lpnorm_cleanup|amp_update_scale|adam(?!ard)|^Optimizer\.", KernelClass.OPTIMIZER),
     # PyTorch: copies and casts are element-wise kernels around a copy functor, fills around FillFunctor

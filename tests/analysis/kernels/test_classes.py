@@ -271,6 +271,9 @@ REDUCTION = (
     "cpp_fused_sum_view_3",
     "aten::sum",
     "aten::embedding_dense_backward",
+    f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<1>, "
+    "at::native::LpNormFunctor<c10::BFloat16, (at::native::NormType)2, c10::BFloat16, 1, 1, 0>, float*, int>()",
+    f"{UNNAMED}lpnorm_cleanup<c10::BFloat16, (at::native::NormType)2, c10::BFloat16, true, float>(float const*)",
     "_reduce_sums",  # this project's
     "_lookup_grads",
 )
@@ -309,6 +312,8 @@ COPY_AND_FILL = (
     "at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel(char **, char **, long *)",
     f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<2>, at::native::"
     "(anonymous namespace)::CopyFunctor<float, c10::BFloat16, 2, 1, 1>, at::native::Copy<float, c10::BFloat16> >()",
+    f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<2>, at::native::"
+    "(anonymous namespace)::UnaryOpFunctor<float, 2, 1, 1>, at::native::Copy<float, float> >()",
     "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, false, true>(cudnn::ops::nchw2nhwc_params_t<float>)",
     "triton_poi_fused__to_copy_2",  # a cast
     "triton_poi_fused_clone_transpose_view_4",
