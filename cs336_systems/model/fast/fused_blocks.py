@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_unit
 
-GELU_BLOCK, GELU_ROWS = 1024, 4
-"""Columns of one program of GELU, and rows if it finds their largest magnitude: each part of the result has one."""
+GELU_BLOCK = 1024
+"""Columns of one program of GELU, which makes so many elements of one row."""
 
 
 def add_norm(
@@ -179,8 +179,8 @@ def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Ten
 
 
 def gelu_parts(x: Tensor, measures: bool) -> int:
-    """How many magnitudes of GELU's result there are."""
-    return -(-x.numel() // x.shape[-1] // GELU_ROWS) * -(-x.shape[-1] // GELU_BLOCK) if measures else 0
+    """How many magnitudes of GELU's result there are: one for what each program makes."""
+    return x.numel() // x.shape[-1] * -(-x.shape[-1] // GELU_BLOCK) if measures else 0
 
 
 @torch.library.custom_op("cs336_systems::bias_gelu_backward", mutates_args=())

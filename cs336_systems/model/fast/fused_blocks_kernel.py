@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.fused_blocks import GELU_BLOCK, GELU_ROWS, gelu_parts
+from cs336_systems.model.fast.fused_blocks import GELU_BLOCK, gelu_parts
 from cs336_systems.model.fast.sums_kernel import STAGES, magnitude, num_programs, summed
 
 NUM_WARPS = 4
@@ -93,12 +93,11 @@ def bias_gelu(x: Tensor, bias: Tensor, *, measures: bool) -> tuple[Tensor, Tenso
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
     result = torch.empty_like(x)
-    rows, rows_each = x.numel() // width, GELU_ROWS if measures else 1
+    grid = (x.numel() // width, triton.cdiv(width, GELU_BLOCK))
     largest = torch.empty(gelu_parts(x, measures), dtype=torch.float32, device=x.device)
-    _bias_gelu_values[(triton.cdiv(rows, rows_each), triton.cdiv(width, GELU_BLOCK))](
-        x, bias, result, largest, rows, width, ROWS=rows_each, MEASURES=measures, BLOCK=GELU_BLOCK,
-        num_warps=NUM_WARPS // 2 * rows_each,
-    )  # fmt: skip
+    _bias_gelu_values[grid](
+        x, bias, result, largest, width, MEASURES=measures, BLOCK=GELU_BLOCK, num_warps=NUM_WARPS // 2
+    )
     return result, largest
 
 
@@ -202,19 +201,18 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bias_gelu_values(  # type: ignore[no-untyped-def]
-    x, bias, result, largest, rows, width, ROWS: tl.constexpr, MEASURES: tl.constexpr, BLOCK: tl.constexpr
+    x, bias, result, largest, width, MEASURES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < width)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
     at = row * width + column
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(bias + column, mask=inside).to(tl.float32)
     value *= _gelu_share(value)
     tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
     if MEASURES:
-        part = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(largest + part, tl.max(tl.where(inside, magnitude(value, result), 0.0)))
+        part = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(largest + part, tl.max(tl.where(inside, magnitude(value, result), 0.0), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
