@@ -421,18 +421,17 @@ def test_training_in_fp8_passes_its_own_bound_alone(expected, arch, seed):
         assert not judge(Precision.BF16, [losses], [expected(arch, seed)]).passed
 
 
-def cast_without_a_unit(x):
-    return x.to(fp8.DTYPE).contiguous(), torch.ones(())
+def cast_without_a_unit(x, unit):
+    return CAST(x, torch.ones_like(unit))
 
 
-def forget_a_tenth(x):
-    cast, unit = CAST(x)
-    return cast, 1.1 * unit
+def forget_a_tenth(x, unit):
+    return CAST(x, 1.1 * unit)
 
 
-def cut_off_the_largest(x):
-    unit = x.abs().float().mean() / 448
-    return (x.float() / unit).clamp(-448, 448).to(fp8.DTYPE).contiguous(), unit
+def cut_off_the_largest(x, unit):
+    mean = x.abs().float().mean()
+    return CAST(x.float().clamp(-mean, mean), unit)
 
 
 CAST = fp8._cast

@@ -15,7 +15,7 @@ from torch import Tensor
 from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_unit
 
 GELU_BLOCK = 1024
-"""Columns of one program of GELU, which makes so many elements of one row."""
+"""Columns of one program of GELU."""
 
 
 def add_norm(
@@ -173,7 +173,7 @@ def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Ten
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
-        return fused_blocks_kernel.bias_gelu(x, bias, measures=tag is not None)
+        return fused_blocks_kernel.bias_gelu(x, bias, GELU_BLOCK, measures=tag is not None)
     result = F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype).contiguous()
     return result, magnitudes(result, gelu_parts(x, tag is not None))
 
@@ -189,7 +189,7 @@ def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: boo
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
-        return fused_blocks_kernel.bias_gelu_backward(x, bias, gradient, measures=measures)
+        return fused_blocks_kernel.bias_gelu_backward(x, bias, gradient, GELU_BLOCK, measures=measures)
     wide = torch.ops.aten.gelu_backward(gradient.float(), x.float() + bias.float(), approximate="tanh")
     of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
     of_x = wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format)

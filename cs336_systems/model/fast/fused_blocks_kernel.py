@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.fused_blocks import GELU_BLOCK, gelu_parts
 from cs336_systems.model.fast.sums_kernel import STAGES, magnitude, num_programs, summed
 
 NUM_WARPS = 4
@@ -88,20 +87,23 @@ def add_norm_backward(
     return of_stream, of_branch, *summed(partial, branch_bias_type, maxima)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, *, measures: bool) -> tuple[Tensor, Tensor]:
-    """GELU of x + bias, in its tanh approximation, and the largest magnitude of what each program makes, if asked."""
+def bias_gelu(x: Tensor, bias: Tensor, block: int, *, measures: bool) -> tuple[Tensor, Tensor]:
+    """GELU of x + bias, in its tanh approximation, and, if it `measures`, the largest magnitude of each part.
+
+    A part is what a program makes: `block` columns of a row.
+    """
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
     result = torch.empty_like(x)
-    grid = (x.numel() // width, triton.cdiv(width, GELU_BLOCK))
-    largest = torch.empty(gelu_parts(x, measures), dtype=torch.float32, device=x.device)
-    _bias_gelu_values[grid](
-        x, bias, result, largest, width, MEASURES=measures, BLOCK=GELU_BLOCK, num_warps=NUM_WARPS // 2
-    )
+    grid = (x.numel() // width, triton.cdiv(width, block))
+    largest = torch.empty(grid[0] * grid[1] if measures else 0, dtype=torch.float32, device=x.device)
+    _bias_gelu_values[grid](x, bias, result, largest, width, MEASURES=measures, BLOCK=block, num_warps=NUM_WARPS // 2)
     return result, largest
 
 
-def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, *, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
+def bias_gelu_backward(
+    x: Tensor, bias: Tensor, gradient: Tensor, block: int, *, measures: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x and of the bias, and the unit of the first, which is empty unless it `measures`."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
@@ -109,10 +111,10 @@ def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, *, measures: b
     programs = num_programs(rows, triton.next_power_of_2(width), x.device)
     result = torch.empty_like(x)
     partial = torch.empty(1, programs, width, dtype=torch.float32, device=x.device)
-    grid = (programs, triton.cdiv(width, GELU_BLOCK))
+    grid = (programs, triton.cdiv(width, block))
     maxima = partial.new_empty(grid[0] * grid[1]) if measures else None
     _bias_gelu_grads[grid](
-        x, bias, gradient, result, partial, maxima, rows, width, MEASURES=measures, BLOCK=GELU_BLOCK, STAGES=STAGES,
+        x, bias, gradient, result, partial, maxima, rows, width, MEASURES=measures, BLOCK=block, STAGES=STAGES,
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return result, *summed(partial, bias.dtype, maxima)[1:]
