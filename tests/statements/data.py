@@ -1,6 +1,7 @@
 """The figures of data/README.md that README.md has not, each computed from a committed file."""
 
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import product
@@ -324,3 +325,23 @@ def spread_where_the_cpu_is_the_limit() -> Sequence[Value]:
         fp32 = one(rows, size="small", context_length=128, precision="fp32")
         assert number(low, "step_mean_ms") > number(fp32, "step_mean_ms"), "small is slower in bf16, in both"
     return spread, len(sweeps), *(number(row, "step_mean_ms") for row in bf16)
+
+
+@claim(
+    DATA,
+    r"Of (\d+) steps limited by the device the median error is ([\d.]+) %, and (\d+) are more than (\d+) % off, all of "
+    r"xl in bf16: .* is foretold within ([\d.]+) %\. Of these steps (\d+) are marked `unstable`; of the other one, "
+    r"forward alone varies by (\d+) %\.",
+)
+def errors_of_forecasts() -> Sequence[Value]:
+    rows = some(linked(DATA, "forecast/errors.csv"), limit="device")
+    far = [row for row in rows if abs(number(row, "step_error")) > 25]
+    assert {(row["size"], row["precision"], row["optimizer"]) for row in far} == {("xl", "bf16", "adamw")}
+    assert all(max(number(row, f"{phase}_error") for phase in ("forward", "backward")) < -20 for row in far)
+    (other,) = (row for row in far if "unstable" not in row["warnings"])
+    same = {name: other[name] for name in ("size", "context_length", "precision", "checkpoint_blocks")}
+    measured = one(table(f"{other['directory']}/results.csv"), **same)
+    variation = number(measured, "forward_std_ms") / number(measured, "forward_mean_ms")
+    median = statistics.median(abs(number(row, "step_error")) for row in rows)
+    optimizer = max(abs(number(row, "optimizer_error")) for row in far)
+    return len(rows), median, len(far), 25, optimizer, len(far) - 1, 100 * variation

@@ -232,9 +232,13 @@ def boundaries_that_add_up() -> Sequence[Value]:
 
 @cache
 def eager_records() -> tuple[RunRecord, ...]:
-    """Of all directories: runs of this project's model that nothing compiled."""
+    """Of all directories: runs of this project's model that nothing compiled, launched kernel by kernel."""
     found = (record for path in committed_runs() for record in load_records(path)[0])
-    return tuple(dict.fromkeys(record for record in found if record.config.compile is CompileMode.NONE))
+    return tuple(
+        dict.fromkeys(
+            record for record in found if record.config.compile is CompileMode.NONE and not record.config.cuda_graph
+        )
+    )
 
 
 def predicted_bytes(config: RunConfig) -> int:

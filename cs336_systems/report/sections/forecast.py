@@ -27,6 +27,7 @@ SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "precision": lambda config: config.precision,
     "attention": lambda config: config.model.attention,
     "optimizer": lambda config: config.optimizer,
+    "cuda_graph": lambda config: config.cuda_graph,
     "checkpoint_blocks": lambda config: config.checkpoint_blocks,
     "fast": lambda config: config.fused_blocks,
 }

@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -9,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from cs336_systems import record as record_module
-from cs336_systems.config import Phase, Precision
+from cs336_systems.config import OptimizerKind, Phase, Precision
 from cs336_systems.costs.time import Limit, step_time
 from cs336_systems.record import Measurement, WarningCode
 from cs336_systems.report.section import texts_of
@@ -75,17 +76,42 @@ def test_what_is_not_predicted_is_counted() -> None:
     assert scored({PLACE: elsewhere}, lambda _: CEILINGS) == ([], 1)
 
 
+def committed_errors() -> list[dict[str, str]]:
+    with (DATA / FOLDER / "errors.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+STABLE_BUT_SLOW = {("e2e_benchmark/checkpointing", "xl", "512", "bf16", "2")}
+"""A step of which forward alone varies by 15 %, as it waits for the CPU, and the whole by just less than warns."""
+
+
+def test_the_committed_errors_are_within_the_bounds_that_were_set() -> None:
+    """Nine of ten steps limited by launches may be as far off as CPUs differ."""
+    rows = committed_errors()
+    sizes = {limit: sorted(abs(float(row["step_error"])) for row in rows if row["limit"] == limit) for limit in Limit}
+    assert min(map(len, sizes.values())) > 50
+    assert statistics.median(sizes[Limit.DEVICE]) <= 5
+    for limit, most in ((Limit.DEVICE, 10), (Limit.LAUNCHES, 35)):
+        assert sum(size <= most for size in sizes[limit]) >= 0.9 * len(sizes[limit])
+    far = {
+        tuple(row[key] for key in ("directory", "size", "context_length", "precision", "checkpoint_blocks"))
+        for row in rows
+        if row["limit"] == Limit.DEVICE and abs(float(row["step_error"])) > 25 and "unstable" not in row["warnings"]
+    }
+    assert far == STABLE_BUT_SLOW
+
+
 def test_the_committed_times_follow_from_configurations_and_ceilings_alone() -> None:
     """Each is predicted again from the cells of its row; of the smallest model, which is quick."""
     curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
     assert curves is not None
-    with (DATA / FOLDER / "errors.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["size"] == "small" and row["fast"] == "False"]
+    rows = [row for row in committed_errors() if row["size"] == "small" and row["fast"] == "False"]
     assert len(rows) > 20
     for row in rows:
         config = make_config(
             "small", int(row["context_length"]), batch_size=int(row["batch_size"]), mode=row["mode"],
             precision=Precision(row["precision"]), model={"attention": row["attention"]},
+            optimizer=OptimizerKind(row["optimizer"]), cuda_graph=row["cuda_graph"] == "True",
         )  # fmt: skip
         found = step_time(config, curves)
         assert found is not None

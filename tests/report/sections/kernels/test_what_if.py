@@ -172,8 +172,10 @@ def measured_steps(directory: Path) -> dict[RunConfig, float]:
 
 
 def is_published(record: RunRecord) -> bool:
-    config = record.config
-    return record.status is Status.OK and config.profiler is Profiler.NONE and not config.sync_phases
+    """Whether it has the time of a step without a profiler that does not wait for its launches."""
+    config, codes = record.config, {warning.code for warning in record.warnings}
+    is_plain = config.profiler is Profiler.NONE and not config.sync_phases
+    return record.status is Status.OK and is_plain and WarningCode.LAUNCH_BOUND not in codes
 
 
 @cache
