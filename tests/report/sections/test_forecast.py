@@ -88,7 +88,7 @@ STABLE_BUT_SLOW = {("e2e_benchmark/checkpointing", "xl", "512", "bf16", "2")}
 def test_the_committed_errors_are_within_the_bounds_that_were_set() -> None:
     """Nine of ten steps limited by launches may be as far off as CPUs differ."""
     rows = committed_errors()
-    sizes = {limit: sorted(abs(float(row["step_error"])) for row in rows if row["limit"] == limit) for limit in Limit}
+    sizes = {limit: [abs(float(row["step_error"])) for row in rows if row["limit"] == limit] for limit in Limit}
     assert min(map(len, sizes.values())) > 50
     assert statistics.median(sizes[Limit.DEVICE]) <= 5
     for limit, most in ((Limit.DEVICE, 10), (Limit.LAUNCHES, 35)):
