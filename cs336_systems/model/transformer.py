@@ -119,7 +119,14 @@ class SelfAttention(nn.Module):
         self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, mask: Mask | None
     ) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
-            output: Tensor = self.output_proj(attend(*self.heads(to_autocast_dtype(x), rotations), mask))
+            x = to_autocast_dtype(x)
+            q, k, v = self.heads(x, rotations)
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before positions
+            if mask is None:
+                values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                values = naive_attention(q, k, v, mask)
+            output: Tensor = self.output_proj(rearrange(values, "batch heads seq d_head -> batch seq (heads d_head)"))
             return output
 
     def heads(
@@ -133,18 +140,6 @@ class SelfAttention(nn.Module):
         if rotations is not None:
             q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)  # one tensor of both halves the kernels
         return q, k, v
-
-
-def attend(
-    q: Float[Tensor, "batch seq heads d_head"],
-    k: Float[Tensor, "batch seq heads d_head"],
-    v: Float[Tensor, "batch seq heads d_head"],
-    mask: Mask | None,
-) -> Float[Tensor, "batch seq d_model"]:
-    """What the heads attend to, side by side: by PyTorch's attention, which is causal, or else as `mask` allows."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before positions
-    values = F.scaled_dot_product_attention(q, k, v, is_causal=True) if mask is None else naive_attention(q, k, v, mask)
-    return rearrange(values, "batch heads seq d_head -> batch seq (heads d_head)")
 
 
 def naive_attention(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 from cs336_systems.config import Precision
 from cs336_systems.costs.calls import Collective
@@ -51,7 +52,8 @@ class Ceilings:
     def curves(self, device_name: str) -> Curves | None:
         """The times from which those of steps are predicted: of the first study of this device that has them.
 
-        The kernels of steps are those of all its studies, so that sizes can be measured one after the other.
+        The kernels of steps are those of all its studies, so that sizes can be measured one after the other. The time
+        of a launch is the median, since the same devices are in machines with faster and slower hosts.
         """
         name = bare_name(device_name)
         if name not in self._curves:
@@ -71,7 +73,8 @@ class Ceilings:
         passes = next((each.passes for each in found if each.passes), {})
         gap_s = next((each.queued_gap_s for each in found if each.queued_gap_s is not None), None)
         return replace(
-            first, matmuls=matmuls, passes=passes, queued_gap_s=gap_s, collectives=self.collectives(name)
+            first, matmuls=matmuls, passes=passes, queued_gap_s=gap_s, collectives=self.collectives(name),
+            launch_s=median(each.launch_s for each in found),
         )  # fmt: skip
 
     def collectives(self, device_name: str) -> dict[int, dict[Collective, dict[int, float]]]:

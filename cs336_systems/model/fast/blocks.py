@@ -31,7 +31,7 @@ from cs336_systems.model.transformer import (
     RMSNorm,
     SelfAttention,
     SwiGLU,
-    attend,
+    naive_attention,
 )
 from cs336_systems.ranges import Range
 
@@ -64,7 +64,7 @@ class PackedAttention(SelfAttention):
 
     output_proj: CopiedLinear
 
-    def __init__(self, attention: SelfAttention, maker: CopyMaker, *, defers_bias: bool) -> None:
+    def __init__(self, attention: SelfAttention, maker: CopyMaker, *, defers_bias: bool = False) -> None:
         nn.Module.__init__(self)
         self.num_heads = attention.num_heads
         parts = attention.q_proj, attention.k_proj, attention.v_proj
@@ -103,6 +103,36 @@ class PackedAttention(SelfAttention):
         return cut_heads(projected, self.packed.bias, self.num_heads, tag)
 
 
+def attend(
+    q: Float[Tensor, "batch seq heads d_head"],
+    k: Float[Tensor, "batch seq heads d_head"],
+    v: Float[Tensor, "batch seq heads d_head"],
+    mask: Mask | None,
+) -> Float[Tensor, "batch seq d_model"]:
+    """What the heads attend to, side by side: by PyTorch's attention, which is causal, or else as `mask` allows."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before positions
+    values = F.scaled_dot_product_attention(q, k, v, is_causal=True) if mask is None else naive_attention(q, k, v, mask)
+    return values.transpose(1, 2).flatten(2)
+
+
+class DeferringAttention(PackedAttention):
+    """Attention that leaves its output projection's bias, if there is one, to the norm that reads the sum."""
+
+    def __init__(self, attention: SelfAttention, maker: CopyMaker) -> None:
+        super().__init__(attention, maker, defers_bias=True)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Float[Tensor, "batch seq d_model"],
+        rotations: Rotations | None,
+        mask: Mask | None,
+        largest: Largest | None,
+    ) -> tuple[Float[Tensor, "batch seq d_model"], Tag | None]:
+        """What attention has to add, and in fp8 its tag; `largest` is of x, if it is known."""
+        with annotate(self.range):
+            return self.output_proj.tagged(attend(*self.heads(x, rotations, largest), mask))
+
+
 class PackedSwiGLU(SwiGLU):
     """SwiGLU whose w1 and w3 are one matmul, unless a part of the packed weight would not be aligned."""
 
@@ -135,10 +165,14 @@ class PackedSwiGLU(SwiGLU):
         """What w2 reads, from what `expand` returned; its largest magnitudes are not known."""
         return swiglu(hidden), None
 
-    def tagged(
+
+class DeferringSwiGLU(PackedSwiGLU):
+    """SwiGLU that tells the tag of its result."""
+
+    def forward(  # type: ignore[override]
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result of the network, and its tag unless a part of the packed weight would not be aligned."""
+        """The result of the network, and in fp8 its tag, if the packed weight is one; `largest` is of x."""
         if self.packed is None:
             return super().forward(x), None
         with annotate(self.range):
@@ -146,33 +180,40 @@ class PackedSwiGLU(SwiGLU):
 
 
 class CopiedGeluMLP(GeluMLP):
-    """GPT-2's feed-forward network; GELU adds the bias of w1 if that is deferred."""
+    """GPT-2's feed-forward network."""
 
     w1: CopiedLinear
     w2: CopiedLinear
 
-    def __init__(self, ffn: GeluMLP, maker: CopyMaker, *, defers_bias: bool) -> None:
+    def __init__(self, ffn: GeluMLP, maker: CopyMaker, *, defers_bias: bool = False) -> None:
         nn.Module.__init__(self)
         self.w1 = CopiedLinear(ffn.w1, maker, defers_bias=defers_bias)
         self.w2 = CopiedLinear(ffn.w2, maker, defers_bias=defers_bias)
 
+
+class DeferringGeluMLP(CopiedGeluMLP):
+    """GPT-2's feed-forward network, in which GELU adds the bias of w1, and the norm that reads the sum that of w2."""
+
+    def __init__(self, ffn: GeluMLP, maker: CopyMaker) -> None:
+        super().__init__(ffn, maker, defers_bias=True)
+
     def expand(
-        self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
+        self, x: Float[Tensor, "... d_model"], largest: Largest | None
     ) -> tuple[Float[Tensor, "... d_ff"], Tag | None]:
-        """The result of w1, without its bias, which must be deferred, and its tag."""
+        """The result of w1, without its bias, and in fp8 its tag."""
         return self.w1.tagged(x, largest)
 
     def activate(
         self, hidden: Float[Tensor, "... d_ff"], tag: Tag | None
     ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
-        """What w2 reads, from what `expand` returned, and its largest magnitudes, if they are needed."""
+        """What w2 reads, from what `expand` returned, and its magnitudes, if they are needed."""
         assert self.w1.deferred_bias is not None
         return bias_gelu(hidden, self.w1.deferred_bias, tag)
 
-    def tagged(
+    def forward(  # type: ignore[override]
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result of the network, without the bias of w2, which must be deferred too, and its tag."""
+        """The result of the network, without the bias of w2, and in fp8 its tag; `largest` is of x."""
         with annotate(self.range):
             return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
@@ -184,9 +225,10 @@ class CopiedBlock(Block):
         nn.Module.__init__(self)
         self.range = block.range
         self.ln1 = block.ln1
-        self.attn = PackedAttention(block.attn, maker, defers_bias=False)
+        self.attn = PackedAttention(block.attn, maker)
         self.ln2 = block.ln2
-        self.ffn = _copied_ffn(block.ffn, maker, defers_bias=False)
+        ffn = block.ffn
+        self.ffn = PackedSwiGLU(ffn, maker) if isinstance(ffn, SwiGLU) else CopiedGeluMLP(ffn, maker)
 
 
 class Deferred(NamedTuple):
@@ -231,18 +273,17 @@ class DeferredBlock(nn.Module):
         super().__init__()
         self.range = block.range
         self.ln1 = AddNorm(block.ln1, feeds_fp8=maker.fp8)
-        self.attn = PackedAttention(block.attn, maker, defers_bias=True)
+        self.attn = DeferringAttention(block.attn, maker)
         self.ln2 = AddNorm(block.ln2, feeds_fp8=maker.fp8)
-        self.ffn = _copied_ffn(block.ffn, maker, defers_bias=True)
+        ffn = block.ffn
+        self.ffn = DeferringSwiGLU(ffn, maker) if isinstance(ffn, SwiGLU) else DeferringGeluMLP(ffn, maker)
 
     def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:
         """The residual stream, and what the block has to add to it."""
         stream, normed, largest = self.ln1(x)
-        with annotate(self.attn.range):
-            values = attend(*self.attn.heads(normed, rotations, largest), mask)
-            branch, tag = self.attn.output_proj.tagged(values)
+        branch, tag = self.attn(normed, rotations, mask, largest)
         stream, normed, largest = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias, tag))
-        branch, tag = self.ffn.tagged(normed, largest)
+        branch, tag = self.ffn(normed, largest)
         return Deferred(stream, branch, self.ffn.w2.deferred_bias, tag)
 
 
@@ -283,9 +324,3 @@ class PaddedHead(nn.Module):
             if self._surplus:
                 return F.linear(x, F.pad(to_autocast_dtype(self.weight), (0, 0, 0, self._surplus)))
             return F.linear(x, self.weight)
-
-
-def _copied_ffn(ffn: SwiGLU | GeluMLP, maker: CopyMaker, *, defers_bias: bool) -> PackedSwiGLU | CopiedGeluMLP:
-    if isinstance(ffn, SwiGLU):
-        return PackedSwiGLU(ffn, maker)
-    return CopiedGeluMLP(ffn, maker, defers_bias=defers_bias)

@@ -81,10 +81,6 @@ def committed_errors() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-STABLE_BUT_SLOW = {("e2e_benchmark/checkpointing", "xl", "512", "bf16", "2")}
-"""A step of which forward alone varies by 15 %, as it waits for the CPU, and the whole by just less than warns."""
-
-
 def test_the_committed_errors_are_within_the_bounds_that_were_set() -> None:
     """Nine of ten steps limited by launches may be as far off as CPUs differ."""
     rows = committed_errors()
@@ -93,12 +89,7 @@ def test_the_committed_errors_are_within_the_bounds_that_were_set() -> None:
     assert statistics.median(sizes[Limit.DEVICE]) <= 5
     for limit, most in ((Limit.DEVICE, 10), (Limit.LAUNCHES, 35)):
         assert sum(size <= most for size in sizes[limit]) >= 0.9 * len(sizes[limit])
-    far = {
-        tuple(row[key] for key in ("directory", "size", "context_length", "precision", "checkpoint_blocks"))
-        for row in rows
-        if row["limit"] == Limit.DEVICE and abs(float(row["step_error"])) > 25 and "unstable" not in row["warnings"]
-    }
-    assert far == STABLE_BUT_SLOW
+    assert max(sizes[Limit.DEVICE]) <= 25
 
 
 def test_the_committed_times_follow_from_configurations_and_ceilings_alone() -> None:
