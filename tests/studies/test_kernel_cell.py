@@ -182,3 +182,14 @@ def test_the_kernels_of_all_studies_of_a_device_count_and_a_layer_of_the_first_a
     assert found is not None
     assert [found.matmul_s(Precision.FP32, side, side, side) for side in (16, 32)] == pytest.approx([3e-6, 5e-6])
     assert [each.flops_per_s for each in found.matmuls[Precision.FP32] if each.form is None] == pytest.approx([1e12])
+
+
+def test_a_launch_takes_what_it_does_on_the_host_of_medium_speed() -> None:
+    streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
+    hosts = [
+        make_ceilings([], streams, [LaunchCell(launch=launch, timing=lasting(time_s)) for launch in Launch])
+        for time_s in (1e-6, 9e-6, 2e-6)
+    ]
+    found = Ceilings(tuple(hosts)).curves("NVIDIA H200")
+    assert found is not None
+    assert found.launch_s == pytest.approx(2e-6)
