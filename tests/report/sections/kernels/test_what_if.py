@@ -1,10 +1,6 @@
-"""What a step would take with changes: tables and sentences of known causes, and committed runs with the change."""
+"""What a step would take with changes: tables and sentences of known causes."""
 
-import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
@@ -16,19 +12,16 @@ from cs336_systems.config import (
     Device,
     OptimizerKind,
     Parallel,
-    Phase,
     Precision,
-    Profiler,
     RunConfig,
 )
 from cs336_systems.costs.time import Limit
-from cs336_systems.record import RunRecord, RunWarning, Status, WarningCode, load_records
-from cs336_systems.report.sections.kernels.entries import Explained, load_profiled, replayed
+from cs336_systems.record import RunWarning, WarningCode
+from cs336_systems.report.sections.kernels.entries import Explained, replayed
 from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.report.sections.kernels.what_if import proposals, what_if_section
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, load_ceilings
+from cs336_systems.studies.ceilings_files import NO_CEILINGS
 from tests.analysis.kernels.test_replay import recorded, simulated
-from tests.committed import DATA, committed_directories
 from tests.report.reading import csv_rows
 from tests.report.sections.kernels.profiles import make_cpu_profile, make_entry, make_profile, numbers
 
@@ -133,99 +126,3 @@ def test_what_a_run_cannot_have_is_not_open_to_it() -> None:
     assert not Remedy.GRAPHS.is_open_to(replace(PLAIN, precision=Precision.FP16))
     assert not Remedy.ATTENTION.is_open_to(replace(PLAIN, model=replace(PLAIN.model, attention=Attention.SDPA)))
     assert not Remedy.OVERLAP.is_open_to(PLAIN)
-
-
-# committed runs: a profile of a step tells what committed runs with the change have measured
-
-WITHOUT_TIME = ("seed", "warmup_steps", "measured_steps", "ranges", "repeat")
-"""Settings by which runs of one step may differ."""
-SAME_MACHINE = 0.1
-"""Largest relative difference of the unchanged step in both sweeps: more is that of another machine's CPU."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A change that was replayed, and measured."""
-
-    name: str
-    remedy: Remedy
-    replayed_s: float
-    replayed_gain_s: float
-    measured_s: float
-    gain_s: float
-
-    @property
-    def is_right(self) -> bool:
-        """Within 10 % of the step or 20 % of the gain, whichever is larger."""
-        return abs(self.replayed_s - self.measured_s) <= max(0.1 * self.measured_s, 0.2 * abs(self.gain_s))
-
-
-def measured_steps(directory: Path) -> dict[RunConfig, float]:
-    """Median of the median steps of each configuration of a sweep."""
-    found: dict[RunConfig, list[float]] = {}
-    for record in load_records(directory / "runs")[0]:
-        if is_published(record):
-            measured = record.measurement(Phase.STEP)
-            assert measured is not None
-            found.setdefault(record.config.with_defaults(*WITHOUT_TIME), []).append(measured.median_s)
-    return {config: statistics.median(times_s) for config, times_s in found.items()}
-
-
-def is_published(record: RunRecord) -> bool:
-    """Whether it has the time of a step without a profiler that does not wait for its launches."""
-    config, codes = record.config, {warning.code for warning in record.warnings}
-    is_plain = config.profiler is Profiler.NONE and not config.sync_phases
-    return record.status is Status.OK and is_plain and WarningCode.LAUNCH_BOUND not in codes
-
-
-@cache
-def pairs() -> tuple[Pair, ...]:
-    """All changes of committed profiles that a sweep has measured; those of memory have too few steps for times."""
-    ceilings = load_ceilings(DATA / "ceilings")
-    directories = [path for path in committed_directories() if (path / "runs").is_dir()]
-    sweeps = {str(path): measured_steps(path) for path in directories if path.parent.name != "memory_profiles"}
-    found: list[Pair] = []
-    for directory in directories:
-        if (directory / "kernels").is_dir():
-            for entry in replayed(load_profiled(load_records(directory / "runs")[0], directory), ceilings):
-                found += pairs_of(f"{directory.name} {entry.config.label}", entry, sweeps)
-    return tuple(found)
-
-
-def pairs_of(name: str, entry: Explained, sweeps: dict[str, dict[RunConfig, float]]) -> Iterator[Pair]:
-    found, config, plain = entry.what_if, entry.config, entry.plain
-    if found is None or found.step_s is None or config is None or plain is None:
-        return
-    now, own = config.unprofiled.with_defaults(*WITHOUT_TIME), plain.measurement(Phase.STEP)
-    assert own is not None
-    for each in found.changed:
-        other = each.remedy.applied_to(config.unprofiled)
-        changed = None if other is None else other.with_defaults(*WITHOUT_TIME)
-        # on one kind of GPU, a step that its launches do not limit takes as long in each sweep
-        known = {} if WarningCode.LAUNCH_BOUND in {w.code for w in plain.warnings} else {now: own.median_s}
-        steps = [
-            (before_s, times_s[changed])
-            for times_s in sweeps.values()
-            if changed in times_s
-            and (before_s := (known | times_s).get(now)) is not None
-            and abs(before_s / own.median_s - 1) <= SAME_MACHINE
-        ]
-        if each.step_s is not None and steps:
-            gains_s = [before - after for before, after in steps]
-            measured_s, gain_s = statistics.median([after for _, after in steps]), statistics.median(gains_s)
-            yield Pair(name, each.remedy, each.step_s, found.step_s - each.step_s, measured_s, gain_s)
-
-
-def test_committed_changes_take_as_long_as_replayed() -> None:
-    assert {pair.remedy for pair in pairs()} >= {Remedy.BF16, Remedy.COMPILE, Remedy.ATTENTION, Remedy.OVERLAP}
-    assert [pair for pair in pairs() if not pair.is_right] == []
-
-
-def test_gains_of_committed_changes_are_in_the_order_measured() -> None:
-    """Where two differ by more than a percent of the step."""
-    for name in {pair.name for pair in pairs()}:
-        own = sorted((pair for pair in pairs() if pair.name == name), key=lambda pair: -pair.gain_s)
-        for larger in own:
-            for smaller in own:
-                if larger.gain_s - smaller.gain_s > 0.01 * larger.measured_s:
-                    assert larger.replayed_gain_s > smaller.replayed_gain_s, (larger, smaller)
