@@ -274,13 +274,18 @@ from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.measure.step import TrainingStep
 
 model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4, arch="gpt2")
-config = RunConfig(size="custom", model=model, precision="bf16", optimizer="fused", cast_once=True, fused_blocks=True)
-step = TrainingStep(config)
-with torch.autocast("cpu", torch.bfloat16):
-    explained = torch._dynamo.explain(step.trainable.loss)(*step.batches())
-print(json.dumps([explained.graph_count, explained.graph_break_count]))
+found = []
+for fp8 in (False, True):
+    config = RunConfig(size="custom", model=model, precision="bf16", optimizer="fused", cast_once=True,
+                       fused_blocks=True, fp8=fp8)
+    step = TrainingStep(config)
+    with torch.autocast("cpu", torch.bfloat16):
+        explained = torch._dynamo.explain(step.trainable.loss)(*step.batches())
+    found.append([explained.graph_count, explained.graph_break_count])
+print(json.dumps(found))
 """
 
 
 def test_the_whole_model_is_one_graph() -> None:
-    assert in_fresh_process(ONE_GRAPH) == [1, 0]
+    """In bf16, and in fp8."""
+    assert in_fresh_process(ONE_GRAPH) == [[1, 0], [1, 0]]
