@@ -12,6 +12,7 @@ from cs336_systems.analysis.kernels.step_profile import StepProfile, decode_prof
 from cs336_systems.analysis.kernels.what_if import WhatIf, what_if
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.costs.time import TimePrediction
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.entries import load_entries
 from cs336_systems.studies.ceilings_files import Ceilings
@@ -92,7 +93,11 @@ def replayed(entries: Iterable[E], ceilings: Ceilings) -> list[E]:
 
 
 def _what_if(entry: Explained, ceilings: Ceilings) -> WhatIf:
-    """The host's time is that of the run without a profiler if launches limit it; otherwise that time is a bound."""
+    """What changes would bring, with the host's time of the run without a profiler.
+
+    Where launches do not limit that run, the host also waited for the device: then its time is a bound, and what the
+    ceilings foretell counts, at the speed at which this run's host launched forward.
+    """
     curves = ceilings.curves(entry.device_name or next(iter(entry.profile.device_names), ""))
     plain = None if entry.config is None else entry.config.unprofiled
     predicted = None if plain is None or curves is None else predicted_time(plain, curves)
@@ -100,8 +105,19 @@ def _what_if(entry: Explained, ceilings: Ceilings) -> WhatIf:
     known_s = [statistics.median(measured)] if measured else []
     is_host_measured = entry.plain is not None and WarningCode.LAUNCH_BOUND in {w.code for w in entry.plain.warnings}
     if predicted is not None and not (known_s and is_host_measured):
-        known_s.append(predicted.launch_s)
+        known_s.append(predicted.launch_s * _slowness(entry.plain, predicted))
     return what_if(entry.profile, entry.config, curves, min(known_s, default=None))
+
+
+def _slowness(plain: RunRecord | None, predicted: TimePrediction) -> float:
+    """How many times as long as foretold the run's host took to launch forward; 1 if that was not timed.
+
+    Forward begins with an empty queue, so that its host waits least for the device.
+    """
+    timed = () if plain is None else plain.host_phases
+    measured = next((each.times_s for each in timed if each.phase is Phase.FORWARD), None)
+    foretold_s = predicted.host_phases_s.get(Phase.FORWARD)
+    return statistics.median(measured) / foretold_s if measured and foretold_s else 1.0
 
 
 def _plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:

@@ -12,16 +12,20 @@ from cs336_systems.config import (
     Device,
     OptimizerKind,
     Parallel,
+    Phase,
     Precision,
     RunConfig,
 )
+from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import Limit
-from cs336_systems.record import RunWarning, WarningCode
+from cs336_systems.record import Measurement, RunWarning, WarningCode
 from cs336_systems.report.sections.kernels.entries import Explained, replayed
 from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.report.sections.kernels.what_if import proposals, what_if_section
-from cs336_systems.studies.ceilings_files import NO_CEILINGS
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+from cs336_systems.studies.ceilings_records import Launch
 from tests.analysis.kernels.test_replay import recorded, simulated
+from tests.report.ceilings import lasting, make_rates
 from tests.report.reading import csv_rows
 from tests.report.sections.kernels.profiles import make_cpu_profile, make_entry, make_profile, numbers
 
@@ -59,6 +63,30 @@ def test_the_host_of_a_run_without_a_profiler_counts_where_launches_limit_it() -
     (unknown,) = replayed([replace(entry, plain=None)], NO_CEILINGS)
     assert unknown.what_if.step_s == pytest.approx(1e-9 * (100 * 50 + 6 + 10 + 40))
     assert unknown.what_if.is_host_of_profiler
+
+
+@pytest.mark.parametrize("slowness", [1, 2, 3])
+def test_where_the_host_waits_for_the_device_it_is_as_fast_as_in_forward(slowness: int) -> None:
+    """Launching is foretold to take 1,500 ns; in forward this run's host took a multiple of what is foretold."""
+    entry = make_entry(of_slow_host().profile)
+    of_one_launch = predicted_time(entry.plain.config, ceilings_with_launch(1e-9).curves("NVIDIA H200"))
+    ceilings = ceilings_with_launch(1e-9 * 1.5e-6 / of_one_launch.launch_s)
+    predicted = predicted_time(entry.plain.config, ceilings.curves("NVIDIA H200"))
+    forward_s = slowness * predicted.host_phases_s[Phase.FORWARD]
+    plain = replace(
+        entry.plain, host_times_s=(1.0, 1.0), host_phases=(Measurement(Phase.FORWARD, (forward_s, forward_s)),)
+    )
+    (found,) = replayed([replace(entry, plain=plain)], ceilings)
+    assert found.what_if.step_s == pytest.approx(1e-9 * (100 * 15 * slowness + 6 + 10 + 40))
+    (untimed,) = replayed([replace(entry, plain=replace(plain, host_phases=()))], ceilings)
+    assert untimed.what_if.step_s == pytest.approx(1e-9 * (100 * 15 + 6 + 10 + 40))
+
+
+def ceilings_with_launch(time_s: float) -> Ceilings:
+    rates = make_rates()
+    launches = [replace(cell, timing=lasting(time_s, count=10**6)) for cell in rates.launches if cell.launch is Launch.EAGER]
+    others = [cell for cell in rates.launches if cell.launch is not Launch.EAGER]
+    return Ceilings((replace(rates, launches=(*launches, *others)),))
 
 
 def test_a_profile_without_single_kernels_has_no_table_and_proposes_without_numbers() -> None:
