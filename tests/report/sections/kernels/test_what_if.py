@@ -84,7 +84,9 @@ def test_where_the_host_waits_for_the_device_it_is_as_fast_as_in_forward(slownes
 
 def ceilings_with_launch(time_s: float) -> Ceilings:
     rates = make_rates()
-    launches = [replace(cell, timing=lasting(time_s, count=10**6)) for cell in rates.launches if cell.launch is Launch.EAGER]
+    launches = [
+        replace(cell, timing=lasting(time_s, count=10**6)) for cell in rates.launches if cell.launch is Launch.EAGER
+    ]
     others = [cell for cell in rates.launches if cell.launch is not Launch.EAGER]
     return Ceilings((replace(rates, launches=(*launches, *others)),))
 
