@@ -30,11 +30,14 @@ gradient of the others.
 TINY = 1e-30
 """Lower bound on the largest element, so that a tensor of zeros has a unit too."""
 MAX = torch.finfo(DTYPE).max
+"""The largest number of the type."""
 
 Largest = Float[Tensor, " parts"]
 """Magnitudes in fp32, of which the largest is that of a tensor; one is not finite if an element is not."""
 Unit = Float[Tensor, ""]
+"""What a tensor is divided by, in fp32."""
 Tag = Float[Tensor, "1"]
+"""An element beside the result of a layer, whose gradient is the unit of the result's gradient."""
 
 
 def fp8_linear(
@@ -50,7 +53,7 @@ def fp8_linear(
     of 16, the layer computes in the weight's type. x and the weight are kept for backward in fp8: half the bytes of
     bf16, and cast only once.
     """
-    return _fp8_linear(x, weight, bias, largest, weight_unit, is_tagged=False)[0]
+    return tagged_fp8_linear(x, weight, bias, largest, weight_unit, reads_tag=False)[0]
 
 
 def tagged_fp8_linear(
@@ -59,17 +62,29 @@ def tagged_fp8_linear(
     bias: Float[Tensor, " d_out"] | None = None,
     largest: Largest | None = None,
     weight_unit: Unit | None = None,
+    *,
+    reads_tag: bool = True,
 ) -> tuple[Float[Tensor, "... d_out"], Tag]:
     """What `fp8_linear` returns, and a tag, which must be given to the only operation that reads the result.
 
-    That operation's backward gives the tag the unit of the result's gradient in place of a gradient.
+    That operation's backward gives the tag the unit of the result's gradient in place of a gradient. Unless it
+    `reads_tag`, this layer's backward finds the unit itself, and the tag may be dropped.
     """
-    return _fp8_linear(x, weight, bias, largest, weight_unit, is_tagged=True)
+    x = x.to(weight.dtype)
+    rows = x.flatten(0, -2)
+    if any(size % FP8_MULTIPLE for size in (*rows.shape, len(weight))):
+        return F.linear(x, weight, bias), x.new_empty(1, dtype=torch.float32)
+    result, tag = _Fp8Linear.apply(rows, weight, bias, largest, weight_unit, reads_tag)  # type: ignore[no-untyped-call]
+    return result.unflatten(0, x.shape[:-1]), tag
 
 
 def unit_of(largest: Largest) -> Unit:
     """The unit of a tensor with these magnitudes."""
-    return largest.amax().float().clamp(min=TINY) / MAX
+    return _units(largest.amax())
+
+
+def _units(largest: Tensor) -> Tensor:
+    return largest.float().clamp(min=TINY) / MAX
 
 
 def own_unit(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
@@ -86,24 +101,7 @@ def update_units(weights: Sequence[Tensor], units: Sequence[Unit]) -> None:
     """Set the units of weights, which are read in few launches for all of them."""
     with torch.no_grad():
         largest = torch.stack(torch._foreach_norm([*weights], math.inf))
-        torch._foreach_copy_([*units], [*(largest.float().clamp(min=TINY) / MAX).unbind()])
-
-
-def _fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    largest: Tensor | None,
-    weight_unit: Tensor | None,
-    *,
-    is_tagged: bool,
-) -> tuple[Tensor, Tensor]:
-    x = x.to(weight.dtype)
-    rows = x.flatten(0, -2)
-    if any(size % FP8_MULTIPLE for size in (*rows.shape, len(weight))):
-        return F.linear(x, weight, bias), x.new_empty(1, dtype=torch.float32)
-    result, tag = _Fp8Linear.apply(rows, weight, bias, largest, weight_unit, is_tagged)  # type: ignore[no-untyped-call]
-    return result.unflatten(0, x.shape[:-1]), tag
+        torch._foreach_copy_([*units], [*_units(largest).unbind()])
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -115,13 +113,13 @@ class _Fp8Linear(torch.autograd.Function):
         bias: Tensor | None,
         largest: Tensor | None,
         weight_unit: Tensor | None,
-        is_tagged: bool,
+        reads_tag: bool,
     ) -> tuple[Tensor, Tensor]:
         x_unit = unit_of(_largest_of_rows(x) if largest is None else largest)
         weight_unit = unit_of(_largest_of_rows(weight)) if weight_unit is None else weight_unit
         x8, weight8 = _cast(x, x_unit), _cast(weight, weight_unit)
         ctx.save_for_backward(x8, x_unit, weight8, weight_unit)
-        ctx.has_bias, ctx.is_tagged = bias is not None, is_tagged
+        ctx.has_bias, ctx.reads_tag = bias is not None, reads_tag
         # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use full accumulation
         result = _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
         return result, x.new_empty(1, dtype=torch.float32)
@@ -133,7 +131,7 @@ class _Fp8Linear(torch.autograd.Function):
         unit: Tensor,
     ) -> tuple[Tensor | None, ...]:
         x8, x_unit, weight8, weight_unit = ctx.saved_tensors
-        unit = unit.view(()) if ctx.is_tagged else unit_of(_largest_of_rows(gradient))
+        unit = unit.view(()) if ctx.reads_tag else unit_of(_largest_of_rows(gradient))
         gradient8 = _cast(gradient, unit)
         of_x = _matmul(gradient8, _by_columns(weight8), unit, weight_unit, gradient.dtype)
         of_weight = _matmul(_by_columns(gradient8).t(), _by_columns(x8), unit, x_unit, gradient.dtype)
