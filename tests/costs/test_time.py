@@ -27,6 +27,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters
 from cs336_systems.costs.curves import Curves, Matmul
+from cs336_systems.costs.forecast.step import SAVED_OF_BLOCK
 from cs336_systems.costs.forecast.tape import MATMULS_OF
 from cs336_systems.costs.time import (
     Launch,
@@ -252,6 +253,26 @@ def test_a_block_launches_and_views_what_pytorch_dispatches(
             for name in ("views", "calls")
         }
         assert ours == {"views": views, "calls": kernels}, phase
+
+
+@pytest.mark.usefixtures("norms_of_one_kernel")
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("arch", Arch)
+def test_autograd_saves_as_many_tensors_of_a_block_as_a_checkpoint_notes(
+    arch: Arch, attention: Attention, precision: Precision
+) -> None:
+    model = replace(MODEL, arch=arch, attention=attention)
+    network = TransformerLM(model)
+    x = torch.zeros(RUN.batch_size, model.context_length, model.d_model, requires_grad=True)
+    saved: list[Tensor] = []
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=precision is Precision.BF16),
+        torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None),
+    ):
+        network.layers[0](x, *network.tables(model.context_length))
+    means = 2 if arch is Arch.CS336 else 0  # LayerNorm's, which stands for RMSNorm here
+    assert len(saved) - means == SAVED_OF_BLOCK[arch]
 
 
 @pytest.mark.parametrize(("kind", "tensors"), [(OptimizerKind.ADAMW, 18), (OptimizerKind.FUSED, 7)])

@@ -104,7 +104,7 @@ class Operation:
     calls: int = 1
     """Operations that the host dispatches."""
     views: int = 0
-    """Views that the host makes before it, each in about the time of a launch."""
+    """Views that the host makes before it, each in about the time of a launch, and what else takes as long."""
 
 
 ADAMW_BYTES = 7 * 4
@@ -205,7 +205,7 @@ class Tape:
         return replace(make(self, *arguments), views=views)
 
     def views(self, count: int) -> None:
-        """Let the host make views, for which nothing is launched."""
+        """Let the host make views, for which nothing is launched, or do what takes as long as so many."""
         self._views += count
 
     def size(self, shape: str) -> int:

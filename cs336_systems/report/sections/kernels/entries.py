@@ -12,7 +12,7 @@ from cs336_systems.analysis.kernels.step_profile import StepProfile, decode_prof
 from cs336_systems.analysis.kernels.what_if import WhatIf, what_if
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.costs.ranks_time import predicted_time
-from cs336_systems.costs.time import TimePrediction
+from cs336_systems.costs.time import QUEUE_DEPTH, TimePrediction, operations
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.entries import load_entries
 from cs336_systems.studies.ceilings_files import Ceilings
@@ -110,14 +110,18 @@ def _what_if(entry: Explained, ceilings: Ceilings) -> WhatIf:
 
 
 def _slowness(plain: RunRecord | None, predicted: TimePrediction) -> float:
-    """How many times as long as foretold the run's host took to launch forward; 1 if that was not timed.
+    """How many times as long as foretold the run's host took to launch forward; 1 if it cannot be told.
 
-    Forward begins with an empty queue, so that its host waits least for the device.
+    Forward begins with an empty queue, so its host waits for the device only if forward has more launches than the
+    queue holds. Then its time, if there is one, is not that of launching.
     """
     timed = () if plain is None else plain.host_phases
     measured = next((each.times_s for each in timed if each.phase is Phase.FORWARD), None)
     foretold_s = predicted.host_phases_s.get(Phase.FORWARD)
-    return statistics.median(measured) / foretold_s if measured and foretold_s else 1.0
+    if plain is None or not measured or not foretold_s:
+        return 1.0
+    num_launches = sum(each.launches for each in operations(plain.config)[Phase.FORWARD])
+    return statistics.median(measured) / foretold_s if num_launches <= QUEUE_DEPTH else 1.0
 
 
 def _plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:

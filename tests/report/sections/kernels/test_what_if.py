@@ -65,20 +65,24 @@ def test_the_host_of_a_run_without_a_profiler_counts_where_launches_limit_it() -
     assert unknown.what_if.is_host_of_profiler
 
 
-@pytest.mark.parametrize("slowness", [1, 2, 3])
-def test_where_the_host_waits_for_the_device_it_is_as_fast_as_in_forward(slowness: int) -> None:
-    """Launching is foretold to take 1,500 ns; in forward this run's host took a multiple of what is foretold."""
+@pytest.mark.parametrize(("num_layers", "slowness", "counted"), [(2, 1, 1), (2, 2, 2), (2, 3, 3), (100, 2, 1)])
+def test_where_the_host_waits_for_the_device_it_is_as_fast_as_in_forward(
+    num_layers: int, slowness: int, counted: int
+) -> None:
+    """Launching is foretold to take 1,500 ns; in forward this run's host took a multiple of what is foretold.
+
+    Forward of 100 layers has more launches than the queue holds, so that the host waits in forward too.
+    """
     entry = make_entry(of_slow_host().profile)
-    of_one_launch = predicted_time(entry.plain.config, ceilings_with_launch(1e-9).curves("NVIDIA H200"))
+    config = replace(entry.config, model=replace(entry.config.model, num_layers=num_layers))
+    of_one_launch = predicted_time(config, ceilings_with_launch(1e-9).curves("NVIDIA H200"))
     ceilings = ceilings_with_launch(1e-9 * 1.5e-6 / of_one_launch.launch_s)
-    predicted = predicted_time(entry.plain.config, ceilings.curves("NVIDIA H200"))
-    forward_s = slowness * predicted.host_phases_s[Phase.FORWARD]
-    plain = replace(
-        entry.plain, host_times_s=(1.0, 1.0), host_phases=(Measurement(Phase.FORWARD, (forward_s, forward_s)),)
-    )
-    (found,) = replayed([replace(entry, plain=plain)], ceilings)
-    assert found.what_if.step_s == pytest.approx(1e-9 * (100 * 15 * slowness + 6 + 10 + 40))
-    (untimed,) = replayed([replace(entry, plain=replace(plain, host_phases=()))], ceilings)
+    predicted = predicted_time(config, ceilings.curves("NVIDIA H200"))
+    forward = Measurement(Phase.FORWARD, (slowness * predicted.host_phases_s[Phase.FORWARD],) * 2)
+    plain = replace(entry.plain, config=config, host_times_s=(1.0, 1.0), host_phases=(forward,))
+    (found,) = replayed([replace(entry, config=config, plain=plain)], ceilings)
+    assert found.what_if.step_s == pytest.approx(1e-9 * (100 * 15 * counted + 6 + 10 + 40))
+    (untimed,) = replayed([replace(entry, config=config, plain=replace(plain, host_phases=()))], ceilings)
     assert untimed.what_if.step_s == pytest.approx(1e-9 * (100 * 15 + 6 + 10 + 40))
 
 
