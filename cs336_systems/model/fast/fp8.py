@@ -117,8 +117,11 @@ class _Fp8Linear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         x_unit = unit_of(_largest_of_rows(x) if largest is None else largest)
         weight_unit = unit_of(_largest_of_rows(weight)) if weight_unit is None else weight_unit
-        x8, weight8 = _cast(x, x_unit), _cast(weight, weight_unit)
-        ctx.save_for_backward(x8, x_unit, weight8, weight_unit)
+        is_trained = any(ctx.needs_input_grad)
+        (x8, x8_turned), (weight8, weight8_turned) = (
+            _casts(each, unit, is_trained) for each, unit in ((x, x_unit), (weight, weight_unit))
+        )
+        ctx.save_for_backward(x8_turned, x_unit, weight8_turned, weight_unit)
         ctx.has_bias, ctx.reads_tag = bias is not None, reads_tag
         # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use full accumulation
         result = _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
@@ -130,11 +133,11 @@ class _Fp8Linear(torch.autograd.Function):
         gradient: Tensor,
         unit: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        x8, x_unit, weight8, weight_unit = ctx.saved_tensors
+        x8_turned, x_unit, weight8_turned, weight_unit = ctx.saved_tensors
         unit = unit.view(()) if ctx.reads_tag else unit_of(_largest_of_rows(gradient))
-        gradient8 = _cast(gradient, unit)
-        of_x = _matmul(gradient8, _by_columns(weight8), unit, weight_unit, gradient.dtype)
-        of_weight = _matmul(_by_columns(gradient8).t(), _by_columns(x8), unit, x_unit, gradient.dtype)
+        gradient8, gradient8_turned = _casts(gradient, unit, True)
+        of_x = _matmul(gradient8, weight8_turned.t(), unit, weight_unit, gradient.dtype)
+        of_weight = _matmul(gradient8_turned, x8_turned.t(), unit, x_unit, gradient.dtype)
         return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None, None
 
 
@@ -163,12 +166,28 @@ def _largest_of_rows(x: Tensor) -> Tensor:
     return x.abs().amax(dim=1)
 
 
-def _cast(x: Tensor, unit: Tensor) -> Tensor:
-    """x in fp8, row-major. If any element is not finite, the unit is not, and all products with x become NaN."""
+# no shapes are declared below, because PyTorch reads the schema of an operator from its types
+
+
+@torch.library.custom_op("cs336_systems::fp8_casts", mutates_args=())
+def _casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
+    """A matrix in fp8, and its transpose, which is empty unless it `transposes`; row-major both.
+
+    Hopper's fp8 matmul needs the inner axis contiguous in both factors. If any element is not finite, the unit is not,
+    and all products with x become NaN.
+    """
+    if x.is_cuda:
+        from cs336_systems.model.fast import fp8_kernel  # Triton, which only comes with PyTorch for GPUs
+
+        return fp8_kernel.casts(x, unit, DTYPE, transposes=transposes)
     # rounding may take the largest element past the end of the range, but only 3 % beyond it would it become NaN
-    return (x.float() * unit.reciprocal()).to(DTYPE).contiguous()
+    found = (x.float() * unit.reciprocal()).to(DTYPE).contiguous()
+    return found, found.t().contiguous() if transposes else found.new_empty(0, 0)
 
 
-def _by_columns(matrix: Tensor) -> Tensor:
-    """The same matrix in column-major order; Hopper's fp8 matmul needs the inner axis contiguous in both factors."""
-    return matrix.t().contiguous().t()
+@_casts.register_fake
+def _(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
+    del unit
+    num_rows, num_columns = x.shape
+    turned = (num_columns, num_rows) if transposes else (0, 0)
+    return x.new_empty(x.shape, dtype=DTYPE), x.new_empty(turned, dtype=DTYPE)

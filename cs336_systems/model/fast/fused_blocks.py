@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_unit
 
-GELU_BLOCK = 1024
-"""Columns of one program of GELU."""
+GELU_PART = 2, 512
+"""Rows and columns of GELU's result whose largest magnitude is found together."""
 
 
 def add_norm(
@@ -173,14 +173,16 @@ def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Ten
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
-        return fused_blocks_kernel.bias_gelu(x, bias, GELU_BLOCK, measures=tag is not None)
+        return fused_blocks_kernel.bias_gelu(x, bias, GELU_PART, measures=tag is not None)
     result = F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype).contiguous()
     return result, magnitudes(result, gelu_parts(x, tag is not None))
 
 
 def gelu_parts(x: Tensor, measures: bool) -> int:
-    """How many magnitudes of GELU's result there are: one for what each program makes."""
-    return x.numel() // x.shape[-1] * -(-x.shape[-1] // GELU_BLOCK) if measures else 0
+    """How many magnitudes of GELU's result there are: one for each part."""
+    rows, columns = GELU_PART
+    width = x.shape[-1]
+    return -(-(x.numel() // width) // rows) * -(-width // columns) if measures else 0
 
 
 @torch.library.custom_op("cs336_systems::bias_gelu_backward", mutates_args=())
@@ -189,7 +191,7 @@ def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: boo
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
-        return fused_blocks_kernel.bias_gelu_backward(x, bias, gradient, GELU_BLOCK, measures=measures)
+        return fused_blocks_kernel.bias_gelu_backward(x, bias, gradient, measures=measures)
     wide = torch.ops.aten.gelu_backward(gradient.float(), x.float() + bias.float(), approximate="tanh")
     of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
     of_x = wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format)

@@ -19,6 +19,9 @@ MAX_STAGED = 4096
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
 """Factor 2 sqrt(2 / pi) in GELU's tanh approximation."""
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
+ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
+GELU_COLUMNS = 1024
+"""Columns of one program of GELU, or of its backward, unless it measures."""
 
 
 def add_norm(
@@ -87,23 +90,26 @@ def add_norm_backward(
     return of_stream, of_branch, *summed(partial, branch_bias_type, maxima)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, block: int, *, measures: bool) -> tuple[Tensor, Tensor]:
+def bias_gelu(x: Tensor, bias: Tensor, part: tuple[int, int], *, measures: bool) -> tuple[Tensor, Tensor]:
     """GELU of x + bias, in its tanh approximation, and, if it `measures`, the largest magnitude of each part.
 
-    A part is what a program makes: `block` columns of a row.
+    A part has so many rows and columns; one program makes it.
     """
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
+    rows = x.numel() // width
     result = torch.empty_like(x)
-    grid = (x.numel() // width, triton.cdiv(width, block))
+    rows_of_part, block = part if measures else (1, GELU_COLUMNS)
+    grid = (triton.cdiv(rows, rows_of_part), triton.cdiv(width, block))
     largest = torch.empty(grid[0] * grid[1] if measures else 0, dtype=torch.float32, device=x.device)
-    _bias_gelu_values[grid](x, bias, result, largest, width, MEASURES=measures, BLOCK=block, num_warps=NUM_WARPS // 2)
+    _bias_gelu_values[grid](
+        x, bias, result, largest, rows, width, MEASURES=measures, ROWS=rows_of_part, BLOCK=block,
+        num_warps=block // 512,
+    )  # fmt: skip
     return result, largest
 
 
-def bias_gelu_backward(
-    x: Tensor, bias: Tensor, gradient: Tensor, block: int, *, measures: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, *, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x and of the bias, and the unit of the first, which is empty unless it `measures`."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
@@ -111,10 +117,10 @@ def bias_gelu_backward(
     programs = num_programs(rows, triton.next_power_of_2(width), x.device)
     result = torch.empty_like(x)
     partial = torch.empty(1, programs, width, dtype=torch.float32, device=x.device)
-    grid = (programs, triton.cdiv(width, block))
+    grid = (programs, triton.cdiv(width, GELU_COLUMNS))
     maxima = partial.new_empty(grid[0] * grid[1]) if measures else None
     _bias_gelu_grads[grid](
-        x, bias, gradient, result, partial, maxima, rows, width, MEASURES=measures, BLOCK=block, STAGES=STAGES,
+        x, bias, gradient, result, partial, maxima, rows, width, MEASURES=measures, BLOCK=GELU_COLUMNS, STAGES=STAGES,
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return result, *summed(partial, bias.dtype, maxima)[1:]
@@ -189,7 +195,7 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
         if HAS_BRANCH_BIAS:
             of_branch_bias += result
         if MEASURES:
-            largest = tl.maximum(largest, magnitude(result, of_branch))
+            largest = tl.maximum(largest, tl.abs(result), propagate_nan=ALL)
         at += programs.to(tl.int64) * width
     at = partial + program * width + column
     tl.store(at, of_gain, mask=inside)
@@ -198,23 +204,29 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
     if HAS_BRANCH_BIAS:
         tl.store(at + (1 + IS_CENTRED) * programs * width, of_branch_bias, mask=inside)
     if MEASURES:
-        tl.store(maxima + program, tl.max(tl.where(inside, largest, 0.0), 0))
+        tl.store(maxima + program, tl.max(tl.where(inside, magnitude(largest, of_branch), 0.0), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bias_gelu_values(  # type: ignore[no-untyped-def]
-    x, bias, result, largest, width, MEASURES: tl.constexpr, BLOCK: tl.constexpr
+    x, bias, result, largest, rows, width, MEASURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    at = row * width + column
-    value = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(bias + column, mask=inside).to(tl.float32)
-    value *= _gelu_share(value)
-    tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
+    is_column = column < width
+    biases = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+    found = tl.zeros((BLOCK,), tl.float32)
+    for number in tl.static_range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + number
+        inside = is_column & (row < rows) if ROWS > 1 else is_column
+        at = row * width + column
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + biases
+        value *= _gelu_share(value)
+        tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
+        if MEASURES:
+            found = tl.maximum(found, tl.where(inside, tl.abs(value), 0.0), propagate_nan=ALL)
     if MEASURES:
-        part = row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(largest + part, tl.max(tl.where(inside, magnitude(value, result), 0.0), 0))
+        part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(largest + part, tl.max(magnitude(found, result), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -239,12 +251,12 @@ def _bias_gelu_grads(  # type: ignore[no-untyped-def]
         tl.store(result + at, own.to(result.dtype.element_ty), mask=inside)
         of_bias += own
         if MEASURES:
-            largest = tl.maximum(largest, magnitude(own, result))
+            largest = tl.maximum(largest, tl.abs(own), propagate_nan=ALL)
         at += programs.to(tl.int64) * width
     tl.store(partial + program * width + column, of_bias, mask=inside)
     if MEASURES:
         part = program * tl.num_programs(1) + tl.program_id(1)
-        tl.store(maxima + part, tl.max(tl.where(inside, largest, 0.0), 0))
+        tl.store(maxima + part, tl.max(tl.where(inside, magnitude(largest, result), 0.0), 0))
 
 
 @triton.jit

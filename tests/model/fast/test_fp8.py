@@ -107,6 +107,27 @@ def test_zeros_and_next_to_nothing_stay_so(device: str, index: int) -> None:
         )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16, 16), (64, 128), (80, 304)], ids=str)
+def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    """Of elements from 2^-20 of the largest up to that; a matrix with gaps between its rows too."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(shape[0], 2 * shape[1], generator=generator)
+    whole = (whole * 2.0 ** torch.randint(-20, 1, whole.shape, generator=generator)).to(device, dtype)
+    for x in (whole[:, : shape[1]], whole[:, : shape[1]].contiguous()):
+        unit = fp8.unit_of(x.abs())
+        expected = (x.float() * unit.reciprocal()).to(torch.float8_e4m3fn).float()
+        by_rows, by_columns = fp8._casts(x, unit, True)
+        assert by_rows.is_contiguous()
+        assert by_columns.is_contiguous()
+        assert torch.equal(by_rows.float(), expected)
+        assert torch.equal(by_columns.float(), expected.t())
+        assert torch.equal(fp8._casts(x, unit, False)[0].float(), expected)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
     x, weight, _, _ = factors()
@@ -198,13 +219,13 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
     step = TrainingStep(replace(RUN, model=model, fp8=True, fused_blocks=True, device=device, **settings))  # type: ignore[arg-type]
     read: list[Tensor] = []
 
-    def checked(x: Tensor, unit: Tensor) -> Tensor:
+    def checked(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
         torch.testing.assert_close(unit, x.abs().max().float() / 448, rtol=1e-6, atol=0)
         assert unit.shape == ()
-        return cast(x, unit)
+        return casts(x, unit, transposes)
 
-    cast, largest_of_rows = fp8._cast, fp8._largest_of_rows
-    monkeypatch.setattr(fp8, "_cast", checked)
+    casts, largest_of_rows = fp8._casts, fp8._largest_of_rows
+    monkeypatch.setattr(fp8, "_casts", checked)
     monkeypatch.setattr(fp8, "_largest_of_rows", lambda x: (read.append(x), largest_of_rows(x))[1])
     for _ in range(2):  # with other weights the second time
         read.clear()

@@ -147,9 +147,9 @@ found = {}
 def compare(name, found_here, expected):
     found.setdefault(name, []).append(((found_here - expected).abs().max() / expected.abs().max()).item())
 
-block = fused_blocks.GELU_BLOCK
+part = fused_blocks.GELU_PART
 # fewer rows than programs, as many as go round once and a bit; a row that fills its block, one that does not
-for rows, width in ((1, 8), (7, 37), (9, 256), (3, block + 576)):
+for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
     stream, branch, gradient = torch.randn(3, rows, width).unbind()
     gain, bias, branch_bias = torch.randn(3, width).unbind()
     kinds = ((False, False), (True, True), (True, False), (False, True))
@@ -190,13 +190,13 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, block + 576)):
     lookup_kernel.add_rows(here, tokens, gradient)
     compare("lookup", here, table + lookup._lookup_backward(gradient, tokens, 11))
     tag = torch.zeros(1)
-    here, expected = kernel.bias_gelu(stream, bias, block, measures=True), fused_blocks._bias_gelu(stream, bias, tag)
+    here, expected = kernel.bias_gelu(stream, bias, part, measures=True), fused_blocks._bias_gelu(stream, bias, tag)
     compare("gelu", here[0], expected[0])
-    compare("gelu", kernel.bias_gelu(stream, bias, block, measures=False)[0], expected[0])
+    compare("gelu", kernel.bias_gelu(stream, bias, part, measures=False)[0], expected[0])
     compare("largest of gelu", here[1].max(), expected[1].max())
     assert here[1].shape == expected[1].shape
     expected = fused_blocks._bias_gelu_backward(stream, bias, gradient, True)
-    here = kernel.bias_gelu_backward(stream, bias, gradient, block, measures=True)
+    here = kernel.bias_gelu_backward(stream, bias, gradient, measures=True)
     for name, one, other in zip(("gelu back", "bias", "unit of gelu back"), here, expected):
         compare(name, one, other)
     for wrong in (float("nan"), float("inf")):
@@ -205,8 +205,28 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, block + 576)):
         back = kernel.add_norm_backward(
             None, spoilt, total, made[2], gain, is_centred=is_centred, branch_bias_type=None, measures=True
         )
-        assert back[4].isinf() and kernel.bias_gelu_backward(stream, bias, spoilt, block, measures=True)[2].isinf()
-        assert kernel.bias_gelu(spoilt, bias, block, measures=True)[1].isinf().any()
+        assert back[4].isinf() and kernel.bias_gelu_backward(stream, bias, spoilt, measures=True)[2].isinf()
+        assert kernel.bias_gelu(spoilt, bias, part, measures=True)[1].isinf().any()
+print(json.dumps(found))
+"""
+
+
+CASTS = """
+import json, torch
+from cs336_systems.model.fast import fp8, fp8_kernel as kernel
+
+torch.manual_seed(0)
+found = []
+# one program, several, and parts that a matrix fills or not; nothing is rounded, which the interpreter does wrongly
+for rows, columns in ((16, 16), (kernel.ROWS, kernel.COLUMNS), (kernel.ROWS + 16, 2 * kernel.COLUMNS + 48)):
+    for dtype in (torch.float32, torch.bfloat16):
+        cast = (30 * torch.randn(rows, columns)).to(torch.float8_e4m3fn).float()
+        cast[0, 0] = fp8.MAX
+        x = (cast / 128).to(dtype)
+        for transposes in (False, True):
+            here, turned = kernel.casts(x, fp8.unit_of(x.abs()), torch.float8_e4m3fn, transposes=transposes)
+            wanted = cast.t() if transposes else torch.empty(0, 0)
+            found.append(torch.equal(here.float(), cast) and torch.equal(turned.float(), wanted))
 print(json.dumps(found))
 """
 
@@ -274,6 +294,12 @@ def test_what_is_between_matmuls_is_what_pytorch_computes(interpreted: Callable[
     found = interpreted(BLOCKS)
     assert len(found) == 18
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
+
+
+def test_casts_to_fp8_are_pytorch_s_and_their_transposes(interpreted: Callable[[str], Any]) -> None:
+    found = interpreted(CASTS)
+    assert len(found) == 12
+    assert all(found)
 
 
 def test_what_the_kernels_overwrite_autograd_knows(interpreted: Callable[[str], Any]) -> None:
