@@ -29,6 +29,8 @@ gradient of the others.
 """
 TINY = 1e-30
 """Lower bound on the largest element, so that a tensor of zeros has a unit too."""
+HALF_BYTES = 2
+"""Of an element of the types that models with copies of their weights compute in."""
 MAX = torch.finfo(DTYPE).max
 """The largest number of the type."""
 
@@ -176,7 +178,7 @@ def _casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
     Hopper's fp8 matmul needs the inner axis contiguous in both factors. If any element is not finite, the unit is not,
     and all products with x become NaN.
     """
-    if x.is_cuda:
+    if x.is_cuda and x.element_size() == HALF_BYTES:  # Triton 3.6 puts a fourth of the transpose of fp32 elsewhere
         from cs336_systems.model.fast import fp8_kernel  # Triton, which only comes with PyTorch for GPUs
 
         return fp8_kernel.casts(x, unit, DTYPE, transposes=transposes)
