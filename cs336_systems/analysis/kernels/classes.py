@@ -60,7 +60,7 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
     (r"direct_copy|float(?:16|8\w{0,12})_copy|FillFunctor|<fill>|(?<!masked_)fill_kernel", KernelClass.COPY_AND_FILL),
     # PyTorch: cat, split, index, gather, embedding
     (r"CatArrayBatchedCopy|chunk_cat|split_with_sizes_copy|copy_device_to_device", KernelClass.COPY_AND_FILL),
-    (r"^_cut_heads_grads$", KernelClass.COPY_AND_FILL),  # this project's
+    (r"^_(?:cut_heads_grads|cast_part)$", KernelClass.COPY_AND_FILL),  # this project's
     (r"indexSelect|vectorized_gather|index_elementwise|TensorAssign|roll_cuda|flip_cuda", KernelClass.COPY_AND_FILL),
     # PyTorch (cunn_SoftMaxForward, softmax_warp_backward), Apex, cuDNN; the loss: PyTorch, Liger
     (r"softmax|logsumexp|nll_loss|cross_?entropy", KernelClass.SOFTMAX),

@@ -1,7 +1,8 @@
 """AdamW on many tensors in one launch, written in Triton, which reads and writes each tensor once.
 
 For a weight with a low-precision gradient and copy that is 28 bytes per parameter: the master, both moments and the
-gradient are read (14), the master, both moments and the copy are written (14).
+gradient are read (14), the master, both moments and the copy are written (14). The largest magnitude of a copy is found
+on the way where it is wanted.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.model.fast.sums_kernel import magnitude
 from cs336_systems.model.fast.weights import ALIGNMENT
 
 CHUNK = 1024
@@ -24,14 +26,14 @@ NUM_WARPS = 4
 def _adamw_chunks(  # type: ignore[no-untyped-def]
     pointers, sizes, chunk_tensors, chunk_numbers, steps,
     lr, beta1, beta2, eps, decay,
-    HAS_COPY: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
+    HAS_COPY: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)
     start = tl.load(chunk_numbers + number).to(tl.int64) * CHUNK
     size = tl.load(sizes + tensor)
-    row = pointers + tensor * (4 + NUM_WIDE + NUM_NARROW)
+    row = pointers + tensor * (5 + NUM_WIDE + NUM_NARROW)
     step = tl.load(steps)
     correction1 = 1 - tl.exp(step * tl.log(beta1))
     correction2 = 1 - tl.exp(step * tl.log(beta2))
@@ -40,21 +42,21 @@ def _adamw_chunks(  # type: ignore[no-untyped-def]
     if start + CHUNK <= size:
         _update(
             row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
-            HAS_COPY, NUM_WIDE, NUM_NARROW, CHUNK, False,
+            HAS_COPY, HAS_LARGEST, NUM_WIDE, NUM_NARROW, CHUNK, False,
         )  # fmt: skip
     else:
         for piece in range(start, size, PIECE):
             _update(
                 row, piece, size, correction1, correction2, lr, beta1, beta2, eps, decay,
-                HAS_COPY, NUM_WIDE, NUM_NARROW, PIECE, True,
+                HAS_COPY, HAS_LARGEST, NUM_WIDE, NUM_NARROW, PIECE, True,
             )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _update(  # type: ignore[no-untyped-def]
     row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
-    HAS_COPY: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr, SIZE: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    HAS_COPY: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
+    SIZE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
@@ -64,10 +66,10 @@ def _update(  # type: ignore[no-untyped-def]
 
     gradient = tl.zeros([SIZE], tl.float32)
     for number in tl.static_range(NUM_WIDE):
-        wide_at = tl.multiple_of(tl.load(row + 4 + number).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        wide_at = tl.multiple_of(tl.load(row + 5 + number).to(tl.pointer_type(tl.float32)), 16) + start + offsets
         gradient += tl.load(wide_at, mask=inside)
     for number in tl.static_range(NUM_NARROW):
-        narrow_at = tl.load(row + 4 + NUM_WIDE + number).to(tl.pointer_type(tl.bfloat16))
+        narrow_at = tl.load(row + 5 + NUM_WIDE + number).to(tl.pointer_type(tl.bfloat16))
         gradient += tl.load(tl.multiple_of(narrow_at, 16) + start + offsets, mask=inside).to(tl.float32)
 
     master = tl.load(master_at, mask=inside) * (1 - lr * decay)
@@ -81,6 +83,11 @@ def _update(  # type: ignore[no-untyped-def]
     if HAS_COPY:
         copy_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
         tl.store(copy_at, master.to(tl.bfloat16), mask=inside)
+        if HAS_LARGEST:
+            sizes = magnitude(master, copy_at)
+            sizes = tl.where(inside, sizes, 0.0) if IS_MASKED else sizes
+            largest_at = tl.load(row + 4).to(tl.pointer_type(tl.float32))
+            tl.atomic_max(largest_at, tl.max(sizes, 0), sem="relaxed")
 
 
 class ChunkedAdamW:
@@ -88,7 +95,7 @@ class ChunkedAdamW:
 
     A tensor's gradient is the sum in fp32 of those given, of which narrow ones, in bf16, come last. Addresses are
     computed once; only gradients may move between steps. Those of a CUDA graph stay where they are: call `upload` once
-    after its capture.
+    after its capture. Where `largest` are given, each becomes the largest magnitude of its copy.
     """
 
     def __init__(
@@ -97,6 +104,7 @@ class ChunkedAdamW:
         firsts: Sequence[Tensor],
         seconds: Sequence[Tensor],
         copies: Sequence[Tensor],
+        largest: Sequence[Tensor],
         gradient_types: Sequence[torch.dtype],
     ) -> None:
         device = masters[0].device
@@ -107,13 +115,14 @@ class ChunkedAdamW:
         numbers = torch.arange(int(chunks.sum())) - first_chunks[tensors]
         self._sizes = sizes.to(device)
         self._tensors, self._numbers = (table.to(device, torch.int32) for table in (tensors, numbers))
-        self._has_copy = bool(copies)
+        self._has_copy, self._largest = bool(copies), list(largest)
         self._num_narrow = sum(dtype is torch.bfloat16 for dtype in gradient_types)
         self._num_wide = len(gradient_types) - self._num_narrow
         nothing = torch.zeros(len(masters), dtype=torch.int64)
-        # columns: master, first moment, second moment, copy, gradients
+        # columns: master, first moment, second moment, copy, largest, gradients
         placed = [_addresses(tensors) for tensors in (masters, firsts, seconds)]
-        placed += [_addresses(copies) if copies else nothing, *(nothing for _ in gradient_types)]
+        placed += [_addresses(each) if each else nothing for each in (copies, largest)]
+        placed += [nothing for _ in gradient_types]
         self._pointers = torch.stack(placed, dim=1)
         self._on_device = self._pointers.to(device)
 
@@ -128,11 +137,13 @@ class ChunkedAdamW:
     ) -> None:
         """Update with each tensor's gradients; `steps` is the number of this step, in fp32 on the device."""
         self._place(gradients)
+        if self._largest:
+            torch._foreach_zero_(self._largest)  # which the programs raise
         _adamw_chunks[(len(self._tensors),)](
             self._on_device, self._sizes, self._tensors, self._numbers, steps,
             lr, *betas, eps, weight_decay,
-            HAS_COPY=self._has_copy, NUM_WIDE=self._num_wide, NUM_NARROW=self._num_narrow,
-            CHUNK=CHUNK, PIECE=32 * NUM_WARPS, num_warps=NUM_WARPS,
+            HAS_COPY=self._has_copy, HAS_LARGEST=bool(self._largest), NUM_WIDE=self._num_wide,
+            NUM_NARROW=self._num_narrow, CHUNK=CHUNK, PIECE=32 * NUM_WARPS, num_warps=NUM_WARPS,
         )  # fmt: skip
 
     def _place(self, gradients: Sequence[Sequence[Tensor]]) -> None:
@@ -142,8 +153,8 @@ class ChunkedAdamW:
             raise RuntimeError(
                 f"the kernel needs gradients that start at a multiple of {ALIGNMENT} bytes, and one does not"
             )
-        if not torch.equal(self._pointers[:, 4:], found):
-            self._pointers[:, 4:] = found
+        if not torch.equal(self._pointers[:, 5:], found):
+            self._pointers[:, 5:] = found
             if not torch.cuda.is_current_stream_capturing():
                 self.upload()
 

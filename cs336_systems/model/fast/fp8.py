@@ -8,7 +8,6 @@ In forward that one hands it on beside the tensor. In backward gradients come fr
 beside its result: an element whose gradient is, by agreement, the unit of the result's gradient.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,11 +98,10 @@ def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
     return x.abs().amax().float().repeat(parts) if parts else x.new_empty(0, dtype=torch.float32)
 
 
-def update_units(weights: Sequence[Tensor], units: Sequence[Unit]) -> None:
-    """Set the units of weights, which are read in few launches for all of them."""
+def update_units(largest: Sequence[Largest], units: Sequence[Unit]) -> None:
+    """Set the units of tensors with these magnitudes, as many of each, in few launches for all of them."""
     with torch.no_grad():
-        largest = torch.stack(torch._foreach_norm([*weights], math.inf))
-        torch._foreach_copy_([*units], [*_units(largest).unbind()])
+        torch._foreach_copy_([*units], [*_units(torch.stack([*largest]).amax(dim=1)).unbind()])
 
 
 class _Fp8Linear(torch.autograd.Function):

@@ -18,6 +18,7 @@ class _Kind(NamedTuple):
 
     bucket: int
     has_copy: bool
+    has_largest: bool
     gradient_types: tuple[torch.dtype, ...]
 
 
@@ -70,7 +71,9 @@ class MasterAdamW(EagerOptimizer):
         for weight in weights:
             if gradients := weight.gradients():
                 types = tuple(gradient.dtype for gradient in gradients)
-                kinds.setdefault(_Kind(bucket, weight.copy is not None, types), []).append(weight)
+                kinds.setdefault(_Kind(bucket, weight.copy is not None, weight.largest is not None, types), []).append(
+                    weight
+                )
                 self._make_state(weight)
         for kind, same in kinds.items():
             if self._steps.is_cuda:
@@ -94,6 +97,7 @@ class MasterAdamW(EagerOptimizer):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [weight.copy.values for weight in weights if weight.copy is not None],
+                [weight.largest for weight in weights if weight.largest is not None],
                 kind.gradient_types,
             )
         self._kernels[kind]([weight.gradients() for weight in weights], self._steps, **self._settings)

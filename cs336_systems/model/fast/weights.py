@@ -19,6 +19,8 @@ from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
 """Bytes that each part of a packed weight starts at a multiple of, as a kernel's threads read so many at once."""
+MOST_PARTS = 3
+"""Weights that are packed into one: those of q, k and v."""
 
 
 class Received(NamedTuple):
@@ -67,6 +69,8 @@ class Weight:
     """Where the model reads the master itself, if it does; None if it reads the copy alone."""
     copy: Place | None = None
     """Where the model reads the copy in low precision, if there is one."""
+    largest: Tensor | None = None
+    """The largest magnitude of the copy in fp32, if it is kept; whoever writes the copy sets it."""
 
     @property
     def places(self) -> list[Place]:
@@ -81,11 +85,13 @@ class Weight:
         """Copy the master again."""
         if self.copy is not None:
             self.copy.values.copy_(self.master.detach().view(-1))
+            if self.largest is not None:
+                self.largest.copy_(self.copy.values.abs().amax())
 
 
-def whole(master: nn.Parameter, copy: Place | None = None) -> Weight:
+def whole(master: nn.Parameter, copy: Place | None = None, largest: Tensor | None = None) -> Weight:
     """A parameter of the model as a weight."""
-    return Weight(master=master, read=Place(master, slice(0, master.numel())), copy=copy)
+    return Weight(master=master, read=Place(master, slice(0, master.numel())), copy=copy, largest=largest)
 
 
 def drop_gradients(weights: Iterable[Weight]) -> None:
@@ -123,14 +129,14 @@ class Copies(NamedTuple):
 class CopyMaker:
     """Makes the copies for a model's linear layers, and remembers which copy each parameter has.
 
-    If it `keeps_units`, whoever has changed the copies in fp8 has to update `units`.
+    If it `keeps_units`, the largest magnitude of each copy for fp8 is kept, and whoever reads it computes its unit.
     """
 
     def __init__(self, dtype: torch.dtype, *, fp8: bool = False, keeps_units: bool = False) -> None:
         self._dtype, self.fp8, self._keeps_units = dtype, fp8, keeps_units
         self._found: dict[nn.Parameter, Weight] = {}
         self.units: list[tuple[Tensor, Unit]] = []
-        """Each weight in fp8 with its unit, if these are kept."""
+        """Of each weight in fp8 the largest magnitudes of its parts, or 0, and its unit, if these are kept."""
 
     def copies(self, layer: Linear) -> Copies:
         """Copies for one layer of a block."""
@@ -153,22 +159,27 @@ class CopyMaker:
         return tuple(self._found.get(parameter) or whole(parameter) for parameter in parameters)
 
     def _copies(self, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter]) -> Copies:
-        weight, bias = self._copy(weights), self._copy(biases) if biases else None
+        bias = self._copy(biases) if biases else None
         if not (self.fp8 and self._keeps_units):
-            return Copies(weight, bias, self.fp8)
-        unit = weight.new_empty((), dtype=torch.float32)
-        self.units.append((weight, unit))
-        return Copies(weight, bias, self.fp8, unit)
+            return Copies(self._copy(weights), bias, self.fp8)
+        largest = torch.zeros(MOST_PARTS, device=weights[0].device)
+        unit = torch.empty((), device=weights[0].device)
+        self.units.append((largest, unit))
+        return Copies(self._copy(weights, largest=largest), bias, self.fp8, unit)
 
-    def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0) -> Tensor:
-        """A leaf with copies of the masters one below the other, and `surplus` rows of 0."""
+    def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None) -> Tensor:
+        """A leaf with copies of the masters one below the other, and `surplus` rows of 0.
+
+        The largest magnitudes of the copies are kept in `largest`, if it is given.
+        """
         first, num_rows = masters[0], sum(len(master) for master in masters)
         source = torch.zeros(
             num_rows + surplus, *first.shape[1:], dtype=self._dtype, device=first.device, requires_grad=True
         )
         start = 0
-        for master in masters:
-            weight = whole(master, Place(source, slice(start, start + master.numel())))
+        for number, master in enumerate(masters):
+            place = Place(source, slice(start, start + master.numel()))
+            weight = whole(master, place, None if largest is None else largest[number])
             weight.refresh()
             self._found[master] = weight
             start += master.numel()

@@ -305,7 +305,8 @@ COPY_AND_FILL = (
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda{LAMBDA}, std::array<char*, 2>>()",
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>, std::array<char*, 1ul> >(int)",
     "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIiEENS_6detail5ArrayIPcLi1EEEEEviT0_T1_",
-    "_cut_heads_grads",  # this project's
+    "_cut_heads_grads",
+    "_cast_part",  # this project's
     f"{UNNAMED}CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<8u>, unsigned int, 1, 128>()",
     f"{UNNAMED}indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(at::cuda::detail::TensorInfo<float>)",
     f"{NATIVE}vectorized_gather_kernel<(int)16, long>(char *, char *, T2 *, int, long, long, long, long, bool)",
