@@ -421,25 +421,25 @@ def test_training_in_fp8_passes_its_own_bound_alone(expected, arch, seed):
         assert not judge(Precision.BF16, [losses], [expected(arch, seed)]).passed
 
 
-def cast_without_a_unit(x, unit):
-    return CAST(x, torch.ones_like(unit))
+def cast_without_a_unit(x, unit, transposes):
+    return CASTS(x, torch.ones_like(unit), transposes)
 
 
-def forget_a_tenth(x, unit):
-    return CAST(x, 1.1 * unit)
+def forget_a_tenth(x, unit, transposes):
+    return CASTS(x, 1.1 * unit, transposes)
 
 
-def cut_off_the_largest(x, unit):
+def cut_off_the_largest(x, unit, transposes):
     mean = x.abs().float().mean()
-    return CAST(x.float().clamp(-mean, mean), unit)
+    return CASTS(x.float().clamp(-mean, mean), unit, transposes)
 
 
-CAST = fp8._cast
+CASTS = fp8._casts
 
 
 @pytest.mark.parametrize("fault", [cast_without_a_unit, forget_a_tenth, cut_off_the_largest], ids=lambda f: f.__name__)
 def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch, fault):
-    monkeypatch.setattr(fp8, "_cast", fault)
+    monkeypatch.setattr(fp8, "_casts", fault)
     losses = train(replace(of(Arch.CS336, 0), **IN_FP8))
     gate = judge(Precision.BF16, [losses], [expected(Arch.CS336, 0)], fp8=True)
     assert gate.passed is False, gate
