@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from cs336_systems.config import Arch, Attention, Mode, OptimizerKind, Phase, RunConfig
+from cs336_systems.config import Arch, Attention, Device, Mode, OptimizerKind, Phase, RunConfig
 from cs336_systems.costs.forecast.backward import BackwardTape
 from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS, axes, parameter_shapes
@@ -25,18 +25,25 @@ FOREACH_BLOCKS = 320
 """Blocks of one of its launches (depth_to_max_blocks of the same file)."""
 SAVED_OF_BLOCK = {Arch.CS336: 29, Arch.GPT2: 28}
 """Tensors that autograd saves of one block, its parameters and the tables that all blocks share among them."""
-LAUNCHES_TO_PACK = 1.0
-"""Time in which the host of a checkpoint's forward notes one of these in place of saving it, in launches of a kernel.
+SAVED_OF_FUSED_ATTENTION = 2
+"""Tensors that fused attention saves on a GPU and not on a CPU: the state of its random numbers, though none is drawn.
 
-These four numbers were measured on a CPU with narrow models of 16 blocks, in checkpoints of 1 to 16 blocks: a launch
-took 5.2 to 6.0 us, noting a tensor 5.4, saving it in backward and finding it there 12, each checkpoint 95 and 140.
+Backward's formulas name them in PyTorch's derivatives.yaml: rng_state and unused of flash, else philox_seed and
+philox_offset.
+"""
+LAUNCHES_TO_PACK = 1.0
+"""Time that the host needs in forward to note one tensor that a checkpoint does not save, in launches of a kernel.
+
+This time and the three below were measured on a CPU with narrow models of 16 blocks, in checkpoints of 1 to 16 blocks.
+There a launch took 5.2 to 6.0 us, noting a tensor 5.4, and saving it in backward and finding it again 12. A checkpoint
+took 95 us more in forward and 140 in backward.
 """
 LAUNCHES_TO_UNPACK = 2.25
-"""The same of backward, which saves the tensor and finds it again."""
+"""Time that the host needs in backward to save such a tensor and to find it again, in launches."""
 LAUNCHES_OF_CHECKPOINT = 18
-"""Time in which the host begins and ends a checkpoint's forward."""
+"""Time that the host needs to begin and to end a checkpoint in forward, in launches."""
 LAUNCHES_OF_CHECKPOINT_BACKWARD = 26
-"""Time in which it begins and ends a checkpoint's backward."""
+"""Time that the host needs to begin and to end the recomputation of a checkpoint, in launches."""
 WITHOUT_COST = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
 )  # fmt: skip
@@ -203,7 +210,8 @@ class StepTape:
 
     @property
     def _saved_of_block(self) -> int:
-        return SAVED_OF_BLOCK[self.config.model.arch]
+        on_gpu = self.config.device is Device.CUDA
+        return SAVED_OF_BLOCK[self.config.model.arch] + SAVED_OF_FUSED_ATTENTION * (on_gpu and self.layers.is_fused)
 
     def _loss(self, ends: Saved | None) -> int:
         """Cross-entropy: the log-softmax has the logits' type; under autocast the log-likelihood needs fp32."""
