@@ -59,21 +59,27 @@ def peak_bytes(config: RunConfig) -> int:
     beside = of_head if config.loss_chunks == 1 else _logits(config)
     return held_bytes(config) + max(
         saved + beside + tokens * HALF_BYTES * model.d_model,
-        saved - ends + of_head + tokens * _recomputed_per_token(config),
-        gradient_bytes(config) + tokens * _recomputed_per_token(config),
+        saved - ends + of_head + _recomputed_bytes(config),
+        gradient_bytes(config) + _recomputed_bytes(config),
     )
 
 
 def saved_bytes(config: RunConfig) -> int:
-    """Bytes of the activations that forward saves for backward, each tensor once."""
+    """Bytes that forward saves for backward, each tensor once: activations, and casts of weights to fp8."""
     model = config.model
     groups = -(-model.num_layers // config.checkpoint_blocks) if config.checkpoint_blocks else model.num_layers
-    kept = config.keep_hidden * _hidden(config)
-    return _tokens(config) * (groups * _saved_per_token(config) + kept) + _saved_at_ends(config)
+    kept = _tokens(config) * config.keep_hidden * _hidden(config)
+    return groups * _saved_of_group(config) + kept + _saved_at_ends(config)
+
+
+def _saved_of_group(config: RunConfig) -> int:
+    """Bytes that a block, or a group of blocks between checkpoints, saves."""
+    casts = 0 if config.checkpoint_blocks else _more_in_fp8(config)
+    return _tokens(config) * _saved_per_token(config) + casts
 
 
 def _saved_per_token(config: RunConfig) -> int:
-    """Bytes that a block, or a group of blocks between checkpoints, saves for each token."""
+    """Bytes that a block, or such a group, saves for each token, if no layer is in fp8."""
     d_model = config.model.d_model
     stream, narrow = FP32_BYTES * d_model, HALF_BYTES * d_model
     if config.checkpoint_blocks and not config.selective_checkpoints:
@@ -95,15 +101,25 @@ def _hidden(config: RunConfig) -> int:
     return (2 if config.model.arch is Arch.CS336 else 1) * HALF_BYTES * config.model.d_ff
 
 
-def _recomputed_per_token(config: RunConfig) -> int:
-    """Bytes for each token of what one block's backward holds: activations made again, and as large gradients."""
-    again = _between(config)
+def _more_in_fp8(config: RunConfig) -> int:
+    """Bytes that a block saves in fp8 beyond those that it saves in bf16; negative if these are more.
+
+    Casts of the weights and of attention's result are saved besides. The inputs of the other linear layers are saved in
+    fp8 alone, with a byte less for each element.
+    """
+    if not config.fp8:
+        return 0
+    return _of_one_block(config) - _tokens(config) * (config.model.d_model + config.model.d_ff)
+
+
+def _recomputed_bytes(config: RunConfig) -> int:
+    """Bytes of what one block's backward holds: activations made again, and as large gradients."""
+    again = _tokens(config) * _between(config)
     if not config.checkpoint_blocks:
         return again
     if config.selective_checkpoints:
-        return 2 * again
-    plain = replace(config, checkpoint_blocks=0)
-    return config.checkpoint_blocks * _saved_per_token(plain) + again
+        return 2 * again + _more_in_fp8(config)
+    return config.checkpoint_blocks * _saved_of_group(replace(config, checkpoint_blocks=0)) + again
 
 
 def _saved_at_ends(config: RunConfig) -> int:
