@@ -110,10 +110,10 @@ def _what_if(entry: Explained, ceilings: Ceilings) -> WhatIf:
 
 
 def _slowness(plain: RunRecord | None, predicted: TimePrediction) -> float:
-    """How many times as long as foretold the run's host took to launch forward; 1 if it cannot be told.
+    """How many times as long as foretold the host of a run took to launch forward; 1 if that is not known.
 
-    Forward begins with an empty queue, so its host waits for the device only if forward has more launches than the
-    queue holds. Then its time, if there is one, is not that of launching.
+    The queue is empty when forward begins. The host waits for the device if forward has more launches than the queue
+    holds, and then the time that it took tells nothing of its speed. A CUDA graph is one launch.
     """
     timed = () if plain is None else plain.host_phases
     measured = next((each.times_s for each in timed if each.phase is Phase.FORWARD), None)
@@ -121,7 +121,8 @@ def _slowness(plain: RunRecord | None, predicted: TimePrediction) -> float:
     if plain is None or not measured or not foretold_s:
         return 1.0
     num_launches = sum(each.launches for each in operations(plain.config)[Phase.FORWARD])
-    return statistics.median(measured) / foretold_s if num_launches <= QUEUE_DEPTH else 1.0
+    has_waited = not plain.config.cuda_graph and num_launches > QUEUE_DEPTH
+    return 1.0 if has_waited else statistics.median(measured) / foretold_s
 
 
 def _plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:

@@ -65,16 +65,21 @@ def test_the_host_of_a_run_without_a_profiler_counts_where_launches_limit_it() -
     assert unknown.what_if.is_host_of_profiler
 
 
-@pytest.mark.parametrize(("num_layers", "slowness", "counted"), [(2, 1, 1), (2, 2, 2), (2, 3, 3), (100, 2, 1)])
+@pytest.mark.parametrize(
+    ("num_layers", "in_graphs", "slowness", "counted"),
+    [(2, False, 1, 1), (2, False, 2, 2), (2, False, 3, 3), (100, False, 2, 1), (100, True, 2, 2)],
+)
 def test_where_the_host_waits_for_the_device_it_is_as_fast_as_in_forward(
-    num_layers: int, slowness: int, counted: int
+    num_layers: int, in_graphs: bool, slowness: int, counted: int
 ) -> None:
     """Launching is foretold to take 1,500 ns; in forward this run's host took a multiple of what is foretold.
 
-    Forward of 100 layers has more launches than the queue holds, so that the host waits in forward too.
+    Forward of 100 layers has more launches than the queue holds, so that the host waits in forward too, unless they are
+    one graph.
     """
     entry = make_entry(of_slow_host().profile)
-    config = replace(entry.config, model=replace(entry.config.model, num_layers=num_layers))
+    model = replace(entry.config.model, num_layers=num_layers)
+    config = replace(entry.config, model=model, cuda_graph=in_graphs, optimizer=OptimizerKind.FUSED)
     of_one_launch = predicted_time(config, ceilings_with_launch(1e-9).curves("NVIDIA H200"))
     ceilings = ceilings_with_launch(1e-9 * 1.5e-6 / of_one_launch.launch_s)
     predicted = predicted_time(config, ceilings.curves("NVIDIA H200"))
