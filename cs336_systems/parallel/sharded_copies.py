@@ -87,4 +87,5 @@ def _own_weights(pack: Pack, fsdp: FSDP, *, is_summed: bool) -> list[Weight]:
         return [Weight(master=shards[weight.master], read=places[weight.master], copy=copy)]
     assert pack.copy is not None
     masters = torch.cat([weight.master.detach().view(-1) for weight in pack.weights])
-    return [Weight(master=own_part(masters, len(shards[pack.copy])), read=None, copy=copy)]
+    master = own_part(masters, len(shards[pack.copy])).requires_grad_(pack.is_trained)
+    return [Weight(master=master, read=None, copy=copy)]

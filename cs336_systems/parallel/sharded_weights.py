@@ -34,6 +34,16 @@ class Pack:
     """Whether the model reads the masters themselves."""
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the weights are trained; raise ValueError if only some are, as a rank's part may be of several."""
+        found = {weight.is_trained for weight in self.weights}
+        if len(found) > 1:
+            raise ValueError(
+                f"{' + '.join(self.names)} are one tensor, of which each rank trains a part: freeze all or none"
+            )
+        return found.pop()
+
+    @property
     def copy(self) -> Tensor | None:
         """The leaf with the copies."""
         place = self.weights[0].copy
@@ -213,9 +223,9 @@ def _own_weights(pack: Pack, pushes: PushDDP | None) -> list[Weight]:
     if pack.is_read:
         [weight] = pack.weights
         read = own(weight.master)
-        return [Weight(master=read.values, read=read, copy=copy)]
+        return [Weight(master=read.values.requires_grad_(pack.is_trained), read=read, copy=copy)]
     whole = torch.cat([weight.master.detach().view(-1) for weight in pack.weights])
-    return [Weight(master=whole[part].clone(), read=None, copy=copy)]
+    return [Weight(master=whole[part].clone().requires_grad_(pack.is_trained), read=None, copy=copy)]
 
 
 def _buckets(own: Sequence[list[Weight]], exchanged: Sequence[list[Tensor]]) -> list[tuple[list[Weight], list[Tensor]]]:

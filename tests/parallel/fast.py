@@ -9,6 +9,7 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.batches import make_batches
 from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.weights import whole
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.sharded_weights import ShardedMasterAdamW
 from cs336_systems.parallel.traffic import TrafficCounter
 
@@ -53,6 +54,22 @@ def train(way, arch, shard, device="cpu", changes=None):
     with TrafficCounter() as counter:
         step(clock)
     return masters, updated, losses, sent_by(counter.traffic()), copies
+
+
+def train_frozen(way, shard):
+    """Names of the matrices that some steps change, where those of the second block are frozen."""
+    config = config_of("cs336", way, shard, dist.get_world_size())
+    torch.manual_seed(0)
+    model = TransformerLM(config.model)
+    model.layers[1].requires_grad_(False)
+    before = {name: each.detach().clone() for name, each in model.named_parameters() if each.ndim > 1}
+    step = TrainingStep(config, model, rank=dist.get_rank())
+    for _ in range(2):
+        step(HostClock())
+    sharding = step.optimizer if isinstance(step.optimizer, ShardedMasterAdamW) else step.way
+    gather = getattr(sharding, "gather_full_parameters", lambda: dict(step.model.named_parameters()))
+    after = gather()
+    return [name for name, each in before.items() if not torch.equal(after[name], each)]
 
 
 def train_alone(arch, ranks, axes_in_fp32=None):

@@ -64,6 +64,26 @@ def test_ranks_that_no_matrix_can_be_cut_for_are_refused(monkeypatch):
         sharded_weights.ShardedMasterAdamW(step.model, 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("way", "shard"), [("ddp-push", False), ("ddp-push", True), ("ddp-flat", True), ("fsdp", False)]
+)
+def test_frozen_matrices_and_no_others_stay_as_they_are(two, way, shard):
+    for changed in two.call("tests.parallel.fast:train_frozen", way, shard):
+        matrices = [f"attn.{name}_proj" for name in ("q", "k", "v", "output")] + [f"ffn.w{n}" for n in (1, 2, 3)]
+        expected = [f"layers.{block}.{name}.weight" for block in (0, 2) for name in matrices]
+        assert sorted(changed) == sorted(["token_embeddings.weight", *expected, "lm_head.weight"])
+
+
+def test_parts_of_packed_weights_of_which_some_are_frozen_are_refused(monkeypatch):
+    """A rank has a part of q and k, and another one of k and v."""
+    step = TrainingStep(fast.config_of("cs336"))
+    step.model.layers[1].attn.k_proj.requires_grad_(False)
+    monkeypatch.setattr(sharded_weights.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(sharded_weights.dist, "get_rank", lambda: 0)
+    with pytest.raises(ValueError, match=r"layers\.1\.attn\.v_proj\.weight are one tensor.*freeze all or none"):
+        sharded_weights.ShardedMasterAdamW(step.model, 1e-3)
+
+
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-push"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_fully_sharded_steps_are_those_of_one_process_that_averages(two, way, arch):

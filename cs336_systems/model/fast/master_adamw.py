@@ -45,7 +45,7 @@ class MasterAdamW(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all weights that have a gradient, which must be the same ones in every step."""
+        """Update all trained weights that have a gradient, which must be the same ones in every step."""
         del closure
         self._steps += 1
         self._update(self._weights)
@@ -69,7 +69,7 @@ class MasterAdamW(EagerOptimizer):
         """Update these weights, which are always the same for a bucket of this number."""
         kinds: dict[_Kind, list[Weight]] = {}
         for weight in weights:
-            if gradients := weight.gradients():
+            if weight.is_trained and (gradients := weight.gradients()):
                 types = tuple(gradient.dtype for gradient in gradients)
                 kinds.setdefault(_Kind(bucket, weight.copy is not None, weight.largest is not None, types), []).append(
                     weight

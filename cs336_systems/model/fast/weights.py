@@ -61,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A tensor that is trained."""
+    """A parameter of the model or a part of some, which is trained unless it is frozen."""
 
     master: Tensor
     """What the optimizer updates, in fp32: a parameter of the model, or one rank's part of some parameters."""
@@ -71,6 +71,11 @@ class Weight:
     """Where the model reads the copy in low precision, if there is one."""
     largest: Tensor | None = None
     """The largest magnitude of the copy in fp32, if it is kept; whoever writes the copy sets it."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the master requires a gradient; its copy always does, as that may hold trained weights too."""
+        return self.master.requires_grad
 
     @property
     def places(self) -> list[Place]:

@@ -92,14 +92,24 @@ def test_late_layers_are_updated_before_backward_reaches_the_first(name: str) ->
     assert not any(weight.gradients() for weight in step.model.weights)
 
 
-def test_frozen_weights_stay_as_they_are() -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_frozen_weights_and_no_others_stay_as_they_are(in_backward: bool) -> None:
+    """One without a copy, one beside trained ones in a packed copy, and one whose copy is its own."""
     model = make("cs336")
-    model.token_embeddings.weight.requires_grad_(False)
-    before = model.token_embeddings.weight.detach().clone()
-    step = updating(config_of("cs336"), model, bucket_elements=1)
-    losses = [step(HostClock())[1].item() for _ in range(3)]
-    assert torch.equal(model.token_embeddings.weight, before)
-    assert len(set(losses)) == 3
+    names = ["token_embeddings.weight", "layers.1.attn.q_proj.weight", "layers.2.ffn.w2.weight"]
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    step = (
+        updating(config_of("cs336"), model, bucket_elements=1)
+        if in_backward
+        else TrainingStep(config_of("cs336"), model)
+    )
+    before = {key: value.clone() for key, value in state_of(step).items()}
+    for _ in range(3):
+        step(HostClock())
+    parameters = [name for name, _ in step.model.named_parameters()]
+    same = {key for key, value in state_of(step).items() if key in before and torch.equal(value, before[key])}
+    assert same == {key for key in before if parameters[int(key.split()[0])] in names}
 
 
 class Stream:

@@ -249,6 +249,7 @@ def test_the_largest_magnitude_of_each_weight_is_kept(kind: type[MasterAdamW], d
     torch.manual_seed(0)
     model = TransformerLM(MODEL).to(device)
     frozen = model.layers[1].attn.q_proj.weight.requires_grad_(False)
+    before = frozen.detach().clone()
     step = TrainingStep(of(Arch.CS336, fp8=True, device=device, learning_rate=0.05), model)
     step.optimizer = kind(step.model.weights, 0.05)
 
@@ -258,12 +259,14 @@ def test_the_largest_magnitude_of_each_weight_is_kept(kind: type[MasterAdamW], d
         for weight in kept:
             assert weight.copy is not None
             assert weight.largest == weight.copy.values.abs().max()
+            assert torch.equal(weight.copy.values, weight.master.detach().bfloat16().view(-1))
         assert any(weight.master is frozen for weight in kept)
 
     check()
     for _ in range(3):
         step(HostClock())
         check()
+    assert torch.equal(frozen, before)
     step.model.load_state_dict({name: value / 2 for name, value in step.model.state_dict().items()})
     check()
 
