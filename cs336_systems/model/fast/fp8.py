@@ -75,7 +75,9 @@ def tagged_fp8_linear(
     rows = x.flatten(0, -2)
     if any(size % FP8_MULTIPLE for size in (*rows.shape, len(weight))):
         return F.linear(x, weight, bias), x.new_empty(1, dtype=torch.float32)
-    result, tag = _Fp8Linear.apply(rows, weight, bias, largest, weight_unit, reads_tag)  # type: ignore[no-untyped-call]
+    result, tag = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, largest, weight_unit, reads_tag, torch.is_grad_enabled()
+    )
     return result.unflatten(0, x.shape[:-1]), tag
 
 
@@ -114,12 +116,13 @@ class _Fp8Linear(torch.autograd.Function):
         largest: Tensor | None,
         weight_unit: Tensor | None,
         reads_tag: bool,
+        is_grad_enabled: bool,  # where the layer is called; in this method it never is
     ) -> tuple[Tensor, Tensor]:
         x_unit = unit_of(_largest_of_rows(x) if largest is None else largest)
         weight_unit = unit_of(_largest_of_rows(weight)) if weight_unit is None else weight_unit
-        is_trained = any(ctx.needs_input_grad)
+        has_backward = is_grad_enabled and any(ctx.needs_input_grad)
         (x8, x8_turned), (weight8, weight8_turned) = (
-            _casts(each, unit, is_trained) for each, unit in ((x, x_unit), (weight, weight_unit))
+            _casts(each, unit, has_backward) for each, unit in ((x, x_unit), (weight, weight_unit))
         )
         ctx.save_for_backward(x8_turned, x_unit, weight8_turned, weight_unit)
         ctx.has_bias, ctx.reads_tag = bias is not None, reads_tag
@@ -138,7 +141,7 @@ class _Fp8Linear(torch.autograd.Function):
         gradient8, gradient8_turned = _casts(gradient, unit, True)
         of_x = _matmul(gradient8, weight8_turned.t(), unit, weight_unit, gradient.dtype)
         of_weight = _matmul(gradient8_turned, x8_turned.t(), unit, x_unit, gradient.dtype)
-        return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None, None
+        return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None, None, None
 
 
 def _matmul(

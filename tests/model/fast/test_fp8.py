@@ -184,6 +184,31 @@ def test_compiles_without_a_break_to_the_same(device: str, has_bias: bool) -> No
         assert torch.equal(mine, wanted)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_factors_are_transposed_for_backward_alone(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What eager layers ask of the casts, and what the compiler writes into its graphs."""
+    asked: set[bool] = set()
+
+    def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
+        calls = [node.args for graph in graphs for node in graph.nodes if "fp8_casts" in str(node.target)]
+        asked.update(transposes for _, _, transposes in calls)
+        return module
+
+    x, weight, _, _ = factors()
+    weight.requires_grad_()
+    torch._dynamo.reset()
+    layer = torch.compile(fp8_linear, fullgraph=True, backend=backend) if is_compiled else fp8_linear
+    casts = fp8._casts
+    if not is_compiled:
+        monkeypatch.setattr(fp8, "_casts", lambda *given: (asked.add(given[2]), casts(*given))[1])
+    for has_backward in (False, True):
+        asked.clear()
+        with torch.set_grad_enabled(has_backward):
+            layer(x, weight)
+        assert asked == {has_backward}
+
+
 # In a step
 
 
