@@ -1,5 +1,6 @@
 """Residual addition with norm, and bias with GELU, against PyTorch's operators, differentiated by autograd."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from cs336_systems.config import Arch, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.fast import fused_blocks
+from cs336_systems.model.fast import fused_blocks, packed
 from cs336_systems.model.fast.blocks import AddNorm
+from cs336_systems.model.fast.fp8 import unit_of
 from tests.plain import in_fresh_process
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -144,6 +146,28 @@ def test_sums_over_many_rows(rows: int, device: str) -> None:
     for each, shares in zip((*vectors, bias), expected.values(), strict=True):
         assert each.grad is not None
         assert each.grad.tolist() == [share * rows for share in shares] * 12
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_nan_in_the_first_row_reaches_the_units(is_spoilt: bool, device: str) -> None:
+    """Of so many rows that a program reads several: on a GPU, not in Triton's interpreter, a maximum may drop NaN."""
+    x, gradient, stream = (made(4096, 48, seed=n, dtype=torch.bfloat16, device=device).detach() for n in range(3))
+    gain, bias, tag = torch.ones(48, device=device), torch.zeros(48, device=device), torch.zeros(1, device=device)
+    total, _, statistics, _ = fused_blocks._add_norm(stream, x, None, gain, bias, EPS, None, False)
+    if is_spoilt:
+        x[0, 0] = gradient[0, 0] = math.nan
+    heads = gradient.view(1, -1, 3, 2, 8).unbind(2)
+    units = {
+        "norm": unit_of(fused_blocks._add_norm(stream, x, None, gain, bias, EPS, tag, True)[3]),
+        "norm's backward": fused_blocks._add_norm_backward(None, gradient, total, statistics, gain, True, None, True)[
+            4
+        ],
+        "GELU": unit_of(fused_blocks._bias_gelu(x, bias, tag)[1]),
+        "GELU's backward": fused_blocks._bias_gelu_backward(stream, bias, gradient, True)[2],
+        "heads' backward": packed._cut_heads_backward(*heads, torch.bfloat16, True)[2],
+    }
+    assert [name for name, unit in units.items() if unit.isfinite().item() is is_spoilt] == []
 
 
 @pytest.mark.parametrize("device", DEVICES)

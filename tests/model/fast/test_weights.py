@@ -1,6 +1,7 @@
 """Weights kept twice: the same training as autocast's, and the same checkpoints as the plain model's."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -198,6 +199,26 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
     for one, other in zip(optimizers[0][0].state.values(), optimizers[1][0].state.values(), strict=True):
         for moment in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(other[moment].cpu(), one[moment], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("element", [0, -1])
+def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(element: int, device: str) -> None:
+    """A GPU's maximum may drop NaN. The kernel masks the last elements of w2's copy, and none of q_proj's."""
+    model = make("cs336").to(device)
+    weights = FastLM(model, replace(AUTOCAST, cast_once=True, fp8=True)).weights
+    for leaf in leaves(weights):
+        leaf.grad = torch.ones_like(leaf)
+    spoilt = model.layers[0].attn.q_proj.weight, model.layers[1].ffn.w2.weight
+    for weight in weights:
+        if any(weight.master is each for each in spoilt):
+            weight.gradients()[0].view(-1)[element] = math.nan
+    MasterAdamW(weights).step()
+    kept = [weight for weight in weights if weight.largest is not None]
+    assert len(kept) == 7 * MODEL.num_layers
+    for weight in kept:
+        assert weight.largest is not None
+        assert weight.largest.isfinite().item() is not any(weight.master is each for each in spoilt)
 
 
 def are_copies(weights: tuple[Weight, ...]) -> bool:
