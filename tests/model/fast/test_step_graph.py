@@ -11,6 +11,7 @@ from cs336_systems.config import EAGER_STEPS_BEFORE_GRAPH, Mode, ModelConfig, Ph
 from cs336_systems.measure.clock import EventClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.batches import Batch
+from cs336_systems.model.fast import step_graph
 from cs336_systems.model.fast.step_graph import StepGraph
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -65,8 +66,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     class Graph:
         operations: list[Callable[[], None]]
+        is_ready = False
+
+        def __init__(self, *, keep_graph: bool) -> None: ...
+
+        def instantiate(self) -> None:
+            self.is_ready = True
 
         def replay(self) -> None:
+            assert self.is_ready
             for operation in self.operations:
                 operation()
 
@@ -84,6 +92,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(step_graph, "replace_memsets", lambda graph: 0)
     return device
 
 
