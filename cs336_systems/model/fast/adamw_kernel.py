@@ -95,7 +95,8 @@ class ChunkedAdamW:
 
     A tensor's gradient is the sum in fp32 of those given, of which narrow ones, in bf16, come last. Addresses are
     computed once; only gradients may move between steps. Those of a CUDA graph stay where they are: call `upload` once
-    after its capture. Where `largest` are given, each becomes the largest magnitude of its copy.
+    after its capture. `largest`, unless it is empty, has an element in fp32 for each copy, which becomes the copy's
+    largest magnitude.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class ChunkedAdamW:
         largest: Sequence[Tensor],
         gradient_types: Sequence[torch.dtype],
     ) -> None:
+        assert copies or not largest, "the largest magnitudes are those of copies"
         device = masters[0].device
         sizes = torch.tensor([master.numel() for master in masters])
         chunks = (sizes + CHUNK - 1) // CHUNK
@@ -138,7 +140,7 @@ class ChunkedAdamW:
         """Update with each tensor's gradients; `steps` is the number of this step, in fp32 on the device."""
         self._place(gradients)
         if self._largest:
-            torch._foreach_zero_(self._largest)  # which the programs raise
+            torch._foreach_zero_(self._largest)  # a program replaces it if its chunk has a larger one
         _adamw_chunks[(len(self._tensors),)](
             self._on_device, self._sizes, self._tensors, self._numbers, steps,
             lr, *betas, eps, weight_decay,
