@@ -9,7 +9,7 @@ beside its result: an element whose gradient is, by agreement, the unit of the r
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -28,8 +28,6 @@ gradient of the others.
 """
 TINY = 1e-30
 """Lower bound on the largest element, so that a tensor of zeros has a unit too."""
-HALF_BYTES = 2
-"""Of an element of the types that models with copies of their weights compute in."""
 MAX = torch.finfo(DTYPE).max
 """The largest number of the type."""
 
@@ -100,10 +98,18 @@ def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
     return x.abs().amax().float().repeat(parts) if parts else x.new_empty(0, dtype=torch.float32)
 
 
-def update_units(largest: Sequence[Largest], units: Sequence[Unit]) -> None:
-    """Set the units of tensors with these magnitudes, as many of each, in few launches for all of them."""
+class KeptUnit(NamedTuple):
+    """The unit of a tensor that is kept from step to step, and the magnitudes that it is computed from."""
+
+    largest: Largest
+    unit: Unit
+
+
+def update_units(kept: Sequence[KeptUnit]) -> None:
+    """Compute all these units, in few launches; each must have the same number of magnitudes."""
     with torch.no_grad():
-        torch._foreach_copy_([*units], [*_units(torch.stack([*largest]).amax(dim=1)).unbind()])
+        found = _units(torch.stack([each.largest for each in kept]).amax(dim=1))
+        torch._foreach_copy_([each.unit for each in kept], [*found.unbind()])
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -121,10 +127,10 @@ class _Fp8Linear(torch.autograd.Function):
         x_unit = unit_of(_largest_of_rows(x) if largest is None else largest)
         weight_unit = unit_of(_largest_of_rows(weight)) if weight_unit is None else weight_unit
         has_backward = is_grad_enabled and any(ctx.needs_input_grad)
-        (x8, x8_turned), (weight8, weight8_turned) = (
+        (x8, x8_transpose), (weight8, weight8_transpose) = (
             _casts(each, unit, has_backward) for each, unit in ((x, x_unit), (weight, weight_unit))
         )
-        ctx.save_for_backward(x8_turned, x_unit, weight8_turned, weight_unit)
+        ctx.save_for_backward(x8_transpose, x_unit, weight8_transpose, weight_unit)
         ctx.has_bias, ctx.reads_tag = bias is not None, reads_tag
         # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use full accumulation
         result = _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
@@ -136,11 +142,11 @@ class _Fp8Linear(torch.autograd.Function):
         gradient: Tensor,
         unit: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        x8_turned, x_unit, weight8_turned, weight_unit = ctx.saved_tensors
+        x8_transpose, x_unit, weight8_transpose, weight_unit = ctx.saved_tensors
         unit = unit.view(()) if ctx.reads_tag else unit_of(_largest_of_rows(gradient))
-        gradient8, gradient8_turned = _casts(gradient, unit, True)
-        of_x = _matmul(gradient8, weight8_turned.t(), unit, weight_unit, gradient.dtype)
-        of_weight = _matmul(gradient8_turned, x8_turned.t(), unit, x_unit, gradient.dtype)
+        gradient8, gradient8_transpose = _casts(gradient, unit, True)
+        of_x = _matmul(gradient8, weight8_transpose.t(), unit, weight_unit, gradient.dtype)
+        of_weight = _matmul(gradient8_transpose, x8_transpose.t(), unit, x_unit, gradient.dtype)
         return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None, None, None
 
 
@@ -179,7 +185,7 @@ def _casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
     Hopper's fp8 matmul needs the inner axis contiguous in both factors. If any element is not finite, the unit is not,
     and all products with x become NaN.
     """
-    if x.is_cuda and x.element_size() == HALF_BYTES:  # Triton 3.6 puts a fourth of the transpose of fp32 elsewhere
+    if x.is_cuda:
         from cs336_systems.model.fast import fp8_kernel  # Triton, which only comes with PyTorch for GPUs
 
         return fp8_kernel.casts(x, unit, DTYPE, transposes=transposes)
@@ -192,5 +198,5 @@ def _casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
 def _(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
     del unit
     num_rows, num_columns = x.shape
-    turned = (num_columns, num_rows) if transposes else (0, 0)
-    return x.new_empty(x.shape, dtype=DTYPE), x.new_empty(turned, dtype=DTYPE)
+    transpose = x.new_empty((num_columns, num_rows) if transposes else (0, 0), dtype=DTYPE)
+    return x.new_empty(x.shape, dtype=DTYPE), transpose

@@ -91,7 +91,7 @@ class FastLM(nn.Module):
         # not the reference's own method: it would keep the reference, and so whole parameters that FSDP shards here
         rotations, mask = TransformerLM.tables(cast("TransformerLM", self), tokens.shape[1])
         if self._units:
-            update_units(*zip(*self._units, strict=True))
+            update_units(self._units)
         embedded = self.token_embeddings(tokens)
         x: Tensor | Deferred = self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
         del embedded  # else it stays allocated through all blocks

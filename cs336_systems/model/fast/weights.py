@@ -14,13 +14,13 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.model.fast.fp8 import Largest, Tag, Unit, fp8_linear, tagged_fp8_linear
+from cs336_systems.model.fast.fp8 import KeptUnit, Largest, Tag, Unit, fp8_linear, tagged_fp8_linear
 from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
 """Bytes that each part of a packed weight starts at a multiple of, as a kernel's threads read so many at once."""
 MOST_PARTS = 3
-"""Weights that are packed into one: those of q, k and v."""
+"""The largest number of weights that are packed into one, which is that of q, k and v."""
 
 
 class Received(NamedTuple):
@@ -140,8 +140,8 @@ class CopyMaker:
     def __init__(self, dtype: torch.dtype, *, fp8: bool = False, keeps_units: bool = False) -> None:
         self._dtype, self.fp8, self._keeps_units = dtype, fp8, keeps_units
         self._found: dict[nn.Parameter, Weight] = {}
-        self.units: list[tuple[Tensor, Unit]] = []
-        """Of each weight in fp8 the largest magnitudes of its parts, or 0, and its unit, if these are kept."""
+        self.units: list[KeptUnit] = []
+        """The units of the weights in fp8, if they are kept. Each has a magnitude for every packed part, then 0."""
 
     def copies(self, layer: Linear) -> Copies:
         """Copies for one layer of a block."""
@@ -169,7 +169,7 @@ class CopyMaker:
             return Copies(self._copy(weights), bias, self.fp8)
         largest = torch.zeros(MOST_PARTS, device=weights[0].device)
         unit = torch.empty((), device=weights[0].device)
-        self.units.append((largest, unit))
+        self.units.append(KeptUnit(largest, unit))
         return Copies(self._copy(weights, largest=largest), bias, self.fp8, unit)
 
     def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None) -> Tensor:

@@ -123,11 +123,11 @@ def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(
     for x in (whole[:, : shape[1]], whole[:, : shape[1]].contiguous()):
         unit = fp8.unit_of(x.abs())
         expected = (x.float() * unit.reciprocal()).to(torch.float8_e4m3fn).float()
-        by_rows, by_columns = fp8._casts(x, unit, True)
-        assert by_rows.is_contiguous()
-        assert by_columns.is_contiguous()
-        assert torch.equal(by_rows.float(), expected)
-        assert torch.equal(by_columns.float(), expected.t())
+        cast, transpose = fp8._casts(x, unit, True)
+        assert cast.is_contiguous()
+        assert transpose.is_contiguous()
+        assert torch.equal(cast.float(), expected)
+        assert torch.equal(transpose.float(), expected.t())
         assert torch.equal(fp8._casts(x, unit, False)[0].float(), expected)
 
 
