@@ -19,9 +19,12 @@ MAX_STAGED = 4096
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
 """Factor 2 sqrt(2 / pi) in GELU's tanh approximation."""
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
-ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
+PROPAGATE_NAN: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
+"""With this a maximum is NaN if either argument is; without, it is the other argument."""
 GELU_COLUMNS = 1024
-"""Columns of one program of GELU, or of its backward, unless it measures."""
+"""Columns of one program of GELU's backward, and of GELU unless that measures."""
+GELU_COLUMNS_PER_WARP = 512
+"""Columns that one warp of GELU computes, 16 in each thread."""
 
 
 def add_norm(
@@ -104,7 +107,7 @@ def bias_gelu(x: Tensor, bias: Tensor, part: tuple[int, int], *, measures: bool)
     largest = torch.empty(grid[0] * grid[1] if measures else 0, dtype=torch.float32, device=x.device)
     _bias_gelu_values[grid](
         x, bias, result, largest, rows, width, MEASURES=measures, ROWS=rows_of_part, BLOCK=block,
-        num_warps=block // 512,
+        num_warps=block // GELU_COLUMNS_PER_WARP,
     )  # fmt: skip
     return result, largest
 
@@ -195,7 +198,7 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
         if HAS_BRANCH_BIAS:
             of_branch_bias += result
         if MEASURES:
-            largest = tl.maximum(largest, tl.abs(result), propagate_nan=ALL)
+            largest = tl.maximum(largest, tl.abs(result), propagate_nan=PROPAGATE_NAN)
         at += programs.to(tl.int64) * width
     at = partial + program * width + column
     tl.store(at, of_gain, mask=inside)
@@ -223,7 +226,7 @@ def _bias_gelu_values(  # type: ignore[no-untyped-def]
         value *= _gelu_share(value)
         tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
         if MEASURES:
-            found = tl.maximum(found, tl.where(inside, tl.abs(value), 0.0), propagate_nan=ALL)
+            found = tl.maximum(found, tl.where(inside, tl.abs(value), 0.0), propagate_nan=PROPAGATE_NAN)
     if MEASURES:
         part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         tl.store(largest + part, tl.max(magnitude(found, result), 0))
@@ -251,7 +254,7 @@ def _bias_gelu_grads(  # type: ignore[no-untyped-def]
         tl.store(result + at, own.to(result.dtype.element_ty), mask=inside)
         of_bias += own
         if MEASURES:
-            largest = tl.maximum(largest, tl.abs(own), propagate_nan=ALL)
+            largest = tl.maximum(largest, tl.abs(own), propagate_nan=PROPAGATE_NAN)
         at += programs.to(tl.int64) * width
     tl.store(partial + program * width + column, of_bias, mask=inside)
     if MEASURES:

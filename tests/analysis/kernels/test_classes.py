@@ -159,7 +159,7 @@ SOFTMAX = (
     f"{UNNAMED}nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*, float const*, long const*)",
     f"{UNNAMED}nll_loss_backward_reduce_cuda_kernel_2d<float, long>(float*, float const*, long const*, float const*)",
     "liger_cross_entropy_kernel",
-    "_cross_entropy_losses",  # this project's
+    "_cross_entropy_losses",  # this project's kernel
     "_cross_entropy_scale",
     "triton_per_fused__softmax_add_clone_detach_1",
     "triton_per_fused__softmax_backward_data_mul_11",
@@ -197,7 +197,7 @@ NORMALISATION = (
     "triton_per_fused_add_embedding_dense_backward_masked_fill_mul_native_layer_norm_backward_22",
     "triton_per_fused__to_copy_add_embedding_dense_backward_native_dropout_backward_native_layer_norm_backward_nll_loss_forward_30",
     "aten::native_layer_norm_backward",
-    "cs336_systems::rms_or_layer_norm",  # this project's
+    "cs336_systems::rms_or_layer_norm",  # this project's operator
     "_add_norm_values",
     "_add_norm_grads",
 )
@@ -214,7 +214,7 @@ ELEMENT_WISE = (
     f"{NATIVE}triu_tril_kernel<bool, int, false, 8, false>(at::cuda::detail::TensorInfo<bool, int>)",
     "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_15CUDAFunctor_addIfEESt5arrayIPcLm3EEEEviT0_T1_",
     "_swiglu_forward_kernel",
-    "_swiglu_values",  # this project's
+    "_swiglu_values",  # this project's kernel
     "_bias_gelu_values",
     "_bias_gelu_grads",
     "_swiglu_grads",
@@ -274,11 +274,11 @@ REDUCTION = (
     f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<1>, "
     "at::native::LpNormFunctor<c10::BFloat16, (at::native::NormType)2, c10::BFloat16, 1, 1, 0>, float*, int>()",
     f"{UNNAMED}lpnorm_cleanup<c10::BFloat16, (at::native::NormType)2, c10::BFloat16, true, float>(float const*)",
-    "_reduce_sums",  # this project's
+    "_reduce_sums",  # this project's kernel
     "_lookup_grads",
 )
 OPTIMIZER = (
-    "_adamw_chunks",  # this project's
+    "_adamw_chunks",  # this project's kernel
     f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
     "at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, (at::native::(anonymous namespace)::"
     "ADAM_MODE)1, false>, float const*, double, double, double, double, double, bool, float*, float*>()",
@@ -306,7 +306,7 @@ COPY_AND_FILL = (
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>, std::array<char*, 1ul> >(int)",
     "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIiEENS_6detail5ArrayIPcLi1EEEEEviT0_T1_",
     "_cut_heads_grads",
-    "_cast_part",  # this project's
+    "_cast_part",  # this project's kernel
     f"{UNNAMED}CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<8u>, unsigned int, 1, 128>()",
     f"{UNNAMED}indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(at::cuda::detail::TensorInfo<float>)",
     f"{NATIVE}vectorized_gather_kernel<(int)16, long>(char *, char *, T2 *, int, long, long, long, long, bool)",
