@@ -78,6 +78,7 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
         "blocks": {"compile_blocks": True},
         "fused-loss": {"fused_loss": True},
         "fused-blocks": {"fused_blocks": True},
+        "update": {"update_in_backward": True},
     }
     assert changed(GPT2, ladder[0].config) == {"optimizer": "foreach"}
     assert all(rung.change for rung in ladder)
@@ -119,8 +120,9 @@ def test_fp8_is_the_last_rung_of_large_models_on_devices_that_have_it(base, devi
         (replace(GPT2, model=replace(GPT2.model, num_heads=4)), H200, {"cudnn"}),
         (GPT2, None, {"cudnn"}),
         (replace(GPT2, model_factory="a:b"), H200,
-         {"attention", "vocabulary", "cudnn", "cast-once", "graph", "blocks", "fused-loss", "fused-blocks"}),
-        (TINY, "AMD EPYC", {"tf32", "vocabulary", "cudnn", "cast-once", "graph", "fused-loss", "fused-blocks"}),
+         {"attention", "vocabulary", "cudnn", "cast-once", "graph", "blocks", "fused-loss", "fused-blocks", "update"}),
+        (TINY, "AMD EPYC",
+         {"tf32", "vocabulary", "cudnn", "cast-once", "graph", "fused-loss", "fused-blocks", "update"}),
     ],
     ids=["nice already", "A100", "wide heads", "unknown device", "own model", "CPU"],
 )  # fmt: skip

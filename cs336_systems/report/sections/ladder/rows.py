@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 MAX_SLOWDOWN = 0.10
 """Largest profiler slowdown at which class times still explain the plain step."""
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
-UNUSED = ("selective_checkpoints", "keep_hidden", "expandable_segments", "loss_chunks", "update_in_backward")
+UNUSED = ("selective_checkpoints", "keep_hidden", "expandable_segments", "loss_chunks")
 """Shortcuts that no rung takes."""
 FIELDS = ("batch_size", "precision", "compile", "compile_blocks", "optimizer",
           *(name for name, setting in SETTINGS.items() if setting.is_shortcut and name not in UNUSED), "learning_rate",
