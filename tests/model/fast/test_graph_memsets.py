@@ -161,7 +161,7 @@ def test_nothing_is_replaced_without_the_package(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 def test_a_graph_without_memsets_writes_what_memsets_write() -> None:
     """Every size of elements, addresses that are no multiples, values with the highest bit, and several rows."""
-    driver = pytest.importorskip("cuda.bindings").driver
+    driver = pytest.importorskip("cuda.bindings.driver")
     runtime = pytest.importorskip("cuda.bindings.runtime")
     buffers = [torch.ones(4096, dtype=torch.uint8, device="cuda") for _ in range(4)]
     byte, half, word, rows = (buffer.data_ptr() for buffer in buffers)
