@@ -133,11 +133,11 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
             "fused-blocks", "norms add their branch, GELU its bias; embedding's gradient in one pass", on_gpu and ours,
             {"fused_blocks": True},
         ),
+        _Change("fp8", "block products in fp8", on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True}),
         _Change(
             "update", "each weight updated beside backward, behind its gradient", on_gpu and ours,
             {"update_in_backward": True},
         ),
-        _Change("fp8", "block products in fp8", on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True}),
     )  # fmt: skip
 
 
