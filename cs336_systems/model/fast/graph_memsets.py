@@ -13,6 +13,8 @@ from torch import Tensor
 
 INTEGERS = {1: ("|u1", ctypes.c_uint8), 2: ("<i2", ctypes.c_int16), 4: ("<i4", ctypes.c_int32)}
 """By the size in bytes of what a memset repeats: the type of such elements, in NumPy's notation and in C."""
+OLDEST_DRIVER = 12030
+"""The driver of CUDA 12.3, in CUDA's numbers, is the first one with the data of edges."""
 
 
 # cuda-bindings has no types
@@ -28,12 +30,14 @@ def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
     """Let kernels write what memsets of a captured graph write, and return how many were replaced.
 
     The graph must have its nodes (`keep_graph=True`), and be instantiated afterwards. Memsets of several rows remain,
-    and so do all if the package cuda-bindings is missing, which PyTorch for CUDA needs on Linux. Raises RuntimeError if
-    the driver refuses a call.
+    and so do all with an older driver than CUDA 12.3's, or without the package cuda-bindings, which PyTorch for CUDA
+    needs on Linux. Raises RuntimeError if the driver refuses a call.
     """
     try:
         from cuda.bindings import driver
     except ImportError:
+        return 0
+    if _call(driver.cuDriverGetVersion)[0] < OLDEST_DRIVER:
         return 0
     whole = driver.CUgraph(graph.raw_cuda_graph())
     memset = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET

@@ -47,9 +47,13 @@ class Driver(ModuleType):
     def __init__(self, suffix: str) -> None:
         super().__init__("cuda.bindings.driver")
         self.num_nodes = 0
+        self.version = 12030
         self.graph_of: dict[Node, Graph] = {}
         for name in ("cuGraphGetEdges", "cuGraphAddDependencies"):
             setattr(self, name + suffix, getattr(self, f"_{name}"))
+
+    def cuDriverGetVersion(self) -> Any:  # noqa: N802
+        return 0, self.version
 
     def add(self, graph: Graph, work: Any) -> Node:
         node = Node(1000 + self.num_nodes)
@@ -150,9 +154,13 @@ def test_a_call_that_the_driver_refuses_is_named(monkeypatch: pytest.MonkeyPatch
         replace_memsets(Graph())  # type: ignore[arg-type]
 
 
-def test_nothing_is_replaced_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    graph = Graph()
+@pytest.mark.parametrize("has_package", [False, True], ids=["no package", "old driver"])
+def test_nothing_is_replaced_without(has_package: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, graph = Driver("_v2"), Graph()
+    driver.version = 12020
+    install(monkeypatch, driver)
+    if not has_package:
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     graph.work[Node(1)] = Memset(dst=1)
     assert replace_memsets(graph) == 0  # type: ignore[arg-type]
     assert list(graph.work.values()) == [Memset(dst=1)]
