@@ -126,7 +126,10 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         _Change("fused", "fused AdamW", True, {"optimizer": OptimizerKind.FUSED}),
         _Change("cudnn", "attention by cuDNN", ours and best is SdpaBackend.CUDNN, fused(SdpaBackend.CUDNN)),
         _Change("cast-once", "bf16 weights beside fp32 masters", on_gpu and ours, {"cast_once": True}),
-        _Change("graph", "each phase of the step a CUDA graph", on_gpu and ours, {"cuda_graph": True}),
+        _Change(
+            "graph", "each phase of the step a CUDA graph, kernels in the place of memsets", on_gpu and ours,
+            {"cuda_graph": True},
+        ),
         _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
         _Change("fused-loss", "logits become their gradient in place", on_gpu and ours, {"fused_loss": True}),
         _Change(
@@ -135,7 +138,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         ),
         _Change("fp8", "block products in fp8", on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True}),
         _Change(
-            "update", "each weight updated beside backward, behind its gradient", on_gpu and ours,
+            "update", "weights updated during backward", on_gpu and ours,
             {"update_in_backward": True},
         ),
     )  # fmt: skip

@@ -122,7 +122,7 @@ class _Fp8Linear(torch.autograd.Function):
         largest: Tensor | None,
         weight_unit: Tensor | None,
         reads_tag: bool,
-        is_grad_enabled: bool,  # where the layer is called; in this method it never is
+        is_grad_enabled: bool,  # at the call; inside this method it never is
     ) -> tuple[Tensor, Tensor]:
         x_unit = unit_of(_largest_of_rows(x) if largest is None else largest)
         weight_unit = unit_of(_largest_of_rows(weight)) if weight_unit is None else weight_unit

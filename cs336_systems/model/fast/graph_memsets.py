@@ -15,6 +15,8 @@ INTEGERS = {1: ("|u1", ctypes.c_uint8), 2: ("<i2", ctypes.c_int16), 4: ("<i4", c
 """By the size in bytes of what a memset repeats: the type of such elements, in NumPy's notation and in C."""
 OLDEST_DRIVER = 12030
 """The driver of CUDA 12.3, in CUDA's numbers, is the first one with the data of edges."""
+MOST_BYTES = 2**20
+"""Larger memsets remain, since the wait after them is short beside them."""
 
 
 # cuda-bindings has no types
@@ -29,9 +31,9 @@ Row = Any
 def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
     """Let kernels write what memsets of a captured graph write, and return how many were replaced.
 
-    The graph must have its nodes (`keep_graph=True`), and be instantiated afterwards. Memsets of several rows remain,
-    and so do all with an older driver than CUDA 12.3's, or without the package cuda-bindings, which PyTorch for CUDA
-    needs on Linux. Raises RuntimeError if the driver refuses a call.
+    The graph must have its nodes (`keep_graph=True`), and be instantiated afterwards. Memsets of several rows or of
+    more than MOST_BYTES remain, and so do all with an older driver than CUDA 12.3's, or without the package
+    cuda-bindings, which PyTorch for CUDA needs on Linux. Raises RuntimeError if the driver refuses a call.
     """
     try:
         from cuda.bindings import driver
@@ -43,17 +45,19 @@ def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
     memset = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
     nodes = [node for node in _nodes(driver, whole) if _call(driver.cuGraphNodeGetType, node)[0] == memset]
     written = [(node, *_call(driver.cuGraphMemsetNodeGetParams, node)) for node in nodes]
-    rows = {node: row for node, row in written if row.height == 1}
+    rows = {node: row for node, row in written if row.height == 1 and 0 < row.width * row.elementSize <= MOST_BYTES}
     if not rows:
         return 0
     fills = capture_fills(list(rows.values()))
+    chain = list(_chain(driver, driver.CUgraph(fills.raw_cuda_graph())))
+    edges = _edges(driver, whole)
     kernels = {}
-    for node, fill in zip(rows, _chain(driver, driver.CUgraph(fills.raw_cuda_graph())), strict=True):
+    for node, fill in zip(rows, chain, strict=True):
         (parameters,) = _call(driver.cuGraphKernelNodeGetParams, fill)
         (kernel,) = _call(driver.cuGraphAddKernelNode, whole, [], 0, parameters)
         _call(driver.cuGraphKernelNodeCopyAttributes, kernel, fill)  # such as the priority of the stream
         kernels[int(node)] = kernel
-    edges = [(begin, end) for begin, end in _edges(driver, whole) if {int(begin), int(end)} & kernels.keys()]
+    edges = [(begin, end) for begin, end in edges if {int(begin), int(end)} & kernels.keys()]
     begins, ends = ([kernels.get(int(edge[side]), edge[side]) for edge in edges] for side in (0, 1))
     plain = [driver.CUgraphEdgeData() for _ in edges]
     _call(_newest(driver, "cuGraphAddDependencies"), whole, begins, ends, plain, len(edges))
@@ -66,7 +70,7 @@ def capture_fills(rows: Sequence[Row]) -> torch.cuda.CUDAGraph:
     """A graph of one kernel after the other, which write what memsets of these parameters write."""
     elements = [_elements(row) for row in rows]
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):  # that of the stream of a step's graphs
         for each, row in zip(elements, rows, strict=True):
             each.fill_(INTEGERS[row.elementSize][1](row.value).value)
     return graph
@@ -82,7 +86,9 @@ class _Memory:
 
 
 def _elements(row: Row) -> Tensor:
-    return torch.as_tensor(_Memory(row), device="cuda")
+    elements = torch.as_tensor(_Memory(row), device="cuda")
+    assert elements.data_ptr() == int(row.dst), "PyTorch copies memory of another device"
+    return elements
 
 
 def _chain(driver: Driver, graph: Handle) -> Iterator[Handle]:

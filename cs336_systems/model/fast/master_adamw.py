@@ -26,7 +26,8 @@ class MasterAdamW(EagerOptimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) that updates fp32 masters and writes their copies.
 
     The same update as torch.optim.AdamW on the masters, to rounding. Steps are counted on the device, so that a graph's
-    replays count too. On a CPU PyTorch's operators compute the same, tensor by tensor.
+    replays count too. Weights that are to stay as they are must be frozen before the first step. On a CPU PyTorch's
+    operators compute the same, tensor by tensor.
     """
 
     def __init__(

@@ -141,7 +141,10 @@ class CopyMaker:
         self._dtype, self.fp8, self._keeps_units = dtype, fp8, keeps_units
         self._found: dict[nn.Parameter, Weight] = {}
         self.units: list[KeptUnit] = []
-        """The units of the weights in fp8, if they are kept. Each has a magnitude for every packed part, then 0."""
+        """The units of the weights in fp8, if they are kept.
+
+        One has MOST_PARTS magnitudes: of each packed part, and 0 for the rest.
+        """
 
     def copies(self, layer: Linear) -> Copies:
         """Copies for one layer of a block."""

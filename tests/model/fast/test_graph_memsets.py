@@ -47,6 +47,7 @@ class Driver(ModuleType):
     def __init__(self, suffix: str) -> None:
         super().__init__("cuda.bindings.driver")
         self.num_nodes = 0
+        self.with_attributes: list[Node] = []
         self.version = 12030
         self.graph_of: dict[Node, Graph] = {}
         for name in ("cuGraphGetEdges", "cuGraphAddDependencies"):
@@ -81,7 +82,8 @@ class Driver(ModuleType):
         return 0, self.add(graph, work)
 
     def cuGraphKernelNodeCopyAttributes(self, target: Node, source: Node) -> Any:  # noqa: N802
-        assert self.graph_of[target] is not self.graph_of[source]
+        assert self.graph_of[target].work[target] == self.graph_of[source].work[source]
+        self.with_attributes.append(target)
         return (0,)
 
     def _cuGraphGetEdges(self, graph: Graph, count: int = 0) -> Any:  # noqa: N802
@@ -112,7 +114,7 @@ def install(monkeypatch: pytest.MonkeyPatch, driver: ModuleType) -> None:
 @pytest.mark.parametrize("suffix", ["", "_v2"])
 @pytest.mark.parametrize("seed", range(20))
 def test_the_graph_keeps_its_order_and_what_it_writes(seed: int, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of random graphs: memsets at the ends, in a row, of several rows, and between other nodes."""
+    """Of random graphs: memsets at the ends, one after the other, between kernels, and some that remain."""
     draw, driver = random.Random(seed), Driver(suffix)
     install(monkeypatch, driver)
 
@@ -123,19 +125,20 @@ def test_the_graph_keeps_its_order_and_what_it_writes(seed: int, suffix: str, mo
         return graph
 
     monkeypatch.setattr(graph_memsets, "capture_fills", capture_fills)
-    graph = Graph()
+    graph, remaining = Graph(), [Memset(0, height=2), Memset(0, width=0), Memset(0, width=2**19, elementSize=4)]
     nodes = [
-        driver.add(graph, draw.choice([f"kernel {number}", Memset(dst=number), Memset(dst=number, height=2)]))
+        driver.add(graph, draw.choice([f"kernel {number}", Memset(number), Memset(number), *remaining]))
         for number in range(draw.randrange(2, 12))
     ]
     pairs = [(begin, end) for number, end in enumerate(nodes) for begin in nodes[:number]]
     graph.edges = [pair for pair in pairs if draw.random() < 0.4]
-    one_row = [work for work in graph.work.values() if isinstance(work, Memset) and work.height == 1]
+    one_row = [work for work in graph.work.values() if isinstance(work, Memset) and work not in remaining]
     after = {node: ("fill", work) if work in one_row else work for node, work in graph.work.items()}
     expected = sorted((str(after[begin]), str(after[end])) for begin, end in graph.edges)
 
     assert replace_memsets(graph) == len(one_row)  # type: ignore[arg-type]
     assert sorted(map(str, graph.work.values())) == sorted(map(str, after.values()))
+    assert set(driver.with_attributes) == {node for node, work in graph.work.items() if isinstance(work, tuple)}
     assert sorted((str(graph.work[begin]), str(graph.work[end])) for begin, end in graph.edges) == expected
 
 
