@@ -137,10 +137,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
             {"fused_blocks": True},
         ),
         _Change("fp8", "block products in fp8", on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True}),
-        _Change(
-            "update", "weights updated during backward", on_gpu and ours,
-            {"update_in_backward": True},
-        ),
+        _Change("update", "weights updated during backward", on_gpu and ours, {"update_in_backward": True}),
     )  # fmt: skip
 
 

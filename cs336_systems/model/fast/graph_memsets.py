@@ -14,7 +14,7 @@ from torch import Tensor
 INTEGERS = {1: ("|u1", ctypes.c_uint8), 2: ("<i2", ctypes.c_int16), 4: ("<i4", ctypes.c_int32)}
 """By the size in bytes of what a memset repeats: the type of such elements, in NumPy's notation and in C."""
 OLDEST_DRIVER = 12030
-"""The driver of CUDA 12.3, in CUDA's numbers, is the first one with the data of edges."""
+"""That of CUDA 12.3, as drivers give their version: older ones do not have the calls that tell the data of edges."""
 MOST_BYTES = 2**20
 """Larger memsets remain, since the wait after them is short beside them."""
 
@@ -70,7 +70,7 @@ def capture_fills(rows: Sequence[Row]) -> torch.cuda.CUDAGraph:
     """A graph of one kernel after the other, which write what memsets of these parameters write."""
     elements = [_elements(row) for row in rows]
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):  # that of the stream of a step's graphs
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):  # as a step's graphs are captured
         for each, row in zip(elements, rows, strict=True):
             each.fill_(INTEGERS[row.elementSize][1](row.value).value)
     return graph
