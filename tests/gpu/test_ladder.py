@@ -36,7 +36,7 @@ def test_rungs_pass_the_gate_and_give_their_reasons(tmp_path: Path) -> None:
     busy = {name: float(row["busy_share"]) for name, row in rows.items()}
     assert launches["cast-once"] < launches["bf16"] / 2, "compiled, fused attention, fused AdamW, no casts"
     added = launches["graph"] - launches["cast-once"]
-    assert -3 <= added <= 4 * 12, "the same kernels, replayed, and one for each memset: a few in each of 12 layers"
+    assert 0 < added <= 4 * 12, "the same kernels, replayed, and one for each memset: a few in each of 12 layers"
     assert launches["fused-blocks"] < launches["graph"], "additions, gains and biases have no kernels of their own"
     assert all(0 < share <= 1 for share in busy.values())
     assert busy["graph"] > busy["bf16"], "a graph does not wait for the host"
