@@ -543,6 +543,19 @@ class RunConfig:
             rules=(_OUR_MODEL, _BF16, _CAST_ONCE, Rule(lambda run: not run.fp8_misfit, "{config.fp8_misfit}")),
         ),
     ] = False
+    bf16_moments: Annotated[
+        bool,
+        Setting(
+            "Keep AdamW's two moments in bf16, rounded up or down at random so that they are right on average: 4 bytes "
+            "less for each parameter, and 20 bytes in the place of 28 to read and write in each step. The weights that "
+            "are updated stay in fp32. Losses differ a little, so --fast uses it only together with this flag. Needs "
+            "--cast-once.",
+            is_shortcut=True, label=1, note="AdamW's moments in bf16",
+            rules=(
+                _CAST_ONCE, _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}"),
+            ),
+        ),
+    ] = False
     cuda_graph: Annotated[
         bool,
         Setting(

@@ -237,6 +237,16 @@ def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFl
     return AttentionFlops(scores=2 * forward.scores, softmax=softmax, values=2 * forward.values)
 
 
+def moment_bytes(config: RunConfig) -> int:
+    """Bytes of each of AdamW's two moments of a parameter."""
+    return HALF_BYTES if config.bf16_moments else FP32_BYTES
+
+
+def saved_by_moments(config: RunConfig) -> int:
+    """Bytes of each parameter that AdamW need not move, as both moments, which it reads and writes, are in bf16."""
+    return 2 * 2 * (FP32_BYTES - moment_bytes(config))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
     """Bytes of the parameters and of what belongs to them, without the allocator's rounding; 0 if a mode lacks it.
@@ -253,7 +263,7 @@ class StateBytes:
 
 
 def state_bytes(config: RunConfig) -> StateBytes:
-    """Parameters, gradients and moments in fp32, and autocast's copies; not valid for `cast_once`."""
+    """Parameters and gradients in fp32, moments, and autocast's copies; the copies are not those of `cast_once`."""
     parameters, updated = count_parameters(config.model), updated_parameters(config)
     if config.parallel.shards_parameters:
         parameters = sum(kept_elements(config).values())
@@ -263,7 +273,7 @@ def state_bytes(config: RunConfig) -> StateBytes:
     return StateBytes(
         parameters=FP32_BYTES * parameters,
         gradients=FP32_BYTES * parameters if _has_backward(config) else 0,
-        optimizer_state=2 * FP32_BYTES * updated if config.mode is Mode.TRAIN else 0,
+        optimizer_state=2 * moment_bytes(config) * updated if config.mode is Mode.TRAIN else 0,
         weight_copies=HALF_BYTES * linear if has_copies else 0,
     )
 
@@ -418,13 +428,13 @@ ADAMW_BYTES = 7 * FP32_BYTES
 """For each parameter: read the parameter, its gradient and both moments; write all but the gradient."""
 
 
-def optimizer_work(model: ModelConfig, parameters: int | None = None) -> Work:
+def optimizer_work(config: RunConfig, parameters: int | None = None) -> Work:
     """AdamW's update in one pass over all tensors, as in a fused kernel; or over so many parameters."""
-    parameters = count_parameters(model) if parameters is None else parameters
+    parameters = count_parameters(config.model) if parameters is None else parameters
     return Work(
         name="optimizer",
         flops=ADAMW_FLOPS * parameters,
-        moved_bytes=ADAMW_BYTES * parameters,
+        moved_bytes=(ADAMW_BYTES - saved_by_moments(config)) * parameters,
         precision=Precision.FP32,
     )
 

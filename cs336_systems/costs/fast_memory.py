@@ -7,7 +7,7 @@ held throughout, what forward saves, and what the two fullest moments of backwar
 from dataclasses import replace
 
 from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Device, Mode, Profiler, RunConfig
-from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, parameters_by_component
+from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, moment_bytes, parameters_by_component
 from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 
@@ -157,7 +157,7 @@ def held_bytes(config: RunConfig) -> int:
     """
     parts = parameters_by_component(config.model)
     linear, read, every = _with_copies(config), _read(config), sum(parts.values())
-    moments = 2 * FP32_BYTES * every if config.mode is Mode.TRAIN else 0
+    moments = 2 * moment_bytes(config) * every if config.mode is Mode.TRAIN else 0
     if config.parallel.shards_parameters:
         gathered = 2 * (parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config))
         received = (HALF_BYTES * linear + FP32_BYTES * read) * (config.ranks - 1) * config.parallel.writes_to_others

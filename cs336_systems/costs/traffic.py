@@ -12,6 +12,7 @@ from cs336_systems.costs.accounting import (
     forward_flops,
     forward_work,
     parameters_by_component,
+    saved_by_moments,
 )
 
 OPTIMIZER_BYTES = {
@@ -58,11 +59,12 @@ def traffic(config: RunConfig) -> Traffic | None:
     half = config.precision in (Precision.BF16, Precision.FP16)
     size = HALF_BYTES if half else FP32_BYTES
     linear = linear_weights(config.model)
+    each = OPTIMIZER_BYTES[config.optimizer] - saved_by_moments(config)
     casts = 2 * (FP32_BYTES + HALF_BYTES) * linear if half and not config.cast_once else 0
     return Traffic(
         weights=3 * size * linear + _table_bytes(config),
         casts=casts,
-        optimizer=OPTIMIZER_BYTES[config.optimizer] * count_parameters(config.model) + _second_gradient_bytes(config),
+        optimizer=each * count_parameters(config.model) + _second_gradient_bytes(config),
         activations=_activation_bytes(config, size),
     )
 

@@ -87,7 +87,9 @@ class ShardedMasterAdamW(MasterAdamW):
     exchange what they have updated in buckets, each while the next one is updated.
     """
 
-    def __init__(self, model: FastLM, lr: float, pushes: PushDDP | None = None) -> None:
+    def __init__(
+        self, model: FastLM, lr: float, pushes: PushDDP | None = None, *, moments: torch.dtype = torch.float32
+    ) -> None:
         """`pushes` is the way around the model, if its ranks push their gradients; then copies are pushed too."""
         packs = list(packs_of(model))
         if not any(pack.shared_elements for pack in packs):
@@ -104,7 +106,7 @@ class ShardedMasterAdamW(MasterAdamW):
             if pack.shared_elements and not pack.is_read:
                 for weight in pack.weights:
                     weight.master.data = weight.master.new_empty(0)
-        super().__init__([weight for own in self._own for weight in own], lr)
+        super().__init__([weight for own in self._own for weight in own], lr, moments=moments)
         self._buckets = _buckets(self._own, self._exchanged)
         every = [tensor for exchanged in self._exchanged for tensor in exchanged]
         self._exchange = _Gathers() if pushes is None else _PushedParts(every)

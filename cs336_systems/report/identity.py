@@ -42,6 +42,7 @@ OPTIONAL: tuple[Mapping[str, object], ...] = (
     MappingProxyType({"selective_checkpoints": False, "keep_hidden": 0, "expandable_segments": False}),
     MappingProxyType({"loss_chunks": 1}),
     MappingProxyType({"update_in_backward": False}),
+    MappingProxyType({"bf16_moments": False}),
 )
 """Groups of columns that CSV files have only if a run has another value than these in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")

@@ -184,7 +184,7 @@ def _elementwise(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
         )
         moved, total_s = tensors * FP32_BYTES * elements, _module_s(profile, Range.NORM, phase)
         yield _part("norms", phase, fp32, flops * elements, moved, total_s)
-    update = optimizer_work(model)
+    update = optimizer_work(config)
     for times in profile.phases:
         if times.phase is LaunchPhase.OPTIMIZER:
             yield _part("optimizer", times.phase, fp32, update.flops, update.moved_bytes, sum(times.kernel_s))

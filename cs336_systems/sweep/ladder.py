@@ -100,10 +100,10 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     """All changes in their order, those that do not apply here included.
 
     `cast-once` and `graph` need `fused` before them, `cast-once` also `bf16`, `fused-loss` `blocks`, `fused-blocks` and
-    `fp8` `cast-once`, and `update` both `cast-once` and `graph`. On a CPU there is no AdamW that writes two copies at
-    once, and no tensor core to pad a vocabulary for. A user's model is not changed inside, and it may wait for the
-    device, which a CUDA graph cannot record. If no rule knows the device, PyTorch chooses the kernel of fused
-    attention. fp8 is for large models whose sizes fit it, on devices known to have it.
+    `fp8` and `moments` `cast-once`, and `update` both `cast-once` and `graph`. On a CPU there is no AdamW that writes
+    two copies at once, and no tensor core to pad a vocabulary for. A user's model is not changed inside, and it may
+    wait for the device, which a CUDA graph cannot record. If no rule knows the device, PyTorch chooses the kernel of
+    fused attention. fp8 is for large models whose sizes fit it, on devices known to have it.
     """
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
@@ -138,6 +138,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         ),
         _Change("fp8", "block products in fp8", on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True}),
         _Change("update", "weights updated during backward", on_gpu and ours, {"update_in_backward": True}),
+        _Change("moments", "AdamW's moments in bf16", on_gpu and ours, {"bf16_moments": True}),
     )  # fmt: skip
 
 

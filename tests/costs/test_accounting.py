@@ -623,8 +623,22 @@ def test_adamw_moves_what_it_needs_and_what_it_changes() -> None:
     assert moved == ADAMW_BYTES * parameter.numel()
 
 
+@pytest.mark.parametrize("bf16_moments", [False, True])
+def test_moments_take_and_move_as_many_bytes_as_their_tensors_have(bf16_moments) -> None:
+    config = run_config(
+        UNEQUAL[0], precision=Precision.BF16, cast_once=True, optimizer=OptimizerKind.FUSED, bf16_moments=bf16_moments,
+    )  # fmt: skip
+    step = TrainingStep(config)
+    step(make_clock(config))
+    states = step.optimizer.state.values()
+    moments = sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
+    assert state_bytes(config).optimizer_state == moments
+    masters = sum(parameter.nbytes for parameter in step.model.parameters())
+    assert optimizer_work(config).moved_bytes == 3 * masters + 2 * moments
+
+
 def test_the_optimizer_works_on_every_parameter_in_fp32() -> None:
-    work, parameters = optimizer_work(SIZES["gpt2"]), 124_439_808
+    work, parameters = optimizer_work(run_config(SIZES["gpt2"])), 124_439_808
     assert (work.flops, work.moved_bytes) == (ADAMW_FLOPS * parameters, ADAMW_BYTES * parameters)
     assert work.precision is Precision.FP32
 
@@ -646,4 +660,4 @@ def test_below_the_ridge_memory_sets_the_time_and_above_it_arithmetic() -> None:
         by_memory, by_arithmetic = 1e12 / 4.8e12, intensity * 1e12 / 989.5e12
         expected = by_memory if intensity <= ridge else by_arithmetic
         assert least_time_s(work, device) == pytest.approx(expected)
-    assert least_time_s(optimizer_work(SIZES["tiny"]), find_device("B200")) is None
+    assert least_time_s(optimizer_work(run_config(SIZES["tiny"])), find_device("B200")) is None

@@ -93,7 +93,8 @@ updates = [event.time_range for event in kernels if "adamw" in event.name]
 others = [event.time_range for event in kernels if "adamw" not in event.name]
 beside = sum(any(a.start < b.end and b.start < a.end for b in others) for a in updates)
 peaks = {"peak": step.graph.peak_bytes, "foretold": peak_bytes(config)}
-print(json.dumps({"losses": losses, "graphs": graphs, "attention": attention, "updates_beside": beside, **peaks}))
+print(json.dumps({"losses": losses, "graphs": graphs, "attention": attention, "updates_beside": beside,
+                  "parameters": sum(p.numel() for p in step.model.parameters()), **peaks}))
 """
 
 
@@ -119,6 +120,14 @@ def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_
         assert found["attention"] == plain["attention"] == 6
         assert found["peak"] == pytest.approx(found["foretold"], rel=0.05)
     assert [found["graphs"] for found in (plain, *others)] == [1, 1, 2]
+
+
+def test_moments_in_bf16_are_the_same_training_in_less_memory() -> None:
+    """2 bytes less for each of two moments of a parameter."""
+    plain, found = changed(), changed(bf16_moments=True)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+    assert plain["peak"] - found["peak"] == pytest.approx(4 * found["parameters"], rel=0.01)
+    assert found["peak"] == pytest.approx(found["foretold"], rel=0.05)
 
 
 def test_weights_are_updated_beside_backward_s_kernels_in_the_same_training() -> None:

@@ -79,6 +79,7 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
         "fused-loss": {"fused_loss": True},
         "fused-blocks": {"fused_blocks": True},
         "update": {"update_in_backward": True},
+        "moments": {"bf16_moments": True},
     }
     assert changed(GPT2, ladder[0].config) == {"optimizer": "foreach"}
     assert all(rung.change for rung in ladder)
@@ -121,9 +122,11 @@ def test_large_models_have_a_rung_for_fp8_on_devices_that_have_it(base, device_n
         (replace(GPT2, model=replace(GPT2.model, num_heads=4)), H200, {"cudnn"}),
         (GPT2, None, {"cudnn"}),
         (replace(GPT2, model_factory="a:b"), H200,
-         {"attention", "vocabulary", "cudnn", "cast-once", "graph", "blocks", "fused-loss", "fused-blocks", "update"}),
+         {"attention", "vocabulary", "cudnn", "cast-once", "graph", "blocks", "fused-loss", "fused-blocks", "update",
+          "moments"}),
         (TINY, "AMD EPYC",
-         {"tf32", "vocabulary", "cudnn", "cast-once", "graph", "fused-loss", "fused-blocks", "update"}),
+         {"tf32", "vocabulary", "cudnn", "cast-once", "graph", "fused-loss", "fused-blocks", "update",
+          "moments"}),
     ],
     ids=["nice already", "A100", "wide heads", "unknown device", "own model", "CPU"],
 )  # fmt: skip

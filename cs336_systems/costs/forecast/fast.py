@@ -13,7 +13,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.accounting import Component, parameters_by_component
+from cs336_systems.costs.accounting import Component, parameters_by_component, saved_by_moments
 from cs336_systems.costs.forecast.forward import FP32_BYTES, HALF_BYTES
 from cs336_systems.costs.forecast.parameters import axes
 from cs336_systems.costs.forecast.tape import ADAMW_BYTES, Form, Tape
@@ -129,7 +129,8 @@ class _FastStep:
         tied = parts[Component.HEAD] if self.gpt2 else 0
         copied = sum(parts.values()) - alone - tied
         self.tape.pass_of(2 * FP32_BYTES)  # the number of steps
-        for moved_bytes in (ADAMW_BYTES * copied, ADAMW_BYTES * alone, (ADAMW_BYTES + FP32_BYTES) * tied):
+        each = ADAMW_BYTES - saved_by_moments(self.config)
+        for moved_bytes in (each * copied, each * alone, (each + FP32_BYTES) * tied):
             if moved_bytes:
                 self.tape.pass_of(moved_bytes)
 

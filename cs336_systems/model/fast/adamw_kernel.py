@@ -2,7 +2,7 @@
 
 For a weight with a low-precision gradient and copy that is 28 bytes per parameter: the master, both moments and the
 gradient are read (14), the master, both moments and the copy are written (14). The largest magnitude of a copy is found
-on the way where it is wanted.
+on the way where it is wanted. Moments in bf16 make it 20 bytes; they are rounded at random (see `_rounded`).
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -27,7 +27,7 @@ def _adamw_chunks(  # type: ignore[no-untyped-def]
     pointers, sizes, chunk_tensors, chunk_numbers, steps,
     lr, beta1, beta2, eps, decay,
     HAS_COPY: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
-    CHUNK: tl.constexpr, PIECE: tl.constexpr,
+    NARROW_MOMENTS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)
@@ -37,32 +37,37 @@ def _adamw_chunks(  # type: ignore[no-untyped-def]
     step = tl.load(steps)
     correction1 = 1 - tl.exp(step * tl.log(beta1))
     correction2 = 1 - tl.exp(step * tl.log(beta2))
+    seed = _mixed(_mixed(step.to(tl.uint32)) + tensor.to(tl.uint32))
     # a mask makes every thread read element by element, so only a tensor's last chunk has one; it is updated in small
     # pieces, since its registers would otherwise be too many for all programs
     if start + CHUNK <= size:
         _update(
-            row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
-            HAS_COPY, HAS_LARGEST, NUM_WIDE, NUM_NARROW, CHUNK, False,
+            row, start, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
+            HAS_COPY, HAS_LARGEST, NUM_WIDE, NUM_NARROW, NARROW_MOMENTS, CHUNK, False,
         )  # fmt: skip
     else:
         for piece in range(start, size, PIECE):
             _update(
-                row, piece, size, correction1, correction2, lr, beta1, beta2, eps, decay,
-                HAS_COPY, HAS_LARGEST, NUM_WIDE, NUM_NARROW, PIECE, True,
+                row, piece, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
+                HAS_COPY, HAS_LARGEST, NUM_WIDE, NUM_NARROW, NARROW_MOMENTS, PIECE, True,
             )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _update(  # type: ignore[no-untyped-def]
-    row, start, size, correction1, correction2, lr, beta1, beta2, eps, decay,
+    row, start, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
     HAS_COPY: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
-    SIZE: tl.constexpr, IS_MASKED: tl.constexpr,
+    NARROW_MOMENTS: tl.constexpr, SIZE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
     master_at = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + start + offsets
-    first_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16) + start + offsets
-    second_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+    if NARROW_MOMENTS:
+        first_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
+        second_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
+    else:
+        first_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        second_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16) + start + offsets
 
     gradient = tl.zeros([SIZE], tl.float32)
     for number in tl.static_range(NUM_WIDE):
@@ -73,13 +78,18 @@ def _update(  # type: ignore[no-untyped-def]
         gradient += tl.load(tl.multiple_of(narrow_at, 16) + start + offsets, mask=inside).to(tl.float32)
 
     master = tl.load(master_at, mask=inside) * (1 - lr * decay)
-    first = beta1 * tl.load(first_at, mask=inside) + (1 - beta1) * gradient
-    second = beta2 * tl.load(second_at, mask=inside) + (1 - beta2) * gradient * gradient
+    first = beta1 * tl.load(first_at, mask=inside).to(tl.float32) + (1 - beta1) * gradient
+    second = beta2 * tl.load(second_at, mask=inside).to(tl.float32) + (1 - beta2) * gradient * gradient
     master -= lr / correction1 * first / (tl.sqrt(second / correction2) + eps)
 
     tl.store(master_at, master, mask=inside)
-    tl.store(first_at, first, mask=inside)
-    tl.store(second_at, second, mask=inside)
+    if NARROW_MOMENTS:
+        noise = _mixed((start + offsets).to(tl.uint32) ^ seed)
+        tl.store(first_at, _rounded(first, noise & 0xFFFF), mask=inside)
+        tl.store(second_at, _rounded(second, noise >> 16), mask=inside)
+    else:
+        tl.store(first_at, first, mask=inside)
+        tl.store(second_at, second, mask=inside)
     if HAS_COPY:
         copy_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
         tl.store(copy_at, master.to(tl.bfloat16), mask=inside)
@@ -90,13 +100,32 @@ def _update(  # type: ignore[no-untyped-def]
             tl.atomic_max(largest_at, tl.max(sizes, 0), sem="relaxed")
 
 
+@triton.jit
+def _rounded(values, noise):  # type: ignore[no-untyped-def]
+    """fp32 values in bf16, rounded up in magnitude as often as they lie near the upper neighbour; NaN stays NaN.
+
+    The noise is uniform from 0 to 2^16 - 1, and is added to the bits that bf16 lacks.
+    """
+    bits = values.to(tl.uint32, bitcast=True) + noise
+    bits = tl.where(values == values, bits, 0x7FC00000)  # the sum could carry NaN's bits over to 0
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _mixed(bits):  # type: ignore[no-untyped-def]
+    """32 bits that look random: the last step of MurmurHash3 (Appleby 2011)."""
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    return bits ^ (bits >> 16)
+
+
 class ChunkedAdamW:
     """The update of tensors of one kind: all with or all without a copy, and with gradients of the same types.
 
     A tensor's gradient is the sum in fp32 of those given, of which narrow ones, in bf16, come last. Addresses are
     computed once; only gradients may move between steps. Those of a CUDA graph stay where they are: call `upload` once
     after its capture. `largest`, unless it is empty, has an element in fp32 for each copy, which becomes the copy's
-    largest magnitude.
+    largest magnitude. The moments are all in fp32 or all in bf16.
     """
 
     def __init__(
@@ -118,6 +147,7 @@ class ChunkedAdamW:
         self._sizes = sizes.to(device)
         self._tensors, self._numbers = (table.to(device, torch.int32) for table in (tensors, numbers))
         self._has_copy, self._largest = bool(copies), list(largest)
+        self._narrow_moments = firsts[0].dtype is torch.bfloat16
         self._num_narrow = sum(dtype is torch.bfloat16 for dtype in gradient_types)
         self._num_wide = len(gradient_types) - self._num_narrow
         nothing = torch.zeros(len(masters), dtype=torch.int64)
@@ -145,7 +175,8 @@ class ChunkedAdamW:
             self._on_device, self._sizes, self._tensors, self._numbers, steps,
             lr, *betas, eps, weight_decay,
             HAS_COPY=self._has_copy, HAS_LARGEST=bool(self._largest), NUM_WIDE=self._num_wide,
-            NUM_NARROW=self._num_narrow, CHUNK=CHUNK, PIECE=32 * NUM_WARPS, num_warps=NUM_WARPS,
+            NUM_NARROW=self._num_narrow, NARROW_MOMENTS=self._narrow_moments, CHUNK=CHUNK, PIECE=32 * NUM_WARPS,
+            num_warps=NUM_WARPS,
         )  # fmt: skip
 
     def _place(self, gradients: Sequence[Sequence[Tensor]]) -> None:

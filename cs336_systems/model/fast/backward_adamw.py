@@ -25,8 +25,15 @@ class BackwardAdamW(MasterAdamW):
     RuntimeError is raised.
     """
 
-    def __init__(self, weights: Sequence[Weight], lr: float = 1e-3, bucket_elements: int = BUCKET_ELEMENTS) -> None:
-        super().__init__(weights, lr)
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        lr: float = 1e-3,
+        bucket_elements: int = BUCKET_ELEMENTS,
+        *,
+        moments: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(weights, lr, moments=moments)
         self._bucket_elements = bucket_elements
         self._stream = torch.cuda.Stream() if self._steps.is_cuda else None
         self._ready: dict[int, None] = {}

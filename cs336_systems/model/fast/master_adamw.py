@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from cs336_systems.config import RunConfig
 from cs336_systems.model.fast.weights import Weight, drop_gradients
 from cs336_systems.model.optimizer import EagerOptimizer
 
@@ -28,6 +29,10 @@ class MasterAdamW(EagerOptimizer):
     The same update as torch.optim.AdamW on the masters, to rounding. Steps are counted on the device, so that a graph's
     replays count too. Weights that are to stay as they are must be frozen before the first step. On a CPU PyTorch's
     operators compute the same, tensor by tensor.
+
+    Moments in bf16 are rounded up or down at random, so that they are right on average: rounded to the nearest, the
+    second would stay as it is wherever it should change by less than a 512th, which is most of the time for the usual
+    beta2 of 0.999. The update itself is computed before they are rounded.
     """
 
     def __init__(
@@ -37,10 +42,13 @@ class MasterAdamW(EagerOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        *,
+        moments: torch.dtype = torch.float32,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([weight.master for weight in weights], defaults)
-        self._weights = weights
+        self._weights, self._moments = weights, moments
+        self._noise = torch.Generator().manual_seed(0)
         self._steps = torch.zeros((), device=weights[0].master.device)
         self._kernels: dict[_Kind, ChunkedAdamW] = {}
 
@@ -86,7 +94,8 @@ class MasterAdamW(EagerOptimizer):
     def _make_state(self, weight: Weight) -> None:
         state = self.state[weight.master]
         if not state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight.master), torch.zeros_like(weight.master)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(weight.master, dtype=self._moments)
 
     def _launch(self, kind: _Kind, weights: Sequence[Weight]) -> None:
         from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW  # Triton, which only comes with PyTorch for GPUs
@@ -112,9 +121,27 @@ class MasterAdamW(EagerOptimizer):
         settings, state = self._settings, self.state[weight.master]
         lr, (beta1, beta2) = settings["lr"], settings["betas"]
         gradient = sum((gradient.float() for gradient in weight.gradients()), start=torch.zeros_like(weight.master))
-        first: Tensor = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        second: Tensor = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        first: Tensor = state["exp_avg"].float().lerp_(gradient, 1 - beta1)
+        second: Tensor = state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = (second / (1 - beta2**self._steps)).sqrt_().add_(settings["eps"])
         weight.master.mul_(1 - lr * settings["weight_decay"])
         weight.master.sub_(lr / (1 - beta1**self._steps) * first / denominator)
         weight.refresh()
+        if self._moments is torch.bfloat16:
+            for name, values in (("exp_avg", first), ("exp_avg_sq", second)):
+                state[name].copy_(rounded_at_random(values, self._noise))
+
+
+def rounded_at_random(values: Tensor, noise: torch.Generator) -> Tensor:
+    """fp32 values in bf16, each one of its two neighbours, and on average itself.
+
+    They are cut off after something has been added to the 16 bits that bf16 lacks; NaN could become 0 by that.
+    """
+    bits = values.view(torch.int32) + torch.randint(2**16, values.shape, generator=noise, dtype=torch.int32)
+    cut_off = bits.bitwise_and_(-(2**16)).view(torch.float32)
+    return torch.where(values.isnan(), values, cut_off).bfloat16()
+
+
+def moments_type(config: RunConfig) -> torch.dtype:
+    """The type of AdamW's moments."""
+    return torch.bfloat16 if config.bf16_moments else torch.float32

@@ -7,7 +7,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.fast.backward_adamw import BackwardAdamW
 from cs336_systems.model.fast.cross_entropy import fused_cross_entropy
-from cs336_systems.model.fast.master_adamw import MasterAdamW
+from cs336_systems.model.fast.master_adamw import MasterAdamW, moments_type
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.trainable import Loss, Trainable, cross_entropy, mode_of
 from cs336_systems.model.transformer import TransformerLM
@@ -44,4 +44,4 @@ class FastTrainable(Trainable):
         if not self._fast.weights:
             return super().make_optimizer()
         kind = BackwardAdamW if self.config.update_in_backward else MasterAdamW
-        return kind(self._fast.weights, self.config.learning_rate)
+        return kind(self._fast.weights, self.config.learning_rate, moments=moments_type(self.config))

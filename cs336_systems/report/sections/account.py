@@ -146,7 +146,7 @@ def _work(config: RunConfig) -> list[Work]:
     """The matrix products of forward, and the update of a training step."""
     return [
         *forward_work(config),
-        *([optimizer_work(config.model, updated_parameters(config))] if config.mode is Mode.TRAIN else []),
+        *([optimizer_work(config, updated_parameters(config))] if config.mode is Mode.TRAIN else []),
     ]
 
 
@@ -211,7 +211,12 @@ def _state_table(config: RunConfig, whole: Row) -> Table:
     held = [
         ("parameters", Precision.FP32, state.parameters, "always"),
         ("gradients", Precision.FP32, state.gradients, "from backward to the end of the step"),
-        ("optimizer's moments", Precision.FP32, state.optimizer_state, "from the end of the first step"),
+        (
+            "optimizer's moments",
+            Precision.BF16 if config.bf16_moments else Precision.FP32,
+            state.optimizer_state,
+            "from the end of the first step",
+        ),
         ("autocast's copies of weights", config.precision, state.weight_copies, f"from forward until {until}"),
     ]
     rows = [
