@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
+import torch
+
 from cs336_systems.analysis.kernels.step_profile import IdleCause, read_profile
 from cs336_systems.config import CompileMode, Precision, RunConfig
 from cs336_systems.costs.accounting import component_flops
@@ -311,10 +313,48 @@ def gain_of_gpt2() -> Sequence[Value]:
     return ladder_of_gpt2()[2:]
 
 
-@claim(RESULTS, r"at batch 4 goes from ([\d,]+) to (\d+) ms in bf16, and to (\d+) in fp8")
-@claim(DATA, r"two fresh processes of each: ([\d,]+) to (\d+) ms in bf16, (\d+) in fp8")
+@claim(
+    RESULTS, r"at batch 4 goes from ([\d,]+) to (\d+) ms in bf16, to (\d+) in fp8, and to (\d+) with AdamW's moments"
+)
+@claim(DATA, r"two fresh processes of each: ([\d,]+) to (\d+) ms in bf16, (\d+) in fp8, (\d+) with moments in bf16 too")
 def ladder_of_gpt2_xl() -> Sequence[Value]:
-    return [number(rung("gpt2-xl", name), "step_mean_ms") for name in ("fp32", "fused-blocks", "fp8")]
+    return [number(rung("gpt2-xl", name), "step_mean_ms") for name in ("fp32", "fused-blocks", "fp8", "moments")]
+
+
+def by_moments(size: str, column: str) -> tuple[float, float]:
+    """A column of the compared steps with AdamW's moments in fp32 and in bf16."""
+    rows = linked(DATA, f"e2e_benchmark/moments_{size}/results.csv")
+    return number(one(rows, bf16_moments="False"), column), number(one(rows, bf16_moments="True"), column)
+
+
+def gain_of_moments(size: str) -> float:
+    """How much less time the step takes with moments in bf16 (%); the comparison must tell the two apart."""
+    assert "B is faster than A" in (ROOT / f"data/e2e_benchmark/moments_{size}/comparison.md").read_text()
+    before, after = by_moments(size, "step_mean_ms")
+    return 100 * (1 - after / before)
+
+
+@claim(
+    RESULTS,
+    r"an update moves\s+(\d+) bytes of each parameter instead of (\d+): the step of xl takes "
+    r"\[([\d.]+) % less\]\([^)]*\), and its\s+peak is ([\d.]+) GiB instead of ([\d.]+)\.",
+)
+def moments_of_xl() -> Sequence[Value]:
+    """An update reads the gradient, reads and writes the master and both moments, and writes the copy."""
+    fp32, bf16 = torch.float32.itemsize, torch.bfloat16.itemsize
+    moved = [bf16 + 2 * (fp32 + 2 * moment) + bf16 for moment in (bf16, fp32)]
+    return *moved, gain_of_moments("xl"), *reversed(by_moments("xl", "peak_allocated_gib"))
+
+
+@claim(
+    DATA,
+    r"the step of \[small\]\([^)]*\) takes ([\d.]+) % less, of \[medium\]\([^)]*\) ([\d.]+) %, "
+    r"of \[xl\]\([^)]*\) ([\d.]+) %, "
+    r"of \[2\.7B\]\([^)]*\) ([\d.]+) % and of \[gpt2-xl\]\([^)]*\) ([\d.]+) %; no difference can be told for",
+)
+def moments_of_all() -> Sequence[Value]:
+    assert "Cannot tell B from A" in (ROOT / "data/e2e_benchmark/moments_gpt2/comparison.md").read_text()
+    return [gain_of_moments(size) for size in ("small", "medium", "xl", "2.7B", "gpt2_xl")]
 
 
 @claim(DATA, r"(\w+) rungs, (\w+) fresh processes of each: ([\d.]+) to ([\d.]+) ms, and")

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -53,8 +53,12 @@ class Lane:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """Numbers as the differences from those before them, which take a third of the bytes."""
-        launches_us = [0 if launch is None else launch // 1000 for launch in self.launch_ns]
+        """Numbers as the differences from those before them, which take a third of the bytes.
+
+        A launch that is not known stands as the one before it.
+        """
+        known = accumulate(self.launch_ns, lambda before, launch: before if launch is None else launch, initial=0)
+        launches_us = [(launch or 0) // 1000 for launch in known][1:]
         return {
             "label": self.label,
             "gap": [start - end for start, end in zip(self.start_ns, (0, *self.end_ns), strict=False)],

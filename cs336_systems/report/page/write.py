@@ -38,6 +38,8 @@ LONGEST_LINE = 100_000
 """Characters of a line of text."""
 LONGEST_IN_FIGURE = 120
 """Characters of a text in a figure, which plotly does not wrap."""
+DIGITS_IN_FIGURE = 6
+"""Significant digits of a number in a figure: more than a screen has pixels, and a third of the bytes of all."""
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 
@@ -291,7 +293,9 @@ def _inert(value: object) -> object:
         return {str(key): _inert(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return value if set(map(type, value)) <= {int} else [_inert(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS_IN_FIGURE}g}") if math.isfinite(value) else None
+    return value
 
 
 def _visible(value: object) -> object:
@@ -310,7 +314,7 @@ def _encoded(value: object) -> bytes:
 
 
 def _packed(content: bytes) -> Markup:
-    return Markup(base64.b64encode(gzip.compress(content, 6, mtime=0)).decode())
+    return Markup(base64.b64encode(gzip.compress(content, mtime=0)).decode())
 
 
 @cache
