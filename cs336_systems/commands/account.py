@@ -23,8 +23,7 @@ from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, s
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.costs.data_sheet import data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device
-from cs336_systems.costs.ranks_time import predicted_time
-from cs336_systems.costs.time import TimePrediction
+from cs336_systems.costs.ranks_time import predicted_time, times_on_other_hosts
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 
@@ -161,16 +160,6 @@ def machine_meant(
     return None, None
 
 
-def _predicted_time(
-    config: RunConfig, name: str | None, device: DeviceSpec | None, ceilings: Ceilings
-) -> tuple[TimePrediction | None, bool]:
-    """The predicted time of a step on the device, and whether it was measured, or else has its data sheet's rates."""
-    measured = None if name is None else ceilings.curves(name)
-    if measured is not None:
-        return predicted_time(config, measured), True
-    return (None if device is None else predicted_time(config, data_sheet_curves(device))), False
-
-
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
@@ -185,7 +174,10 @@ def run(arguments: AccountArguments) -> int:
     from cs336_systems.report.section import texts_of, write_files
     from cs336_systems.report.sections.account import Account, account_json, account_section
 
-    time, is_measured = _predicted_time(config, name, device, ceilings)
+    measured = None if name is None else ceilings.curves(name)
+    curves = data_sheet_curves(device) if measured is None and device is not None else measured
+    time = None if curves is None else predicted_time(config, curves)
+    elsewhere = () if curves is None else times_on_other_hosts(config, curves)
     account = Account(
         config=config,
         device=device,
@@ -194,7 +186,8 @@ def run(arguments: AccountArguments) -> int:
         ceiling_flops_per_s=None if name is None else ceilings.flops_per_s(name, config.precision),
         collective_times={} if name is None else ceilings.collective_times(name, config.ranks),
         time=time,
-        is_measured=is_measured,
+        is_measured=measured is not None,
+        depends_on_host=len({each.limit for each in elsewhere}) > 1,
     )
     section = account_section(account, arguments.top)
     if arguments.output is not None:

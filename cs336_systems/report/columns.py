@@ -250,6 +250,10 @@ COLUMNS: dict[str, Column] = {
                           write=_signed),
     "named_right": Column("limit right", "%", "Steps of which the forecast names the limit that was measured.",
                           drop_order=1, write=three_digits),
+    "named_surely": Column("surely right", "%", "Steps of which it names that limit for faster and slower CPUs too.",
+                           drop_order=2, write=three_digits),
+    "named_wrong": Column("surely wrong", "%", "Steps of which it names the other limit, for these CPUs too.",
+                          drop_order=3, write=three_digits),
     # kernels, per step
     "kernels_per_step": Column("kernels", "", "Kernels that were launched.", drop_order=4, write=count),
     "kernel_mean_ms": Column("GPU time", "ms", "Durations of the kernels, added up.", write=rounded),

@@ -9,6 +9,7 @@ from itertools import product
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.costs.accounting import count_parameters
+from cs336_systems.costs.ranks_time import HOST_SPREAD
 from cs336_systems.record import Status
 from tests.committed import committed_runs
 from tests.statements.documents import (
@@ -332,7 +333,8 @@ def spread_where_the_cpu_is_the_limit() -> Sequence[Value]:
     DATA,
     r"Of (\d+) steps limited by the device the median error is ([\d.]+) %, (\d+) of (\d+) are at most ([\d.]+) % off, "
     r"and none is more than (\d+) %\. Of (\d+) limited by launches (\d+) of (\d+) are at most (\d+) % off, .* "
-    r"of (\d+) of them the forecast",
+    r"of (\d+) of them the forecast says that the device limits them\.\s+"
+    r"Where a CPU that launches ([\d.]+) times as fast or as slow would change the limit it says so, as of (\d+) of the (\d+); of (\d+) of the others it is wrong\.",
 )
 def errors_of_forecasts() -> Sequence[Value]:
     rows = linked(DATA, "forecast/errors.csv")
@@ -343,4 +345,21 @@ def errors_of_forecasts() -> Sequence[Value]:
     assert max(of_device) <= 25
     most = [each[math.ceil(0.9 * len(each)) - 1] for each in (of_device, of_launches)]
     wrong = some(launches, predicted_limit="device")
-    return len(device), statistics.median(of_device), 9, 10, most[0], 25, len(launches), 9, 10, most[1], len(wrong)
+    unsure, surely_wrong = (
+        len(some(each, depends_on_host=value)) for each, value in ((launches, "True"), (wrong, "False"))
+    )
+    named = HOST_SPREAD, unsure, len(launches), surely_wrong
+    return (
+        len(device),
+        statistics.median(of_device),
+        9,
+        10,
+        most[0],
+        25,
+        len(launches),
+        9,
+        10,
+        most[1],
+        len(wrong),
+        *named,
+    )

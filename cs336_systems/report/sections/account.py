@@ -31,6 +31,7 @@ from cs336_systems.costs.memory import (
     saved_by_block,
 )
 from cs336_systems.costs.napkin import rule_of_thumb_flops
+from cs336_systems.costs.ranks_time import HOST_SPREAD
 from cs336_systems.costs.time import Limit, TimePrediction
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, rounded, significant
@@ -70,6 +71,8 @@ class Account:
     """The predicted time of the step."""
     is_measured: bool = True
     """Whether that is by ceilings of the device, or else by its data sheet."""
+    depends_on_host: bool = False
+    """Whether the machine's CPU decides if launches limit the step."""
 
     @property
     def peak_flops_per_s(self) -> float | None:
@@ -93,7 +96,7 @@ def account_section(account: Account, top: int) -> Section:
         *([_collectives_table(config, account.collective_times)] if calls(config) else ()),
         _intensity_table(config, device),
         _rule_table(config, parts),
-        *([_time_table(time, None if account.is_measured or device is None else device.names[0])] if time else ()),
+        *([_time_table(account, time)] if time else ()),
         *([_rates_table(account, whole)] if account.step_s is not None else ()),
     ]
     if prediction is not None:
@@ -118,6 +121,8 @@ def account_json(account: Account) -> dict[str, object]:
         "collectives": _collectives(config, account.collective_times) if calls(config) else None,
         "time": account.time,
         "time_is_measured": None if account.time is None else account.is_measured,
+        "limit": None if account.time is None else account.time.limit,
+        "limit_depends_on_host": None if account.time is None else account.depends_on_host,
         "device": account.device,
         "rates": None if account.step_s is None else _rates(account, parts[ALL], account.step_s),
         "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
@@ -287,22 +292,26 @@ def _collectives_table(config: RunConfig, curves: Curves) -> Table:
     return make_table("Collectives of a step", columns, shown, notes)
 
 
-def _time_table(time: TimePrediction, unmeasured: str | None = None) -> Table:
-    """The predicted time of each phase, and of its kernels alone; of an `unmeasured` device by its data sheet."""
+def _time_table(account: Account, time: TimePrediction) -> Table:
+    """The predicted time of each phase, and of its kernels alone."""
     rows = [
         *({"phase": phase, "predicted_ms": 1e3 * time_s, "kernels_ms": 1e3 * time.kernels_s[phase]}
           for phase, time_s in time.phases_s.items()),
         {"phase": Phase.STEP, "predicted_ms": 1e3 * time.step_s, "kernels_ms": 1e3 * sum(time.kernels_s.values())},
     ]  # fmt: skip
-    limit = {
-        Limit.DEVICE: "The GPU is the limit",
-        Limit.LAUNCHES: f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms",
+    limit, on_other_host = {
+        Limit.DEVICE: ("The GPU is the limit", "slowly, launches are the limit."),
+        Limit.LAUNCHES: (
+            f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms",
+            "fast, the GPU is the limit.",
+        ),
     }[time.limit]
     notes = (
         f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step.",
+        *([f"With a CPU that launches {HOST_SPREAD:g} times as {on_other_host}"] if account.depends_on_host else ()),
         "From the configuration and the ceilings alone; cs336 report DIR says how far it is from measured steps."
-        if unmeasured is None
-        else by_data_sheet(unmeasured),
+        if account.is_measured or account.device is None
+        else by_data_sheet(account.device.names[0]),
     )
     return make_table("Predicted time of a step", [column(key) for key in rows[0]], rows, notes)
 

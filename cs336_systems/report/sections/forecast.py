@@ -4,10 +4,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import not_
 from pathlib import Path
 
 from cs336_systems.config import Phase, Profiler, RunConfig
-from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.costs.ranks_time import HOST_SPREAD, predicted_time, times_on_other_hosts
 from cs336_systems.costs.time import Limit, TimePrediction
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column
@@ -18,7 +19,8 @@ from cs336_systems.text import counted
 
 FOLDER = "forecast"
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-KEYS = ("scored", "num_scored", "median_error", "error_of_nine", "largest_error", "median_bias", "named_right")
+ERROR_KEYS = ("scored", "num_scored", "median_error", "error_of_nine", "largest_error", "median_bias")
+LIMIT_KEYS = ("named_right", "named_surely", "named_wrong")
 SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "size": lambda config: config.size,
     "context_length": lambda config: config.model.context_length,
@@ -54,15 +56,21 @@ def scored(
         for config, own in alike.items():
             ceilings, name = ceilings_of(directory), own[0].device_name or ""
             curves = ceilings.curves(name)
-            found = None if curves is None else predicted_time(config, curves)
-            if found is None:
+            if curves is None or (found := predicted_time(config, curves)) is None:
                 others += 1
             else:
-                rows.append(_row(directory, config, own, found))
+                rows.append(_row(directory, config, own, found, times_on_other_hosts(config, curves)))
     return rows, others
 
 
-def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction) -> Row:
+def _row(
+    directory: Path,
+    config: RunConfig,
+    records: Sequence[RunRecord],
+    found: TimePrediction,
+    elsewhere: Sequence[TimePrediction],
+) -> Row:
+    """`elsewhere` are the times with other hosts."""
     codes = {warning.code for record in records for warning in record.warnings}
     limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
     row: Row = {"directory": directory.as_posix(), **{key: take(config) for key, take in SETTINGS.items()}}
@@ -73,8 +81,14 @@ def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found
         row[f"{phase}_ms"] = None if measured_s is None else 1e3 * measured_s
         row[f"predicted_{phase}_ms"] = None if predicted_s is None else 1e3 * predicted_s
         row[f"{phase}_error"] = None if not measured_s or predicted_s is None else 100 * (predicted_s / measured_s - 1)
-    predicted_limit = found.limit if any(record.host_phases for record in records) else found.limit_of_whole
-    row |= {"limit": limit, "predicted_limit": predicted_limit, "predicted_busy_share": found.busy_share}
+    has_phases = any(record.host_phases for record in records)
+    predicted, *others = (each.limit if has_phases else each.limit_of_whole for each in (found, *elsewhere))
+    row |= {
+        "limit": limit,
+        "predicted_limit": predicted,
+        "depends_on_host": len(set(others)) > 1,
+        "predicted_busy_share": found.busy_share,
+    }
     return row | {"warnings": ";".join(sorted(codes))}
 
 
@@ -93,9 +107,14 @@ def _table(limit: Limit, rows: Sequence[Row]) -> Table:
     own = [row for row in rows if row["limit"] is limit]
     return make_table(
         f"Predicted times of steps {OF_LIMIT[limit]}",
-        [column(key) for key in KEYS],
-        [_summary(name, some, Phase.STEP) for name, some in _groups(own) if some],
-        ["A step is limited by launches if its record says so. The forecast knows the configuration and the ceilings."],
+        [column(key) for key in (*ERROR_KEYS, *LIMIT_KEYS)],
+        [_summary(name, some, Phase.STEP) | _named(some) for name, some in _groups(own) if some],
+        [
+            "A step is limited by launches if its record says so. The forecast knows the configuration and the "
+            "ceilings.",
+            f"Limit surely right or wrong: the forecast names the same limit for CPUs that launch {HOST_SPREAD:g} "
+            "times as fast and as slow. In all other steps the limit depends on the machine, and it says so.",
+        ],
     )
 
 
@@ -116,7 +135,7 @@ def _phases_table(rows: Sequence[Row]) -> Table:
         for phase in PHASES
         if (own := [row for row in rows if row["limit"] is limit and row[f"{phase}_error"] is not None])
     ]
-    return make_table("Predicted times of phases", [column(key) for key in KEYS[:-1]], summaries)
+    return make_table("Predicted times of phases", [column(key) for key in ERROR_KEYS], summaries)
 
 
 def _summary(name: str, rows: Sequence[Row], phase: Phase) -> Row:
@@ -129,8 +148,15 @@ def _summary(name: str, rows: Sequence[Row], phase: Phase) -> Row:
         "error_of_nine": sizes[math.ceil(0.9 * len(sizes)) - 1],
         "largest_error": sizes[-1],
         "median_bias": statistics.median(errors),
-        "named_right": 100 * statistics.fmean(row["limit"] is row["predicted_limit"] for row in rows),
     }
+
+
+def _named(rows: Sequence[Row]) -> Row:
+    """How many of the steps have the limit that is named, first by the best guess, then for any host (percent)."""
+    right = [row["limit"] is row["predicted_limit"] for row in rows]
+    sure = [not row["depends_on_host"] for row in rows]
+    surely, wrong = ([a and b for a, b in zip(sure, own, strict=True)] for own in (right, map(not_, right)))
+    return {key: 100 * statistics.fmean(own) for key, own in zip(LIMIT_KEYS, (right, surely, wrong), strict=True)}
 
 
 def write_forecast(

@@ -66,6 +66,16 @@ def test_the_predicted_limit_is_found_as_that_of_the_record_was(is_by_phase) -> 
     assert row["predicted_limit"] is (Limit.LAUNCHES if is_by_phase else Limit.DEVICE)
 
 
+def test_limits_are_counted_by_the_best_guess_and_for_any_host() -> None:
+    """Of four steps limited by launches; one of them is limited by the device on a faster host, one on any."""
+    record = make_record(CONFIG, [1.0], codes=[WarningCode.LAUNCH_BOUND])
+    ((row,), _) = scored({PLACE: [record]}, lambda _: CEILINGS)
+    named = [(Limit.LAUNCHES, False), (Limit.LAUNCHES, True), (Limit.DEVICE, True), (Limit.DEVICE, False)]
+    rows = [{**row, "predicted_limit": limit, "depends_on_host": depends} for limit, depends in named]
+    (_, launches, _) = forecast_section(rows, 0).tables
+    assert [launches.values[0][key] for key in ("named_right", "named_surely", "named_wrong")] == [50, 25, 25]
+
+
 def test_what_is_not_predicted_is_counted() -> None:
     compiled = make_config("tiny", 16, compile="default")
     records = [make_record(config, [1.0]) for config in (CONFIG, compiled, make_config("tiny", 16, precision="fp16"))]
@@ -90,6 +100,15 @@ def test_the_committed_errors_are_within_the_bounds_that_were_set() -> None:
     for limit, most in ((Limit.DEVICE, 10), (Limit.LAUNCHES, 35)):
         assert sum(size <= most for size in sizes[limit]) >= 0.9 * len(sizes[limit])
     assert max(sizes[Limit.DEVICE]) <= 25
+
+
+def test_the_other_limit_is_named_for_any_host_of_at_most_one_in_ten_committed_steps() -> None:
+    wrong = {limit: [] for limit in Limit}
+    for row in committed_errors():
+        is_wrong = row["predicted_limit"] != row["limit"] and row["depends_on_host"] == "False"
+        wrong[Limit(row["limit"])].append(is_wrong)
+    assert sum(wrong[Limit.DEVICE]) == 0
+    assert sum(wrong[Limit.LAUNCHES]) <= 0.1 * len(wrong[Limit.LAUNCHES])
 
 
 def test_the_committed_times_follow_from_configurations_and_ceilings_alone() -> None:
