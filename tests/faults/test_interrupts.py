@@ -136,6 +136,8 @@ def test_ctrl_c_twice_before_the_first_run(launch, place):
     assert eventually(lambda: fork_servers(running))
     (fork_server,) = fork_servers(running)
     fork_server.suspend()
+    # a second thread is there while the sweep waits for the fork server's answer
+    assert eventually(lambda: psutil.Process(running.process.pid).num_threads() > 1)
     assert_ended_by_the_second(running, signal.SIGINT)
     fork_server.resume()
     assert list(runs(place).glob("*.json")) == []
