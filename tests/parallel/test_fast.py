@@ -126,6 +126,21 @@ def test_a_loss_in_parts_trains_alike(two, way, arch, shard):
         assert distance(masters, expected) < 2e-2
 
 
+@pytest.mark.parametrize(
+    ("way", "shard"), [("ddp-push", False), ("ddp-push", True), ("ddp-flat", True), ("fsdp", False)]
+)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_moments_rounded_at_random_leave_all_ranks_alike(two, way, arch, shard):
+    """A moment in bf16 is at most a 128th off, so the masters are almost those with moments in fp32."""
+    expected, _ = alone(two, arch, {"ddp-push": 1}.get(way))
+    results = two.call("tests.parallel.fast:train", way, arch, shard, "cpu", {"bf16_moments": True})
+    for masters, *_, copies in results:
+        assert all(torch.equal(master, results[0][0][name]) for name, master in masters.items())
+        if way != "fsdp":  # which has only a part of each copy
+            assert all(torch.equal(one, other) for one, other in zip(copies, results[0][-1], strict=True))
+        assert 0 < distance(masters, expected) < 1e-2
+
+
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bytes_sent_are_those_of_gradients_and_copies_in_low_precision(two, arch, shard):
