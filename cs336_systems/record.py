@@ -61,6 +61,7 @@ class WarningCode(StrEnum):
     GPU_SHARED = "gpu-shared"
     CPU_SHARED = "cpu-shared"
     LAUNCH_BOUND = "launch-bound"
+    PAGE_FAULTS = "page-faults"
     UNEVEN_RANKS = "uneven-ranks"
     SKIPPED_STEPS = "skipped-steps"
     NOT_FINITE = "not-finite"

@@ -41,6 +41,8 @@ class Progress:
     """GradScaler's factor after the last step; None without one."""
     warmup: list[StepTimes] = field(default_factory=list)
     measured: list[StepTimes] = field(default_factory=list)
+    page_faults: list[int] = field(default_factory=list)
+    """Of each measured step."""
     losses: list[float | None] = field(default_factory=list)
     """Losses of all steps; None for a loss that was not finite."""
     warnings: list[RunWarning] = field(default_factory=list)

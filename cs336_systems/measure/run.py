@@ -25,6 +25,7 @@ from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.inputs import inputs_of
 from cs336_systems.measure.moments import MomentClock, memory_now
 from cs336_systems.measure.nvml import GpuMonitor, visible_gpus
+from cs336_systems.measure.page_faults import count_page_faults, page_fault_warnings
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.measure.progress import Progress, Say, say_nothing
 from cs336_systems.measure.step import TrainingStep
@@ -247,9 +248,11 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
     progress.collector_on = gc.isenabled()
     while len(progress.measured) < config.measured_steps:
         progress.where = f"measured step {len(progress.measured)}"
+        faults_before = count_page_faults()
         times, is_taken = _run(step, clock, progress)
         if is_taken:
             progress.measured.append(times)
+            progress.page_faults.append(count_page_faults() - faults_before)
         else:
             progress.skipped_steps += 1
             _check_skipped(progress.skipped_steps, config.measured_steps)
@@ -321,6 +324,8 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
         progress.warn(
             WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps"
         )
+    elif progress.config.device is Device.CPU and progress.config.profiler is Profiler.NONE:
+        progress.warnings += page_fault_warnings(progress.page_faults, [times.step_s for times in progress.measured])
     if memory and (memory.segments_allocated or memory.alloc_retries):
         progress.warn(
             WarningCode.ALLOCATOR_GREW,

@@ -6,9 +6,13 @@ import datetime
 import errno
 import gc
 import itertools
+import json
 import os
+import platform
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,6 +42,7 @@ from cs336_systems.measure import run as measurement
 from cs336_systems.measure.clock import HostClock, StepTimes
 from cs336_systems.measure.failure import classify, requested_bytes
 from cs336_systems.measure.nvml import Gpu
+from cs336_systems.measure.page_faults import KEEP_MEMORY
 from cs336_systems.measure.progress import Progress
 from cs336_systems.measure.run import MAX_EXTRA_WARMUP_STEPS, measure
 from cs336_systems.measure.step import TrainingStep
@@ -49,6 +54,9 @@ from tests.own_models import PrefersTf32
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=3, warmup_steps=2, measured_steps=3)
+
+
+ROOT = Path(__file__).parents[2]
 
 
 class Table(nn.Module):
@@ -758,3 +766,24 @@ def test_the_phase_that_fails_is_named(phase: str) -> None:
         hook.remove()
     assert record.status is Status.CRASHED
     assert record.failure.where == f"{phase} of warm-up step 0"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc keeps other memory")
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_memory_that_a_step_on_a_cpu_takes_anew_is_a_warning(tmp_path: Path, is_kept: bool) -> None:
+    """The logits, their log-softmax, and the gradients of both: glibc maps what is larger than 32 MiB each time."""
+    vocabulary, positions = 40_000, 256
+    words = [
+        "--vocab-size", vocabulary, "--context-length", positions, "--d-model", 8, "--d-ff", 16, "--num-layers", 1,
+        "--num-heads", 2, "--batch-size", 1, "--device", "cpu", "--measured-steps", 3, "--json",
+    ]  # fmt: skip
+    kept = dict(pair.split("=") for pair in KEEP_MEMORY.split()) if is_kept else {}
+    command = [sys.executable, str(ROOT / "benchmark.py"), *map(str, words)]
+    printed = subprocess.check_output(command, text=True, cwd=tmp_path, env=os.environ | kept)
+    found = [each for each in json.loads(printed)["warnings"] if each["code"] == WarningCode.PAGE_FAULTS]
+    if is_kept:
+        assert not found
+    else:
+        [warning] = found
+        [mib] = re.findall(r"(\d+) MiB", warning["message"])
+        assert int(mib) == pytest.approx(4 * 4 * vocabulary * positions / 2**20, rel=0.1)

@@ -15,6 +15,7 @@ from cs336_systems.costs.curves import SHEPARD_EXPONENT
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.ranks_time import SPEED_BESIDE
 from cs336_systems.costs.time import MAX_BACKLOG_S, MAX_BACKLOG_SHARE, MIN_LAUNCHED_SHARE, QUEUE_DEPTH
+from cs336_systems.measure.page_faults import MIN_SHARE
 from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
 from cs336_systems.record import Measurement
 from cs336_systems.sweep.ladder import GATE_STEPS
@@ -180,6 +181,11 @@ def outliers() -> Sequence[Value]:
 @claim(METHOD, r"that noise does not explain, of (\d+) % or more")
 def drift() -> Sequence[Value]:
     return (100 * warnings.MIN_DRIFT,)
+
+
+@claim(METHOD, r"page faults took about (\d+) % of the step or more")
+def page_faults() -> Sequence[Value]:
+    return (100 * MIN_SHARE,)
 
 
 @claim(METHOD, r"in phases that take more than (\d+) % of the step the CPU .* within (\d+) ms, and (\d+) % of its time")

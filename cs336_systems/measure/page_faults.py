@@ -1,0 +1,59 @@
+"""Page faults of steps on a CPU: the time that they take because malloc gives the memory of large tensors back."""
+
+import resource
+import statistics
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from cs336_systems.record import RunWarning, WarningCode
+
+MIN_SHARE, MIN_FRESH_BYTES = 0.05, 2**20
+"""Least share of a step that page faults must take for a warning, and least memory that they must give it."""
+KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=4294967296"
+"""With these in the environment, glibc's malloc gives no memory back to the system."""
+_ELEMENTS, _TIMES = 10 * 2**20, 5
+"""Of the tensors whose page faults are timed: 40 MiB, for which malloc asks the system each time; and how often."""
+
+
+def count_page_faults() -> int:
+    """How many pages of memory the system has given this process so far, each when it was first touched."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def page_fault_s() -> float:
+    """The least time of a page fault of a large tensor, with all threads at work; 0.0 if such a tensor has none.
+
+    It is what making, filling and freeing a tensor takes more than filling it again, for each of its page faults.
+    """
+    found = []
+    for _ in range(_TIMES):
+        before, begin = count_page_faults(), perf_counter()
+        fresh = torch.empty(_ELEMENTS)
+        fresh.fill_(1.0)
+        filled = perf_counter()
+        fresh.fill_(1.0)
+        again = perf_counter()
+        del fresh
+        more_s = (filled - begin) - (again - filled) + (perf_counter() - again)
+        faults = count_page_faults() - before
+        found.append(more_s / faults if faults else 0.0)
+    return max(0.0, min(found))
+
+
+def page_fault_warnings(faults: Sequence[int], times_s: Sequence[float]) -> list[RunWarning]:
+    """A warning if page faults take much of most steps; `faults` and `times_s` (s) are those of each step."""
+    typical = statistics.median(faults) if faults else 0
+    fresh_bytes = typical * resource.getpagesize()
+    if fresh_bytes < MIN_FRESH_BYTES:
+        return []
+    share = typical * page_fault_s() / statistics.median(times_s)
+    if share < MIN_SHARE:
+        return []
+    message = (
+        f"page faults took about {share:.0%} of the step: malloc gives the memory of large tensors back, and takes "
+        f"{fresh_bytes / 2**20:.0f} MiB anew in each step; with glibc, {KEEP_MEMORY} before the command lets it keep "
+        "them"
+    )
+    return [RunWarning(code=WarningCode.PAGE_FAULTS, message=message)]
