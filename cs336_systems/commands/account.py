@@ -23,7 +23,7 @@ from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, s
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.costs.data_sheet import data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device
-from cs336_systems.costs.ranks_time import predicted_time, times_on_other_hosts
+from cs336_systems.costs.ranks_time import depends_on_host, predicted_time
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 
@@ -177,7 +177,6 @@ def run(arguments: AccountArguments) -> int:
     measured = None if name is None else ceilings.curves(name)
     curves = data_sheet_curves(device) if measured is None and device is not None else measured
     time = None if curves is None else predicted_time(config, curves)
-    elsewhere = () if curves is None else times_on_other_hosts(config, curves)
     account = Account(
         config=config,
         device=device,
@@ -187,7 +186,7 @@ def run(arguments: AccountArguments) -> int:
         collective_times={} if name is None else ceilings.collective_times(name, config.ranks),
         time=time,
         is_measured=measured is not None,
-        depends_on_host=len({each.limit for each in elsewhere}) > 1,
+        depends_on_host=curves is not None and depends_on_host(config, curves),
     )
     section = account_section(account, arguments.top)
     if arguments.output is not None:

@@ -263,7 +263,7 @@ class StateBytes:
 
 
 def state_bytes(config: RunConfig) -> StateBytes:
-    """Parameters and gradients in fp32, moments, and autocast's copies; the copies are not those of `cast_once`."""
+    """Parameters, gradients and moments in fp32, and autocast's copies; not valid for `cast_once`."""
     parameters, updated = count_parameters(config.model), updated_parameters(config)
     if config.parallel.shards_parameters:
         parameters = sum(kept_elements(config).values())
@@ -273,7 +273,7 @@ def state_bytes(config: RunConfig) -> StateBytes:
     return StateBytes(
         parameters=FP32_BYTES * parameters,
         gradients=FP32_BYTES * parameters if _has_backward(config) else 0,
-        optimizer_state=2 * moment_bytes(config) * updated if config.mode is Mode.TRAIN else 0,
+        optimizer_state=2 * FP32_BYTES * updated if config.mode is Mode.TRAIN else 0,
         weight_copies=HALF_BYTES * linear if has_copies else 0,
     )
 

@@ -4,7 +4,7 @@ Collectives wait for each other and run beside the kernels. They are exposed whe
 they slow the kernels down.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -18,7 +18,7 @@ from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.links import Links, measured_links
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.shards import FP32_BYTES, HEAD, LOOKUP, REST, factor_bytes, parameter_elements
-from cs336_systems.costs.time import TimePrediction, has_known_kernels, operations, replay_operations, step_time
+from cs336_systems.costs.time import Limit, TimePrediction, has_known_kernels, operations, replay_operations, step_time
 
 SPEED_BESIDE = 0.5
 """Speed of kernels beside a collective of NCCL, which takes multiprocessors: a matmul that was planned for all of them
@@ -27,9 +27,9 @@ AFTER_BACKWARD = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
 """Ways that average gradients after backward."""
 WAITS_IN_BACKWARD = (Parallel.DDP, Parallel.FSDP2)
 """PyTorch's ways, which wait at the end of backward."""
-HOST_SPREAD = 1.35
+HOST_SPREAD = 1.5
 """How many times as fast, or as slow, as the host of the ceilings that of another machine with the same GPU may launch:
-of the steps in `data/forecast` that launches limit, 9 of 10 take at most about a third more or less than predicted."""
+9 of 10 steps in `data/forecast` that launches limit take at most so many times as long as predicted, or as short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +63,22 @@ def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     return None if found is None else found.time
 
 
-def times_on_other_hosts(config: RunConfig, curves: Curves) -> Sequence[TimePrediction]:
-    """What `predicted_time` is with hosts that launch HOST_SPREAD times as fast, and as slow as that of the curves.
+def depends_on_host(
+    config: RunConfig, curves: Curves, limit: Callable[[TimePrediction], Limit] = lambda found: found.limit
+) -> bool:
+    """Whether a host that launches HOST_SPREAD times as fast, and one that launches as slow, have other limits.
 
-    Where these two differ in what limits the step, that depends on the machine. Empty where no time is predicted, or
-    the device is the host.
+    `limit` says what limits a predicted step. False where no time is predicted, or the device is the host.
     """
     found = (predicted_time(config, each) for each in _on_other_hosts(curves))
-    return [each for each in found if each is not None]
+    return len({limit(each) for each in found if each is not None}) > 1
 
 
-@cache
-def _on_other_hosts(curves: Curves) -> Sequence[Curves]:
+@cache  # by an object that is made anew, no prediction would be found again
+def _on_other_hosts(curves: Curves) -> tuple[Curves, ...]:
     if curves.on_host:
         return ()
-    return [replace(curves, launch_s=curves.launch_s * factor) for factor in (1 / HOST_SPREAD, HOST_SPREAD)]
+    return tuple(replace(curves, launch_s=curves.launch_s * factor) for factor in (1 / HOST_SPREAD, HOST_SPREAD))
 
 
 def ranks_step_time(config: RunConfig, curves: Curves, links: Links, tensor_ranks: int = 1) -> RanksTime | None:

@@ -31,8 +31,8 @@ MIN_LAUNCHED_SHARE = 0.5
 """Launching limits a step if the phases that it limits take more than this share of it."""
 TRUSTED_SHARE = 0.9
 """A prediction is trusted if kernels run for at least this part of the step, and those whose like was measured take at
-least this part of their time. Otherwise the step depends on the host, whose speed varies by a third from one machine to
-the next, or on kernels of which no ceiling is known."""
+least this part of their time. Otherwise the step depends on the host, whose speed varies from one machine to the next,
+or on kernels of which no ceiling is known."""
 
 
 class Limit(StrEnum):

@@ -59,12 +59,12 @@ def traffic(config: RunConfig) -> Traffic | None:
     half = config.precision in (Precision.BF16, Precision.FP16)
     size = HALF_BYTES if half else FP32_BYTES
     linear = linear_weights(config.model)
-    each = OPTIMIZER_BYTES[config.optimizer] - saved_by_moments(config)
+    bytes_per_parameter = OPTIMIZER_BYTES[config.optimizer] - saved_by_moments(config)
     casts = 2 * (FP32_BYTES + HALF_BYTES) * linear if half and not config.cast_once else 0
     return Traffic(
         weights=3 * size * linear + _table_bytes(config),
         casts=casts,
-        optimizer=each * count_parameters(config.model) + _second_gradient_bytes(config),
+        optimizer=bytes_per_parameter * count_parameters(config.model) + _second_gradient_bytes(config),
         activations=_activation_bytes(config, size),
     )
 

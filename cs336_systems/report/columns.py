@@ -250,9 +250,9 @@ COLUMNS: dict[str, Column] = {
                           write=_signed),
     "named_right": Column("limit right", "%", "Steps of which the forecast names the limit that was measured.",
                           drop_order=1, write=three_digits),
-    "named_surely": Column("surely right", "%", "Steps of which it names that limit for faster and slower CPUs too.",
+    "named_surely": Column("surely right", "%", "Steps whose limit the forecast names for faster and slower CPUs too.",
                            drop_order=2, write=three_digits),
-    "named_wrong": Column("surely wrong", "%", "Steps of which it names the other limit, for these CPUs too.",
+    "named_wrong": Column("surely wrong", "%", "Steps of which the forecast names the other limit for all these CPUs.",
                           drop_order=3, write=three_digits),
     # kernels, per step
     "kernels_per_step": Column("kernels", "", "Kernels that were launched.", drop_order=4, write=count),

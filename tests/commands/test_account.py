@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,15 +12,20 @@ import pytest
 from cs336_systems.cli import main
 from cs336_systems.commands import account as command
 from cs336_systems.commands.account import AccountArguments, device_meant
+from cs336_systems.commands.flags import parse
 from cs336_systems.config import SIZES, Precision
 from cs336_systems.costs.accounting import component_flops, count_parameters
 from cs336_systems.costs.forecast.tape import Category
 from cs336_systems.costs.hardware import DEVICES, find_device
 from cs336_systems.costs.memory import predict_memory
+from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.costs.time import Limit
 from cs336_systems.files import encode_json
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
+from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
+from tests.committed import DATA
 from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
 
 GIB = 2**30
@@ -127,6 +133,40 @@ def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: py
     assert printed.out == ""
     assert re.fullmatch(r"error: [^\n\x1b]+\n", printed.err)
     assert said in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "limit", "depends"),
+    [
+        (["--size", "xl"], Limit.DEVICE, False),
+        (["--size", "medium", "--mode", "inference", "--context-length", "128"], Limit.DEVICE, True),
+        (["--size", "medium", "--precision", "bf16"], Limit.LAUNCHES, True),
+        (["--size", "small", "--precision", "bf16", "--context-length", "128"], Limit.LAUNCHES, False),
+    ],
+)
+def test_where_the_cpu_decides_what_limits_a_step_it_is_said(
+    words: list[str], limit: Limit, depends: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit with the CPU that is spoken of is predicted from ceilings with such a time of a launch."""
+    words += ["--device-name", "NVIDIA H200", "--ceilings", str(DATA / "ceilings")]
+    assert account(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["limit"], found["limit_depends_on_host"]) == (limit, depends)
+    assert account(*words) == 0
+    said = re.findall(
+        r"With a CPU that launches ([\d.]+) times as (fast|slowly), (the GPU|launches)",
+        " ".join(capsys.readouterr().out.split()),
+    )
+    assert len(said) == depends
+    for factor, speed, other in said:
+        curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
+        assert curves is not None
+        share = 1 / float(factor) if speed == "fast" else float(factor)
+        time = predicted_time(
+            parse(AccountArguments, "cs336 account", words).config(), replace(curves, launch_s=curves.launch_s * share)
+        )  # fmt: skip
+        assert time is not None
+        assert time.limit is {"the GPU": Limit.DEVICE, "launches": Limit.LAUNCHES}[other]
 
 
 def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -692,6 +692,8 @@ def test_fast_knows_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
     fast = one("--size xl --fast --fp8")
     assert fast == replace(one("--size xl --fast"), fp8=True)
+    assert one("--size xl --fast --bf16-moments") == replace(one("--size xl --fast"), bf16_moments=True)
+    assert not one("--size xl --fast").bf16_moments
     assert [config.fp8 for config in grid("--fast --fp8 --sizes xl --context-lengths 128")] == [True]
     assert one("--size xl --fast --compile-blocks") == one("--size xl --fast")
     assert one("--size xl --fast --sync-phases") == replace(one("--size xl --fast"), sync_phases=True)

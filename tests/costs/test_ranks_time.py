@@ -26,11 +26,12 @@ from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.limits import Paper, Scheme, feed, largest_ranks
 from cs336_systems.costs.links import Links
 from cs336_systems.costs.ranks_time import (
+    HOST_SPREAD,
     RanksTime,
     compute_time,
+    depends_on_host,
     predicted_time,
     ranks_step_time,
-    times_on_other_hosts,
 )
 from cs336_systems.costs.scale import PARALLEL
 from cs336_systems.costs.shards import HEAD, LOOKUP, parameter_elements
@@ -290,11 +291,11 @@ def test_a_limit_that_a_faster_or_a_slower_host_changes_depends_on_the_machine(w
     while high > 1.001 * low:
         middle = sqrt(low * high)
         low, high = (middle, high) if limit(middle) is Limit.DEVICE else (low, middle)
-    for factor, expected in ((1.4, 1), (1.3, 2), (1 / 1.3, 2), (1 / 1.4, 1)):
-        elsewhere = times_on_other_hosts(config, on_host(factor * high))
-        assert len({each.limit for each in elsewhere}) == expected
-    assert times_on_other_hosts(config, replace(on_host(high), on_host=True)) == []
-    assert times_on_other_hosts(replace(config, precision=Precision.FP16), on_host(high)) == []
+    for power, depends in ((1.05, False), (0.95, True), (-0.95, True), (-1.05, False)):
+        assert depends_on_host(config, on_host(high * HOST_SPREAD**power)) is depends
+    assert not depends_on_host(config, replace(on_host(high), on_host=True))
+    assert not depends_on_host(replace(config, precision=Precision.FP16), on_host(high))
+    assert not depends_on_host(config, on_host(high), lambda _: Limit.DEVICE)
 
 
 def test_what_is_not_predicted_of_one_rank_is_not_predicted_of_several() -> None:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -57,15 +57,16 @@ class Lane:
 
         A launch that is not known stands as the one before it.
         """
-        known = accumulate(self.launch_ns, lambda before, launch: before if launch is None else launch, initial=0)
-        launches_us = [(launch or 0) // 1000 for launch in known][1:]
+        launches_us = [0]
+        for launch in self.launch_ns:
+            launches_us.append(launches_us[-1] if launch is None else launch // 1000)
         return {
             "label": self.label,
             "gap": [start - end for start, end in zip(self.start_ns, (0, *self.end_ns), strict=False)],
             "length": [end - start for start, end in zip(self.start_ns, self.end_ns, strict=True)],
             "name": list(self.name),
             "place": list(self.place),
-            "launch_us": [after - before for before, after in pairwise((0, *launches_us))],
+            "launch_us": [after - before for before, after in pairwise(launches_us)],
             "unknown": [number for number, launch in enumerate(self.launch_ns) if launch is None],
         }
 

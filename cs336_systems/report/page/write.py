@@ -39,7 +39,7 @@ LONGEST_LINE = 100_000
 LONGEST_IN_FIGURE = 120
 """Characters of a text in a figure, which plotly does not wrap."""
 DIGITS_IN_FIGURE = 6
-"""Significant digits of a number in a figure: more than a screen has pixels, and a third of the bytes of all."""
+"""Significant digits of a number in a figure. A screen shows no more, and all 17 would be a quarter of the bytes."""
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 

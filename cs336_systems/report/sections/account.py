@@ -216,12 +216,7 @@ def _state_table(config: RunConfig, whole: Row) -> Table:
     held = [
         ("parameters", Precision.FP32, state.parameters, "always"),
         ("gradients", Precision.FP32, state.gradients, "from backward to the end of the step"),
-        (
-            "optimizer's moments",
-            Precision.BF16 if config.bf16_moments else Precision.FP32,
-            state.optimizer_state,
-            "from the end of the first step",
-        ),
+        ("optimizer's moments", Precision.FP32, state.optimizer_state, "from the end of the first step"),
         ("autocast's copies of weights", config.precision, state.weight_copies, f"from forward until {until}"),
     ]
     rows = [

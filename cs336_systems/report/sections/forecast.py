@@ -4,11 +4,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import not_
+from operator import attrgetter, not_
 from pathlib import Path
 
 from cs336_systems.config import Phase, Profiler, RunConfig
-from cs336_systems.costs.ranks_time import HOST_SPREAD, predicted_time, times_on_other_hosts
+from cs336_systems.costs.curves import Curves
+from cs336_systems.costs.ranks_time import HOST_SPREAD, depends_on_host, predicted_time
 from cs336_systems.costs.time import Limit, TimePrediction
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column
@@ -59,7 +60,7 @@ def scored(
             if curves is None or (found := predicted_time(config, curves)) is None:
                 others += 1
             else:
-                rows.append(_row(directory, config, own, found, times_on_other_hosts(config, curves)))
+                rows.append(_row(directory, config, own, found, curves))
     return rows, others
 
 
@@ -68,9 +69,8 @@ def _row(
     config: RunConfig,
     records: Sequence[RunRecord],
     found: TimePrediction,
-    elsewhere: Sequence[TimePrediction],
+    curves: Curves,
 ) -> Row:
-    """`elsewhere` are the times with other hosts."""
     codes = {warning.code for record in records for warning in record.warnings}
     limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
     row: Row = {"directory": directory.as_posix(), **{key: take(config) for key, take in SETTINGS.items()}}
@@ -81,12 +81,11 @@ def _row(
         row[f"{phase}_ms"] = None if measured_s is None else 1e3 * measured_s
         row[f"predicted_{phase}_ms"] = None if predicted_s is None else 1e3 * predicted_s
         row[f"{phase}_error"] = None if not measured_s or predicted_s is None else 100 * (predicted_s / measured_s - 1)
-    has_phases = any(record.host_phases for record in records)
-    predicted, *others = (each.limit if has_phases else each.limit_of_whole for each in (found, *elsewhere))
+    limit_of = attrgetter("limit" if any(record.host_phases for record in records) else "limit_of_whole")
     row |= {
         "limit": limit,
-        "predicted_limit": predicted,
-        "depends_on_host": len(set(others)) > 1,
+        "predicted_limit": limit_of(found),
+        "depends_on_host": depends_on_host(config, curves, limit_of),
         "predicted_busy_share": found.busy_share,
     }
     return row | {"warnings": ";".join(sorted(codes))}

@@ -35,10 +35,12 @@ def make(name: str) -> TransformerLM:
     return TransformerLM(config_of(name).model)
 
 
-def updating(config: RunConfig, model: TransformerLM, bucket_elements: int) -> TrainingStep:
+def updating(
+    config: RunConfig, model: TransformerLM, bucket_elements: int, moments: torch.dtype = torch.float32
+) -> TrainingStep:
     """The step, with an optimizer that no configuration for a CPU has."""
     step = TrainingStep(config, model)
-    step.optimizer = BackwardAdamW(step.model.weights, config.learning_rate, bucket_elements)
+    step.optimizer = BackwardAdamW(step.model.weights, config.learning_rate, bucket_elements, moments=moments)
     return step
 
 
@@ -52,6 +54,21 @@ def state_of(step: TrainingStep) -> dict[str, Tensor]:
         if weight.copy is not None:
             found[f"{number} copy"] = weight.copy.values
     return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_moments_may_be_in_bf16(name: str) -> None:
+    """Which changes the matrices, but by less than 1 %."""
+    config = config_of(name)
+    steps = [updating(config, make(name), 5000, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for step in steps:
+        for _ in range(3):
+            step(HostClock())
+    expected, found = map(state_of, steps)
+    for key, whole in expected.items():
+        assert found[key].dtype is (torch.bfloat16 if "exp_avg" in key else whole.dtype)
+        if key.endswith("master") and whole.ndim > 1:
+            assert 0 < (found[key] - whole).norm() < 0.01 * whole.norm()
 
 
 @pytest.mark.parametrize("settings", [{}, {"fused_blocks": True, "fused_loss": True}, {"checkpoint_blocks": 1}])

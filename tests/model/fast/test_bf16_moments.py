@@ -38,6 +38,13 @@ def test_moments_are_one_of_their_neighbours_and_on_average_right(device: str) -
         assert_rounded_at_random(state[name].float().cpu(), exact)
 
 
+def test_the_two_moments_are_not_rounded_by_the_same_noise() -> None:
+    """Which elements are rounded up is uncorrelated, to five standard deviations."""
+    [state] = stepped(-0.7, 1, "cpu").state.values()
+    up = torch.stack([state[name].abs() > state[name].abs().min() for name in MOMENTS]).float()
+    assert abs(torch.corrcoef(up)[0, 1].item()) < 5 / 2**8  # of 2^16 elements
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_second_moment_grows_by_changes_too_small_to_round_to(device: str) -> None:
     """By (1 - beta2) of what it lacks: rounded to the nearest, it would stay where that is half a step of bf16."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -58,7 +59,7 @@ torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs
 from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
 
 settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-theirs = [torch.nn.Parameter(torch.ones(n)) for n in (16 * CHUNK, CHUNK + 37)]
+theirs = [torch.nn.Parameter(torch.ones(n)) for n in (16 * CHUNK, 16 * CHUNK, CHUNK + 37)]
 masters = [p.detach().clone() for p in theirs]
 moments = [[torch.zeros_like(m, dtype=torch.bfloat16) for m in masters] for _ in range(2)]
 oracle, kernel = torch.optim.AdamW(theirs, **settings), ChunkedAdamW(masters, *moments, [], [], [torch.float32])
@@ -67,7 +68,7 @@ for step in (1.0, 2.0):
     for moment in (*moments[0], *moments[1]):
         moment.zero_()
     kernel([[torch.full_like(m, -0.7)] for m in masters], torch.tensor(step), **settings)
-    patterns += [moments[0][0].tolist(), moments[1][0].tolist()]
+    patterns += [moment.abs() > moment.abs().min() for each in moments for moment in each[:2]]
     if step == 1:
         for p in theirs:
             p.grad = torch.full_like(p, -0.7)
@@ -81,7 +82,8 @@ for bits in (0x7FFFFFFF, -1, 0x7FC00000):  # NaN, of which a GPU makes the first
     gradients = [[torch.full_like(m, bits, dtype=torch.int32).view(torch.float32)] for m in masters]
     kernel(gradients, torch.tensor(4.0), **settings)
 nan = all(moment.isnan().all().item() for each in moments for moment in each)
-print(json.dumps({"away": away, "kept": kept, "patterns": patterns, "infinite": infinite, "nan": nan}))
+alike = torch.corrcoef(torch.stack(patterns).float()).fill_diagonal_(0).abs().max().item()
+print(json.dumps({"away": away, "kept": kept, "alike": alike, "infinite": infinite, "nan": nan}))
 """
 
 LOSS = """
@@ -338,13 +340,16 @@ def test_what_follows_packed_matmuls_is_what_pytorch_computes(interpreted: Calla
 def test_adamw_rounds_moments_to_one_of_their_neighbours_in_bf16_and_on_average_not_at_all(
     interpreted: Callable[[str], Any],
 ) -> None:
-    """All elements are alike, so that the noise alone tells them apart: by element, moment and step."""
+    """All elements are alike, so that the noise alone tells them apart: by element, moment, tensor and step.
+
+    Which ones are rounded up in 8 such patterns of 16,384 elements is uncorrelated, to five standard deviations.
+    """
     found = interpreted(MOMENTS)
     assert found["away"] < 1e-5
     for each, exact in zip(found["kept"], (0.1 * -0.7, 0.05 * 0.7**2), strict=True):
         for values in each:
             assert_rounded_at_random(torch.tensor(values), exact)
-    assert len({tuple(pattern) for pattern in found["patterns"]}) == 4
+    assert found["alike"] < 5 / math.sqrt(16_384)
     assert found["infinite"]
     assert found["nan"]
 

@@ -88,9 +88,11 @@ def test_plotly_finds_no_markup_and_no_mathematics_in_a_text(text) -> None:
 
 
 def test_what_a_caller_marks_as_markup_stays_and_what_is_not_a_number_is_left_out() -> None:
-    spec = {"data": [{"hovertemplate": Markup("<b>{}</b>").format("a<b"), "y": (1, float("nan"), float("inf"))}]}
+    """Numbers have six digits, but for integers, which may count nanoseconds."""
+    y = (1, float("nan"), float("inf"), 1234.56789, -1e-9 / 3, 123456789)
+    spec = {"data": [{"hovertemplate": Markup("<b>{}</b>").format("a<b"), "y": y}]}
     assert parsed(make_page(Figure(id="a", title="A", spec=spec))).unpacked("figures")["a"] == {
-        "data": [{"hovertemplate": "<b>a&lt;b</b>", "y": [1, None, None]}]
+        "data": [{"hovertemplate": "<b>a&lt;b</b>", "y": [1, None, None, 1234.57, -3.33333e-10, 123456789]}]
     }
 
 

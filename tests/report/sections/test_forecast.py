@@ -11,6 +11,7 @@ import pytest
 
 from cs336_systems import record as record_module
 from cs336_systems.config import OptimizerKind, Phase, Precision
+from cs336_systems.costs.ranks_time import depends_on_host
 from cs336_systems.costs.time import Limit, step_time
 from cs336_systems.record import Measurement, WarningCode
 from cs336_systems.report.section import texts_of
@@ -70,6 +71,9 @@ def test_limits_are_counted_by_the_best_guess_and_for_any_host() -> None:
     """Of four steps limited by launches; one of them is limited by the device on a faster host, one on any."""
     record = make_record(CONFIG, [1.0], codes=[WarningCode.LAUNCH_BOUND])
     ((row,), _) = scored({PLACE: [record]}, lambda _: CEILINGS)
+    curves = CEILINGS.curves("NVIDIA H200")
+    assert curves is not None
+    assert row["depends_on_host"] is depends_on_host(CONFIG, curves, lambda found: found.limit_of_whole)
     named = [(Limit.LAUNCHES, False), (Limit.LAUNCHES, True), (Limit.DEVICE, True), (Limit.DEVICE, False)]
     rows = [{**row, "predicted_limit": limit, "depends_on_host": depends} for limit, depends in named]
     (_, launches, _) = forecast_section(rows, 0).tables

@@ -30,12 +30,24 @@ def speed_notes(rows: Rows) -> Iterator[str]:
     yield from _intervals(rows)
     yield from _shares(rows)
     yield from findings(rows)
+    yield from _other_gpus(rows)
     yield from warning_notes([row["warnings"] for row in rows], "rungs")
     if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
         yield f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where there is no interval."
     for row in rows:
         if row["error"]:
             yield f"{row['rung']}: {row['error']}"
+
+
+def _other_gpus(rows: Rows) -> Iterator[str]:
+    """Rungs that are compared with one that ran on another GPU."""
+    by_name = {row["rung"]: row["gpus"] for row in rows}
+    others = [row for row in rows if row["gpus"] and row["last"] and row["gpus"] != by_name[row["last"]]]
+    if others:
+        yield (
+            f"Measured on another GPU than the rung before: {_names(others)}. GPUs of one kind may differ by more than "
+            "the intervals tell."
+        )
 
 
 def findings(rows: Rows) -> Iterator[str]:

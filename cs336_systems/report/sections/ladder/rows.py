@@ -66,6 +66,7 @@ def ladder_rows(
             "cv": frame["step_cv"],
             "is_doubted": in_doubt(codes_of(frame)),
             "processes": len(done),
+            "gpus": {record.environment.device_uuid for record in done if record.environment} - {None},
             "is_credited": bool(done) and gate.passed is True,
             "last": credited[-1]["rung"] if credited else "",
             **_gate(gate, bool(done)),

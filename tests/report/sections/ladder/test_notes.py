@@ -42,6 +42,24 @@ def test_warnings_are_told_and_their_rows_are_counted(ladder):
     assert not starting(speed_notes(warned(ladder, {})), "Warnings")
 
 
+def test_rungs_on_another_gpu_than_the_one_before_are_named(ladder):
+    """The second and the third ran on one, the last on the first one again, and one that did not run on none."""
+
+    def on(uuids):
+        records = make_plain(ladder)
+        placed = [
+            replace(record, environment=replace(record.environment, device_uuid=uuid))
+            for record, uuid in zip(records, uuids, strict=False)
+        ]
+        return starting(speed_notes(ladder_rows(ladder, placed, [])), "Measured on another GPU")
+
+    [note] = on(["A", "B", "B", "A"])
+    assert note.split(".")[0].endswith(": bf16, fused")
+    assert not on(["A"] * 4)
+    assert not on([None] * 4)
+    assert not on(["A", "A"])
+
+
 @pytest.mark.parametrize(
     ("names", "doubt"),
     [
