@@ -1,11 +1,13 @@
 "use strict";
 // Everything that a reader can do with the page. Texts and data come from the page itself; nothing is requested from outside.
 
-async function unpack(id) {
+async function inflated(id) {
   const text = document.getElementById(`packed-${id}`).textContent;
   const bytes = Uint8Array.fromBase64?.(text) ?? Uint8Array.from(atob(text), (char) => char.charCodeAt(0)); // the first is fifty times as fast
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip")));
 }
+
+const unpack = async (id) => (await inflated(id)).text();
 
 async function load(id) { // a library that the page carries with it
   const url = URL.createObjectURL(new Blob([await unpack(id)], { type: "text/javascript" }));
@@ -18,8 +20,8 @@ const unpacked = (id) => once(async () => JSON.parse(await unpack(id)));
 const figures = unpacked("figures"), copies = unpacked("copies"), runs = unpacked("runs");
 let loaded = null; // plotly and what it draws, once they are there: then a figure is drawn at once, as print needs it
 const drawing = once(async () => {
-  const [all] = await Promise.all([figures(), load("plotly")]);
-  return (loaded = { library: window.Plotly, all });
+  const [all, numbers] = await Promise.all([figures(), inflated("numbers").then((found) => found.arrayBuffer()), load("plotly")]);
+  return (loaded = { library: window.Plotly, all, numbers: new Uint8Array(numbers) });
 });
 
 function say(text) {
@@ -277,8 +279,15 @@ const ms = (ns) => exact.format(ns / 1e6);
 const duration = (ns) => ns < 1e6 ? `${rounded.format(ns / 1e3)}\u00a0µs` : `${ms(ns)}\u00a0ms`;
 const plain = (escaped) => new DOMParser().parseFromString(escaped, "text/html").body.textContent; // which runs nothing
 
+function integers([begin, count, width]) { // the lowest bytes of all come first, and the lowest bit of each is its sign
+  const found = new Float64Array(count);
+  for (let byte = width - 1; byte >= 0; byte--) for (let i = 0; i < count; i++) found[i] = 256 * found[i] + loaded.numbers[begin + byte * count + i];
+  return found.map((own) => own % 2 ? -(own + 1) / 2 : own / 2);
+}
+
 function unfold(lane) { // times from their differences; `reach` is the latest end so far, to find the first kernel in view
   if (lane.start) return;
+  for (const name of ["gap", "length", "name", "place", "launch_us", "unknown"]) lane[name] = integers(lane[name]);
   for (const name of ["start", "end", "reach"]) lane[name] = new Float64Array(lane.name.length);
   for (let i = 0, end = 0; i < lane.name.length; i++) {
     lane.start[i] = end + lane.gap[i];
@@ -286,7 +295,7 @@ function unfold(lane) { // times from their differences; `reach` is the latest e
     lane.reach[i] = Math.max(end, lane.reach[i - 1] ?? end);
   }
   let launch = 0;
-  lane.launch = lane.launch_us.map((more) => (launch += more) * 1e3);
+  lane.launch = Array.from(lane.launch_us, (more) => (launch += more) * 1e3);
   for (const i of lane.unknown) lane.launch[i] = null;
 }
 

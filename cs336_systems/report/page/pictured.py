@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleSpans, PicturedStep, StepProfile, Work
 from cs336_systems.report.page.figures import Spec
+from cs336_systems.report.page.write import Integers
 from cs336_systems.report.plots import palette
 from cs336_systems.report.sections.kernels.timeline import gap_words
 
@@ -62,12 +63,12 @@ class Lane:
             launches_us.append(launches_us[-1] if launch is None else launch // 1000)
         return {
             "label": self.label,
-            "gap": [start - end for start, end in zip(self.start_ns, (0, *self.end_ns), strict=False)],
-            "length": [end - start for start, end in zip(self.start_ns, self.end_ns, strict=True)],
-            "name": list(self.name),
-            "place": list(self.place),
-            "launch_us": [after - before for before, after in pairwise(launches_us)],
-            "unknown": [number for number, launch in enumerate(self.launch_ns) if launch is None],
+            "gap": Integers(start - end for start, end in zip(self.start_ns, (0, *self.end_ns), strict=False)),
+            "length": Integers(end - start for start, end in zip(self.start_ns, self.end_ns, strict=True)),
+            "name": Integers(self.name),
+            "place": Integers(self.place),
+            "launch_us": Integers(after - before for before, after in pairwise(launches_us)),
+            "unknown": Integers(number for number, launch in enumerate(self.launch_ns) if launch is None),
         }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup, escape
 
 from cs336_systems.files import write_atomically
@@ -41,6 +42,10 @@ LONGEST_IN_FIGURE = 120
 DIGITS_IN_FIGURE = 6
 """Significant digits of a number in a figure. A screen shows no more, and all 17 would be a quarter of the bytes."""
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
+
+
+class Integers(list[int]):
+    """A long column of a figure, which the page keeps as bytes; its script unpacks it where it is drawn."""
 
 
 Part = tuple[str, str]
@@ -208,7 +213,8 @@ def to_html(page: Page) -> str:
     chapters = list(_chapters(page.chapters))
     blocks = list(_blocks(chapters))
     linked = _checked_links(chapters, blocks)
-    figures = {block.id: _inert(block.spec) for block in blocks if isinstance(block, Figure)}
+    numbers = bytearray()
+    figures = {block.id: _inert(block.spec, numbers) for block in blocks if isinstance(block, Figure)}
     written = {block.id: copies(block.table, block.csv) for block in blocks if isinstance(block, TableBlock)}
     runs: dict[str, str] = {}
 
@@ -219,7 +225,8 @@ def to_html(page: Page) -> str:
 
     def packed() -> dict[str, Markup]:
         parts = {"figures": figures, "copies": written, "runs": runs}
-        return {**{name: _packed(_encoded(own)) for name, own in parts.items()}, **libraries}
+        texts = {name: _packed(_encoded(own)) for name, own in parts.items()}
+        return {**texts, "numbers": _packed(bytes(numbers)), **libraries}
 
     libraries = _libraries(bool(figures))
     script = _read("page.js")
@@ -284,18 +291,36 @@ def _checked_links(chapters: Sequence[Chapter], blocks: Sequence[Block]) -> set[
     return linked
 
 
-def _inert(value: object) -> object:
-    """A copy of a figure's specification in which plotly reads no markup, but for what is a `Markup` already."""
+def _inert(value: object, numbers: bytearray) -> object:
+    """A copy of a figure's specification in which plotly reads no markup, but for what is a `Markup` already.
+
+    Columns of integers are added to `numbers`.
+    """
+    if isinstance(value, Integers):
+        return _added(value, numbers)
     if isinstance(value, str):
         text = escape(value if isinstance(value, Markup) else inert_line(value, LONGEST_IN_FIGURE))
         return str(text).replace("$", "&#36;")  # between two of these plotly reads mathematics
     if isinstance(value, Mapping):
-        return {str(key): _inert(part) for key, part in value.items()}
+        return {str(key): _inert(part, numbers) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return value if set(map(type, value)) <= {int} else [_inert(part) for part in value]
+        return value if set(map(type, value)) <= {int} else [_inert(part, numbers) for part in value]
     if isinstance(value, float):
         return float(f"{value:.{DIGITS_IN_FIGURE}g}") if math.isfinite(value) else None
     return value
+
+
+def _added(column: Integers, numbers: bytearray) -> tuple[int, int, int]:
+    """Where in `numbers` the column begins, how many entries it has, and of how many bytes each is.
+
+    The lowest bytes of all entries come first. The lowest bit of an entry is its sign: 2n for n, and 2n - 1 for -n.
+    """
+    values = np.array(column, dtype=np.int64)
+    unsigned = ((values << 1) ^ (values >> 63)).astype("<u8")
+    width = max(1, -(-int(unsigned.max(initial=0)).bit_length() // 8))
+    begin = len(numbers)
+    numbers += unsigned.view(np.uint8).reshape(-1, 8)[:, :width].T.tobytes()
+    return begin, len(column), width
 
 
 def _visible(value: object) -> object:

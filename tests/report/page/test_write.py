@@ -13,7 +13,17 @@ import pytest
 from markupsafe import Markup
 
 from cs336_systems.report.page import write
-from cs336_systems.report.page.write import Chapter, Figure, Linked, Page, Prose, TableBlock, to_html, write_page
+from cs336_systems.report.page.write import (
+    Chapter,
+    Figure,
+    Integers,
+    Linked,
+    Page,
+    Prose,
+    TableBlock,
+    to_html,
+    write_page,
+)
 from tests.report.page.pages import HOSTILE_TEXTS, figure_page, make_page, make_steps, page_with, table_page
 from tests.report.page.parsed import Parsed as Cells
 
@@ -44,7 +54,10 @@ class Parsed(HTMLParser):
             self._into[0] += data
 
     def unpacked(self, name):
-        return json.loads(gzip.decompress(base64.b64decode(self.scripts[f"packed-{name}"][0])))
+        return json.loads(self.inflated(name))
+
+    def inflated(self, name):
+        return gzip.decompress(base64.b64decode(self.scripts[f"packed-{name}"][0]))
 
 
 def parsed(page):
@@ -96,6 +109,17 @@ def test_what_a_caller_marks_as_markup_stays_and_what_is_not_a_number_is_left_ou
     }
 
 
+def test_columns_of_integers_are_kept_as_bytes_the_lowest_first() -> None:
+    columns = [[0, 1, -1, 127, -128, 128], [], [3], [2**52, -(2**52), 255, -256], list(range(-70_000, 70_000, 999))]
+    figures = [Figure(id=f"a{n}", title="A", spec={"own": Integers(own)}) for n, own in enumerate(columns)]
+    found = parsed(make_page(*figures))
+    numbers = found.inflated("numbers")
+    for n, own in enumerate(columns):
+        begin, count, width = found.unpacked("figures")[f"a{n}"]["own"]
+        entries = [int.from_bytes(numbers[begin + i : begin + count * width : count], "little") for i in range(count)]
+        assert [-(entry + 1) // 2 if entry % 2 else entry // 2 for entry in entries] == own
+
+
 def test_only_the_script_of_the_page_may_run_and_the_same_page_is_the_same_bytes() -> None:
     text = to_html(figure_page())
     found = Parsed(text)
@@ -115,7 +139,7 @@ def test_without_the_extra_the_page_has_plain_tables_and_the_pngs(monkeypatch) -
     write._libraries.cache_clear()
     assert 'src="data:image/png;base64,AAAA"' in text
     found = Parsed(text)
-    assert set(found.scripts) == {"", "packed-figures", "packed-copies", "packed-runs"}
+    assert set(found.scripts) == {"", "packed-figures", "packed-numbers", "packed-copies", "packed-runs"}
     assert found.cells["steps.1.0"][0] == "medium"
 
 
