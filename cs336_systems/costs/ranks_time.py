@@ -28,8 +28,9 @@ AFTER_BACKWARD = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
 WAITS_IN_BACKWARD = (Parallel.DDP, Parallel.FSDP2)
 """PyTorch's ways, which wait at the end of backward."""
 HOST_SPREAD = 1.5
-"""How many times as fast, or as slow, as the host of the ceilings that of another machine with the same GPU may launch:
-9 of 10 steps in `data/forecast` that launches limit take at most so many times as long as predicted, or as short."""
+"""Another machine with the same GPU may launch this many times as fast, or as slowly, as the machine of the ceilings:
+of the steps in `data/forecast` that launches limit, 9 of 10 take at most this many times the predicted time, and no less
+than its inverse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
 def depends_on_host(
     config: RunConfig, curves: Curves, limit: Callable[[TimePrediction], Limit] = lambda found: found.limit
 ) -> bool:
-    """Whether a host that launches HOST_SPREAD times as fast, and one that launches as slow, have other limits.
+    """Whether launching HOST_SPREAD times as fast gives the step another limit than HOST_SPREAD times as slowly.
 
     `limit` says what limits a predicted step. False where no time is predicted, or the device is the host.
     """
@@ -74,7 +75,7 @@ def depends_on_host(
     return len({limit(each) for each in found if each is not None}) > 1
 
 
-@cache  # by an object that is made anew, no prediction would be found again
+@cache  # since predictions are cached by their curves, of which no two are equal
 def _on_other_hosts(curves: Curves) -> tuple[Curves, ...]:
     if curves.on_host:
         return ()

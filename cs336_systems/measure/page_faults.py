@@ -1,4 +1,4 @@
-"""Page faults of steps on a CPU: the time that they take because malloc gives the memory of large tensors back."""
+"""Page faults of steps on a CPU, which take time where malloc returns the memory of large tensors to the system."""
 
 import resource
 import statistics
@@ -12,7 +12,7 @@ from cs336_systems.record import RunWarning, WarningCode
 MIN_SHARE, MIN_FRESH_BYTES = 0.05, 2**20
 """Least share of a step that page faults must take for a warning, and least memory that they must give it."""
 KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=4294967296"
-"""With these in the environment, glibc's malloc gives no memory back to the system."""
+"""With these in the environment, glibc's malloc returns no memory to the system."""
 _ELEMENTS, _TIMES = 10 * 2**20, 5
 """Of the tensors whose page faults are timed: 40 MiB, for which malloc asks the system each time; and how often."""
 
@@ -44,7 +44,7 @@ def page_fault_s() -> float:
 
 def page_fault_warnings(faults: Sequence[int], times_s: Sequence[float]) -> list[RunWarning]:
     """A warning if page faults take much of most steps; `faults` and `times_s` (s) are those of each step."""
-    typical = statistics.median(faults) if faults else 0
+    typical = statistics.median(faults)
     fresh_bytes = typical * resource.getpagesize()
     if fresh_bytes < MIN_FRESH_BYTES:
         return []
@@ -52,8 +52,8 @@ def page_fault_warnings(faults: Sequence[int], times_s: Sequence[float]) -> list
     if share < MIN_SHARE:
         return []
     message = (
-        f"page faults took about {share:.0%} of the step: malloc gives the memory of large tensors back, and takes "
-        f"{fresh_bytes / 2**20:.0f} MiB anew in each step; with glibc, {KEEP_MEMORY} before the command lets it keep "
-        "them"
+        f"page faults took about {share:.0%} of the step: malloc returns the memory of large tensors to the system, "
+        f"and asks for {fresh_bytes / 2**20:.0f} MiB again in each step; with glibc, put {KEEP_MEMORY} before the "
+        "command, and malloc keeps the memory"
     )
     return [RunWarning(code=WarningCode.PAGE_FAULTS, message=message)]

@@ -42,7 +42,7 @@ class Progress:
     warmup: list[StepTimes] = field(default_factory=list)
     measured: list[StepTimes] = field(default_factory=list)
     page_faults: list[int] = field(default_factory=list)
-    """Of each measured step."""
+    """How many each measured step had."""
     losses: list[float | None] = field(default_factory=list)
     """Losses of all steps; None for a loss that was not finite."""
     warnings: list[RunWarning] = field(default_factory=list)

@@ -334,8 +334,8 @@ def spread_where_the_cpu_is_the_limit() -> Sequence[Value]:
     r"Of (\d+) steps limited by the device the median error is ([\d.]+) %, (\d+) of (\d+) are at most ([\d.]+) % off, "
     r"and none is more than (\d+) %\. Of (\d+) limited by launches (\d+) of (\d+) are at most (\d+) % off, .* "
     r"of (\d+) of them the forecast says that the device limits them\.\s+"
-    r"Where a CPU that launches ([\d.]+) times as fast or as slow would change the limit it says "
-    r"so, as of (\d+) of the (\d+); of (\d+) of the others it is wrong\.",
+    r"The forecast also says where a CPU that launches ([\d.]+) times as fast or as slowly would change the limit: "
+    r"it does so for (\d+) of the (\d+), and names the wrong limit for (\d+) of the others\.",
 )
 def errors_of_forecasts() -> Sequence[Value]:
     rows = linked(DATA, "forecast/errors.csv")

@@ -31,8 +31,8 @@ class MasterAdamW(EagerOptimizer):
     operators compute the same, tensor by tensor.
 
     Moments in bf16 are rounded up or down at random, so that they are right on average: rounded to the nearest, the
-    second would stay as it is wherever it should change by less than a 512th, as it mostly does with a beta2 of 0.999,
-    and near its goal with the 0.95 of here. The update itself is computed before they are rounded.
+    second would stay as it is wherever it should change by less than a 512th. With a beta2 of 0.999 that is mostly so;
+    with 0.95 it is so near the mean of the squared gradients. The update is computed before the moments are rounded.
     """
 
     def __init__(

@@ -54,9 +54,9 @@ class Lane:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """Numbers as the differences from those before them, which take a third of the bytes.
+        """Times as the differences from those before them, which take fewer bytes.
 
-        A launch that is not known stands as the one before it.
+        A launch that is not known has the time of the one before it.
         """
         launches_us = [0]
         for launch in self.launch_ns:

@@ -40,7 +40,7 @@ LONGEST_LINE = 100_000
 LONGEST_IN_FIGURE = 120
 """Characters of a text in a figure, which plotly does not wrap."""
 DIGITS_IN_FIGURE = 6
-"""Significant digits of a number in a figure. A screen shows no more, and all 17 would be a quarter of the bytes."""
+"""Significant digits of a number in a figure, which are more than a screen can show."""
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter, not_
+from operator import attrgetter
 from pathlib import Path
 
 from cs336_systems.config import Phase, Profiler, RunConfig
@@ -111,8 +111,8 @@ def _table(limit: Limit, rows: Sequence[Row]) -> Table:
         [
             "A step is limited by launches if its record says so. The forecast knows the configuration and the "
             "ceilings.",
-            f"Limit surely right or wrong: the forecast names the same limit for CPUs that launch {HOST_SPREAD:g} "
-            "times as fast and as slow. In all other steps the limit depends on the machine, and it says so.",
+            f"Surely right and surely wrong: the forecast names the same limit for CPUs that launch {HOST_SPREAD:g} "
+            "times as fast and as slowly. Of all other steps it says that the limit depends on the CPU.",
         ],
     )
 
@@ -151,11 +151,12 @@ def _summary(name: str, rows: Sequence[Row], phase: Phase) -> Row:
 
 
 def _named(rows: Sequence[Row]) -> Row:
-    """How many of the steps have the limit that is named, first by the best guess, then for any host (percent)."""
-    right = [row["limit"] is row["predicted_limit"] for row in rows]
-    sure = [not row["depends_on_host"] for row in rows]
-    surely, wrong = ([a and b for a, b in zip(sure, own, strict=True)] for own in (right, map(not_, right)))
-    return {key: 100 * statistics.fmean(own) for key, own in zip(LIMIT_KEYS, (right, surely, wrong), strict=True)}
+    """How many of the steps have the limit that the forecast names (percent)."""
+    right = [row for row in rows if row["limit"] is row["predicted_limit"]]
+    sure = [row for row in rows if not row["depends_on_host"]]
+    surely_right = [row for row in right if not row["depends_on_host"]]
+    counts = (len(right), len(surely_right), len(sure) - len(surely_right))
+    return {key: 100 * count / len(rows) for key, count in zip(LIMIT_KEYS, counts, strict=True)}
 
 
 def write_forecast(

@@ -43,7 +43,7 @@ def test_warnings_are_told_and_their_rows_are_counted(ladder):
 
 
 def test_rungs_on_another_gpu_than_the_one_before_are_named(ladder):
-    """The second and the third ran on one, the last on the first one again, and one that did not run on none."""
+    """The second and the third rung ran on GPU B, the others on GPU A."""
 
     def on(uuids):
         records = make_plain(ladder)
