@@ -29,8 +29,8 @@ WAITS_IN_BACKWARD = (Parallel.DDP, Parallel.FSDP2)
 """PyTorch's ways, which wait at the end of backward."""
 HOST_SPREAD = 1.5
 """Another machine with the same GPU may launch this many times as fast, or as slowly, as the machine of the ceilings:
-of the steps in `data/forecast` that launches limit, 9 of 10 take at most this many times the predicted time, and no less
-than its inverse."""
+of the steps in `data/forecast` that launches limit, 9 of 10 take between the predicted time divided by it and the
+predicted time multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

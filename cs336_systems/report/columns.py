@@ -252,7 +252,7 @@ COLUMNS: dict[str, Column] = {
                           drop_order=1, write=three_digits),
     "named_surely": Column("surely right", "%", "Steps whose limit the forecast names for faster and slower CPUs too.",
                            drop_order=2, write=three_digits),
-    "named_wrong": Column("surely wrong", "%", "Steps whose limit it does not name for faster or slower CPUs either.",
+    "named_wrong": Column("surely wrong", "%", "Steps whose limit the forecast names for no faster or slower CPU.",
                           drop_order=3, write=three_digits),
     # kernels, per step
     "kernels_per_step": Column("kernels", "", "Kernels that were launched.", drop_order=4, write=count),
