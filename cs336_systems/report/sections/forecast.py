@@ -1,4 +1,4 @@
-"""How far the predicted times of steps are from the measured ones, by what limits the step and by its settings."""
+"""How far the predicted times of steps are from the measured ones, by what limits them, by device and by settings."""
 
 import math
 import statistics
@@ -34,8 +34,8 @@ SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "checkpoint_blocks": lambda config: config.checkpoint_blocks,
     "fast": lambda config: config.fused_blocks,
 }
-GROUPS = ("size", "context_length", "precision", "mode", "attention", "checkpoint_blocks", "fast")
-"""Settings by whose values the errors are also given."""
+GROUPS = ("device_name", "size", "context_length", "precision", "mode", "attention", "checkpoint_blocks", "fast")
+"""Columns by whose values the errors are also given: the device, and settings."""
 OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
 
 
@@ -55,8 +55,7 @@ def scored(
             if record.status is Status.OK and record.config.profiler is Profiler.NONE:
                 alike.setdefault(replace(record.config, repeat=0), []).append(record)
         for config, own in alike.items():
-            ceilings, name = ceilings_of(directory), own[0].device_name or ""
-            curves = ceilings.curves(name)
+            curves = ceilings_of(directory).curves(own[0].device_name or "")
             if curves is None or (found := predicted_time(config, curves)) is None:
                 others += 1
             else:
@@ -73,7 +72,8 @@ def _row(
 ) -> Row:
     codes = {warning.code for record in records for warning in record.warnings}
     limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
-    row: Row = {"directory": directory.as_posix(), **{key: take(config) for key, take in SETTINGS.items()}}
+    row: Row = {"directory": directory.as_posix(), "device_name": records[0].device_name}
+    row |= {key: take(config) for key, take in SETTINGS.items()}
     for phase in (*PHASES, Phase.STEP):
         predicted_s = found.step_s if phase is Phase.STEP else found.phases_s.get(phase)
         measured = [each.median_s for record in records if (each := record.measurement(phase)) is not None]
@@ -124,7 +124,8 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     for key in GROUPS:
         values = list(dict.fromkeys(row[key] for row in rows))
         for value in values if len(values) > 1 else ():
-            yield f"{key.replace('_', ' ')} {value}", [row for row in rows if row[key] == value]
+            words = key.removesuffix("_name").replace("_", " ")
+            yield f"{words} {value}", [row for row in rows if row[key] == value]
 
 
 def _phases_table(rows: Sequence[Row]) -> Table:

@@ -107,43 +107,80 @@ def test_what_is_not_predicted_is_counted() -> None:
     assert scored({PLACE: elsewhere}, lambda _: CEILINGS) == ([], 1)
 
 
+def test_errors_are_also_those_of_each_device_if_there_are_several() -> None:
+    """Of two devices with the same ceilings, one takes a step as long as predicted, the other twice as long."""
+    names, exact = ("NVIDIA H200", "NVIDIA H100 80GB HBM3"), predicted_s(CONFIG)
+    both = Ceilings(tuple(make_rates(device_name=name) for name in names))
+    sweeps = {
+        Path(f"e2e_benchmark/{number}"): [make_record(CONFIG, [number * exact], device_name=name)]
+        for number, name in enumerate(names, 1)
+    }
+    rows, others = scored(sweeps, lambda _: both)
+    assert [(row["device_name"], row["step_error"]) for row in rows] == [
+        (names[0], pytest.approx(0)), (names[1], pytest.approx(-50)),
+    ]  # fmt: skip
+    (table, *_) = forecast_section(rows, others).tables
+    found = {row["scored"]: (row["num_scored"], row["median_bias"]) for row in table.values}
+    assert found["all"] == (2, pytest.approx(-25))
+    assert found["device NVIDIA H200"] == (1, pytest.approx(0))
+    assert found["device NVIDIA H100 80GB HBM3"] == (1, pytest.approx(-50))
+    (table, *_) = forecast_section(rows[:1], others).tables
+    assert not any("device" in row["scored"] for row in table.values)
+
+
 def committed_errors() -> list[dict[str, str]]:
     with (DATA / FOLDER / "errors.csv").open() as file:
         return list(csv.DictReader(file))
 
 
-def test_the_committed_errors_are_within_the_bounds_that_were_set() -> None:
+DEVICES = sorted({row["device_name"] for row in committed_errors()})
+"""The bounds hold for each device by itself."""
+
+
+def errors_on(device: str, limit: Limit | None = None) -> list[dict[str, str]]:
+    rows = [row for row in committed_errors() if row["device_name"] == device]
+    return [row for row in rows if limit is None or row["limit"] == limit]
+
+
+def test_the_committed_errors_are_of_many_steps() -> None:
+    assert "NVIDIA H200" in DEVICES
+    assert min(len(errors_on("NVIDIA H200", limit)) for limit in Limit) > 50
+    assert min(len(errors_on(device)) for device in DEVICES) >= 30, "the default grid in two precisions"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_committed_errors_are_within_the_bounds_that_were_set(device: str) -> None:
     """Nine of ten steps limited by launches may be as far off as CPUs differ."""
-    rows = committed_errors()
-    sizes = {limit: [abs(float(row["step_error"])) for row in rows if row["limit"] == limit] for limit in Limit}
-    assert min(map(len, sizes.values())) > 50
+    sizes = {limit: [abs(float(row["step_error"])) for row in errors_on(device, limit)] for limit in Limit}
     assert statistics.median(sizes[Limit.DEVICE]) <= 5
     for limit, most in ((Limit.DEVICE, 10), (Limit.LAUNCHES, 35)):
         assert sum(size <= most for size in sizes[limit]) >= 0.9 * len(sizes[limit])
     assert max(sizes[Limit.DEVICE]) <= 25
 
 
-def test_nine_of_ten_steps_that_launches_limit_are_within_the_spread_of_hosts() -> None:
-    rows = [row for row in committed_errors() if row["limit"] == Limit.LAUNCHES]
-    ratios = [float(row["step_ms"]) / float(row["predicted_step_ms"]) for row in rows]
+@pytest.mark.parametrize("device", DEVICES)
+def test_nine_of_ten_steps_that_launches_limit_are_within_the_spread_of_hosts(device: str) -> None:
+    ratios = [float(row["step_ms"]) / float(row["predicted_step_ms"]) for row in errors_on(device, Limit.LAUNCHES)]
     assert sum(1 / HOST_SPREAD <= ratio <= HOST_SPREAD for ratio in ratios) >= 0.9 * len(ratios)
 
 
-def test_the_other_limit_is_named_for_any_host_of_at_most_one_in_ten_committed_steps() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_other_limit_is_named_for_any_host_of_at_most_one_in_ten_committed_steps(device: str) -> None:
     wrong = {limit: [] for limit in Limit}
-    for row in committed_errors():
+    for row in errors_on(device):
         is_wrong = row["predicted_limit"] != row["limit"] and row["depends_on_host"] == "False"
         wrong[Limit(row["limit"])].append(is_wrong)
     assert sum(wrong[Limit.DEVICE]) == 0
     assert sum(wrong[Limit.LAUNCHES]) <= 0.1 * len(wrong[Limit.LAUNCHES])
 
 
-def test_the_committed_times_follow_from_configurations_and_ceilings_alone() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_committed_times_follow_from_configurations_and_ceilings_alone(device: str) -> None:
     """Each is predicted again from the cells of its row; of the smallest model, which is quick."""
-    curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
+    curves = load_ceilings(DATA / "ceilings").curves(device)
     assert curves is not None
-    rows = [row for row in committed_errors() if row["size"] == "small" and row["fast"] == "False"]
-    assert len(rows) > 20
+    rows = [row for row in errors_on(device) if row["size"] == "small" and row["fast"] == "False"]
+    assert len(rows) >= 6, "three contexts in two precisions"
     for row in rows:
         config = make_config(
             "small", int(row["context_length"]), batch_size=int(row["batch_size"]), mode=row["mode"],
