@@ -222,6 +222,7 @@ def questions_chapter(collection: Collection) -> Chapter:
         f"{whole} of {counted(len(found), 'part')} are answered in full; {len(found) - whole} say what to run for what "
         "is missing."
     )
+    said = [INTRODUCTION, *_on_which_gpu(material), summary]
     chapters = [
         Chapter(
             id=f"questions-{number}",
@@ -234,9 +235,20 @@ def questions_chapter(collection: Collection) -> Chapter:
     return Chapter(
         id="questions",
         title="The course's questions",
-        blocks=[Prose(paragraphs=[(INTRODUCTION, ""), (summary, "")])],
+        blocks=[Prose(paragraphs=[(text, "") for text in said])],
         chapters=chapters,
     )
+
+
+def _on_which_gpu(material: Material) -> Iterator[str]:
+    """Of which GPU the answers are, if steps were measured on several."""
+    if len(material.gpus) > 1:
+        usual, *others = material.gpus
+        yield inert_line(
+            f"Steps were measured on {' and '.join(material.gpus)}. What was measured for an answer is of one of them, "
+            f"which the answer names: {usual}, which most runs are of, unless more of what is asked was measured on "
+            f"{' or '.join(others)}."
+        )
 
 
 def _blocks(problem: Problem, found: Mapping[str, Answer | None]) -> Iterator[Block]:

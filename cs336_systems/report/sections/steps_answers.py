@@ -177,10 +177,13 @@ def _trend(rows: Sequence[Row], along: str, across: str, word: str) -> Iterator[
     if not lines:
         return
     grows = sum(own[-1]["speed_up"] > own[0]["speed_up"] for own in lines.values())
-    last = [*lines.values()][-1] if across == "size" else max(lines.values(), key=lambda own: own[0][across])
+    devices = [row["identity"]["device_name"] for own in lines.values() for row in own]
+    where = f" on {devices[-1]}" if len(set(devices)) > 1 else ""
+    told = [own for own in lines.values() if own[0]["identity"]["device_name"] == devices[-1]]
+    last = told[-1] if across == "size" else max(told, key=lambda own: own[0][across])
     gains = " and ".join(f"{three_digits(row['speed_up'])} {_at(row, along)}" for row in (last[0], last[-1]))
     ends = "the smallest to the largest size" if along == "size" else "the shortest to the longest context"
-    yield f"{word} {last[0][across]} it is {gains}. From {ends} it grows in {grows} of {len(lines)} cases."
+    yield f"{word} {last[0][across]}{where} it is {gains}. From {ends} it grows in {grows} of {len(lines)} cases."
 
 
 def _rest(row: Row) -> tuple[str, ...]:

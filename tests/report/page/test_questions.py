@@ -579,6 +579,40 @@ def test_of_equal_settings_more_runs_and_then_newer_ones_are_chosen(tmp_path):
         assert times.answer(Material.of(collection)).places[0][0] == names[sweeps.index(newer)]
 
 
+def test_of_equal_settings_the_gpu_of_most_results_is_chosen_and_said(tmp_path):
+    """Steps on another GPU are newer and more, but one sweep more is of the H200; only the other has xl in bf16."""
+
+    def sweep(device_name, *configs, day):
+        records = [make_record(config, [0.1] * 10, device_name=device_name) for config in configs]
+        return Results(records=[replace(record, started_at=f"2026-01-0{day}T00:00:00Z") for record in records])
+
+    full = [make_config(size, 512, measured_steps=10) for size in ("small", "xl")]
+    both = [*full, *(replace(config, precision=Precision.BF16) for config in full)]
+    warmed = [replace(full[0], warmup_steps=steps) for steps in (0, 1, 2)]
+    sweeps = {
+        Path("old"): sweep(H200, *full, day=1),
+        Path("new"): sweep("NVIDIA H100 80GB HBM3", *both, day=2),
+        Path("warmup"): sweep(H200, *warmed, day=1),
+    }
+    found = Collection(root=tmp_path, sweeps=sweeps)
+    answers = {
+        part.id: part.answer(Material.of(found)) for problem in questions.PROBLEMS for part in problem.parts
+    }  # fmt: skip
+    assert Material.of(found).gpus == [H200, "NVIDIA H100 80GB HBM3"]
+    assert answers["benchmarking-b"].places[0][0] == Path("old")
+    assert answers["benchmarking-b"].conditions.startswith(H200)
+    assert answers["mixed-precision-c"].places[0][0] == Path("new")
+    assert answers["mixed-precision-c"].conditions.startswith("NVIDIA H100 80GB HBM3")
+
+    def introduced(collection):
+        (block,) = questions.questions_chapter(collection).blocks
+        return " ".join(text for text, _ in block.paragraphs)
+
+    assert f"measured on {H200} and NVIDIA H100 80GB HBM3" in introduced(found)
+    alone = Collection(root=tmp_path, sweeps={path: own for path, own in sweeps.items() if path != Path("new")})
+    assert "measured on" not in introduced(alone)
+
+
 def test_phases_that_contradict_their_step_are_in_no_answer(tmp_path):
     """Such a run has a step alone, and a compiled one beside it has no gain by phase."""
     eager = make_record(make_config("small", 512), [0.1, 0.2])

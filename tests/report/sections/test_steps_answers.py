@@ -76,6 +76,32 @@ def test_the_trend_of_bf16_over_sizes_and_contexts():
     assert [0.0, 1.0] in [numbers(part) for part in slower["precision"]["bf16"].removesuffix(".").split(". ")]
 
 
+def test_the_trend_on_several_gpus_is_of_one_that_is_named():
+    """On the first bf16 gains 2 and 4, on the second 3 and 6; no gain is that of one over the other."""
+    gains = {
+        ("NVIDIA H200", "small"): 2,
+        ("NVIDIA H200", "xl"): 4,
+        ("NVIDIA A100", "small"): 3,
+        ("NVIDIA A100", "xl"): 6,
+    }
+    records = [
+        make_record(
+            make_config(size, 512, precision=precision),
+            ((1.5 if name == "NVIDIA H200" else 3) / (gain if precision == "bf16" else 1),),
+            device_name=name,
+        )
+        for (name, size), gain in gains.items()
+        for precision in (Precision.FP32, Precision.BF16)
+    ]
+    text = told(records)["precision"]["bf16"]
+    assert "2.00 (small ctx 512 NVIDIA H200) to 6.00 (xl ctx 512 NVIDIA A100) times as fast" in text
+    assert re.search(
+        r"At context 512 on (?:NVIDIA H200 it is 2\.00 for small and 4|NVIDIA A100 it is 3\.00 for small and 6)\.00",
+        text,
+    )
+    assert " on NVIDIA" not in told(records[:4])["precision"]["bf16"]
+
+
 def test_each_choice_is_set_against_the_first():
     records = [make_record(make_config(), (0.6,)), make_record(make_config(compile="default"), (0.2,)),
                make_record(make_config(model={"attention": "sdpa"}), (0.3,))]  # fmt: skip

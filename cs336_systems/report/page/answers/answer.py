@@ -1,7 +1,9 @@
 """What an answer to a question of the course is made of, and which results answer it best."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,11 @@ class Runs:
     results: Results
 
     @property
+    def device_name(self) -> str | None:
+        """The device of all these runs, as far as it is known."""
+        return next(filter(None, (record.device_name for record in self.results.records)), None)
+
+    @property
     def finished(self) -> list[RunRecord]:
         """The runs without a profiler that ended well."""
         return [record for record in self.results.published if record.status is Status.OK]
@@ -113,7 +120,7 @@ def runs_of(collection: Collection) -> Iterator[Runs]:
             yield Runs(collection=collection, directory=directory, ending=ending, results=group)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Material:
     """All results that answers are made from."""
 
@@ -126,6 +133,16 @@ class Material:
         """What the collection holds."""
         return cls(collection=collection, runs=tuple(runs_of(collection)))
 
+    @cached_property
+    def gpus(self) -> list[str]:
+        """The GPUs that runs of sweeps are of, that of most runs first."""
+        found: Counter[str] = Counter()
+        for own in self.runs:
+            num_on_gpu = sum(record.config.device is Device.CUDA for record in own.results.records)
+            if own.device_name is not None and num_on_gpu:
+                found[own.device_name] += num_on_gpu
+        return [name for name, _ in found.most_common()]
+
 
 def best(
     material: Material,
@@ -135,17 +152,20 @@ def best(
     """The runs that answer a question best, without those that are not about it; None if no runs are.
 
     `suiting` has the records that the question is about. The directory with the most `wanted` configurations is chosen;
-    of several, one measured on a GPU, then the one with the most runs, then the newest.
+    of several, one measured on a GPU, then on the GPU of most results, so that answers beside each other are of one
+    GPU, then the one with the most runs, then the newest.
     """
     wanted = wanted or is_of_course
     found = [(own, records) for own in material.runs if (records := suiting(own))]
     if not found:
         return None
 
-    def rank(pair: tuple[Runs, Sequence[RunRecord]]) -> tuple[int, bool, int, str]:
+    def rank(pair: tuple[Runs, Sequence[RunRecord]]) -> tuple[int, bool, bool, int, str]:
         configs = {record.config.configuration for record in pair[1]}
         on_gpu = any(config.device is Device.CUDA for config in configs)
-        return sum(map(wanted, configs)), on_gpu, len(configs), max(record.started_at for record in pair[1])
+        is_usual = pair[0].device_name in material.gpus[:1]
+        newest = max(record.started_at for record in pair[1])
+        return sum(map(wanted, configs)), on_gpu, is_usual, len(configs), newest
 
     chosen, records = max(found, key=rank)
     kept = [record for record in records if wanted(record.config)] or records
