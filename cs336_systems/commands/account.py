@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices
 from cs336_systems.costs.ranks_time import depends_on_host, predicted_time
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
+from cs336_systems.text import inert_line
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")
@@ -50,13 +52,14 @@ class AccountArguments(Flags):
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     fit: Switch = False
     """Say the largest batch, and the longest context, that fit."""
-    memory_gib: Annotated[float | None, unset("GIB", "that of --device-name, or else of this machine's GPU")] = None
-    """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest."""
+    memory_gib: Annotated[float | None, unset("GIB", "that of the GPU")] = None
+    """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest; of a GPU
+    that is not here, that of its data sheet."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090; it need not be here."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them, and
-    the step and the collectives of --parallel have times. If all are of one device, that is the GPU."""
+    """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them, and the step and the
+    collectives of --parallel have times. If all are of one device, that is the GPU, whether it is here or not."""
     step_ms: Annotated[float | None, unset("MS", "no rates")] = None
     """Measured time of a step; it gives the rates and the MFU."""
     top: int = 12
@@ -84,10 +87,10 @@ class AccountArguments(Flags):
             raise ValueError("the cost of a model of your own is not known from its flags: leave --model out")
         check_ceilings(self.ceilings)
 
-    def memory_bytes(self, device: DeviceSpec | None) -> int | None:
-        """Memory that the step must fit, by default the data sheet's where a device is named; None without --fit.
+    def memory_bytes(self, name: str | None, device: DeviceSpec | None) -> int | None:
+        """Memory that the step must fit, by default the data sheet's of a device that is named, or that is not here.
 
-        Raises ValueError if no size is given or known.
+        None without --fit. Raises ValueError if no size is given or known.
         """
         if not self.fit:
             return None
@@ -95,9 +98,10 @@ class AccountArguments(Flags):
             if not 0 < self.memory_gib < 1e6:
                 raise ValueError(f"--memory-gib must be positive and below a million, got {self.memory_gib}")
             return round(self.memory_gib * GIB)
-        if self.device_name is not None:
+        if self.device_name is not None or not (name is None or _is_here(name, device)):
             if device is None or device.memory_bytes is None:
-                raise ValueError(f"--fit needs --memory-gib here: no data sheet says how much {self.device_name} has")
+                named = self.device_name or name
+                raise ValueError(f"--fit needs --memory-gib here: no data sheet says how much {named} has")
             return device.memory_bytes
         if (usable_bytes := usable_gpu_bytes()) is None:
             raise ValueError(
@@ -141,15 +145,24 @@ def device_meant(
     raise ValueError(f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?")
 
 
+def _is_here(name: str, device: DeviceSpec | None) -> bool:
+    """Whether this machine's first GPU has this name, or this data sheet."""
+    names = [gpu.name for gpu in visible_gpus()[:1]]
+    return any(bare_name(own) == name or (device is not None and find_device(own) is device) for own in names)
+
+
 def machine_meant(
-    name: str | None, ceilings: Ceilings, *, takes_only_one: bool = True
+    name: str | None, ceilings: Ceilings, *, are_asked: bool, takes_only_one: bool = True
 ) -> tuple[str | None, DeviceSpec | None]:
     """The name by which ceilings have the device that is meant, or else its own, and its data sheet.
 
-    Without a name it is this machine's GPU, or else the only device of the ceilings, if `takes_only_one`. Raises
-    ValueError for a name that neither ceilings nor a data sheet have.
+    Without a name it is the only device of ceilings that `are_asked` for; or else this machine's GPU; or else the only
+    device of other ceilings, if `takes_only_one`. Raises ValueError for a name that neither ceilings nor a data sheet
+    have.
     """
     measured = ceilings.device_names
+    if name is None and are_asked and len(measured) == 1:
+        return measured[0], find_device(measured[0])
     if name is not None and bare_name(name) in measured:
         return bare_name(name), find_device(name)
     device = device_meant(name)
@@ -164,12 +177,16 @@ def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
-    ceilings = ceilings_in(arguments.ceilings)
+    ceilings, are_asked = ceilings_in(arguments.ceilings), arguments.ceilings is not None
     meant = functools.partial(
-        machine_meant, arguments.device_name, ceilings, takes_only_one=arguments.ceilings is not None
+        machine_meant, arguments.device_name, ceilings, are_asked=are_asked, takes_only_one=False
     )  # fmt: skip
     name, device = checked(meant)
-    memory_bytes = checked(functools.partial(arguments.memory_bytes, device))
+    memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
+    if name is None and are_asked and ceilings.device_names:
+        devices = " and ".join(ceilings.device_names)
+        said = f"warning: no times: the ceilings are of {devices}; choose with --device-name"
+        print(inert_line(said), file=sys.stderr)
     from cs336_systems.files import encode_json
     from cs336_systems.report.section import texts_of, write_files
     from cs336_systems.report.sections.account import Account, account_json, account_section
@@ -185,6 +202,7 @@ def run(arguments: AccountArguments) -> int:
         ceiling_flops_per_s=None if name is None else ceilings.flops_per_s(name, config.precision),
         collective_times={} if name is None else ceilings.collective_times(name, config.ranks),
         time=time,
+        device_name=name,
         is_measured=measured is not None,
         depends_on_host=curves is not None and depends_on_host(config, curves),
     )

@@ -62,8 +62,8 @@ class ScaleArguments(Flags):
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU, or the only one with ceilings")] = None
     """GPU to train on, such as H200."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`). A device without any takes its data sheet's rates at stated
-    efficiencies."""
+    """Directory of measured ceilings (`cs336 ceilings`). If all are of one device, that is the GPU. A device without
+    any takes its data sheet's rates at stated efficiencies."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (scale.md, .tex, .typ), their values (scale.csv) and the picture (plots/scale.png)."""
@@ -132,7 +132,7 @@ def _links(arguments: ScaleArguments, name: str, device: DeviceSpec | None, ceil
 
 def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> Scale:
     """The answer to what was asked; raise ValueError if the device is not known well enough."""
-    name, device = machine_meant(arguments.device_name, ceilings)
+    name, device = machine_meant(arguments.device_name, ceilings, are_asked=arguments.ceilings is not None)
     if name is None:
         found = f"; there are ceilings of {', '.join(ceilings.device_names)}" if ceilings.device_names else ""
         raise ValueError(f"needed --device-name: this machine has no GPU whose data sheet is known{found}")

@@ -176,8 +176,11 @@ def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("flag", [["--device-name", "H100 80GB HBM3"], ["--device-name=H100 80GB HBM3"]], ids=len)
-def test_a_device_and_a_time_give_the_mfu(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_and_a_time_give_the_mfu(
+    flag: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By hand: small's step of 1.602 TFLOP in 10 ms, of the 989.5 TFLOP/s that the data sheet promises."""
+    monkeypatch.chdir(tmp_path)  # where there are no ceilings
     assert account("--size", "small", "--mixed-precision", *flag, "--step-ms", "10") == 0
     said = capsys.readouterr().out
     assert float(re.search(r"^MFU +(\S+) ", said, re.MULTILINE)[1]) == pytest.approx(100 * 160.2 / 989.5, rel=1e-3)
@@ -339,9 +342,34 @@ def test_ceilings_of_a_device_that_is_not_here_give_its_time(
     for number, name in enumerate(("NVIDIA H200", "NVIDIA A30")):
         ceilings_of(tmp_path / "both" / str(number), name)
     assert account(*flags, "--ceilings", tmp_path / "both") == 0
-    assert json.loads(capsys.readouterr().out)["time"] is None, "which of the two is not said"
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["time"] is None, "which of the two is not said"
+    assert printed.err == "warning: no times: the ceilings are of H200 and A30; choose with --device-name\n"
     assert account(*flags, "--ceilings", tmp_path / "both", "--device-name", "A30") == 0
     assert json.loads(capsys.readouterr().out)["time"]["step_s"] == times[0]["time"]["step_s"]
+
+
+@pytest.mark.parametrize("here", [None, "NVIDIA A30", "NVIDIA H100 80GB HBM3"])
+def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
+    here: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever GPU this machine has: its data sheet, its memory and its time. The memory of a GPU here is measured."""
+    gpus = [Gpu(index=0, uuid="u", name=name, memory_bytes=23 * GIB, driver="1") for name in (here,) if name]
+    for module in (command, nvml):
+        monkeypatch.setattr(module, "visible_gpus", lambda: tuple(gpus))
+    directory = ceilings_of(tmp_path / "h100", "NVIDIA H100 80GB HBM3", tflops=1e-3)
+    flags = ["--size", "xl", "--mixed-precision", "--fit", "--ceilings", directory]
+    assert account(*flags, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    flops = sum(part["step_flops"] for part in found["parts"] if part["component"] == "all")
+    assert found["time"]["step_s"] == pytest.approx(flops / 1e9, rel=0.01)
+    assert found["device"]["names"] == ["H100 80GB HBM3"]
+    assert found["fit"]["memory_bytes"] == (23 if here == "NVIDIA H100 80GB HBM3" else 80) * GIB
+    assert account(*flags) == 0
+    assert "the ceilings of H100 80GB HBM3 alone" in " ".join(capsys.readouterr().out.split())
+    unknown = ceilings_of(tmp_path / "own", "Own GPU")
+    assert account("--size", "tiny", "--fit", "--ceilings", unknown) == 2
+    assert "no data sheet says how much Own GPU has" in capsys.readouterr().err
 
 
 def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(

@@ -69,6 +69,8 @@ class Account:
     """Measured times of collectives among such devices."""
     time: TimePrediction | None = None
     """The predicted time of the step."""
+    device_name: str | None = None
+    """The device of that time."""
     is_measured: bool = True
     """Whether that is by ceilings of the device, or else by its data sheet."""
     depends_on_host: bool = False
@@ -301,10 +303,11 @@ def _time_table(account: Account, time: TimePrediction) -> Table:
             "fast, the GPU is the limit.",
         ),
     }[time.limit]
+    of_device = f"the ceilings of {account.device_name}" if account.device_name else "ceilings"
     notes = (
         f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step.",
         *([f"With a CPU that launches {HOST_SPREAD:g} times as {on_other_host}"] if account.depends_on_host else ()),
-        "From the configuration and the ceilings alone; cs336 report DIR says how far it is from measured steps."
+        f"From the configuration and {of_device} alone; cs336 report DIR says how far it is from measured steps."
         if account.is_measured or account.device is None
         else by_data_sheet(account.device.names[0]),
     )
