@@ -505,9 +505,11 @@ def test_no_two_flags_share_a_name() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """An H100 of 64 GiB: 2.7B at context 512 took 57.7 GiB on an H200, and 10B more than 139 GiB."""
-    flags = "--sizes 10B 2.7B small --context-lengths 512 --dry-run"
+def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An H100 of 64 GiB: 2.7B at context 512 took 57.7 GiB on an H200, and 10B more than 139 GiB. No ceilings."""
+    flags = f"--sizes 10B 2.7B small --context-lengths 512 --output {tmp_path} --dry-run"
     assert [config.size for config in grid(flags)] == ["small", "2.7B", "10B"]
     assert sweep(shlex.split(flags)) == 0
     printed = capsys.readouterr().out
@@ -520,7 +522,7 @@ def test_a_dry_run_says_how_long_each_step_and_the_sweep_should_take(
 ) -> None:
     """On an H200, whose committed ceilings are beside the results; without ceilings, what would measure them."""
     flags = shlex.split(f"--output {DATA} --sizes small --context-lengths 128 512 --dry-run")
-    see(monkeypatch, H100)
+    see(monkeypatch, replace(H100, name="NVIDIA A100-SXM4-80GB"))
     assert sweep(flags) == 0
     printed = capsys.readouterr()
     assert "predicted step" not in printed.out

@@ -363,7 +363,7 @@ def test_measured_steps_of_several_ranks_take_what_the_ceilings_let_expect() -> 
         measured = ceilings.curves(name)
         expected = None if measured is None else predicted_time(config, measured)
         if expected is not None:
-            errors[config] = expected.step_s / statistics.median(times_s) - 1
+            errors[config, name] = expected.step_s / statistics.median(times_s) - 1
     if not errors:
         pytest.skip("no such records")
     assert max(map(abs, errors.values())) <= 0.10

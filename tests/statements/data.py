@@ -27,6 +27,7 @@ from tests.statements.documents import (
 from tests.statements.results import (
     DATA,
     GIB,
+    H200,
     MIB,
     bf16_ceiling,
     count,
@@ -52,7 +53,7 @@ def machines() -> Sequence[Value]:
     for directory in (path.parent.relative_to(ROOT / "data") for path in committed_runs()):
         is_of_several = directory.parts[0] == "parallel"
         for record in records(str(directory)):
-            if (environment := record.environment) is not None:
+            if (environment := record.environment) is not None and record.device_name == H200:
                 identity, python = environment.identity, environment.python.rpartition(".")[0]
                 found.add((identity.driver, environment.cuda, identity.torch, python))
                 cores.setdefault(is_of_several, set()).add(float(environment.cpu_count))
@@ -331,14 +332,15 @@ def spread_where_the_cpu_is_the_limit() -> Sequence[Value]:
 
 @claim(
     DATA,
-    r"Of (\d+) steps limited by the device the median error is ([\d.]+) %, (\d+) of (\d+) are at most ([\d.]+) % off, "
+    r"Of (\d+) steps (?:on H200s )?limited by the device the median error is ([\d.]+) %, (\d+) of (\d+) are at most "
+    r"([\d.]+) % off, "
     r"and none is more than (\d+) %\. Of (\d+) limited by launches (\d+) of (\d+) are at most (\d+) % off, .* "
     r"of (\d+) of them the forecast says that the device limits them\.\s+"
     r"The forecast also says where a CPU that launches ([\d.]+) times as fast or as slowly would change the limit: "
     r"it does so for (\d+) of the (\d+), and names the wrong limit for (\d+) of the others\.",
 )
 def errors_of_forecasts() -> Sequence[Value]:
-    rows = linked(DATA, "forecast/errors.csv")
+    rows = some(linked(DATA, "forecast/errors.csv"), device_name=H200)
     device, launches = some(rows, limit="device"), some(rows, limit="launches")
     of_device, of_launches = (
         sorted(abs(number(row, "step_error")) for row in each) for each in (device, launches)

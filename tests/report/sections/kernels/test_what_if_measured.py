@@ -59,11 +59,11 @@ def compared(config: RunConfig) -> RunConfig:
 
 
 def pairs() -> Iterator[Pair]:
-    """Each change that was measured too: by runs on the GPU of the profile, if there are any, else on the others.
+    """Each change that was measured too: by runs on the GPU of the profile, or else on others of the same name.
 
     Not where the host is the limit, which differs from machine to machine: by the replay, or by the run's warning.
     """
-    measured: dict[RunConfig, list[RunRecord]] = {}
+    measured: dict[tuple[RunConfig, str | None], list[RunRecord]] = {}
     profiled: dict[Path, list[RunRecord]] = {}
     for runs in committed_runs():
         for record in load_records(runs)[0]:
@@ -71,24 +71,24 @@ def pairs() -> Iterator[Pair]:
             if record.config.profiler is not Profiler.NONE:
                 profiled.setdefault(runs.parent, []).append(record)
             elif is_steady and WarningCode.LAUNCH_BOUND not in {warning.code for warning in record.warnings}:
-                measured.setdefault(compared(record.config), []).append(record)
+                measured.setdefault((compared(record.config), record.device_name), []).append(record)
     for name in PROFILES:
         with (DATA / name / "what_if.csv").open() as file:
             rows = list(csv.DictReader(file))
         for record in profiled[DATA / name]:
-            config, gpu = record.config, gpu_of(record)
+            config, gpu, device = record.config, gpu_of(record), record.device_name
             shape = config.size, str(config.model.context_length), config.mode, config.parallel
             own = [row for row in rows if (*map(row.get, SHAPE), row.get("parallel", Parallel.NONE)) == shape]
             before = next(row for row in own if not row["flags"])
             as_it_is_ms = float(before["changed_step_ms"])
-            plain = steps_ms(measured.get(compared(config), []), gpu)
+            plain = steps_ms(measured.get((compared(config), device), []), gpu)
             if not plain or abs(typical(plain) / as_it_is_ms - 1) > SAME_MACHINE:
                 continue
             for row in own:
                 flags = row["flags"].removeprefix("'")  # which keeps spreadsheets from computing it
                 if not flags.startswith("--") or row["limited_by"] != "the GPU":  # some are no flag, as a larger batch
                     continue
-                if found := steps_ms(measured.get(compared(changed(config, flags)), []), gpu):
+                if found := steps_ms(measured.get((compared(changed(config, flags)), device), []), gpu):
                     noise_ms = statistics.stdev(chain.from_iterable(found))
                     yield Pair(
                         name, config, flags, as_it_is_ms, float(row["changed_step_ms"]), typical(found), noise_ms
