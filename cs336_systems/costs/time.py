@@ -125,7 +125,7 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     None for what is not predicted: eager steps that `predict_memory` does not predict, what else makes a step faster
     than CUDA graphs and all of `--fast` together, steps of several ranks, loaded tokens, fp16, whose gradient scaler
     waits for the device, PyTorch's attention with matmuls and softmax (math), and precisions that were not measured.
-    What the host does for an operation takes as long as one launch, and for each view too.
+    Each call of the host takes as long as one launch (`host_calls`).
     """
     if config.is_shared or not has_known_kernels(config, curves):
         return None
@@ -181,12 +181,22 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     }
 
 
+def host_calls(config: RunConfig) -> int:
+    """Calls that the host makes to launch a step one operation after the other: operations, and views of tensors."""
+    return sum(each.launches * _calls_of(each) for own in operations(config).values() for each in own)
+
+
+def _calls_of(operation: Operation) -> int:
+    """Calls for each launch of an operation."""
+    return operation.views + operation.calls
+
+
 def _launches(found: Iterable[Operation], kernel_s: Callable[[Operation], float], launch_s: float) -> list[Launch]:
     """The launches of operations."""
 
     @cache
     def launch_of(operation: Operation) -> Launch:
-        host_s = (operation.views + operation.calls) * launch_s
+        host_s = _calls_of(operation) * launch_s
         return Launch(host_s=host_s, kernel_s=kernel_s(operation), count=operation.launches)
 
     return [*map(launch_of, found)]

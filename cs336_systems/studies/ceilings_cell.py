@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from cs336_systems.config import FP8_MULTIPLE, Device, Precision
+from cs336_systems.config import FP8_MULTIPLE, Device, ModelConfig, Phase, Precision, RunConfig
+from cs336_systems.costs.time import host_calls
 from cs336_systems.measure.precision import apply_math_mode
+from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Failure, Status
 from cs336_systems.studies import cell
 from cs336_systems.studies.ceilings_ranks import measure_collectives
@@ -39,6 +41,14 @@ LEAST_CAPABILITY = {
 }
 """Compute capability from which NVIDIA GPUs multiply such numbers in hardware."""
 LAUNCHES_IN_GRAPH = 1000
+NARROW = RunConfig(
+    size="narrow",
+    model=ModelConfig(vocab_size=256, context_length=16, d_model=64, d_ff=128, num_layers=12, num_heads=4),
+    batch_size=1,
+    warmup_steps=5,
+    measured_steps=40,
+)
+"""A training step with the operations of `small`, each of which a GPU ends long before the host launches the next."""
 
 
 def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow]) -> list[CeilingsRow | CacheRow]:
@@ -128,7 +138,9 @@ def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
 
 
 def measure_launch(grid: CeilingsGrid, launch: Launch) -> Loops:
-    """Time launches of a kernel on one element, one by one or as a CUDA graph of many; or of copies one by one."""
+    """Time launches of a kernel on one element, one by one or in a CUDA graph; of copies; or calls of a narrow step."""
+    if launch is Launch.STEP:
+        return time_calls(replace(NARROW, device=grid.device, seed=grid.seed))
     if launch is Launch.QUEUED:
         elements = QUEUED_BYTES // STREAM_BYTES[Stream.COPY]
         return timed_loops(make_stream(grid, Stream.COPY, elements), device_timer, grid)
@@ -141,3 +153,13 @@ def measure_launch(grid: CeilingsGrid, launch: Launch) -> Loops:
         return timed_loops(run, host_timer if grid.device is Device.CPU else launch_timer, grid)
     run()
     return timed_loops(replayed(run, LAUNCHES_IN_GRAPH), launch_timer, grid, runs_per_call=LAUNCHES_IN_GRAPH)
+
+
+def time_calls(config: RunConfig) -> Loops:
+    """The measured steps of a run as loops of the calls that the host makes in one; raise RuntimeError if it failed."""
+    record = measure_run(config)
+    step = record.measurement(Phase.STEP)
+    if step is None:
+        reason = "it has no times" if record.failure is None else record.failure.message
+        raise RuntimeError(f"the step whose calls are timed did not run: {reason}")
+    return Loops(count=host_calls(config), times_s=step.times_s)

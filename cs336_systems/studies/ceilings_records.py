@@ -67,10 +67,12 @@ STREAM_BYTES = {Stream.COPY: 2 * FP32_BYTES, Stream.READ: FP32_BYTES, Stream.ADA
 
 class Launch(StrEnum):
     """How a kernel is launched: one that does next to nothing, each by the host, or many as one CUDA graph; or, by the
-    host in time, a copy of QUEUED_BYTES, which takes much longer than its launch.
+    host in time, a copy of QUEUED_BYTES, which takes much longer than its launch; or, by the host, the operations of a
+    training step so narrow that the device always waits for the next one.
     """
 
     EAGER = "eager"
+    STEP = "step"
     GRAPH = "graph"
     QUEUED = "queued"
 
@@ -265,7 +267,7 @@ class StreamCell(TimedRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCell(TimedRow):
-    """One of many launches of a kernel on a single element, by the host's clock; on a CPU, one operation."""
+    """One of many launches, by the host's clock: of a kernel, or of an operation of a step; on a CPU, one operation."""
 
     launch: Launch
     timing: Timing
@@ -376,7 +378,7 @@ class CeilingsStudy:
     def curves(self) -> Curves | None:
         """The times from which that of a step is predicted; None if some of them were not measured."""
         on_host = self.grid.device is Device.CPU
-        launch_s = self.launch_s(Launch.EAGER)
+        launch_s = self.host_call_s
         kernel_s = launch_s if on_host else self.launch_s(Launch.GRAPH)
         copies, adamw = (self._stream_times(stream) for stream in (Stream.COPY, Stream.ADAMW))
         if launch_s is None or kernel_s is None or not copies or not adamw:
@@ -412,6 +414,11 @@ class CeilingsStudy:
     def _stream_times(self, stream: Stream) -> dict[int, float]:
         timed = ((cell.moved_bytes, cell.timing.time_s) for cell in self.streams if cell.stream is stream)
         return {moved_bytes: time_s for moved_bytes, time_s in timed if time_s is not None}
+
+    @property
+    def host_call_s(self) -> float | None:
+        """Time of one call of the host in a step, or of a launch if no step was timed; None if neither was."""
+        return self.launch_s(Launch.STEP) or self.launch_s(Launch.EAGER)
 
     def launch_s(self, launch: Launch) -> float | None:
         """Time of one launch, or None if it was not measured."""

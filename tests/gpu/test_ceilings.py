@@ -10,9 +10,10 @@ from cs336_systems.config import Device, Precision
 from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.forecast.tape import Form
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.record import Status
+from cs336_systems.measure.run import measure as measure_run
+from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.sections.ceilings.tables import promised_flops
-from cs336_systems.studies.ceilings_cell import make_product, measure_launch, measure_rows, why_unavailable
+from cs336_systems.studies.ceilings_cell import NARROW, make_product, measure_launch, measure_rows, why_unavailable
 from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
@@ -173,6 +174,19 @@ def test_a_graph_saves_most_of_a_launch() -> None:
     print(f"launch: {eager_s * 1e6:.2f} us one by one, {graph_s * 1e6:.2f} us in a graph")
     assert 1e-6 < eager_s < 1e-4
     assert graph_s < eager_s
+
+
+def test_the_host_needs_longer_for_a_call_of_a_step_than_for_a_launch_in_a_loop() -> None:
+    """Python of the model, autograd and cold caches come on top; a view costs less than a launch."""
+    eager_s, call_s = (measure_launch(GRID, launch).median_s for launch in (Launch.EAGER, Launch.STEP))
+    print(f"host: {eager_s * 1e6:.2f} us for a launch, {call_s * 1e6:.2f} us for a call of a step")
+    assert 0.7 * eager_s < call_s < 3 * eager_s
+
+
+def test_the_host_alone_decides_how_long_the_narrow_step_takes() -> None:
+    """A device that is idle for most of each step would not end it sooner if it were faster."""
+    record = measure_run(replace(NARROW, device=Device.CUDA))
+    assert WarningCode.LAUNCH_BOUND in {warning.code for warning in record.warnings}
 
 
 def test_what_does_not_fit_is_a_row_and_the_next_is_measured() -> None:

@@ -16,9 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.config import Device
 from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.time import step_time
 from cs336_systems.record import Status
 from cs336_systems.studies import ceilings_cell, ceilings_ranks
-from cs336_systems.studies.ceilings_cell import make_product, make_stream, measure_rows, why_unavailable
+from cs336_systems.studies.ceilings_cell import (
+    NARROW,
+    make_product,
+    make_stream,
+    measure_rows,
+    time_calls,
+    why_unavailable,
+)
 from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     STREAM_BYTES,
@@ -42,6 +50,7 @@ from cs336_systems.studies.timing import (
     runs_in_graph,
     timed_loops,
 )
+from tests.report.ceilings import make_rates
 
 SHAPE = Shape(rows=5, inner=7, columns=3, name="unequal on purpose")
 GRID = CeilingsGrid(
@@ -278,6 +287,23 @@ def test_bytes_are_those_of_whole_elements() -> None:
     rows = [row for cell in replace(GRID, stream_bytes=(100,)).cells() for row in cell.rows]
     moved = {row.stream: row.moved_bytes for row in rows if isinstance(row, StreamCell)}
     assert (moved[Stream.ADAMW], moved[Stream.COPY]) == (3 * 28, 12 * 8)
+
+
+def test_calls_of_a_step_are_timed_by_a_run_of_it() -> None:
+    """On a CPU, which computes longer than it calls. The forecast of a host alone is so many calls."""
+    config = replace(NARROW, device=Device.CPU, warmup_steps=1, measured_steps=3)
+    found = time_calls(config)
+    assert len(found.times_s) == 3
+    curves = make_rates().curves()
+    assert curves is not None
+    predicted = step_time(replace(config, device=Device.CUDA), curves)
+    assert predicted is not None
+    assert predicted.launch_s == pytest.approx(found.count * curves.launch_s)
+
+
+def test_calls_of_a_step_that_fails_have_its_reason() -> None:
+    with pytest.raises(RuntimeError, match="no_such_module"):
+        time_calls(replace(NARROW, device=Device.CPU, model_factory="no_such_module:make"))
 
 
 def test_a_whole_study_on_a_cpu() -> None:

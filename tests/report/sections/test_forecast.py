@@ -52,7 +52,7 @@ def test_errors_are_those_of_the_records() -> None:
 class SlowHost(Ceilings):
     """Each launch takes 1 ms, and AdamW 100 times as long as a copy."""
 
-    def curves(self, device_name):
+    def curves(self, device_name, device_uuid=None):
         found = super().curves(device_name)
         return replace(found, launch_s=1e-3, adamw={size: 100 * time_s for size, time_s in found.adamw.items()})
 
@@ -73,7 +73,7 @@ def test_a_limit_depends_on_the_host_where_a_faster_and_a_slower_one_have_two_li
     class Host(Ceilings):
         launch_s = 1e-8
 
-        def curves(self, device_name):
+        def curves(self, device_name, device_uuid=None):
             return replace(super().curves(device_name), launch_s=self.launch_s)
 
     rows = []

@@ -48,6 +48,8 @@ def launch_words(study: CeilingsStudy, launch: Launch) -> str:
         return "one operation after the other"
     if launch is Launch.QUEUED:
         return f"a copy of {QUEUED_BYTES // MIB} MiB, launched one by one"
+    if launch is Launch.STEP:
+        return "a call of a training step, such as an operation or a view"
     return "launched one by one" if launch is Launch.EAGER else "in a CUDA graph"
 
 
