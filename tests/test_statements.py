@@ -12,6 +12,7 @@ from cs336_systems.record import load_records
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.statements import data, method, parallel
+from tests.statements import h100 as h100  # whose claims are registered with its import
 from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, linked, read, unclaimed
 from tests.statements.results import README, RESULTS
 

@@ -13,7 +13,7 @@ from cs336_systems import record as record_module
 from cs336_systems.config import OptimizerKind, Phase, Precision
 from cs336_systems.costs.ranks_time import HOST_SPREAD
 from cs336_systems.costs.time import Limit, step_time
-from cs336_systems.record import Measurement, WarningCode
+from cs336_systems.record import Measurement, WarningCode, device_of_all, load_records
 from cs336_systems.report.section import texts_of
 from cs336_systems.report.sections.forecast import FOLDER, forecast_section, scored
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
@@ -150,12 +150,27 @@ def test_the_committed_errors_are_of_many_steps() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_committed_errors_are_within_the_bounds_that_were_set(device: str) -> None:
-    """Nine of ten steps limited by launches may be as far off as CPUs differ."""
+    """Nine of ten steps limited by launches may be as far off as CPUs differ, and so may a step that is limited by the
+    device although the forecast takes the host to be slower than that.
+    """
     sizes = {limit: [abs(float(row["step_error"])) for row in errors_on(device, limit)] for limit in Limit}
     assert statistics.median(sizes[Limit.DEVICE]) <= 5
     for limit, most in ((Limit.DEVICE, 10), (Limit.LAUNCHES, 35)):
         assert sum(size <= most for size in sizes[limit]) >= 0.9 * len(sizes[limit])
-    assert max(sizes[Limit.DEVICE]) <= 25
+    named = [row for row in errors_on(device, Limit.DEVICE) if row["predicted_limit"] == Limit.DEVICE]
+    assert max(abs(float(row["step_error"])) for row in named) <= 25
+
+
+@pytest.mark.parametrize("directories", [("h100_train", "h100_train_fast"), ("h100_train", "h100_sdpa")])
+def test_of_nine_in_ten_steps_the_limit_is_named_where_the_host_was_measured(directories: tuple[str, str]) -> None:
+    """The first two are the default grid of a card that the forecast was not tuned on."""
+    places = {f"e2e_benchmark/{name}" for name in directories}
+    rows = [row for row in committed_errors() if row["directory"] in places]
+    for limit in Limit:
+        own = [row for row in rows if row["limit"] == limit]
+        assert len(own) > 15
+        assert sum(row["predicted_limit"] == limit for row in own) >= 0.9 * len(own)
+    assert {row["host_measured"] for row in rows if row["fast"] == "False"} == {"True"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -177,11 +192,13 @@ def test_the_other_limit_is_named_for_any_host_of_at_most_one_in_ten_committed_s
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_committed_times_follow_from_configurations_and_ceilings_alone(device: str) -> None:
     """Each is predicted again from the cells of its row; of the smallest model, which is quick."""
-    curves = load_ceilings(DATA / "ceilings").curves(device)
-    assert curves is not None
+    ceilings = load_ceilings(DATA / "ceilings")
     rows = [row for row in errors_on(device) if row["size"] == "small" and row["fast"] == "False"]
     assert len(rows) >= 6, "three contexts in two precisions"
+    uuids = {name: device_of_all(load_records(DATA / name / "runs")[0]) for name in {row["directory"] for row in rows}}
     for row in rows:
+        curves = ceilings.curves(device, uuids[row["directory"]])
+        assert curves is not None
         config = make_config(
             "small", int(row["context_length"]), batch_size=int(row["batch_size"]), mode=row["mode"],
             precision=Precision(row["precision"]), model={"attention": row["attention"]},

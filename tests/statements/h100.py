@@ -1,0 +1,125 @@
+"""The figures about the H100, each computed from a committed file; those of the H200 beside them too."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from cs336_systems.costs.hardware import find_device
+from tests.statements.documents import Value, claim, linked, one, some, table, table_claim
+from tests.statements.results import DATA, H100, H200, README, number, records
+
+EAGER, FAST, SDPA = (f"e2e_benchmark/{name}" for name in ("h100_train", "h100_train_fast", "h100_sdpa"))
+STEPS = "ceilings/NVIDIA-H100"
+SIZES = ("small", "medium", "large", "xl", "2.7B")
+WAYS = {"fp32": (EAGER, "e2e_benchmark/train", "fp32"), "bf16": (EAGER, "e2e_benchmark/train", "bf16"),
+        "`--fast`": (FAST, "e2e_benchmark/train_fast", "bf16")}  # fmt: skip
+"""Of each way of a step: the sweep on the H100, that on the H200, and the precision."""
+
+
+def step_ms(directory: str, device: str, size: str, precision: str) -> float:
+    """The mean step at context 512 of a sweep, which is of this device."""
+    row = one(table(f"{directory}/results.csv"), size=size, context_length=512, precision=precision)
+    assert row["device_name"] == device
+    return number(row, "step_mean_ms")
+
+
+@table_claim(README, "| size | fp32, H100 |")
+def steps_on_both() -> Sequence[dict[str, Value]]:
+    assert linked(README, f"{EAGER}/results.csv")
+    assert linked(README, f"{FAST}/results.csv")
+    return [
+        {"size": size}
+        | {
+            f"{way}, {name}": step_ms(directory, device, size, precision)
+            for way, (on_h100, on_h200, precision) in WAYS.items()
+            for name, directory, device in (("H100", on_h100, H100), ("H200", on_h200, H200))
+        }
+        for size in SIZES
+    ]
+
+
+def times_as_long(way: str) -> tuple[float, float]:
+    """The least and the largest of the ratios of a step on the H100 to that on the H200."""
+    ratios = [float(row[f"{way}, H100"]) / float(row[f"{way}, H200"]) for row in steps_on_both()]
+    return min(ratios), max(ratios)
+
+
+@claim(
+    README,
+    r"On the H100 a step takes ([\d.]+) to ([\d.]+) times as long in fp32, ([\d.]+) to ([\d.]+) times in bf16 and "
+    r"([\d.]+) to ([\d.]+) times with `--fast`\.",
+)
+def longer_on_the_h100() -> Sequence[Value]:
+    return [ratio for way in WAYS for ratio in times_as_long(way)]
+
+
+@claim(README, r"promises the same rates of matmuls as an H200, and ([\d,]+) GB/s of memory instead of ([\d,]+)")
+def promises() -> Sequence[Value]:
+    h100, h200 = (find_device(name) for name in (H100, H200))
+    assert h100 is not None
+    assert h200 is not None
+    assert h100.peak_flops_per_s == h200.peak_flops_per_s
+    return [device.memory_bandwidth_bytes_per_s / 1e9 for device in (h100, h200)]
+
+
+def errors_on_the_h100(limit: str) -> list[float]:
+    """How far forecasts of steps with this limit are off (%), the least first."""
+    rows = some(linked(DATA, "forecast/errors.csv"), device_name=H100, limit=limit)
+    return sorted(abs(number(row, "step_error")) for row in rows)
+
+
+def of_nine_in_ten(sizes: Sequence[float]) -> float:
+    return sizes[math.ceil(0.9 * len(sizes)) - 1]
+
+
+@claim(
+    README,
+    r"of (\d+) steps that this GPU limits is ([\d.]+) %, and (\d+) of (\d+) are at most ([\d.]+) % off; of (\d+) that "
+    r"launches limit, it is ([\d.]+) and (\d+) %\.",
+)
+def forecasts_in_short() -> Sequence[Value]:
+    assert linked(README, f"{STEPS}/results.csv")
+    of_device, of_launches = (errors_on_the_h100(limit) for limit in ("device", "launches"))
+    device = len(of_device), statistics.median(of_device), 9, 10, of_nine_in_ten(of_device)
+    return *device, len(of_launches), statistics.median(of_launches), of_nine_in_ten(of_launches)
+
+
+@claim(
+    DATA,
+    r"Of (\d+) steps on H100s limited by the device the median error is ([\d.]+) %, (\d+) of (\d+) are at most "
+    r"([\d.]+) % off, and the largest is (\d+) %: .* Of (\d+) limited by launches (\d+) of (\d+) are at most (\d+) % "
+    r"off, and of (\d+) of them the forecast says that the device limits them\.",
+)
+def forecasts_on_the_h100() -> Sequence[Value]:
+    of_device, of_launches = (errors_on_the_h100(limit) for limit in ("device", "launches"))
+    every = some(linked(DATA, "forecast/errors.csv"), device_name=H100)
+    assert {row["host_measured"] for row in every if row["directory"] in (EAGER, SDPA)} == {"True"}
+    (worst,) = (row for row in every if row["limit"] == "device" and abs(number(row, "step_error")) == max(of_device))
+    assert worst["predicted_limit"] == "launches"
+    wrong = some(every, limit="launches", predicted_limit="device")
+    device = len(of_device), statistics.median(of_device), 9, 10, of_nine_in_ten(of_device), max(of_device)
+    return *device, len(of_launches), 9, 10, of_nine_in_ten(of_launches), len(wrong)
+
+
+@claim(
+    DATA,
+    r"on one NVIDIA H100 80GB HBM3 at a time, of several \(driver ([\d.]+), CUDA ([\d.]+), torch ([\d.]+), "
+    r"Python ([\d.]+), (\d+) CPU cores\)",
+)
+def machine_of_the_h100() -> Sequence[Value]:
+    environments = [record.environment for name in (EAGER, FAST, SDPA) for record in records(name)]
+    assert {each and each.identity.device_name for each in environments} == {H100}
+    ((driver, cuda, torch, python, cores),) = {
+        (each.identity.driver, each.cuda, each.identity.torch, each.python.rpartition(".")[0], float(each.cpu_count))
+        for each in environments
+        if each is not None
+    }
+    assert driver is not None
+    assert cuda is not None
+    return driver, cuda, torch, python, cores
+
+
+@claim(DATA, r"the H100 reaches (\d+) of the promised ([\d.]+) TFLOP/s in bf16")
+def ceiling_of_the_h100() -> Sequence[Value]:
+    row = one(linked(DATA, f"{STEPS}/results.csv"), ceiling="bf16 product")
+    return number(row, "measured"), number(row, "data_sheet")
