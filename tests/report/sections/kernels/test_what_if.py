@@ -93,11 +93,11 @@ def test_where_the_host_waits_for_the_device_it_is_as_fast_as_in_forward(
 
 def ceilings_with_launch(time_s: float) -> Ceilings:
     rates = make_rates()
-    launches = [
-        replace(cell, timing=lasting(time_s, count=10**6)) for cell in rates.launches if cell.launch is Launch.EAGER
-    ]
-    others = [cell for cell in rates.launches if cell.launch is not Launch.EAGER]
-    return Ceilings((replace(rates, launches=(*launches, *others)),))
+    launches = (
+        replace(cell, timing=lasting(time_s, count=10**6)) if cell.launch is Launch.STEP else cell
+        for cell in rates.launches
+    )
+    return Ceilings((replace(rates, launches=tuple(launches)),))
 
 
 def test_a_profile_without_single_kernels_has_no_table_and_proposes_without_numbers() -> None:
