@@ -5,7 +5,6 @@ Celsius.
 """
 
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -374,12 +373,6 @@ class RunRecord:
     def measurement(self, phase: Phase) -> Measurement | None:
         """Times of `phase`, or None where the run has none."""
         return next((m for m in self.measurements if m.phase is phase), None)
-
-
-def device_of_all(records: Iterable[RunRecord]) -> str | None:
-    """The UUID of the device of all these runs; None if it is not known, or they ran on several."""
-    uuids = {record.environment.device_uuid if record.environment else None for record in records}
-    return uuids.pop() if len(uuids) == 1 else None
 
 
 def encode_record(record: RunRecord) -> bytes:

@@ -23,7 +23,7 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.costs.data_sheet import data_sheet_curves
-from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device
+from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
 from cs336_systems.costs.ranks_time import depends_on_host, predicted_time
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
@@ -55,7 +55,7 @@ class AccountArguments(Flags):
     memory_gib: Annotated[float | None, unset("GIB", "that of the GPU")] = None
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest; of a GPU
     that is not here, that of its data sheet."""
-    device_name: Annotated[str | None, unset("NAME", "this machine's GPU")] = None
+    device_name: Annotated[str | None, unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090; it need not be here."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them, and the step and the
@@ -147,46 +147,40 @@ def device_meant(
 
 def _is_here(name: str, device: DeviceSpec | None) -> bool:
     """Whether this machine's first GPU has this name, or this data sheet."""
-    names = [gpu.name for gpu in visible_gpus()[:1]]
-    return any(bare_name(own) == name or (device is not None and find_device(own) is device) for own in names)
+    gpus = visible_gpus()
+    return bool(gpus) and (bare_name(gpus[0].name) == name or find_device(gpus[0].name) is device is not None)
 
 
-def machine_meant(
-    name: str | None, ceilings: Ceilings, *, are_asked: bool, takes_only_one: bool = True
-) -> tuple[str | None, DeviceSpec | None]:
+def machine_meant(name: str | None, ceilings: Ceilings, *, are_asked: bool) -> tuple[str | None, DeviceSpec | None]:
     """The name by which ceilings have the device that is meant, or else its own, and its data sheet.
 
-    Without a name it is the only device of ceilings that `are_asked` for; or else this machine's GPU; or else the only
-    device of other ceilings, if `takes_only_one`. Raises ValueError for a name that neither ceilings nor a data sheet
-    have.
+    A name may be short if it fits one device of the ceilings. Without a name this machine's GPU is meant; if there is
+    none, or the ceilings `are_asked` for, their only device. Both are None if neither tells. Raises ValueError for a
+    name that neither ceilings nor a data sheet have.
     """
-    measured = ceilings.device_names
-    if name is None and are_asked and len(measured) == 1:
-        return measured[0], find_device(measured[0])
-    if name is not None and bare_name(name) in measured:
-        return bare_name(name), find_device(name)
-    device = device_meant(name)
-    if device is not None:
-        return next((each for each in device.names if each in measured), device.names[0]), device
-    if takes_only_one and len(measured) == 1:
-        return measured[0], find_device(measured[0])
-    return None, None
+    measured, gpus = ceilings.device_names, visible_gpus()
+    if name is not None:
+        exact = [each for each in measured if each == bare_name(name)]
+        meant = exact or [each for each in measured if is_short_for(name, each)]
+    else:
+        meant = measured if are_asked or not gpus else [each for each in measured if each == bare_name(gpus[0].name)]
+    if len(meant) == 1:
+        return meant[0], find_device(meant[0])
+    if (device := device_meant(name)) is None:
+        return None, None
+    return next((each for each in device.names if each in measured), device.names[0]), device
 
 
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
-    ceilings, are_asked = ceilings_in(arguments.ceilings), arguments.ceilings is not None
+    ceilings = ceilings_in(arguments.ceilings)
     meant = functools.partial(
-        machine_meant, arguments.device_name, ceilings, are_asked=are_asked, takes_only_one=False
+        machine_meant, arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
     )  # fmt: skip
     name, device = checked(meant)
     memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
-    if name is None and are_asked and ceilings.device_names:
-        devices = " and ".join(ceilings.device_names)
-        said = f"warning: no times: the ceilings are of {devices}; choose with --device-name"
-        print(inert_line(said), file=sys.stderr)
     from cs336_systems.files import encode_json
     from cs336_systems.report.section import texts_of, write_files
     from cs336_systems.report.sections.account import Account, account_json, account_section
@@ -210,4 +204,8 @@ def run(arguments: AccountArguments) -> int:
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
     show(arguments.json, lambda: encode_json(account_json(account)), lambda: section.tables, arguments.output)
+    if name is None and ceilings.device_names:
+        choices = " or ".join(f'--device-name "{each}"' for each in ceilings.device_names)
+        said = f"no times: no GPU is named and none that is known is here; there are ceilings for {choices}"
+        print(inert_line(said), file=sys.stderr)
     return OK

@@ -59,7 +59,7 @@ class ScaleArguments(Flags):
     """Rate at which each GPU sends to other nodes while the others of its node do too (GB/s): that of its adapter."""
     node_gb_per_s: Annotated[float | None, unset("GB/S", "measured, or else by the data sheet")] = None
     """Rate at which each GPU sends to others of its node (GB/s)."""
-    device_name: Annotated[str | None, unset("NAME", "this machine's GPU, or the only one with ceilings")] = None
+    device_name: Annotated[str | None, unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
     """GPU to train on, such as H200."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`). If all are of one device, that is the GPU. A device without

@@ -288,15 +288,15 @@ def _expected(arguments: SweepArguments, plan: Plan, directory: Path) -> Expecte
     """How long the runs should take, where there are ceilings of the device that measures them."""
     on_cpu = arguments.device() is Device.CPU
     gpus = alike(visible_gpus()) if arguments.cluster is None and not on_cpu else ()
-    here = [(gpu.name, gpu.uuid if len(gpus) == 1 else None) for gpu in gpus[:1]]
+    here = [gpu.name for gpu in gpus[:1]]
     if arguments.cluster is None and on_cpu:
         from cs336_systems.measure.environment import cpu_name
 
-        here = [(cpu_name(), None)]
+        here = [cpu_name()]
     meant = [] if arguments.require_device is None else devices_called(arguments.require_device)
-    devices = here or [(name, None) for device in meant for name in device.names]
+    names = here or [name for device in meant for name in device.names]
     ceilings = load_ceilings_or_warn(ceilings_beside(directory))
-    curves = next((found for each in devices if (found := ceilings.curves(*each)) is not None), None)
+    curves = next((found for name in names if (found := ceilings.curves(name)) is not None), None)
     return NOTHING_EXPECTED if curves is None else expect(plan.configs, plan.too_large, curves, len(gpus) or 1)
 
 

@@ -122,9 +122,14 @@ def devices_called(name: str) -> tuple[DeviceSpec, ...]:
     if (device := find_device(name)) is not None:
         return (device,)
     exact = [device for device in DEVICES if bare_name(name).casefold() in map(str.casefold, device.names)]
+    meant = [device for device in DEVICES if any(is_short_for(name, own) for own in device.names)]
+    return tuple(exact or meant)
+
+
+def is_short_for(name: str, device_name: str) -> bool:
+    """Whether the name of a device contains all words of a short one, of which there must be at least one."""
     wanted = _words(name)
-    meant = [device for device in DEVICES if any(wanted <= _words(_with_form_factor(own)) for own in device.names)]
-    return tuple(exact or (meant if wanted else ()))
+    return bool(wanted) and wanted <= _words(_with_form_factor(bare_name(device_name)))
 
 
 def _with_form_factor(name: str) -> str:

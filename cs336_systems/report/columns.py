@@ -588,7 +588,7 @@ COLUMNS: dict[str, Column] = {
     "best_share": Column("of best", "%", "Rate over that of the best product at this precision.",
                          drop_order=1, scale=100, derived=True, write=three_digits),
     "stream": _text("pass", "What passes over memory."),
-    "launched": _text("a kernel on one element", "How the kernel was launched."),
+    "launched": _text("what is launched", "A kernel, a copy or a call, and how it was launched."),
     "median_us": Column("time", "µs", "Median of the times, with their standard deviation.",
                         std="std_us", doubt="is_doubted", instead="ended"),
     "tensor_mib": Column("tensor", "MiB", "Size of the whole tensor that is exchanged."),

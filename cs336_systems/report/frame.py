@@ -16,7 +16,7 @@ from cs336_systems.costs.communication import calls, time_s
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import TimePrediction
-from cs336_systems.record import Measurement, RunRecord, Status, device_of_all
+from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.report.identity import SHAPE, SHORTCUTS, identities, identity, settings_of, shared_settings
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
@@ -214,7 +214,7 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
         codes[f"{len(failed)}-of-{len(group)}-repeats-failed"] = None
     memories = [record.memory for record in done if record.memory is not None]
     device_name = next((name for record in group if (name := record.device_name) is not None), None)
-    predicted = _predicted_step(config, done, device_name, ceilings)
+    predicted = _predicted_step(config, device_name, ceilings)
     row = {
         **identity(config, device_name),
         "world_size": config.ranks,
@@ -271,10 +271,8 @@ def _step(
     return columns
 
 
-def _predicted_step(
-    config: RunConfig, records: Sequence[RunRecord], device_name: str | None, ceilings: Ceilings
-) -> TimePrediction | None:
-    curves = None if device_name is None else ceilings.curves(device_name, device_of_all(records))
+def _predicted_step(config: RunConfig, device_name: str | None, ceilings: Ceilings) -> TimePrediction | None:
+    curves = None if device_name is None else ceilings.curves(device_name)
     return None if curves is None else predicted_time(config, curves)
 
 

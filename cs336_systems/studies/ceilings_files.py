@@ -1,5 +1,6 @@
 """The files of studies of ceilings: an earlier study is kept, and ceilings are found by the name of their device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -9,7 +10,7 @@ from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
 from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision
 from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import time_stamp
 
@@ -35,10 +36,8 @@ class Ceilings:
     """The best that studies have measured on each device; the rates of a step are reported as shares of it."""
 
     studies: tuple[CeilingsStudy, ...] = ()
-    _curves: dict[tuple[str, str | None], Curves | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """By the device, once they were asked for, so that predictions from them can be kept."""
+    _curves: dict[str, Curves | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By the name of the device, once they were asked for, so that predictions from them can be kept."""
 
     @property
     def device_names(self) -> list[str]:
@@ -51,31 +50,24 @@ class Ceilings:
         found = (study.product_ceiling(wanted) for study in self.studies if bare_name(study.device_name) == name)
         return max((rate for rate in found if rate is not None), default=None)
 
-    def curves(self, device_name: str, device_uuid: str | None = None) -> Curves | None:
-        """The times from which those of steps are predicted: of the first study of such a device that has them.
+    def curves(self, device_name: str) -> Curves | None:
+        """The times from which those of steps are predicted: of the first study of this device that has them.
 
         The kernels of steps are those of all its studies, so that sizes can be measured one after the other. The time
-        of a launch belongs to the host: it is the median over the studies of the very device with this UUID. If there
-        is none, it is that over all, since devices of one name are in machines with faster and slower hosts.
+        of a launch is the median over the studies, since the same devices are in machines with faster and slower hosts:
+        over those that have timed the launches of a step, if there are any.
         """
-        device = bare_name(device_name), device_uuid if self.knows_host_of(device_uuid) else None
-        if device not in self._curves:
-            self._curves[device] = self._joined_curves(*device)
-        return self._curves[device]
+        name = bare_name(device_name)
+        if name not in self._curves:
+            self._curves[name] = self._joined_curves(name)
+        return self._curves[name]
 
-    def knows_host_of(self, device_uuid: str | None) -> bool:
-        """Whether launches were measured in the machine of the device with this UUID."""
-        return device_uuid is not None and any(
-            study.environment.device_uuid == device_uuid and study.host_call_s is not None for study in self.studies
-        )
-
-    def _joined_curves(self, name: str, device_uuid: str | None) -> Curves | None:
+    def _joined_curves(self, name: str) -> Curves | None:
         studies = [study for study in self.studies if bare_name(study.device_name) == name]
         found = [curves for study in studies if (curves := study.curves()) is not None]
         if not found:
             return None
         first, *others = found
-        hosts = [study for study in studies if device_uuid in (None, study.environment.device_uuid)]
         matmuls = {
             precision: (*own, *(each for other in others for each in other.matmuls[precision] if each.form is not None))
             for precision, own in first.matmuls.items()
@@ -84,7 +76,7 @@ class Ceilings:
         gap_s = next((each.queued_gap_s for each in found if each.queued_gap_s is not None), None)
         return replace(
             first, matmuls=matmuls, passes=passes, queued_gap_s=gap_s, collectives=self.collectives(name),
-            launch_s=median(each.host_call_s for each in hosts if each.host_call_s is not None),
+            launch_s=median(_host_times_s(studies)),
         )  # fmt: skip
 
     def collectives(self, device_name: str) -> dict[int, dict[Collective, dict[int, float]]]:
@@ -104,6 +96,14 @@ class Ceilings:
                 for kind, times in study.collective_times(ranks).items():
                     found[kind] = max(found.get(kind, {}), times, key=len)
         return found
+
+
+def _host_times_s(studies: Sequence[CeilingsStudy]) -> list[float]:
+    """Times of the host for one launch: of a step, or if no study has them, of a kernel in a loop."""
+    for launch in (Launch.STEP, Launch.EAGER):
+        if found := [time_s for study in studies if (time_s := study.launch_s(launch)) is not None]:
+            return found
+    return []
 
 
 NO_CEILINGS = Ceilings()

@@ -66,15 +66,16 @@ STREAM_BYTES = {Stream.COPY: 2 * FP32_BYTES, Stream.READ: FP32_BYTES, Stream.ADA
 
 
 class Launch(StrEnum):
-    """How a kernel is launched: one that does next to nothing, each by the host, or many as one CUDA graph; or, by the
-    host in time, a copy of QUEUED_BYTES, which takes much longer than its launch; or, by the host, the operations of a
-    training step so narrow that the device always waits for the next one.
-    """
+    """What is launched, and how."""
 
     EAGER = "eager"
+    """One kernel again and again, each launched by the host; it does next to nothing."""
     STEP = "step"
+    """The calls of a training step so narrow that the device always waits for the next one."""
     GRAPH = "graph"
+    """The kernel of EAGER, many times in one CUDA graph."""
     QUEUED = "queued"
+    """A copy of QUEUED_BYTES, which takes so long that the host launches the next one in time."""
 
 
 QUEUED_BYTES = 2**28
@@ -267,7 +268,7 @@ class StreamCell(TimedRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCell(TimedRow):
-    """One of many launches, by the host's clock: of a kernel, or of an operation of a step; on a CPU, one operation."""
+    """One of many launches, by the host's clock; on a CPU, one operation."""
 
     launch: Launch
     timing: Timing

@@ -119,7 +119,6 @@ def test_without_a_known_memory_the_flag_is_needed(
         (["--top", "-3"], "--top"),
         *((["--step-ms", value], "--step-ms") for value in ("0", "-1", "nan", "inf", "-inf", "1e300")),
         (["--device-name", "A100"], "A100-SXM4-40GB, A100-PCIE-40GB, A100-SXM4-80GB, A100 80GB PCIe"),  # of one peak
-        (["--device-name", "H100"], "H100 80GB HBM3, H100 PCIe, H100 NVL"),
         (["--device-name", "H20"], "is not known; did you mean one of H200"),
         (["--device-name", "Gforce RTX 4090"], "GeForce RTX 4090"),
         (["--device-name", ""], "RTX A6000"),
@@ -337,16 +336,31 @@ def test_ceilings_of_a_device_that_is_not_here_give_its_time(
     assert [found["time_is_measured"] for found in times] == [True, True]
     assert [found["device"] is None for found in times] == [False, True]
     assert account(*flags) == 0
-    assert json.loads(capsys.readouterr().out)["time"] is None
+    assert json.loads(capsys.readouterr().out)["time"] is None, "there is no data/ceilings here"
     (tmp_path / "both").mkdir()
     for number, name in enumerate(("NVIDIA H200", "NVIDIA A30")):
         ceilings_of(tmp_path / "both" / str(number), name)
     assert account(*flags, "--ceilings", tmp_path / "both") == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["time"] is None, "which of the two is not said"
-    assert printed.err == "warning: no times: the ceilings are of H200 and A30; choose with --device-name\n"
+    assert all(f'--device-name "{name}"' in printed.err for name in ("H200", "A30"))
     assert account(*flags, "--ceilings", tmp_path / "both", "--device-name", "A30") == 0
     assert json.loads(capsys.readouterr().out)["time"]["step_s"] == times[0]["time"]["step_s"]
+
+
+def test_a_short_name_means_the_one_device_of_the_ceilings_that_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """H100 alone may be one of three data sheets."""
+    flags = ["--size", "tiny", "--mixed-precision", "--json", "--device-name", "h100", "--ceilings", tmp_path]
+    ceilings_of(tmp_path / "0", "NVIDIA H200")
+    assert account(*flags) == 2
+    assert "H100 80GB HBM3, H100 PCIe, H100 NVL" in capsys.readouterr().err
+    ceilings_of(tmp_path / "1", "NVIDIA H100 NVL")
+    assert account(*flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"]["names"] == ["H100 NVL"]
+    assert found["time_is_measured"]
 
 
 @pytest.mark.parametrize("here", [None, "NVIDIA A30", "NVIDIA H100 80GB HBM3"])

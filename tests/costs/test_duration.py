@@ -12,7 +12,7 @@ import pytest
 from cs336_systems.config import Device, Parallel, Precision, Profiler, RunConfig
 from cs336_systems.costs.duration import Expected, expect
 from cs336_systems.costs.time import step_time
-from cs336_systems.record import Status, device_of_all, load_records
+from cs336_systems.record import Status, load_records
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.costs.test_time import RUN, curves
 
@@ -104,7 +104,7 @@ def test_committed_sweeps_took_what_is_expected(name: str) -> None:
     records, _ = load_records(DATA / "e2e_benchmark" / name / "runs")
     (device,) = {record.device_name for record in records}
     assert device is not None
-    found = load_ceilings(DATA / "ceilings").curves(device, device_of_all(records))
+    found = load_ceilings(DATA / "ceilings").curves(device)
     assert found is not None
     started = sorted((datetime.fromisoformat(record.started_at), record.key, record) for record in records)
     took_s = sum((after[0] - before[0]).total_seconds() for before, after in pairwise(started))

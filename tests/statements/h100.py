@@ -46,15 +46,19 @@ def times_as_long(way: str) -> tuple[float, float]:
 
 @claim(
     README,
-    r"On the H100 a step takes ([\d.]+) to ([\d.]+) times as long in fp32, ([\d.]+) to ([\d.]+) times in bf16 and "
-    r"([\d.]+) to ([\d.]+) times with `--fast`\.",
+    r"On the H100 a step takes ([\d.]+) to ([\d.]+) times as long in fp32 and ([\d.]+) to ([\d.]+) times with `--fast`\. "
+    r"In bf16 the CPU limits most steps, and those on the H100 are `unstable`",
 )
 def longer_on_the_h100() -> Sequence[Value]:
-    return [ratio for way in WAYS for ratio in times_as_long(way)]
+    rows = some(table(f"{EAGER}/results.csv"), context_length=512, precision="bf16")
+    limited = [row for row in rows if "launch-bound" in row["warnings"]]
+    assert len(limited) > len(rows) / 2
+    assert all("unstable" in row["warnings"] for row in limited)
+    return *times_as_long("fp32"), *times_as_long("`--fast`")
 
 
-@claim(README, r"promises the same rates of matmuls as an H200, and ([\d,]+) GB/s of memory instead of ([\d,]+)")
-def promises() -> Sequence[Value]:
+@claim(README, r"has the same rates of matmuls as an H200, and ([\d,]+) GB/s of memory instead of ([\d,]+)")
+def data_sheets() -> Sequence[Value]:
     h100, h200 = (find_device(name) for name in (H100, H200))
     assert h100 is not None
     assert h200 is not None
@@ -74,7 +78,7 @@ def of_nine_in_ten(sizes: Sequence[float]) -> float:
 
 @claim(
     README,
-    r"of (\d+) steps that this GPU limits is ([\d.]+) %, and (\d+) of (\d+) are at most ([\d.]+) % off; of (\d+) that "
+    r"of (\d+) steps that H100s limit is ([\d.]+) %, and (\d+) of (\d+) are at most ([\d.]+) % off; of (\d+) that "
     r"launches limit, it is ([\d.]+) and (\d+) %\.",
 )
 def forecasts_in_short() -> Sequence[Value]:
@@ -93,7 +97,6 @@ def forecasts_in_short() -> Sequence[Value]:
 def forecasts_on_the_h100() -> Sequence[Value]:
     of_device, of_launches = (errors_on_the_h100(limit) for limit in ("device", "launches"))
     every = some(linked(DATA, "forecast/errors.csv"), device_name=H100)
-    assert {row["host_measured"] for row in every if row["directory"] in (EAGER, SDPA)} == {"True"}
     (worst,) = (row for row in every if row["limit"] == "device" and abs(number(row, "step_error")) == max(of_device))
     assert worst["predicted_limit"] == "launches"
     wrong = some(every, limit="launches", predicted_limit="device")

@@ -277,13 +277,13 @@ def out_of_memory(runs: Iterable[RunRecord]) -> tuple[set[RunConfig], float]:
 
 @claim(
     RESULTS,
-    r"Of the ([\d,]+) eager runs in `data/` that finished, (all on H200s|on H200s and an H100), the peak that "
+    r"Of the ([\d,]+) eager runs in `data/` that finished, (all on H200s|on H200s and H100s), the peak that "
     r"`cs336 account` forecasts was at most ([\d.]+) % off, and the (\d+) configurations that ran out of memory were "
     r"those foretold\.",
 )
 def predictions() -> Sequence[Value]:
     finished = [record for record in eager_records() if record.status is Status.OK]
-    where = {frozenset({H200}): "all on H200s", frozenset({H200, H100}): "on H200s and an H100"}
+    where = {frozenset({H200}): "all on H200s", frozenset({H200, H100}): "on H200s and H100s"}
     devices = frozenset(name for record in eager_records() if (name := record.device_name) is not None)
     worst = max(error / peak for error, peak in errors(finished))
     ended = [

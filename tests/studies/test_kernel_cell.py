@@ -16,6 +16,7 @@ from cs336_systems.record import Status
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
+    CeilingsStudy,
     Launch,
     LaunchCell,
     ProductPrecision,
@@ -184,34 +185,22 @@ def test_the_kernels_of_all_studies_of_a_device_count_and_a_layer_of_the_first_a
     assert [each.flops_per_s for each in found.matmuls[Precision.FP32] if each.form is None] == pytest.approx([1e12])
 
 
-def study_of_host(launches, device_uuid=None):
+def study_of_host(launches: dict[Launch, float]) -> CeilingsStudy:
     """A study whose launches of these kinds took these times."""
     streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     cells = [LaunchCell(launch=launch, timing=lasting(time_s)) for launch, time_s in launches.items()]
-    study = make_ceilings([], streams, cells)
-    return replace(study, environment=replace(study.environment, device_uuid=device_uuid))
-
-
-HOSTS = Ceilings(
-    tuple(
-        study_of_host({Launch.EAGER: time_s, Launch.GRAPH: 1e-6}, uuid)
-        for uuid, time_s in (("GPU-a", 1e-6), ("GPU-b", 9e-6), ("GPU-c", 2e-6), ("GPU-b", 7e-6))
-    )
-)
+    return make_ceilings([], streams, cells)
 
 
 @pytest.mark.parametrize(
-    ("device_uuid", "launch_s"), [(None, 4.5e-6), ("GPU-d", 4.5e-6), ("GPU-a", 1e-6), ("GPU-b", 8e-6)]
+    ("steps_s", "launch_s"), [((None, None, None), 2e-6), ((8e-6, None, None), 8e-6), ((8e-6, 3e-6, 5e-6), 5e-6)]
 )
-def test_a_launch_takes_what_it_does_on_the_very_machine_or_else_on_one_of_medium_speed(device_uuid, launch_s) -> None:
-    found = HOSTS.curves("NVIDIA H200", device_uuid)
+def test_the_host_is_the_median_of_those_that_have_timed_a_step_or_else_a_launch(steps_s, launch_s) -> None:
+    hosts = [
+        {Launch.EAGER: time_s, Launch.GRAPH: 1e-6} | ({} if step_s is None else {Launch.STEP: step_s})
+        for time_s, step_s in zip((1e-6, 9e-6, 2e-6), steps_s, strict=True)
+    ]
+    found = Ceilings(tuple(map(study_of_host, hosts))).curves("NVIDIA H200")
     assert found is not None
     assert found.launch_s == pytest.approx(launch_s)
-    assert HOSTS.knows_host_of(device_uuid) is (device_uuid in ("GPU-a", "GPU-b"))
-
-
-def test_a_call_of_a_step_counts_for_more_than_a_launch_alone() -> None:
-    found = study_of_host({Launch.EAGER: 1e-6, Launch.STEP: 3e-6, Launch.GRAPH: 1e-6}).curves()
-    assert found is not None
-    assert found.launch_s == pytest.approx(3e-6)
     assert found.kernel_s == pytest.approx(1e-6)

@@ -11,7 +11,7 @@ from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.ranks_time import HOST_SPREAD, depends_on_host, predicted_time
 from cs336_systems.costs.time import Limit, TimePrediction
-from cs336_systems.record import RunRecord, Status, WarningCode, device_of_all
+from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.table import Table, make_table
@@ -34,12 +34,8 @@ SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "checkpoint_blocks": lambda config: config.checkpoint_blocks,
     "fast": lambda config: config.fused_blocks,
 }
-GROUPS = (
-    "device_name", "host_measured", "size", "context_length", "precision", "mode", "attention", "checkpoint_blocks",
-    "fast",
-)  # fmt: skip
-"""Columns by whose values the errors are also given: the device, whether launches were measured on the very machine,
-and settings."""
+GROUPS = ("device_name", "size", "context_length", "precision", "mode", "attention", "checkpoint_blocks", "fast")
+"""Columns by whose values the errors are also given: the device, and settings."""
 OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
 
 
@@ -59,13 +55,11 @@ def scored(
             if record.status is Status.OK and record.config.profiler is Profiler.NONE:
                 alike.setdefault(replace(record.config, repeat=0), []).append(record)
         for config, own in alike.items():
-            ceilings, uuid = ceilings_of(directory), device_of_all(own)
-            curves = ceilings.curves(own[0].device_name or "", uuid)
+            curves = ceilings_of(directory).curves(own[0].device_name or "")
             if curves is None or (found := predicted_time(config, curves)) is None:
                 others += 1
             else:
-                row = _row(directory, config, own, found, curves)
-                rows.append({**row, "host_measured": ceilings.knows_host_of(uuid)})
+                rows.append(_row(directory, config, own, found, curves))
     return rows, others
 
 

@@ -13,7 +13,7 @@ from cs336_systems import record as record_module
 from cs336_systems.config import OptimizerKind, Phase, Precision
 from cs336_systems.costs.ranks_time import HOST_SPREAD
 from cs336_systems.costs.time import Limit, step_time
-from cs336_systems.record import Measurement, WarningCode, device_of_all, load_records
+from cs336_systems.record import Measurement, WarningCode
 from cs336_systems.report.section import texts_of
 from cs336_systems.report.sections.forecast import FOLDER, forecast_section, scored
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
@@ -52,7 +52,7 @@ def test_errors_are_those_of_the_records() -> None:
 class SlowHost(Ceilings):
     """Each launch takes 1 ms, and AdamW 100 times as long as a copy."""
 
-    def curves(self, device_name, device_uuid=None):
+    def curves(self, device_name):
         found = super().curves(device_name)
         return replace(found, launch_s=1e-3, adamw={size: 100 * time_s for size, time_s in found.adamw.items()})
 
@@ -73,7 +73,7 @@ def test_a_limit_depends_on_the_host_where_a_faster_and_a_slower_one_have_two_li
     class Host(Ceilings):
         launch_s = 1e-8
 
-        def curves(self, device_name, device_uuid=None):
+        def curves(self, device_name):
             return replace(super().curves(device_name), launch_s=self.launch_s)
 
     rows = []
@@ -157,20 +157,22 @@ def test_the_committed_errors_are_within_the_bounds_that_were_set(device: str) -
     assert statistics.median(sizes[Limit.DEVICE]) <= 5
     for limit, most in ((Limit.DEVICE, 10), (Limit.LAUNCHES, 35)):
         assert sum(size <= most for size in sizes[limit]) >= 0.9 * len(sizes[limit])
-    named = [row for row in errors_on(device, Limit.DEVICE) if row["predicted_limit"] == Limit.DEVICE]
-    assert max(abs(float(row["step_error"])) for row in named) <= 25
+    for row in errors_on(device, Limit.DEVICE):
+        of_host = row["predicted_limit"] == Limit.LAUNCHES
+        assert abs(float(row["step_error"])) <= (100 * (HOST_SPREAD - 1) if of_host else 25)
 
 
-@pytest.mark.parametrize("directories", [("h100_train", "h100_train_fast"), ("h100_train", "h100_sdpa")])
-def test_of_nine_in_ten_steps_the_limit_is_named_where_the_host_was_measured(directories: tuple[str, str]) -> None:
-    """The first two are the default grid of a card that the forecast was not tuned on."""
-    places = {f"e2e_benchmark/{name}" for name in directories}
-    rows = [row for row in committed_errors() if row["directory"] in places]
+H100_SWEEPS = {f"e2e_benchmark/{name}" for name in ("h100_train", "h100_train_fast", "h100_sdpa")}
+
+
+@pytest.mark.parametrize("left_out", ["e2e_benchmark/h100_sdpa", ""])
+def test_of_nine_in_ten_steps_the_limit_is_named_on_a_card_that_the_forecast_was_not_tuned_on(left_out: str) -> None:
+    """Of its default grid, eager and --fast, and with fused attention too."""
+    rows = [row for row in committed_errors() if row["directory"] in H100_SWEEPS - {left_out}]
     for limit in Limit:
         own = [row for row in rows if row["limit"] == limit]
         assert len(own) > 15
         assert sum(row["predicted_limit"] == limit for row in own) >= 0.9 * len(own)
-    assert {row["host_measured"] for row in rows if row["fast"] == "False"} == {"True"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -192,13 +194,11 @@ def test_the_other_limit_is_named_for_any_host_of_at_most_one_in_ten_committed_s
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_committed_times_follow_from_configurations_and_ceilings_alone(device: str) -> None:
     """Each is predicted again from the cells of its row; of the smallest model, which is quick."""
-    ceilings = load_ceilings(DATA / "ceilings")
+    curves = load_ceilings(DATA / "ceilings").curves(device)
+    assert curves is not None
     rows = [row for row in errors_on(device) if row["size"] == "small" and row["fast"] == "False"]
     assert len(rows) >= 6, "three contexts in two precisions"
-    uuids = {name: device_of_all(load_records(DATA / name / "runs")[0]) for name in {row["directory"] for row in rows}}
     for row in rows:
-        curves = ceilings.curves(device, uuids[row["directory"]])
-        assert curves is not None
         config = make_config(
             "small", int(row["context_length"]), batch_size=int(row["batch_size"]), mode=row["mode"],
             precision=Precision(row["precision"]), model={"attention": row["attention"]},

@@ -53,7 +53,7 @@ def ceilings_of(study: CeilingsStudy) -> list[Row]:
     return [
         *(_ceiling(row, f"{row['precision']} product", "tflops_per_s", "TFLOP/s", row["shape"]) for row in best),
         *(_ceiling(row, f"{row['stream']} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"])) for row in largest),
-        *(_ceiling(row, f"kernel, {row['launched']}", "median_us", "µs") for row in timed(launch_rows(study))),
+        *(_ceiling(row, row["launched"], "median_us", "µs") for row in timed(launch_rows(study))),
         *(
             _ceiling(row, _bus(row), "bus_gb_per_s", "GB/s", _mib(row["tensor_mib"]))
             for row in sorted(collectives.values(), key=lambda row: (row["world_size"], order.index(row["collective"])))

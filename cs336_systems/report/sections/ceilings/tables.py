@@ -43,14 +43,15 @@ def promised_flops(spec: DeviceSpec | None, precision: ProductPrecision) -> floa
 
 
 def launch_words(study: CeilingsStudy, launch: Launch) -> str:
-    """How the kernel, or on a CPU the operation, was launched."""
+    """What was launched, and how."""
     if study.grid.device is Device.CPU:
-        return "one operation after the other"
-    if launch is Launch.QUEUED:
-        return f"a copy of {QUEUED_BYTES // MIB} MiB, launched one by one"
-    if launch is Launch.STEP:
-        return "a call of a training step, such as an operation or a view"
-    return "launched one by one" if launch is Launch.EAGER else "in a CUDA graph"
+        return "an operation on one element"
+    return {
+        Launch.EAGER: "a kernel on one element, launched one by one",
+        Launch.STEP: "a call of a training step: an operation or a view",
+        Launch.GRAPH: "a kernel on one element, in a CUDA graph",
+        Launch.QUEUED: f"a copy of {QUEUED_BYTES // MIB} MiB, launched one by one",
+    }[launch]
 
 
 def timing_values(timing: Timing, unit: str = "ms", per_s: float = 1e3) -> Row:
@@ -186,7 +187,7 @@ def passes_section(study: CeilingsStudy) -> Section:
 
 
 def launches_section(study: CeilingsStudy) -> Section:
-    """What a kernel costs that does next to nothing."""
+    """How long launches take."""
     rows = launch_rows(study)
     columns = column("launched"), column("median_us")
     table = _table(study, "Launches", columns, rows, "By the host's clock, over many in a row.")
@@ -194,7 +195,7 @@ def launches_section(study: CeilingsStudy) -> Section:
 
 
 def launch_rows(study: CeilingsStudy) -> list[Row]:
-    """A row for each way to launch a kernel."""
+    """A row for each kind of launch."""
     return [
         {"launch": cell.launch, "label": cell.launch, "launched": launch_words(study, cell.launch),
          "device_name": study.device_name, **timing_values(cell.timing, "us", 1e6)}

@@ -13,7 +13,7 @@ from cs336_systems.analysis.kernels.what_if import WhatIf, what_if
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import QUEUE_DEPTH, TimePrediction, operations
-from cs336_systems.record import RunRecord, Status, WarningCode, device_of_all
+from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.entries import load_entries
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.sweep.store import kernel_profile_path
@@ -98,8 +98,7 @@ def _what_if(entry: Explained, ceilings: Ceilings) -> WhatIf:
     Where launches do not limit that run, the host also waited for the device: then its time is a bound, and what the
     ceilings foretell counts, at the speed at which this run's host launched forward.
     """
-    name = entry.device_name or next(iter(entry.profile.device_names), "")
-    curves = ceilings.curves(name, device_of_all([] if entry.plain is None else [entry.plain]))
+    curves = ceilings.curves(entry.device_name or next(iter(entry.profile.device_names), ""))
     plain = None if entry.config is None else entry.config.unprofiled
     predicted = None if plain is None or curves is None else predicted_time(plain, curves)
     measured = () if entry.plain is None else entry.plain.launch_times_s

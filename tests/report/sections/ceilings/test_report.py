@@ -64,7 +64,8 @@ def test_the_summary_by_hand(study):
     (table,) = summary_section(study).tables
     assert column(table, "ceiling") == [
         "bf16 product", "fp32 product", "copy (memory)", "adamw (memory)",
-        "kernel, launched one by one", "kernel, in a CUDA graph", "all-reduce among 4 (bus)",
+        "a kernel on one element, launched one by one", "a kernel on one element, in a CUDA graph",
+        "all-reduce among 4 (bus)",
     ]  # fmt: skip
     assert column(table, "measured") == [
         "800.0 ± 0", "50.00 ± 0", "4,000 ± 0", "3,600 ± 0", "4.000 ± 0", "1.000 ± 0", "300.0 ± 0"
@@ -140,7 +141,7 @@ def test_an_unknown_device_and_a_cpu_have_no_data_sheet():
     )  # fmt: skip
     summary, *others = ceilings_tables(study)
     assert column(summary, "measured") == ["0.05000 ± 0", "20.00 ± 0", "2.000 ± 0"]
-    assert column(summary, "ceiling")[2] == "kernel, one operation after the other"
+    assert column(summary, "ceiling")[2] == "an operation on one element"
     for table in (summary, *others):
         assert not any("data sheet" in heading.name for heading in table.headings)
         assert not any("CUDA" in note or "launch" in note for note in table.notes)
@@ -174,7 +175,7 @@ def test_cells_that_set_a_ceiling_and_whose_loops_differ_are_named():
     )
     assert marked == {
         "bf16 product": False, "fp32 product": True, "copy (memory)": True, "adamw (memory)": False,
-        "kernel, launched one by one": True,
+        "a kernel on one element, launched one by one": True,
     }  # fmt: skip
     (note,) = [note for note in summary.notes if note.startswith("In doubt")]
     assert [name in note for name in marked] == list(marked.values())
