@@ -26,6 +26,7 @@ import pynvml
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import clear_compilation_metrics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336_systems.config import (
@@ -315,6 +316,7 @@ def compiled_eagerly(monkeypatch: pytest.MonkeyPatch):
     compile_model = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, mode: compile_model(model, backend="eager"))
     torch._dynamo.reset()
+    clear_compilation_metrics()  # a reset numbers frames anew, and those of earlier tests would count as these
     yield
     torch._dynamo.reset()
 

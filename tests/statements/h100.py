@@ -46,8 +46,8 @@ def times_as_long(way: str) -> tuple[float, float]:
 
 @claim(
     README,
-    r"On the H100 a step takes ([\d.]+) to ([\d.]+) times as long in fp32 and ([\d.]+) to ([\d.]+) times with `--fast`\. "
-    r"In bf16 the CPU limits most steps, and those on the H100 are `unstable`",
+    r"On the H100 a step takes ([\d.]+) to ([\d.]+) times as long in fp32 and ([\d.]+) to ([\d.]+) times with "
+    r"`--fast`\. In bf16 the CPU limits most steps, and those on the H100 are `unstable`",
 )
 def longer_on_the_h100() -> Sequence[Value]:
     rows = some(table(f"{EAGER}/results.csv"), context_length=512, precision="bf16")

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.config import Device
+from cs336_systems.config import SIZES, Device, RunConfig
 from cs336_systems.costs.calls import Collective
-from cs336_systems.costs.time import step_time
+from cs336_systems.costs.time import host_calls, step_time
 from cs336_systems.record import Status
 from cs336_systems.studies import ceilings_cell, ceilings_ranks
 from cs336_systems.studies.ceilings_cell import (
@@ -299,6 +299,10 @@ def test_calls_of_a_step_are_timed_by_a_run_of_it() -> None:
     predicted = step_time(replace(config, device=Device.CUDA), curves)
     assert predicted is not None
     assert predicted.launch_s == pytest.approx(found.count * curves.launch_s)
+
+
+def test_the_narrow_step_makes_the_calls_of_small() -> None:
+    assert host_calls(NARROW) == host_calls(RunConfig(size="small", model=SIZES["small"]))
 
 
 def test_calls_of_a_step_that_fails_have_its_reason() -> None:

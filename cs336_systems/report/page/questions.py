@@ -241,13 +241,12 @@ def questions_chapter(collection: Collection) -> Chapter:
 
 
 def _on_which_gpu(material: Material) -> Iterator[str]:
-    """Of which GPU the answers are, if steps were measured on several."""
+    """A sentence on the GPU of the answers, if steps were measured on several."""
     if len(material.gpus) > 1:
         usual, *others = material.gpus
         yield inert_line(
-            f"Steps were measured on {' and '.join(material.gpus)}. What was measured for an answer is of one of them, "
-            f"which the answer names: {usual}, which most runs are of, unless more of what is asked was measured on "
-            f"{' or '.join(others)}."
+            f"Steps were measured on {' and '.join(material.gpus)}. Each answer is about one of these GPUs, and names "
+            f"it: {usual}, which has the most runs, unless more of what is asked was measured on {' or '.join(others)}."
         )
 
 

@@ -580,19 +580,24 @@ def test_of_equal_settings_more_runs_and_then_newer_ones_are_chosen(tmp_path):
 
 
 def test_of_equal_settings_the_gpu_of_most_results_is_chosen_and_said(tmp_path):
-    """Steps on another GPU are newer and more, but one sweep more is of the H200; only the other has xl in bf16."""
+    """The sweep of another GPU is newer, has more sizes, and xl in bf16; most runs are of the H200, in fewer sweeps."""
 
     def sweep(device_name, *configs, day):
         records = [make_record(config, [0.1] * 10, device_name=device_name) for config in configs]
         return Results(records=[replace(record, started_at=f"2026-01-0{day}T00:00:00Z") for record in records])
 
     full = [make_config(size, 512, measured_steps=10) for size in ("small", "xl")]
-    both = [*full, *(replace(config, precision=Precision.BF16) for config in full)]
-    warmed = [replace(full[0], warmup_steps=steps) for steps in (0, 1, 2)]
+    half = [replace(config, precision=Precision.BF16) for config in full]
+    warmed = [replace(full[0], warmup_steps=steps) for steps in (0, 1, 2, 3, 4, 6, 7)]
+    tiny = make_config("tiny", 512, measured_steps=10)
+    on_cpu = [replace(tiny, device=Device.CPU, seed=seed) for seed in range(20)]
     sweeps = {
-        Path("old"): sweep(H200, *full, day=1),
-        Path("new"): sweep("NVIDIA H100 80GB HBM3", *both, day=2),
+        Path("old"): sweep(H200, *full, half[0], day=1),
+        Path("new"): sweep("NVIDIA H100 80GB HBM3", *full, *half, tiny, day=2),
+        Path("newer"): sweep("NVIDIA H100 80GB HBM3", tiny, day=3),
+        Path("newest"): sweep("NVIDIA H100 80GB HBM3", tiny, day=4),
         Path("warmup"): sweep(H200, *warmed, day=1),
+        Path("cpu"): sweep("AMD EPYC", *on_cpu, day=1),
     }
     found = Collection(root=tmp_path, sweeps=sweeps)
     answers = {
@@ -609,7 +614,9 @@ def test_of_equal_settings_the_gpu_of_most_results_is_chosen_and_said(tmp_path):
         return " ".join(text for text, _ in block.paragraphs)
 
     assert f"measured on {H200} and NVIDIA H100 80GB HBM3" in introduced(found)
-    alone = Collection(root=tmp_path, sweeps={path: own for path, own in sweeps.items() if path != Path("new")})
+    assert f"{H200}, which has the most runs" in introduced(found)
+    others = {path: own for path, own in sweeps.items() if not path.name.startswith("new")}
+    alone = Collection(root=tmp_path, sweeps=others)
     assert "measured on" not in introduced(alone)
 
 
