@@ -25,6 +25,7 @@ from cs336_systems.config import Device, RunConfig
 from cs336_systems.costs.data_sheet import data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
 from cs336_systems.costs.ranks_time import depends_on_host, predicted_time
+from cs336_systems.costs.time import has_large_matmuls
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 from cs336_systems.text import inert_line
@@ -186,6 +187,8 @@ def run(arguments: AccountArguments) -> int:
     from cs336_systems.report.sections.account import Account, account_json, account_section
 
     measured = None if name is None else ceilings.curves(name)
+    if measured is not None and not has_large_matmuls(config, measured):
+        measured = None
     curves = data_sheet_curves(device) if measured is None and device is not None else measured
     time = None if curves is None else predicted_time(config, curves)
     account = Account(

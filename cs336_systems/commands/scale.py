@@ -27,6 +27,7 @@ from cs336_systems.costs.limits import FEED_FORMULAS, Given, Paper, Scheme, feed
 from cs336_systems.costs.links import Links, measured_links
 from cs336_systems.costs.scale import Machine, Scale, scale_step
 from cs336_systems.costs.shards import factor_bytes
+from cs336_systems.costs.time import has_large_matmuls
 from cs336_systems.files import encode_json
 from cs336_systems.report.numbers import GIGA
 from cs336_systems.report.section import pngs_of, texts_of, write_files
@@ -138,7 +139,7 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
         raise ValueError(f"needed --device-name: this machine has no GPU whose data sheet is known{found}")
     links, source = _links(arguments, name, device, ceilings)
     measured = ceilings.curves(name)
-    if measured is not None and not measured.matmuls.get(config.precision):
+    if measured is not None and not has_large_matmuls(config, measured):
         measured = None
     peak = None if device is None else device.peak_flops_per_s.get(config.precision)
     rate = None if measured is None else ceilings.flops_per_s(name, config.precision)

@@ -29,6 +29,9 @@ MAX_BACKLOG_S = 1e-3
 device lags behind, since the host waits while the queue is full, but then about a thousand kernels are left to run."""
 MIN_LAUNCHED_SHARE = 0.5
 """Launching limits a step if the phases that it limits take more than this share of it."""
+MAX_EXTRAPOLATION = 32
+"""Times as many multiplications as the largest matmul that was measured that one of a step may have. Beyond that it is
+another regime: on an H100 a matmul of side 256 reaches a tenth of the rate of those of side 1024 and more."""
 TRUSTED_SHARE = 0.9
 """A prediction is trusted if kernels run for at least this part of the step, and those whose like was measured take at
 least this part of their time. Otherwise the step depends on the host, whose speed varies from one machine to the next,
@@ -137,7 +140,16 @@ def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
     is_math = config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
     is_known = is_predictable(config.without_graph) or (config.model_factory is None and is_fast_step(config))
-    return not refused and is_known and bool(curves.matmuls.get(config.precision))
+    return not refused and is_known and has_large_matmuls(config, curves)
+
+
+def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
+    """Whether a matmul was measured that is large enough to tell the rate of those of a feed-forward network."""
+    model = config.model
+    needed = config.batch_size * model.context_length * model.d_model * model.d_ff
+    measured = curves.matmuls.get(config.precision, ())
+    largest = max((each.batch * each.rows * each.inner * each.columns for each in measured), default=0)
+    return needed <= MAX_EXTRAPOLATION * largest
 
 
 @lru_cache(maxsize=4096)

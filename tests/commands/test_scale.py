@@ -32,7 +32,7 @@ def scale(*words: str | Path) -> int:
 
 def ceilings_at(directory: Path, **fields: object) -> Path:
     """Ceilings of a device that reaches 800 TFLOP/s in bf16, and 200 GB/s on the bus among two."""
-    products = [product_at(square(side), 800) for side in (512, 4096)]
+    products = [product_at(square(side), 800) for side in (512, 16384)]
     streams = [stream_at(4000, 2**30, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
     reductions = [CollectiveCell(num_bytes=64 * MIB, world_size=2, timing=lasting(64 * MIB / 200e9))]

@@ -47,7 +47,7 @@ RATE = 1e12
 
 def curves(bandwidth: float = 1e18) -> Curves:
     """A device of one rate for all matmuls, whose other kernels take next to no time."""
-    matmuls = (Matmul(rows=64, inner=64, columns=64, time_s=2 * 64**3 / RATE),)
+    matmuls = (Matmul(rows=8192, inner=8192, columns=8192, time_s=2 * 8192**3 / RATE),)
     passes = {1: 1 / bandwidth, 2**40: 2**40 / bandwidth}
     return Curves(matmuls=dict.fromkeys(Precision, matmuls), copies=passes, adamw=passes, launch_s=0.0, kernel_s=0.0)
 

@@ -66,6 +66,15 @@ def curves(*, rate: float = RATE, launch_s: float = 0.0, kernel_s: float = 0.0) 
 # the queue
 
 
+@pytest.mark.parametrize(("factor", "is_known"), [(0.99, False), (1.0, True)])
+def test_steps_with_far_larger_matmuls_than_were_measured_have_no_time(factor: float, is_known: bool) -> None:
+    """The first matmul of a feed-forward network of 32 rows, 48 and 96 columns, 32 times that of the measured one."""
+    measured = Matmul(rows=round(factor * 32 * 100), inner=48, columns=96, time_s=1.0)
+    larger = replace(RUN, batch_size=32 * 200)  # of sequences of 16
+    found = step_time(larger, replace(curves(), matmuls={Precision.FP32: (measured,)}))
+    assert (found is not None) is is_known
+
+
 def test_a_slow_host_hides_the_device() -> None:
     found = replay({Phase.FORWARD: [Launch(host_s=5, kernel_s=2, count=10)]}, gap_s=1)
     assert (found.step_s, found.host_phases_s, found.launch_s) == (10 * 5 + 2, {Phase.FORWARD: 50}, 50)

@@ -63,7 +63,7 @@ def make_ceilings(products=(), streams=(), launches=(), reductions=(), device_na
 def make_rates(tflops_per_s=1.0, gb_per_s=100, **fields):
     """One rate of matmuls of all sides and precisions, one bandwidth of all sizes, and 1 us for each launch."""
     return make_ceilings(
-        [product_at(square(64), tflops_per_s, precision) for precision in (FP32, BF16)],
+        [product_at(square(8192), tflops_per_s, precision) for precision in (FP32, BF16)],
         [stream_at(gb_per_s), stream_at(gb_per_s, stream=Stream.ADAMW)],
         [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in Launch],
         **fields,

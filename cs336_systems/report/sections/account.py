@@ -317,8 +317,9 @@ def _time_table(account: Account, time: TimePrediction) -> Table:
 def by_data_sheet(device_name: str) -> str:
     """A note below times of a device without ceilings."""
     return (
-        f"There are no ceilings of {device_name}: by its data sheet, with stated efficiencies of "
-        f"{100 * MATMUL_EFFICIENCY:.0f} % in matmuls and {100 * MEMORY_EFFICIENCY:.0f} % of the memory bandwidth."
+        f"There are no ceilings of {device_name} with matmuls of such a size: by its data sheet, with stated "
+        f"efficiencies of {100 * MATMUL_EFFICIENCY:.0f} % in matmuls and {100 * MEMORY_EFFICIENCY:.0f} % of the "
+        "memory bandwidth."
     )
 
 
