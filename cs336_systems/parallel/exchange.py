@@ -15,7 +15,7 @@ from cs336_systems.parallel.peers import Pushes, of_all_ranks, shared_rows
 
 
 class Started(Protocol):
-    """An exchange that has been started; `wait` makes the current stream wait on a GPU, and does not block the host."""
+    """An exchange that has been started; on a GPU `wait` makes the current stream wait, without blocking the host."""
 
     def wait(self) -> object: ...
 
