@@ -118,7 +118,7 @@ def check_ceilings(directory: Path | None) -> None:
 
 
 def ceilings_in(directory: Path | None) -> Ceilings:
-    """The ceilings in the directory; a damaged study is an error if the user named the directory, else a warning."""
+    """The ceilings in the directory; damage is an error if it is the directory of one study, otherwise a warning."""
     chosen = directory or CEILINGS
     return (load_ceilings if (chosen / FILE_NAME).exists() else load_ceilings_or_warn)(chosen)
 
