@@ -126,7 +126,7 @@ class Parallel(StrEnum):
 
     @property
     def takes_any_tensor(self) -> bool:
-        """Whether gradients of other tensors than parameters can be averaged, and CUDA graphs hold the collectives."""
+        """Whether gradients of any tensors, not only parameters, can be averaged, and CUDA graphs hold collectives."""
         return self not in (Parallel.DDP, Parallel.FSDP2)
 
     @property
@@ -152,7 +152,7 @@ class Device(StrEnum):
 
 
 _PRESET = "the preset's"
-"""What the help gives as the default of a setting that the size decides."""
+"""Shown in the help as the default of settings that the size decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +303,7 @@ _WHOLE_GRADIENTS = _needs(
 
 
 def _alone(flag: str, is_used: Callable[[Any], bool], only: Callable[[Any], bool] = lambda _: True) -> Rule:
-    """A rule against a flag that does not work on several ranks yet; `only` are the runs that it holds for."""
+    """A rule against a flag that does not work on several ranks yet; it holds for the runs that `only` accepts."""
     return Rule(
         lambda run: not (only(run) and is_used(run)),
         f"{{flag}} {{config.parallel}} cannot be combined with {flag} yet: leave out one of them",

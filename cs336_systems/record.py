@@ -149,9 +149,9 @@ class Memory:
 
 
 class Moment(StrEnum):
-    """When a rank's memory is looked at: before the first step, and around the optimizer's in a later one.
+    """When a rank's memory is looked at: before the first step, and before and after the optimizer in a later step.
 
-    After the optimizer's step its gradients have been dropped.
+    The last of them is after the gradients have been dropped.
     """
 
     INITIALISED = "after initialisation"
@@ -167,7 +167,7 @@ class MemoryMoment:
     allocated_bytes: Count | None
     """All that PyTorch's CUDA allocator has given out; None on a CPU."""
     parameters_bytes: Count
-    """With the copies that a step computes with, if it keeps any."""
+    """Bytes of the parameters and of their low-precision copies, if the model keeps any."""
     gradients_bytes: Count
     optimizer_state_bytes: Count
 
@@ -261,7 +261,7 @@ class Compilation:
     """What torch.compile did for the run: all of it during warm-up, unless there is a warning `recompiled`."""
 
     seconds: float
-    """Time spent compiling, by the compiler's own count; short if its cache on disk was filled already."""
+    """Time spent compiling, as the compiler counts it; short if its cache on disk was already filled."""
     graphs: Count
     graph_breaks: Count
     """Places where the compiler had to end a graph and return to Python."""
@@ -277,7 +277,7 @@ class Traffic:
     """Its name in torch.distributed's C++ library, such as allreduce."""
     count: Count
     payload_bytes: Count
-    """Bytes of the whole tensors, added up: of an all-gather, what each rank has in the end."""
+    """Total bytes of the whole tensors; for an all-gather, of the gathered result."""
     sent_bytes: Count
     """Bytes that each rank sends if the ranks form a ring."""
 
@@ -316,14 +316,14 @@ class RunRecord:
     format_version: int = FORMAT_VERSION
     failure: Failure | None = None
     failed_rank: Count | None = None
-    """The rank that failed first, or for which the others waited when the time was over; None if it is not known."""
+    """The rank that failed first, or that the others waited for at the timeout; None if not known."""
     measurements: tuple[Measurement, ...] = ()
     """The phases in order, then the whole step; empty unless status is ok."""
     warmup_times_s: tuple[float, ...] = ()
     host_times_s: tuple[float, ...] = ()
     """How long the host took to launch each measured step."""
     host_phases: tuple[Measurement, ...] = ()
-    """How long the host took to launch each phase; empty where that takes as long as to run it, as on a CPU, and in
+    """How long the host took to launch each phase; empty on a CPU and where the host waits after each phase, and in
     records written before this field existed."""
     losses: tuple[float | None, ...] = ()
     """Loss of every step, warm-up included; None for one that was not finite."""
@@ -334,7 +334,7 @@ class RunRecord:
     num_parameters: Count | None = None
     memory: Memory | None = None
     moments: tuple[MemoryMoment, ...] = ()
-    """Of a run on several ranks, without those of a step that is replayed as graphs; empty for one in one process."""
+    """Memory of a run on several ranks, in a step without CUDA graphs; empty for a run in one process."""
     ranks: tuple[RankRecord, ...] = ()
     """Empty for a run in one process, and for one that failed."""
     traffic: tuple[Traffic, ...] | None = None
@@ -364,10 +364,7 @@ class RunRecord:
 
     @property
     def launch_times_s(self) -> tuple[float, ...]:
-        """How long the host took to launch each step; empty where it takes as long as to run it.
-
-        That is so on a CPU, and with a synchronisation after each phase.
-        """
+        """How long the host took to launch each step; empty on a CPU, and with a synchronisation after each phase."""
         return self.host_times_s if self.config.device is Device.CUDA and not self.config.sync_phases else ()
 
     def measurement(self, phase: Phase) -> Measurement | None:

@@ -1,4 +1,4 @@
-"""The declaration of a setting of a run: all that other modules need to know of it besides its type and default.
+"""The declaration of a setting of a run: all that other modules need to know besides its type and default.
 
 `fused_loss: Annotated[bool, Setting("...", rules=(...))] = False` in a configuration class gives the setting its flag,
 help, checks, place in labels, column in tables and phrase in notes.
@@ -100,7 +100,7 @@ def flag_of(name: str, setting: Setting) -> str:
 
 
 def heading_of(name: str, setting: Setting) -> str:
-    """What stands above the setting's column."""
+    """Heading of the setting's column."""
     return setting.heading or name.replace("_", " ")
 
 

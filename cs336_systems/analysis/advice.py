@@ -1,7 +1,7 @@
 """Ways to make a step shorter, as flags of this project, without those that a run uses already.
 
-If the configuration is unknown, as that of another program's trace, the advice names no flags and leaves open which are
-in use.
+If the configuration is unknown, for example of another program's trace, the advice names no flags and may include ways
+that are in use.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class Remedy(Enum):
     OVERLAP = "communication during backward"
 
     def applied_to(self, config: RunConfig) -> RunConfig | None:
-        """The run with this too; None if it has it already or cannot have it.
+        """The run with this change too; None if the run has it already or cannot have it.
 
         Flags cannot change the attention of a user's own model.
         """
@@ -47,7 +47,7 @@ class Remedy(Enum):
             return None
 
     def named_for(self, config: RunConfig | None) -> str:
-        """The flags, with those that it needs besides; the words if the configuration is unknown."""
+        """The flags of this change, and those that they need; its words if the configuration is unknown."""
         if config is None:
             return self.value
         if self is Remedy.OVERLAP and not _overlapped(config):
@@ -110,7 +110,7 @@ _CHANGES: Mapping[Remedy, Callable[[RunConfig], dict[str, Any]]] = {
     Remedy.FP16: _at(Precision.FP16, Precision.FP32, Precision.TF32),
     Remedy.OVERLAP: _overlapped,
 }
-"""Settings to change by remedy; none for a run that has it already."""
+"""For each remedy, the settings that it changes; empty for a run that has it already."""
 
 
 def _flag(name: str, value: object) -> str:

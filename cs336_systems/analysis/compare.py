@@ -13,7 +13,7 @@ from cs336_systems.record import RunRecord, Status
 ENOUGH = 5
 """Number of processes of each side from which on a verdict is reliable."""
 CONFIDENCE = 0.99
-"""Of the interval of a ratio."""
+"""Confidence of the interval of a ratio."""
 LEAST_EFFECT = 0.005
 """Smallest relative difference that matters."""
 WIDE = 2.0
@@ -166,7 +166,7 @@ def _check(a: Sequence[float], b: Sequence[float], confidence: float, least_effe
 def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
     """Order of (configuration, repeat): A B, then B A, then A B, ... so that a steady drift affects all equally.
 
-    It cancels exactly when `repeats` is even; with an odd number, one repeat's worth of it remains.
+    The drift cancels exactly if `repeats` is even; with an odd number, the drift of one repeat remains.
     """
     forward = range(num_configs)
     return [

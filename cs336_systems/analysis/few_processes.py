@@ -1,8 +1,8 @@
 """Whether B is faster than A where a side has one or two processes, too few for an interval over processes.
 
-The steps of one process resemble each other, so an interval over them alone would be far too narrow. Here a process's
-mean is taken to have a standard deviation of PROCESS_DEVIATION, and besides of STEP_FACTOR times that of its steps.
-Both were chosen so that no two processes of one configuration in data/ are told apart (docs/METHOD.md).
+The steps of one process resemble each other, so an interval over them alone would be far too narrow. Here the mean of a
+process is assumed to have two independent deviations: PROCESS_DEVIATION, and STEP_FACTOR times the standard deviation
+of its steps. Both are large enough that no two processes of one configuration in data/ differ (docs/METHOD.md).
 """
 
 import math
@@ -24,8 +24,8 @@ MAX_FREEDOM = 1e6
 def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Comparison:
     """Compare B with A, each at least one process, by the times of the same phase in each process.
 
-    Welch's interval over the processes if each side has FEWEST or more; otherwise the interval of this module, or none
-    if a process measured a single step, whose scatter nobody knows.
+    Uses Welch's interval over the processes if each side has FEWEST or more; otherwise the interval of this module, or
+    none if a process measured only one step, because its scatter is then unknown.
     """
     means_a, means_b = ([measured.mean_s for measured in side] for side in (a, b))
     if min(len(a), len(b)) >= FEWEST:
@@ -40,7 +40,7 @@ def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Com
 def _half_width(*sides: Sequence[Measurement]) -> float | None:
     """Half the width of the interval of the difference of the mean logarithms, by Welch and Satterthwaite.
 
-    Of the variance, the part that the steps tell of has the steps' degrees of freedom, and PROCESS_DEVIATION is known.
+    The part of the variance that is estimated from steps has their degrees of freedom; PROCESS_DEVIATION is exact.
     """
     from scipy.special import stdtrit  # slow to import, and few commands need it
 

@@ -25,10 +25,10 @@ class Matching:
 
 
 def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
-    """Match two sweeps, each of different configurations, by the settings in which they do not differ as wholes.
+    """Match the rows of two sweeps by all settings except those in which the sweeps differ as wholes.
 
-    They differ in a setting if no value of it is on both sides. If without these a side would have a configuration
-    twice, only settings that have one value on each side are left out.
+    The sweeps differ as wholes in a setting if they share no value of it. If a side would have a configuration twice
+    without these settings, only those with a single value on each side are left out.
     """
     names = list(a[0] if a else ())
     values = {name: ({row[name] for row in a}, {row[name] for row in b}) for name in names}

@@ -119,7 +119,7 @@ def check_ceilings(directory: Path | None) -> None:
 
 
 def ceilings_in(directory: Path | None) -> Ceilings:
-    """The ceilings in the directory; of one study that was asked for by name a damaged one is an error."""
+    """The ceilings in the directory; damage is an error if it is the directory of one study, otherwise a warning."""
     chosen = directory or CEILINGS
     return (load_ceilings if (chosen / FILE_NAME).exists() else load_ceilings_or_warn)(chosen)
 

@@ -165,7 +165,7 @@ def run(arguments: BenchmarkArguments) -> int:
 
 
 def _run_as_rank(config: RunConfig, arguments: BenchmarkArguments, rank: Rank) -> int:
-    """Be one of the ranks that torchrun started; rank 0 writes the record and prints."""
+    """Measure as one of the ranks that torchrun started; rank 0 writes the record and prints."""
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.sweep.store import PROFILE_DIRECTORIES, make_writable, profile_of_rank, set_aside_run
     from cs336_systems.sweep.torchrun import measure_as_rank, see_own_gpu
@@ -217,7 +217,7 @@ def _measure(config: RunConfig, profile: Path | None, status: "StatusLine") -> R
 
 
 def _measure_on_ranks(config: RunConfig, runs: Path, timeout_s: float, status: "StatusLine") -> RunRecord:
-    """Measure in processes that are started for it."""
+    """Measure in processes that are started for the ranks."""
     from cs336_systems.sweep.run import measure_one
 
     status(f"measuring on {counted(config.ranks, 'rank')}")

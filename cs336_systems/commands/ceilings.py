@@ -88,7 +88,7 @@ class CeilingsArguments(StudyArguments):
     """Name of the directory."""
 
     def grid(self) -> CeilingsGrid:  # type: ignore[override] # it chooses all fields itself
-        """The grid that the flags mean; raise ValueError if there is no such grid."""
+        """The grid that the flags describe; raise ValueError for flags that describe none."""
         on_gpu, num_gpus = resolve_device(self.device) is Device.CUDA, len(visible_gpus())
         sizes = value_or(self.sizes, GPU_SIZES if on_gpu else CPU_SIZES)
         squares = tuple(Shape(rows=side, inner=side, columns=side) for side in sizes)
@@ -198,7 +198,7 @@ def load(directory: Path) -> "tuple[CeilingsStudy, StepParts | None]":
 
 
 def _profiled_step(profile: Path, record: Path | None, directory: Path) -> ProfiledStep:
-    """The step that the flags name; without --record, its record is that of the sweep that the profile belongs to."""
+    """The step that the flags name; without --record, its record is the one in the profile's sweep."""
     if record is None:
         record = profile.parent.parent / "runs" / profile.name
     else:

@@ -75,7 +75,7 @@ class CompareArguments(MeasuringArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_repeats(self.repeats, least=2)  # one process tells nothing of the spread
+        check_repeats(self.repeats, least=2)  # one process does not show the spread
         if self.fail_if_slower is not None and not 0 <= self.fail_if_slower < float("inf"):
             raise ValueError(f"--fail-if-slower must be a percentage from 0 up, got {self.fail_if_slower}")
 
@@ -189,12 +189,12 @@ def _guard(compared: "Compared", percent: float | None) -> int:
 
 
 def _plain(name: str) -> str:
-    """The name of a directory; raise UsageError for one that leads elsewhere."""
+    """The name itself; raise UsageError unless it is a plain directory name."""
     return checked(functools.partial(checked_name, name))
 
 
 def _refuse_another(pairs: Sequence[tuple[RunConfig, RunConfig]], directory: Path) -> None:
-    """Raise UsageError if the directory has records of another comparison, not measured alternately with these.
+    """Raise UsageError if the directory has records of another comparison: they were not interleaved with these runs.
 
     Even repeats are A's and odd ones B's.
     """

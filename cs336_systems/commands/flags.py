@@ -1,6 +1,6 @@
-"""Flags that several commands share, as dataclasses, and the configuration that they mean.
+"""Flags that several commands share, as dataclasses, and the configuration that they describe.
 
-Flags of settings are made from the declarations of these in config.py.
+Flags of settings are made from the declarations in config.py.
 """
 
 import contextlib
@@ -56,9 +56,9 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
 
 @contextlib.contextmanager
 def _defaults_not_checked() -> Iterator[None]:
-    """Let the parser take it that each default has its field's type, as mypy has checked.
+    """Make the parser assume that each default has its field's type, which mypy has checked.
 
-    For types such as `int | None` it would import typeguard, which takes longer than to parse all flags.
+    To check types such as `int | None`, the parser would import typeguard, which takes longer than parsing all flags.
     """
     resolver: Any = sys.modules.get("tyro._resolver")
     if (check := getattr(resolver, "is_instance", None)) is None:  # in another version of the parser
@@ -77,9 +77,9 @@ def unset(metavar: str | None, default: object, text: str | None = None) -> obje
 
 
 def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorSpec[Any]:
-    """Parse a member of `kind`, or several, where None stands for a flag that was not given.
+    """Parse a member of `kind`, or several; None if the flag was not given.
 
-    The parser's own way lists None among the choices, and all of them in no order.
+    The parser's own handling would list None among the choices, and the choices in no fixed order.
     """
     values = tuple(member.value for member in kind)
 
@@ -106,7 +106,7 @@ def _all_settings() -> Iterator[tuple[Field[Any], Setting]]:
 
 
 FIELDS = {each.name: (each, setting) for each, setting in _all_settings()}
-"""The settings of a run by name, those of the model in the place of the model."""
+"""The settings of a run by name; the model's settings replace the field `model`."""
 AXES = tuple(name for name, (_, setting) in FIELDS.items() if setting.plural)
 """Settings that a sweep takes several values of."""
 FIRST = ("size", "context_length", "mode", "precision", "warmup_steps", "checkpoint_blocks")
@@ -120,11 +120,11 @@ NOT_ALONE = tuple(
     name for name, (each, setting) in FIELDS.items()
     if setting.rules and (each.default is False or (setting.is_shortcut and each.default == 0))
 )  # fmt: skip
-"""Switches and numbers with rules: most need other settings, which --fast may have to choose first."""
+"""Switches and numbers with rules. Most rules require other settings, which --fast may have to choose first."""
 
 
 class Flags:
-    """A group of flags, of which `with_flags` makes some from the declarations of settings."""
+    """A group of flags; `with_flags` makes some of them from the declarations of settings."""
 
     settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """The names of the settings by the flags made from them."""
@@ -328,7 +328,7 @@ def checked_ranks(config: RunConfig) -> RunConfig:
 
 
 def batch_of_each(global_batch_size: int, ranks: int) -> int:
-    """The batch size of each rank, of this one of all; raise ValueError if it cannot be shared out evenly."""
+    """The batch size of each rank, from that of all ranks; raise ValueError if the ranks do not divide it."""
     if global_batch_size < 1 or global_batch_size % ranks:
         raise ValueError(
             f"--global-batch-size {global_batch_size} must be a multiple of the {ranks} rank(s) that share it"
@@ -373,7 +373,7 @@ def make_fast_config(
             raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
     switches: dict[str, Any] = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
     if asked.get("expandable_segments") and fast.is_shared:
-        switches.setdefault("cuda_graph", False)  # which would exclude them
+        switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
     fast = replace(fast, **switches)
     memory_bytes = (gpus[0].usable_bytes or gpus[0].memory_bytes) if gpus else None
     if memory_bytes is None or "checkpoint_blocks" in asked:
@@ -385,7 +385,7 @@ def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = Fal
     """The same run under a profiler. The memory profiler records at most two steps, as steady steps are alike."""
     if profiler is not Profiler.MEMORY:
         return replace(plain, profiler=profiler)
-    # a replayed graph allocates nothing, and the history is that of fixed segments
+    # a replayed graph allocates nothing, and the analysis of the history assumes fixed segments
     plain = replace(plain.without_graph, expandable_segments=False)
     if first_step:
         return replace(plain, profiler=profiler, warmup_steps=0, measured_steps=1)

@@ -133,7 +133,7 @@ class LadderArguments(Flags):
         return replace(config, learning_rate=gate_learning_rate(config.model.d_model))
 
     def ladder(self) -> tuple[Rung, ...]:
-        """The rungs meant; raise ValueError for one that there is not."""
+        """The rungs that the flags name; raise ValueError for an unknown one."""
         base = self.base()
         every = rungs(base, visible_gpus()[0].name if base.device is Device.CUDA else None)
         return every if self.rungs is None else chosen(every, self.rungs)
@@ -255,7 +255,7 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
 
 
 def load(directory: Path, beside: Ceilings) -> "Climbed":
-    """The ladder of a directory: its rungs, their records and profiles, and its rows, with shares of these ceilings."""
+    """The ladder in a directory: rungs, records, profiles and table rows; rates are shares of the ceilings `beside`."""
     from cs336_systems.report.page.collection import Climbed
     from cs336_systems.report.results import Results
     from cs336_systems.report.sections.kernels.entries import load_profiled
@@ -311,7 +311,7 @@ def _of_ladder(ladder: Sequence[Rung], records: Sequence[RunRecord]) -> list[Run
 
 @contextlib.contextmanager
 def _empty_compiler_cache() -> Iterator[None]:
-    """Give all workers started inside one compiler cache, empty at first, so that times of compilation are comparable.
+    """Let all workers started in this context share one compiler cache, empty at first, for comparable compile times.
 
     A cache directory that the user has set is kept.
     """

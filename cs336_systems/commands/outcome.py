@@ -1,7 +1,7 @@
 """How a command ends: its exit status, and the errors that mean wrong usage.
 
 0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed, a profile
-could not be explained, or of several records one is damaged; 2: wrong usage, a file that is not there or not what it
+could not be explained, or one of several records is damaged; 2: wrong usage, or a file that is missing or not what it
 should be; 130: interrupted.
 """
 
@@ -90,7 +90,7 @@ def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
 def show(
     as_json: bool, encoded: Callable[[], bytes], tables: Callable[[], Iterable["Table"]], directory: Path | None = None
 ) -> None:
-    """Print the tables, or the JSON alone, and say where the files are that were written."""
+    """Print the tables, or only the JSON, and the paths of the files that were written."""
     from cs336_systems.report.terminal import print_line, print_table
 
     with json_alone(as_json) as print_json:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def write_collection_page(collection: "Collection", status: "StatusLine") -> Path:
-    """Write the page of the collection into its root, saying how far it is; return its path."""
+    """Write the page of the collection into its root, with progress messages; return its path."""
     from cs336_systems.report.page.whole import collection_page
     from cs336_systems.report.page.write import write_page
 

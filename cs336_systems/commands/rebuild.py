@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cs336_systems.report.status_line import StatusLine
 
 UNREADABLE = FileError, UsageError, SweepError
-"""What is raised where a directory's results cannot be read."""
+"""Exceptions that mean that a directory's results cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def results_below(root: Path) -> list[Path]:
     """The results directories among `root` and the three levels below it, as in ROOT/OUTPUT/KIND/NAME."""
     found: list[Path] = []
     for directory in (root, *(path for depth in ("*", "*/*", "*/*/*") for path in sorted(root.glob(depth)))):
-        is_within = any(other in directory.parents for other in found)  # it has earlier runs that --fresh set aside
+        is_within = any(other in directory.parents for other in found)  # such as earlier runs that --fresh set aside
         if not is_within and any((directory / name).exists() for name in _KINDS):
             found.append(directory)
     return sorted(found)
@@ -78,14 +78,14 @@ def load(directory: Path, root: Path, ceilings_at: Callable[[Path], Ceilings] = 
 
 
 def _unreadable(directory: Path, root: Path, error: Exception) -> Collection:
-    why = str(error).replace(f"{root}/", "")  # a page names no place of this machine
+    why = str(error).replace(f"{root}/", "")  # pages must not contain absolute paths of this machine
     return Collection(root=root, unreadable={directory.relative_to(root): why})
 
 
 def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) -> int:
-    """Rebuild every results directory below `root`, and say what was done with each; go on after one that fails.
+    """Rebuild every results directory below `root`, and report what was done with each; continue after a failure.
 
-    The page of the root has all that could be read. A directory below it keeps to having a page of its own, or none.
+    The page of the root has all results that could be read. A directory below it gets a page only if it had one.
     """
     from cs336_systems.report.terminal import print_line
 
@@ -145,7 +145,7 @@ def write(found: Collection, status: "StatusLine") -> None:
 
 
 def _score_forecast(found: Collection, status: "StatusLine") -> None:
-    """Write how far the times of steps that ceilings predict are from all measured ones, if there are ceilings."""
+    """Write the errors of the step times predicted from ceilings, over all measured steps, if there are ceilings."""
     from cs336_systems.report.terminal import print_line
 
     status("predicting the times of all steps")
@@ -215,4 +215,4 @@ _KINDS: Mapping[str, Callable[[_Place], Collection]] = {
     RUNS: _sweep,
     COMPARISON_FILE: _comparison,
 }
-"""The function that reads a directory, by the file or folder in it; of several, the first in this order decides."""
+"""The function that reads a directory, by a file or folder that it contains; the first match in this order decides."""

@@ -90,7 +90,7 @@ def _everything(root: Path, is_json: bool) -> int:
 
 
 def _refuse_to_lose(problems: Mapping[Path, Sequence[RecordError]], output: Path | None) -> None:
-    """Say which records cannot be read; raise UsageError if tables that have these runs would be overwritten."""
+    """Report which records cannot be read; raise UsageError if that would overwrite tables that have these runs."""
     for problem in itertools.chain.from_iterable(problems.values()):
         print(f"warning: {problem}", file=sys.stderr)
     for directory, found in problems.items():

@@ -71,7 +71,7 @@ def show_results(
 
 
 def _refuse_to_lose(results: "Results", directory: Path, output: Path) -> None:
-    """Say how many profiles are missing; raise UsageError if tables that have these runs would be overwritten."""
+    """Report how many profiles are missing; raise UsageError if that would overwrite tables that have these runs."""
     if not results.lost:
         return
     if output.resolve() == directory.resolve():

@@ -132,7 +132,7 @@ def _links(arguments: ScaleArguments, name: str, device: DeviceSpec | None, ceil
 
 
 def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> Scale:
-    """The answer to what was asked; raise ValueError if the device is not known well enough."""
+    """The forecast that the flags ask for; raise ValueError if too little is known of the device."""
     name, device = machine_meant(arguments.device_name, ceilings, are_asked=arguments.ceilings is not None)
     if name is None:
         found = f"; there are ceilings of {', '.join(ceilings.device_names)}" if ceilings.device_names else ""

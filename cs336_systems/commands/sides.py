@@ -18,7 +18,7 @@ from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.record import RunRecord
 
 GRID_FLAGS = {*SweepArguments.settings} - {*BenchmarkArguments.settings}
-"""Flags that a sweep has and a single run has not."""
+"""Flags that a sweep has and a single run does not."""
 
 
 def both_on_disk(a: str, b: str) -> bool:
@@ -34,7 +34,7 @@ def both_on_disk(a: str, b: str) -> bool:
 
 def _exists(text: str) -> bool:
     try:
-        return bool(text.strip()) and Path(text).exists()  # no flags at all are flags too, not the current directory
+        return bool(text.strip()) and Path(text).exists()  # an empty text means no flags, not the current directory
     except OSError:  # flags may be longer than any file name
         return False
 
@@ -84,7 +84,7 @@ def pairs(grids: Sequence[Sequence[RunConfig]], allow_mixed: bool) -> list[tuple
 
 
 def name_of(pairs: Sequence[tuple[RunConfig, RunConfig]]) -> str:
-    """Name of the directory for records of these: the same for the same comparison alone."""
+    """Name of the directory for records of these pairs; different comparisons have different names."""
     if len(pairs) == 1:
         ((a, b),) = pairs
         return f"compare_{a.size}_{a.digest}_{b.digest}"

@@ -29,7 +29,7 @@ class StudyArguments(Flags):
     """Flags that every study has."""
 
     GRID: ClassVar[type]
-    """Its declared settings become flags."""
+    """Class of the grid, whose declared settings become flags."""
     FOLDER: ClassVar[str]
     """Directory of all studies of this kind, below the output directory."""
     device: DeviceFlag = "auto"
@@ -123,7 +123,7 @@ def show_study(
 
 
 def _write_page(directory: Path, status: "StatusLine", parts: Mapping[str, object]) -> Path:
-    """Write the page of one study, whose parts are by fields of `Collection`; None for what there is not."""
+    """Write the page of one study; `parts` are values of fields of `Collection`, or None for what is absent."""
     from cs336_systems.report.page.collection import Collection
 
     fields: dict[str, Any] = {name: {Path(): part} for name, part in parts.items() if part is not None}

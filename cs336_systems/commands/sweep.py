@@ -162,7 +162,7 @@ class SweepArguments(Flags):
         return replace(plan, configs=tuple(repeats))
 
     def device(self) -> Device:
-        """The device to measure. That of a cluster need not be in this machine if it is named."""
+        """The device to measure on; with --cluster, a device named by --device need not be in this machine."""
         if self.cluster is not None and self.step.device == "cuda":
             return Device.CUDA
         return resolve_device(self.step.device)
@@ -194,7 +194,7 @@ class SweepArguments(Flags):
     def _grid(self, on_gpu: bool) -> list[dict[str, Any]]:
         """Every combination of the axes' values, by the names of their settings.
 
-        Beside ways to share a step, `none` is on one rank; alone it is refused on several, with the reason.
+        If other ways to share a step are in the grid, `none` gets one rank; alone it is refused with several ranks.
         """
         axes = self._axes(on_gpu)
         grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
@@ -246,7 +246,7 @@ def default_name(sweep: SweepArguments) -> str:
 
 
 def _differences(group: Flags, skip: tuple[str, ...] = ()) -> Iterator[str]:
-    """The flags whose values are not the usual ones, with these: `attention-sdpa`."""
+    """The flags whose values are not the defaults, each with its value: `attention-sdpa`."""
     for flag, name in group.settings.items():
         value, (each, setting) = getattr(group, flag), FIELDS[name]
         if flag in skip or value == getattr(type(group), flag):
@@ -285,7 +285,7 @@ def run(arguments: SweepArguments) -> int:
 
 
 def _expected(arguments: SweepArguments, plan: Plan, directory: Path) -> Expected:
-    """How long the runs should take, where there are ceilings of the device that measures them."""
+    """How long the runs should take; empty without ceilings of the device that measures them."""
     on_cpu = arguments.device() is Device.CPU
     gpus = alike(visible_gpus()) if arguments.cluster is None and not on_cpu else ()
     here = [gpu.name for gpu in gpus[:1]]
@@ -301,7 +301,7 @@ def _expected(arguments: SweepArguments, plan: Plan, directory: Path) -> Expecte
 
 
 def _plan_json(plan: Plan, directory: Path, expected: Expected) -> dict[str, object]:
-    """The runs, and by their keys what is predicted of each, as far as it is."""
+    """The runs, and by their keys the available predictions for each."""
     predicted = {
         config.key: {"step_s": expected.steps_s.get(config), "peak_bytes": _peak_bytes(config)}
         for config in plan.configs

@@ -153,9 +153,9 @@ def _recomputed(config: RunConfig, forward: Mapping[Component, int]) -> dict[Com
 
 
 def _recomputed_parts(config: RunConfig) -> tuple[Component, ...]:
-    """The parts that backward computes again between checkpoints: of a selective one the linear layers but q, k and v.
+    """The parts that backward recomputes between checkpoints; with selective ones, linear layers except q, k and v.
 
-    In fp8 also these, since a layer saves its factors only after the matmul.
+    In fp8 selective checkpoints recompute q, k and v too, because a layer saves its factors only after the matmul.
     """
     if not config.checkpoint_blocks:
         return ()
@@ -243,15 +243,15 @@ def moment_bytes(config: RunConfig) -> int:
 
 
 def saved_by_moments(config: RunConfig) -> int:
-    """Bytes of each parameter that AdamW need not move, as both moments, which it reads and writes, are in bf16."""
+    """Bytes per parameter that AdamW saves by reading and writing both moments in bf16 instead of fp32."""
     return 2 * 2 * (FP32_BYTES - moment_bytes(config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Bytes of the parameters and of what belongs to them, without the allocator's rounding; 0 if a mode lacks it.
+    """Bytes of parameters, gradients, optimizer state and copies, without the allocator's rounding; 0 if not needed.
 
-    Of what several ranks share out, those of the rank that keeps most.
+    Sharded tensors count with the share of the rank that keeps most.
     """
 
     parameters: int
@@ -279,7 +279,7 @@ def state_bytes(config: RunConfig) -> StateBytes:
 
 
 def updated_parameters(config: RunConfig) -> int:
-    """Parameters that a rank's optimizer updates: all, or its share, of the rank that has most."""
+    """Number of parameters that a rank's optimizer updates: all, or the share of the rank that has most."""
     if config.parallel.shards_parameters or config.shard_optimizer:
         return sum(updated_elements(config).values())
     return count_parameters(config.model)
@@ -337,7 +337,7 @@ class _MatmulElements:
         return factor_bytes * self.factors + result_bytes * (self.results + self.biases)
 
     def backward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
-        """Bytes of two matmuls for each one of forward: a factor's gradient is the result's times the other factor."""
+        """Bytes of backward's two matmuls for each of forward: each multiplies the result's gradient by one factor."""
         return factor_bytes * (2 * self.results + self.factors) + result_bytes * self.factors
 
 

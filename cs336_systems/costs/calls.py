@@ -1,17 +1,17 @@
-"""One call of a collective: its kind, its bytes, and what of them a rank sends; and what is averaged in one call."""
+"""One call of a collective: its kind, its bytes and the part that a rank sends; and buckets, averaged in one call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that are averaged together while backward goes on, in ddp-overlap and in PyTorch's way."""
+"""Least bytes of gradients in a full bucket, in ddp-overlap and in PyTorch's DistributedDataParallel."""
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket of PyTorch's DistributedDataParallel, which is smaller so that its all-reduce starts early."""
 
 
 class Collective(StrEnum):
-    """An exchange among all ranks. In a push each copies a tensor of its own to every other one's memory."""
+    """An exchange among all ranks. In a push each rank copies a tensor of its own to every other rank's memory."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -26,7 +26,7 @@ class Call:
 
     collective: Collective
     num_bytes: int
-    """Of the whole tensors: those of all ranks' parts, where each has a part."""
+    """Bytes of the whole tensors: of all ranks' parts together, if each rank has a part."""
 
 
 def sent_share(collective: Collective, ranks: int) -> float:
@@ -42,7 +42,7 @@ def call_of(collective: Collective, num_bytes: int) -> Call:
 
 
 def buckets_of(sizes: Mapping[str, int], bucket_bytes: int, first_bytes: int | None = None) -> list[list[str]]:
-    """The names in their order, in buckets that end with the one that fills them; `first_bytes` fill the first."""
+    """The names in order, in buckets; the name that fills a bucket is its last. `first_bytes` fill the first bucket."""
     buckets: list[list[str]] = []
     filled, limit = 0, 0
     for name, size in sizes.items():

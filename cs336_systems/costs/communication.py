@@ -1,4 +1,4 @@
-"""The collectives of a step on several ranks, call by call: what a rank sends, and their time by measured ones.
+"""The collectives of a step on several ranks, call by call: bytes that a rank sends, and time by measured collectives.
 
 Collectives run in a ring: of S bytes that all n ranks have in the end, an all-gather makes each rank send (n - 1) / n,
 a reduce-scatter and a broadcast as many, an all-reduce twice as many (Patarasuk and Yuan 2009).
@@ -28,7 +28,7 @@ WAYS = (*AVERAGING, Parallel.FSDP, Parallel.FSDP_PUSH, Parallel.FSDP2)
 
 
 def calls(config: RunConfig) -> Counter[Call] | None:
-    """The collectives of a step after the first ones, with how many there are of each.
+    """The collectives of a step in the steady state, with the number of each.
 
     None for a run in one process, a user's own model, and models of more than MAX_LAYERS.
     """
@@ -89,7 +89,7 @@ def _of_shards(config: RunConfig) -> Iterator[Call]:
 
 
 def unit_bytes(config: RunConfig) -> dict[str, int]:
-    """Bytes of the parameters of all ranks that are gathered together, by unit; of copies those of a rank's part."""
+    """Bytes of each unit's all-gather: of all ranks' parts; for ways that copy, of one rank's part."""
     if config.parallel is Parallel.FSDP2:
         return _payloads_of_fully_shard(config)
     parts = config.ranks if config.parallel.writes_to_others else 1
@@ -123,7 +123,7 @@ def gradient_order(config: RunConfig) -> list[str]:
 
 
 def time_s(found: Mapping[Call, int], curves: Mapping[Collective, Mapping[int, float]]) -> float | None:
-    """Time of the calls one after the other, from measured times by bytes; None without those of a collective."""
+    """Time of the calls one after the other, from measured times by bytes; None if a kind was not measured."""
     if any(not curves.get(call.collective) for call in found):
         return None
     return sum(count * interpolated(curves[call.collective], call.num_bytes) for call, count in found.items())

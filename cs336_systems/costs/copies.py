@@ -1,7 +1,6 @@
-"""The collectives of the fast model, call by call: of its bf16 copies, some packed, and of what it reads in fp32.
+"""The collectives of the fast model, call by call: of its bf16 copies, some packed, and of masters that it reads.
 
-Which tensors these are is said in `model/fast/`, and what is exchanged in `parallel/sharded_weights.py` and
-`parallel/sharded_copies.py`.
+`model/fast/` defines these tensors; `parallel/sharded_weights.py` and `parallel/sharded_copies.py` exchange them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,15 +14,15 @@ from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES, HEAD, LOOKUP, RES
 ALIGNED_ELEMENTS = 8
 """Weights are packed if each part begins at a multiple of this many elements in bf16."""
 EXCHANGED_BYTES = 64 * 2**20
-"""Copies that a sharded optimizer gives to the other ranks together."""
+"""Least bytes of updated copies that a sharded optimizer sends in one bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """A tensor that backward makes a gradient for."""
+    """A tensor that backward computes a gradient for."""
 
     unit: str
-    """The unit of fsdp that it is gathered with."""
+    """The unit of fsdp with which the tensor is gathered."""
     elements: int
     element_bytes: int
     is_matrix: bool = True
@@ -32,17 +31,17 @@ class Leaf:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor with its surplus."""
+        """Bytes of the tensor with its surplus."""
         return self.element_bytes * (self.elements + self.surplus)
 
     def shared_bytes(self, ranks: int) -> int:
-        """Of what a sharded optimizer shares out: all of a matrix, or nothing where parts would not be aligned."""
+        """Bytes that a sharded optimizer shards: the matrix without surplus; 0 if its parts would not be aligned."""
         is_shared = self.is_matrix and self.elements % (ranks * 2 * ALIGNED_ELEMENTS) == 0
         return self.element_bytes * self.elements if is_shared else 0
 
 
 def calls_with_copies(config: RunConfig) -> Iterator[Call]:
-    """The collectives of a step of the fast model after the first ones."""
+    """The collectives of a step of the fast model in the steady state."""
     found = leaves(config)
     if config.parallel.is_fsdp:
         yield from _of_units(config, found)
@@ -67,9 +66,10 @@ def calls_with_copies(config: RunConfig) -> Iterator[Call]:
 
 
 def exchanges(config: RunConfig, parts: Sequence[int], gathers: int) -> Iterator[Call]:
-    """What gathers parameters so often, and scatters their gradients, from the bytes of a rank's part of each.
+    """The calls that gather parameters `gathers` times and scatter their gradients once.
 
-    Copies are one for each parameter; collectives are one for all.
+    `parts` are the bytes of a rank's part of each parameter. There is one push per parameter, but one collective for
+    all parameters.
     """
     if config.parallel is Parallel.FSDP_PUSH:
         yield from (call_of(Collective.PUSH, part) for part in parts for _ in range(gathers + 1))
@@ -97,7 +97,7 @@ def _groups(config: RunConfig, found: Sequence[Leaf]) -> list[list[Leaf]]:
 
 
 def _filled(found: Iterable[Leaf], limit: int | None) -> Iterator[list[Leaf]]:
-    """Groups that end with the leaf that fills them; one of all without a limit."""
+    """Groups of leaves, each of which ends with the leaf that reaches the limit; one group if there is no limit."""
     group: list[Leaf] = []
     for leaf in found:
         group.append(leaf)
@@ -109,7 +109,7 @@ def _filled(found: Iterable[Leaf], limit: int | None) -> Iterator[list[Leaf]]:
 
 
 def _exchanges(config: RunConfig, found: Sequence[Leaf]) -> Iterator[Call]:
-    """What the ranks give each other of what each has updated."""
+    """The calls by which ranks exchange the parts that they have updated."""
     ranks = config.ranks
     if config.parallel is Parallel.DDP_PUSH:
         yield from (call_of(Collective.PUSH, shared // ranks) for leaf in found if (shared := leaf.shared_bytes(ranks)))
@@ -121,10 +121,10 @@ def _exchanges(config: RunConfig, found: Sequence[Leaf]) -> Iterator[Call]:
 
 
 def _of_units(config: RunConfig, found: Sequence[Leaf]) -> Iterator[Call]:
-    """Matrices are gathered unit by unit, those of a type together, and their gradients scattered."""
+    """Calls of fsdp: gathers of each unit's matrices, one per type, and scatters of their gradients; then vectors."""
     *_, last = (leaf.unit for leaf in found if leaf.is_matrix and leaf.unit != REST)
     matrices = sorted((leaf for leaf in found if leaf.is_matrix), key=_unit_and_type)
-    padding = max(leaf.surplus for leaf in found)  # a tied table is padded as the copy of it is
+    padding = max(leaf.surplus for leaf in found)  # a tied fp32 table is padded like its copy
     for (unit, size), group in groupby(matrices, key=_unit_and_type):
         surplus = padding if unit in (REST, HEAD) else 0
         parts = [size * -(-(leaf.elements + surplus) // config.ranks) for leaf in group]
@@ -172,7 +172,7 @@ def leaves(config: RunConfig) -> list[Leaf]:
 
 
 def _backwards(config: RunConfig, found: Sequence[Leaf]) -> list[Leaf]:
-    """The leaves in the order in which backward makes their gradients: of gpt2's tied table the copy's first."""
+    """The leaves in the order in which backward computes their gradients; of gpt2's tied table, the copy's is first."""
     if config.model.arch is Arch.CS336:
         return list(found[::-1])
     head, *embeddings = found[:3]

@@ -1,4 +1,4 @@
-"""What a device reaches at its best, as curves between the points that were measured: matmuls, passes, launches."""
+"""Measured ceilings of a device, as curves between the measured points: matmuls, passes over memory, launches."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ ALIGNMENT = 8
 """Sides that are not multiples of this keep cuBLAS from its fast kernels: 16 bytes in half precision (NVIDIA's guide
 to matmul performance, "tensor core requirements")."""
 SHEPARD_EXPONENT = 4
-"""Of inverse distances. Above the three dimensions of a matmul, so that many far points do not outweigh a near one
-(Shepard 1968)."""
+"""Exponent of the inverse distances that weight measured points (Shepard 1968). It is above 3, the number of sides of a
+matmul, so that many far points do not outweigh a near one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Matmul:
     inner: int
     columns: int
     batch: int = 1
-    """Matmuls of a batched one, or heads of all sequences."""
+    """Number of matmuls in a batched one; for attention, heads of all sequences."""
     form: Form | None = None
-    """None for one that stands for all forms, that of a linear layer. Of fused attention, the sides of its scores."""
+    """None for a linear layer's matmul, which stands for all forms. Fused attention has the sides of its scores."""
     time_s: float
 
     @property
@@ -38,7 +38,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curves:
-    """Times that `cs336 ceilings` has measured on one device. Two objects are never equal, so that each is a key."""
+    """Times that `cs336 ceilings` has measured on one device. Compared by identity, to be hashable as cache keys."""
 
     matmuls: Mapping[Precision, tuple[Matmul, ...]]
     copies: Mapping[int, float]
@@ -48,19 +48,19 @@ class Curves:
     launch_s: float
     """Time that the host needs to launch a kernel that does next to nothing."""
     kernel_s: float
-    """Time of such a kernel in a CUDA graph, where no host is waited for."""
+    """Time of such a kernel in a CUDA graph, where the device does not wait for the host."""
     passes: Mapping[Pass, Mapping[int, float]] = field(default_factory=dict)
     """Times of other passes than copies by the bytes that they read and write."""
     collectives: Mapping[int, Mapping[Collective, Mapping[int, float]]] = field(default_factory=dict)
     """Times of each collective by its bytes, by the number of ranks among which they were measured."""
     queued_gap_s: float | None = None
-    """Time between two kernels that the host launched one by one in time; None if it was not measured."""
+    """Gap between two kernels that the host launched one by one, early enough; None if it was not measured."""
     on_host: bool = False
     """Whether the device is the host itself, a CPU: it runs each operation before it begins the next."""
 
     @property
     def gap_s(self) -> float:
-        """Time between two kernels; if it was not measured, that of an empty kernel, in which there is little else."""
+        """Gap between two kernels; if it was not measured, the time of an empty kernel, which is mostly gap."""
         return self.kernel_s if self.queued_gap_s is None else self.queued_gap_s
 
     def matmul_s(
@@ -74,13 +74,13 @@ class Curves:
         form: Form = Form.FORWARD,
         moved_bytes: int = 0,
     ) -> float | None:
-        """Time of a matmul that reads and writes `moved_bytes`; None at a precision of which none was measured.
+        """Time of a matmul that reads and writes `moved_bytes`; None if no matmul was measured at this precision.
 
-        Its rate is the mean of those measured, weighted by the inverse of a power of the distance, in which each side
-        counts by its logarithm; of a batch it is that of the matmul with the rows of all. One that was measured has the
-        time measured. If none of its form was, those of a linear layer count, with rows and columns exchanged too.
-        Then it takes no less time than a copy of as many bytes, and fused attention, which is causal, as long as half
-        of its matmuls.
+        The rate is the geometric mean of measured rates, weighted by a power of the inverse distance between the
+        logarithms of the sides, so a measured matmul has its measured time. A batch counts as one matmul with the rows
+        of all. If none of this form was measured, linear layers' matmuls are used, also with rows and columns
+        exchanged. The time is then at least that of a copy of as many bytes, and fused attention, which is causal,
+        takes half the time of its matmuls.
         """
         measured = self.matmuls.get(precision, ())
         points = _surface(measured, _is_aligned(rows, inner, columns), form, batch > 1)
@@ -98,7 +98,7 @@ class Curves:
         return any(each.form is form and (each.batch > 1) is is_batched for each in measured)
 
     def pass_s(self, num_bytes: int, how: Pass = Pass.COPY) -> float:
-        """Time of a kernel that reads and writes so many bytes; that of a copy, if passes like it were not measured."""
+        """Time of a pass that reads and writes `num_bytes`; time of a copy if passes of this kind were not measured."""
         return interpolated(self.passes.get(how) or self.copies, num_bytes)
 
     def adamw_s(self, num_bytes: int) -> float:
@@ -116,7 +116,7 @@ Point = tuple[tuple[float, float, float], float]
 
 @lru_cache(maxsize=1024)
 def _surface(measured: tuple[Matmul, ...], is_aligned: bool, form: Form, is_batched: bool) -> tuple[Point, ...]:
-    """Points of the matmuls that are most alike: of this form, batched or not, and aligned or not, if there are any."""
+    """Points of the most similar matmuls: of this form and batched or not, else linear ones; if possible as aligned."""
     alike = [each for each in measured if each.form is form and (each.batch > 1) is is_batched]
     alike = alike or [each for each in measured if each.form is None]
     kept = [each for each in alike if _is_aligned(each.rows, each.inner, each.columns) is is_aligned] or alike

@@ -1,7 +1,7 @@
-"""The curves of a device that nobody has measured, from its data sheet and stated efficiencies.
+"""The curves of a device without measured ceilings, from its data sheet and stated efficiencies.
 
-No device reaches what its data sheet promises. The efficiencies are those that H100 and H200 reach at large sizes
-(`cs336 ceilings`), rounded down; what follows from them is marked as such wherever it is shown.
+No device reaches its data sheet's peaks. The efficiencies are those that H100 and H200 reach at large sizes
+(`cs336 ceilings`), rounded down; results that follow from them are marked as such wherever they are shown.
 """
 
 from cs336_systems.config import Precision
@@ -9,11 +9,11 @@ from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.hardware import DeviceSpec
 
 MATMUL_EFFICIENCY = 0.7
-"""Of the peak, at every size of a matmul."""
+"""Share of the peak that a matmul reaches, whatever its size."""
 MEMORY_EFFICIENCY = 0.85
-"""Of the memory bandwidth, for every kernel that is no matmul."""
+"""Share of the memory bandwidth that every kernel reaches that is not a matmul."""
 LINK_EFFICIENCY = 0.75
-"""Of the rate of NVLink in one direction, in a collective."""
+"""Share of NVLink's rate in one direction that a collective reaches."""
 LAUNCH_S = 7e-6
 """Time that a host needs to launch a kernel."""
 KERNEL_S = 1.5e-6
@@ -36,7 +36,7 @@ def data_sheet_curves(device: DeviceSpec) -> Curves:
 
 
 def _matmuls(device: DeviceSpec, precision: Precision) -> tuple[Matmul, ...]:
-    """One matmul, whose rate is that of all; none at a precision whose peak is not known."""
+    """One matmul, whose rate applies to all; empty if the peak of the precision is not known."""
     peak = device.peak_flops_per_s.get(precision)
     if peak is None:
         return ()

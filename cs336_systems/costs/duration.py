@@ -1,4 +1,4 @@
-"""How long a run takes with all that is not a step, and a sweep of many, before anything is measured."""
+"""Predicts how long a run takes, including everything besides its steps, and how long a sweep of runs takes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.ranks_time import predicted_time
 
 RUN_S = {Device.CUDA: 0.8, Device.CPU: 0.4}
-"""What a run takes besides its steps: a process, on a GPU its CUDA context, the model, the first kernels, the record.
+"""Time of a run besides its steps: process, on a GPU its CUDA context, model, first kernels, record.
 
 On a GPU the 150 runs of the sweeps train, train_bf16, train_fp32, sdpa and inference in data/e2e_benchmark took 0.74 to
 0.87 s each, from the start of one to that of the next, whatever the size of the model. On a CPU making the model of
 size tiny and its first steps took 0.22 to 0.28 s more than its later steps do; the rest is the process."""
 START_S = 1.5
-"""What a sweep takes before its first run: it imports PyTorch. On 2 cores of an AMD EPYC that takes 1.4 to 2.2 s."""
+"""Time of a sweep before its first run, to import PyTorch: 1.4 to 2.2 s on 2 cores of an AMD EPYC."""
 COMPILED_S = 6.0
-"""What a run with compiled blocks takes beside that, with the compiler's cache on disk.
+"""Additional time of a run with compiled blocks, with the compiler's cache on disk.
 
 In train_fast and train_fast_batch16 it was 4.3 to 7.3 s, and 10.4 s for the first, which filled the cache."""
 
@@ -28,7 +28,7 @@ class Expected:
     steps_s: Mapping[RunConfig, float]
     """The predicted step of each run."""
     runs_s: Mapping[RunConfig, float]
-    """Each whole run, those too that will not fit and end early."""
+    """Predicted time of each whole run, including runs that will run out of memory and end early."""
     num_gpus: int = 1
     """GPUs that take the next run whenever they are free."""
 
@@ -55,9 +55,9 @@ NOTHING_EXPECTED = Expected(steps_s={}, runs_s={})
 
 
 def expect(configs: Iterable[RunConfig], too_large: Iterable[RunConfig], curves: Curves, num_gpus: int = 1) -> Expected:
-    """What the ceilings of the device let expect; of the runs in `too_large`, that they end before their first step.
+    """Predict times from the ceilings of the device; runs in `too_large` are expected to end before their first step.
 
-    Nothing is expected of a run under a profiler, which slows it.
+    No time is predicted for a run under a profiler, which slows the run.
     """
     failing = {config.configuration for config in too_large}
     steps_s: dict[RunConfig, float] = {}

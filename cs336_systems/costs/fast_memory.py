@@ -1,7 +1,7 @@
 """Memory of a training step with fused blocks in closed form, to choose checkpoints by.
 
-`memory.py` simulates eager steps tensor by tensor. Here are only the sums that matter to whether a step fits: what is
-held throughout, what forward saves, and what the two fullest moments of backward need beside it.
+`memory.py` simulates eager steps tensor by tensor. This module adds up only what decides whether a step fits: what is
+held throughout, what forward saves, and what the fullest moments of backward need in addition.
 """
 
 from dataclasses import replace
@@ -12,29 +12,29 @@ from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 
 LOSS_TOKENS = 8192
-"""Tokens whose logits are computed at once where memory is scarce. With fewer, the head's gradient, to which each part
-adds, would be read and written more often."""
+"""Tokens whose logits are computed at once if memory is scarce. Every part of the tokens reads and writes the head's
+gradient, so smaller parts would cost more traffic."""
 USABLE, USABLE_FIXED = 0.92, 0.85
 """Shares of the memory beside the CUDA context that tensors may take, in expandable segments and in fixed ones.
 
-NCCL and workspaces need 1 to 2 GiB. The rest is lost in gaps: of the 8B step with selective checkpoints, replayed on
-the simulated allocator (forecast/allocator.py), 6 GiB in expandable segments, and 16 GiB in fixed ones. With these it
-does not fit an H200, and where it was tried it did not.
+NCCL and workspaces need 1 to 2 GiB. The rest is lost to fragmentation: when the 8B step with selective checkpoints is
+replayed on the simulated allocator (forecast/allocator.py), 6 GiB in expandable segments, and 16 GiB in fixed ones.
+With fixed segments that step does not fit an H200, neither in the simulation nor when it was tried.
 """
 
 
 def with_checkpoints(config: RunConfig, memory_bytes: int, *, keeps_graph: bool = False) -> RunConfig:
-    """The configuration with the checkpoints that cost least time of those with which its step fits.
+    """The configuration with the checkpoints that cost least time among those with which the step fits.
 
-    That is none, selective ones of which as many as fit keep their hidden activations, or one for each block; the last
-    also where not even these are enough. Where the step does not fit as it is, the loss is computed in parts, which
-    costs next to nothing. With checkpoints memory is scarce, so segments are expandable. On several
-    ranks there are no graphs then, or, with `keeps_graph`, segments stay fixed. Settings that the forecast does not
-    cover, or that have checkpoints already, are left as they are.
+    The choices are: no checkpoints; selective ones, of which as many as fit keep their hidden activations; or one per
+    block, even if that does not fit either. If the step does not fit as it is, the loss is computed in parts, which
+    costs next to nothing. With checkpoints, segments are expandable because memory is scarce; on several ranks there
+    are then no graphs, or, with `keeps_graph`, segments stay fixed. Configurations that the forecast does not cover or
+    that already have checkpoints are returned unchanged.
     """
     if not config.fused_blocks or config.checkpoint_blocks or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
         return config
-    # ranks that write to each other's memory open it by handles of fixed segments
+    # ranks that write to each other's memory share it by handles, which only fixed segments have
     is_fixed = config.profiler is Profiler.MEMORY or config.parallel.writes_to_others
     # NCCL registers the buffers of graphs, which fails in expandable segments; steps this large need no graphs
     is_fixed = is_fixed or (keeps_graph and config.is_shared)
@@ -55,7 +55,7 @@ def peak_bytes(config: RunConfig) -> int:
     """The most memory of a step with fused blocks and fused loss, without the allocator's rounding."""
     model, tokens = config.model, _tokens(config)
     saved, ends, of_head = saved_bytes(config), _saved_at_ends(config), _of_head(config)
-    # the head's backward, with logits that are gradients by now; the last block's; the end of backward
+    # at three moments: backward of the head (the logits hold their gradients), of the last block, end of backward
     beside = of_head if config.loss_chunks == 1 else _logits(config)
     return held_bytes(config) + max(
         saved + beside + tokens * HALF_BYTES * model.d_model,
@@ -79,7 +79,7 @@ def _saved_of_group(config: RunConfig) -> int:
 
 
 def _saved_per_token(config: RunConfig) -> int:
-    """Bytes that a block, or such a group, saves for each token, if no layer is in fp8."""
+    """Bytes per token that a block, or a group of blocks between checkpoints, saves, if no layer is in fp8."""
     d_model = config.model.d_model
     stream, narrow = FP32_BYTES * d_model, HALF_BYTES * d_model
     if config.checkpoint_blocks and not config.selective_checkpoints:
@@ -91,7 +91,7 @@ def _saved_per_token(config: RunConfig) -> int:
 
 
 def _between(config: RunConfig) -> int:
-    """Bytes for each token that a block saves after attention: the sum and its norm, and the hidden activations."""
+    """Bytes per token that a block saves after attention: residual stream, its norm, and the hidden activations."""
     activations = HALF_BYTES * config.model.d_ff
     return (FP32_BYTES + HALF_BYTES) * config.model.d_model + _statistics(config) + _hidden(config) + activations
 
@@ -102,10 +102,10 @@ def _hidden(config: RunConfig) -> int:
 
 
 def _more_in_fp8(config: RunConfig) -> int:
-    """Bytes that a block saves in fp8 beyond those that it saves in bf16; negative if these are more.
+    """Bytes that a block saves with fp8 less those that it saves with bf16; may be negative.
 
-    Casts of the weights and of attention's result are saved besides. The inputs of the other linear layers are saved in
-    fp8 alone, with a byte less for each element.
+    fp8 casts of the weights and of attention's result are saved in addition. The inputs of the other linear layers are
+    saved in fp8 instead of bf16, one byte less per element.
     """
     if not config.fp8:
         return 0
@@ -113,7 +113,7 @@ def _more_in_fp8(config: RunConfig) -> int:
 
 
 def _recomputed_bytes(config: RunConfig) -> int:
-    """Bytes of what one block's backward holds: activations made again, and as large gradients."""
+    """Bytes that one block's backward holds: recomputed activations, and equally large gradients."""
     again = _tokens(config) * _between(config)
     if not config.checkpoint_blocks:
         return again
@@ -123,10 +123,10 @@ def _recomputed_bytes(config: RunConfig) -> int:
 
 
 def _saved_at_ends(config: RunConfig) -> int:
-    """What is saved outside of the blocks: the last norm's sum and result, the logits, and the tokens themselves.
+    """Bytes saved outside of the blocks: the last norm's input and result, the logits, and the tokens themselves.
 
-    Where the loss is computed in parts, the gradients of the last norm's result and of the head are in the place of the
-    result and the logits.
+    If the loss is computed in parts, the gradients of the last norm's result and of the head's weight take the place of
+    that result and of the logits.
     """
     d_model = config.model.d_model
     normed = (FP32_BYTES + HALF_BYTES) * d_model + _statistics(config)
@@ -134,7 +134,7 @@ def _saved_at_ends(config: RunConfig) -> int:
 
 
 def _logits(config: RunConfig) -> int:
-    """Bytes of the logits that are there at once."""
+    """Bytes of the logits that are in memory at once."""
     return HALF_BYTES * _padded_vocabulary(config) * -(-_tokens(config) // config.loss_chunks)
 
 
@@ -151,9 +151,9 @@ def _statistics(config: RunConfig) -> int:
 def held_bytes(config: RunConfig) -> int:
     """Bytes of masters, copies and AdamW's moments.
 
-    Of a sharded optimizer each rank has its part of moments and masters, but whole copies, and whole those masters that
-    the model reads itself. Fully sharded, it has its part of all, the copies that are gathered, and as much again for
-    gradients on their way. Pushed gradients of the other ranks have memory of their own.
+    With a sharded optimizer, a rank has its part of moments and masters, but whole copies, and whole masters where the
+    model reads those. Fully sharded, a rank has its part of everything, the copies that are currently gathered, and as
+    much again for gradients in transit. Gradients that other ranks push have memory of their own.
     """
     parts = parameters_by_component(config.model)
     linear, read, every = _with_copies(config), _read(config), sum(parts.values())

@@ -22,7 +22,7 @@ class DeviceSpec:
     link_bytes_per_s: float | None = None
     """Rate of NVLink in one direction: half of the figure of the data sheet; None if boards differ in their links."""
     memory_bytes: int | None = None
-    """Memory, of whose GB there are 2^30 bytes; None if devices of these names differ in it."""
+    """Memory, with 2^30 bytes for each GB of the data sheet; None if devices of these names differ in it."""
 
 
 def _spec(

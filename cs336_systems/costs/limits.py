@@ -59,10 +59,10 @@ class Link(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paper:
-    """What the inequalities know of a step."""
+    """The quantities of a step that occur in the inequalities."""
 
     tokens: int
-    """B, those of all ranks together."""
+    """B, the tokens of all ranks together."""
     feed: float
     """f, the elements of a block's matrices over 4 d_model."""
     flops_per_s: float
@@ -86,15 +86,15 @@ class Given:
     paper: Paper
     feed_formula: str
     rate_source: str
-    """Of C."""
+    """Source of C."""
     link_source: str
-    """Of W within a node."""
+    """Source of W within a node."""
     network_source: str = "given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One inequality, and what it gives if the other link is never waited for."""
+    """One inequality, and its result if the other link is infinitely fast."""
 
     scheme: Scheme
     link: Link
@@ -102,7 +102,7 @@ class Bound:
     intensity: float
     """a of the data ranks, or of the tensor ranks of tensor parallelism alone."""
     least_tokens: float | None
-    """Tokens of a rank below which communication takes longer if there are many ranks; None where it has no part."""
+    """Tokens per rank below which communication takes longer, with many ranks; None if B is not in the inequality."""
     ranks: int | None
     """The most ranks; beyond one node they fill nodes. None if this link sets no limit."""
 
@@ -155,7 +155,7 @@ def largest_ranks(paper: Paper, scheme: Scheme) -> int | None:
 
 
 def _whole(ranks: float, in_node: int) -> float:
-    """Whole ranks, and whole nodes beyond one; one rank shares with nobody."""
+    """Round down to whole ranks, and beyond one node to whole nodes; at least 1."""
     if ranks == inf:
         return inf
     if ranks < in_node:
@@ -189,8 +189,8 @@ FORMULAS = {
     Scheme.TENSOR: ("N (1 - 1 / g) < f / a", "N < G (1 + f / a)"),
     Scheme.BOTH: ("X (1 - 1 / x) < B / a, Y (1 - 1 / y) < f / a", "N < n G (1 + B / a), n < 1 + f / a"),
 }
-"""Of each scheme, for the links of a node and for the network. Of N, X, Y ranks g, x, y are in one node, and n is the
-number of nodes over which tensors are shared out, at least 1."""
+"""Inequalities of each scheme, for the links of a node and for the network. g, x and y of the N, X and Y ranks are in
+one node; n is the number of nodes over which tensors are sharded, at least 1."""
 
 
 def _bound(paper: Paper, scheme: Scheme, link: Link) -> Bound:
@@ -207,7 +207,7 @@ def _bound(paper: Paper, scheme: Scheme, link: Link) -> Bound:
 
 
 def _with_alone(paper: Paper, link: Link) -> Paper:
-    """The same with an infinitely fast other link, if there is another."""
+    """The same step with the other link, if there is one, infinitely fast."""
     links = paper.links
     if link is Link.NETWORK:
         return replace(paper, links=replace(links, node_bytes_per_s=inf))

@@ -36,7 +36,7 @@ class Links:
     network_bytes_per_s: float | None = None
     """Rate at which each GPU sends to other nodes while all others of its node do so too; None: there is one node."""
     times: Mapping[Collective, Mapping[int, float]] = field(default_factory=dict)
-    """Measured times by bytes of collectives within a node; without those of a kind, `node_bytes_per_s` counts."""
+    """Measured times of collectives within a node, by bytes; `node_bytes_per_s` is used for kinds not measured."""
     measured_ranks: int = 2
     """Ranks among which `times` were measured."""
 
@@ -107,7 +107,7 @@ def measured_links(
 
 
 def _of_kind(kind: Collective, times: Mapping[Collective, Mapping[int, float]]) -> Mapping[int, float]:
-    """Times of this kind; an all-reduce, if only that was measured, is a reduce-scatter and an all-gather."""
+    """Times of this kind; if only all-reduces were measured, an all-gather or reduce-scatter takes half of one."""
     if (found := times.get(kind)) or kind not in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
         return found or {}
     return {num_bytes: time_s / 2 for num_bytes, time_s in times.get(Collective.ALL_REDUCE, {}).items()}

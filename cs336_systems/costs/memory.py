@@ -18,7 +18,7 @@ from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
 from cs336_systems.costs.forecast.ways import WAYS
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
-"""Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on the H200 that ran out of memory."""
+"""Memory of the driver and of the kernels of PyTorch and cuBLAS; 0.72 GiB was seen on an H200 out of memory."""
 NCCL_BYTES = 478 * 2**20
 """Memory of NCCL on a rank, once it has called each kind of collective: measured on two H200."""
 MAX_LAYERS = 1000
@@ -76,8 +76,8 @@ class MemoryPrediction:
 def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """Predict the memory of a CUDA run.
 
-    None for what is not predicted: the user's own model, compiled models, what else makes a step faster (cast_once,
-    ...), a fused attention that refuses fp32, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
+    None for what is not predicted: the user's own model, compiled models and other shortcuts (cast_once, ...), fused
+    attention that does not support fp32, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
     (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in
     half precision and the efficient kernel in fp32. Left out: scalars of GradScaler and of fused attention, buffers
     inside of kernels, a data loader's batch in flight.
@@ -161,7 +161,7 @@ def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
 
 
 def _tensor_bytes(config: RunConfig) -> int:
-    """The most bytes of tensors at any moment, without what the allocator does not split off."""
+    """The most bytes of tensors at any moment, without the remainders that the allocator does not split off."""
     return max(_levels_without_rests(tape_of(config)))
 
 
@@ -172,7 +172,7 @@ def _levels_without_rests(tape: Tape) -> list[int]:
 
 
 def _levels(tape: Tape, sizes_bytes: Sequence[int]) -> list[int]:
-    """The same from the bytes of each tensor."""
+    """Bytes allocated before the first event and after each, from the bytes of each tensor."""
     changes = [*sizes_bytes, *(-size for size in reversed(sizes_bytes))]  # ~handle counts from the end
     return list(accumulate(map(changes.__getitem__, tape.events), initial=0))
 
@@ -206,8 +206,8 @@ def is_predictable(config: RunConfig) -> bool:
 def peaks_by_half(config: RunConfig) -> list[int] | None:
     """The most bytes of tensors in each half of each phase of a steady step; None if that is not predicted.
 
-    Each grows in proportion to the layers, which the peak of the step does not: it moves from one moment to another.
-    Rests of blocks that the allocator does not split, under 1 MiB each, are left out.
+    Each grows linearly with the number of layers; the peak of the step does not, because its moment changes. Remainders
+    of blocks that the allocator does not split off, under 1 MiB each, are left out.
     """
     if not is_predictable(config):
         return None
@@ -239,7 +239,7 @@ class _Replay:
             else:
                 pools[tape.tensors[~event]].free(blocks[~event])
         self.reserved_bytes = allocator.reserved_bytes
-        for block in blocks:  # they refer to each other, so that only a garbage collection would free them
+        for block in blocks:  # blocks refer to each other, so only the garbage collector would free them
             block.before = block.after = None
 
     def prediction(self) -> MemoryPrediction:

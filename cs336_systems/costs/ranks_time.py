@@ -1,7 +1,7 @@
-"""Time of a step on several ranks: the kernels of one of them, its collectives, and what of these is exposed.
+"""Time of a step on several ranks: the kernels of one rank, its collectives, and the exposed part of these.
 
-Collectives wait for each other and run beside the kernels. They are exposed where the kernels wait for them; elsewhere
-they slow the kernels down.
+Collectives run one after the other, at the same time as kernels. Their time is exposed where kernels wait for them;
+elsewhere they slow the kernels down.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +21,12 @@ from cs336_systems.costs.shards import FP32_BYTES, HEAD, LOOKUP, REST, factor_by
 from cs336_systems.costs.time import Limit, TimePrediction, has_known_kernels, operations, replay_operations, step_time
 
 SPEED_BESIDE = 0.5
-"""Speed of kernels beside a collective of NCCL, which takes multiprocessors: a matmul that was planned for all of them
-does its last blocks when the others have ended, in twice the time. Copies take none."""
+"""Speed of kernels during a collective of NCCL, which occupies multiprocessors: the last thread blocks of a matmul wait
+for a second wave, which doubles its time. Copies occupy no multiprocessor."""
 AFTER_BACKWARD = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
 """Ways that average gradients after backward."""
 WAITS_IN_BACKWARD = (Parallel.DDP, Parallel.FSDP2)
-"""PyTorch's ways, which wait at the end of backward."""
+"""PyTorch's DDP and FSDP, which wait for collectives at the end of backward."""
 HOST_SPREAD = 1.5
 """Another machine with the same GPU may launch this many times as fast, or as slowly, as the machine of the ceilings:
 of the steps in `data/forecast` that launches limit, 9 of 10 take between the predicted time divided by it and the
@@ -38,7 +38,7 @@ class RanksTime:
     """Times of a step on several ranks."""
 
     time: TimePrediction
-    """With what is exposed, as a part of the phase that waits."""
+    """Times of the step; exposed communication is part of the phase that waits for it."""
     compute_s: float
     """The step without communication."""
     communication_s: float
@@ -55,7 +55,7 @@ class RanksTime:
 def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     """Predict the time of a step on the machine that has these curves, on one rank or on several of one node.
 
-    None where `step_time` predicts none, and for several ranks if no collectives of so few were measured.
+    None where `step_time` predicts none, and for several ranks if no collectives among at most so many were measured.
     """
     if not config.is_shared:
         return step_time(config, curves)
@@ -75,7 +75,7 @@ def depends_on_host(
     return len({limit(each) for each in found if each is not None}) > 1
 
 
-@cache  # since predictions are cached by their curves, of which no two are equal
+@cache  # the same Curves object each time, because predictions are cached by its identity
 def _on_other_hosts(curves: Curves) -> tuple[Curves, ...]:
     if curves.on_host:
         return ()
@@ -83,7 +83,7 @@ def _on_other_hosts(curves: Curves) -> tuple[Curves, ...]:
 
 
 def ranks_step_time(config: RunConfig, curves: Curves, links: Links, tensor_ranks: int = 1) -> RanksTime | None:
-    """Predict the time of a step on `config.ranks` data ranks, each of which is so many tensor ranks.
+    """Predict the time of a step on `config.ranks` data ranks, each of which consists of `tensor_ranks` ranks.
 
     None for what is not predicted on one rank either.
     """
@@ -99,13 +99,13 @@ def compute_time(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> Ti
     if not is_predictable(config) or not has_known_kernels(config, curves):
         return None
     found = operations(config)
-    share = cache(lambda each: _share(each, tensor_ranks))  # of thousands of operations few are different
+    share = cache(lambda each: _share(each, tensor_ranks))  # only few of the thousands of operations differ
     shared = {phase: [*map(share, every)] for phase, every in found.items()}
     return replay_operations(shared, config.precision, curves)
 
 
 def _share(operation: Operation, ranks: int) -> Operation:
-    """One rank's share: of the heads of attention and its matmuls, of the columns of others, of the bytes of passes."""
+    """One rank's share: of attention's heads, of the columns of other matmuls, and of the bytes of passes."""
     if ranks == 1:
         return operation
     moved_bytes = -(-operation.moved_bytes // ranks)
@@ -136,7 +136,7 @@ def with_communication(
 
 
 class _Timeline:
-    """Kernels one after the other, and beside them collectives one after the other."""
+    """Two queues that run at the same time: kernels in order, and collectives in order."""
 
     def __init__(self, speed_beside: float) -> None:
         self.now_s = 0.0
@@ -152,7 +152,7 @@ class _Timeline:
         return self.sent_s
 
     def compute(self, alone_s: float) -> None:
-        """Run kernels that take so long alone."""
+        """Run kernels that take `alone_s` without collectives, and longer during one."""
         beside_s = max(0.0, self.sent_s - self.now_s)
         slow_s = min(beside_s, alone_s / self._speed_beside)
         taken_s = slow_s + alone_s - slow_s * self._speed_beside
@@ -198,7 +198,7 @@ class _Exchange:
         return calls(self.config) or {}
 
     def _call_s(self, call: Call) -> float:
-        """Time of a collective of data ranks, of which tensor ranks have their part each."""
+        """Time of a collective among data ranks, in which each tensor rank exchanges its part of the bytes."""
         group = self.links.data_group(self.config.ranks, self.tensor_ranks)
         return self.links.call_s(replace(call, num_bytes=-(-call.num_bytes // self.tensor_ranks)), group)
 
@@ -217,7 +217,7 @@ class _Exchange:
         )
 
     def _pairs(self, phase: Phase) -> int:
-        """Two in each block, for attention and for the feed-forward network, and one for embedding and head."""
+        """Pairs of gather and scatter: two per block (attention, feed-forward), and one for embedding and head."""
         again = phase is Phase.BACKWARD and self.config.checkpoint_blocks > 0
         return (2 if again else 1) * 2 * self.config.model.num_layers + 1
 
@@ -227,7 +227,7 @@ class _Exchange:
     # whole gradients are averaged
 
     def _averaged(self) -> tuple[dict[Phase, float], float]:
-        """The same of averaging, which ends after backward."""
+        """The result of `more_s` for ways that average whole gradients."""
         backward_s = self.compute.phases_s[Phase.BACKWARD]
         weights = {} if self.config.parallel in AFTER_BACKWARD else _weights(self.config)
         kind = Collective.PUSH if self.config.parallel is Parallel.DDP_PUSH else Collective.ALL_REDUCE
@@ -235,7 +235,7 @@ class _Exchange:
         if not weights:
             line.compute(backward_s)
         for group in gradient_groups(self.config):
-            if weights:  # backward takes a time in proportion to the elements of the matrices
+            if weights:  # each group takes a share of backward's time in proportion to its matrices' elements
                 line.compute(backward_s * sum(weights[name] for name in group) / sum(weights.values()))
             line.send(self._call_s(call_of(kind, FP32_BYTES * sum(counts[name] for name in group))))
         after_s = max(0.0, line.sent_s - line.now_s) + self._passes_s(sum(counts.values()))
@@ -245,7 +245,7 @@ class _Exchange:
 
     @property
     def _late(self) -> Phase:
-        """Where what is left after backward is waited for."""
+        """The phase that waits for the collectives that are left after backward."""
         return Phase.BACKWARD if self.config.parallel in WAITS_IN_BACKWARD else Phase.COMMUNICATION
 
     @property
@@ -253,7 +253,7 @@ class _Exchange:
         return 1.0 if self.config.parallel.writes_to_others else SPEED_BESIDE
 
     def _passes_s(self, elements: int) -> float:
-        """What a way does with gradients after backward: ddp-flat joins them, ddp-push adds up those of all ranks."""
+        """Time of passes over gradients after backward: ddp-flat flattens them, ddp-push adds up those of all ranks."""
         if self.config.parallel is Parallel.DDP_FLAT:
             return self.curves.pass_s(2 * FP32_BYTES * elements)
         if self.config.parallel is Parallel.DDP_PUSH:
@@ -263,7 +263,7 @@ class _Exchange:
     # parameters are sharded
 
     def _sharded(self) -> tuple[dict[Phase, float], float]:
-        """The same of gathers that run ahead, and scatters behind, unit by unit."""
+        """The result of `more_s` for sharded parameters: each unit is gathered ahead, and its gradients scattered."""
         units, line = unit_bytes(self.config), _Timeline(self._speed_beside)
         jobs = list(self._jobs(units))
         gathers = [place for place, job in enumerate(jobs) if job.gathers]
@@ -294,13 +294,13 @@ class _Exchange:
 
     @property
     def _kinds(self) -> tuple[Collective, Collective]:
-        """What gathers parameters, and what scatters their gradients."""
+        """The kinds of call that gather parameters and that scatter their gradients."""
         if self.config.parallel is Parallel.FSDP_PUSH:
             return Collective.PUSH, Collective.PUSH
         return Collective.ALL_GATHER, Collective.REDUCE_SCATTER
 
     def _vectors_s(self) -> float:
-        """Gradients of vectors, which every rank has whole, are averaged at the end."""
+        """Time to average the gradients of vectors, which every rank has whole, at the end."""
         alone = (each for each in self._calls if each.collective is Collective.ALL_REDUCE)
         return sum(self._calls[each] * self._call_s(each) for each in alone)
 
@@ -328,19 +328,19 @@ class _Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What the kernels do between two gathers."""
+    """The kernels of one unit in forward or backward."""
 
     phase: Phase
     unit: str
     compute_s: float
     gathers: bool
-    """Whether its parameters must be gathered before."""
+    """Whether the unit's parameters must be gathered before."""
     scatters: bool
-    """Whether its gradients are scattered afterwards."""
+    """Whether the unit's gradients are scattered afterwards."""
 
 
 def _weights(config: RunConfig) -> dict[str, int]:
-    """Of each parameter the elements that multiply every token: those of matrices that are no table of a lookup."""
+    """Elements of each parameter that multiply every token: those of matrices; 0 for vectors and lookup tables."""
     shapes = parameter_shapes(config.model)
     tables = {LOOKUP, "positions"} if "lm_head" in shapes else {"positions"}
     counts = parameter_elements(config)

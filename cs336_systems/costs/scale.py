@@ -1,4 +1,4 @@
-"""A training step on many GPUs, on paper: time, exposed communication, memory and MFU of each way to share it."""
+"""Forecast of a training step on many GPUs: time, exposed communication, memory and MFU of each parallel scheme."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ PARALLEL = {
 }
 """How the data ranks of each scheme share a step."""
 FEW_LAYERS, MORE_LAYERS = 6, 8
-"""Layers of the two models from which deeper ones are extrapolated, since every further layer costs as much."""
+"""Layers of the two models from which deeper ones are extrapolated, because every further layer costs the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class Machine:
     curves: Curves
     links: Links
     peak_flops_per_s: float | None
-    """The data sheet's, for the MFU; None if it is not known."""
+    """Peak of one GPU by its data sheet, for the MFU; None if not known."""
     memory_bytes: int | None = None
     """Memory of each by its data sheet; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleStep:
-    """The forecast of a step of one scheme on so many ranks."""
+    """The forecast of a step of one scheme on one number of ranks."""
 
     scheme: Scheme
     data_ranks: int
@@ -66,19 +66,19 @@ class Scale:
     config: RunConfig
     """The step of one process."""
     steps: tuple[tuple[Scheme, int, ScaleStep | str], ...]
-    """Of each scheme and number of ranks the forecast, or why there is none."""
+    """For each scheme and number of ranks, the forecast, or the reason why there is none."""
     given: Given
     """What the inequalities are about: the tokens of a step on the most ranks."""
     machine: Machine
     device_name: str
     is_measured: bool
-    """Whether the times of kernels are from ceilings of the device, and not from its data sheet."""
+    """Whether the times of kernels are from measured ceilings of the device, not from its data sheet."""
 
 
 def scale_step(config: RunConfig, scheme: Scheme, ranks: int, sequences: int, machine: Machine) -> ScaleStep | str:
-    """Predict a step of so many sequences in all; `config` is the step of one process.
+    """Predict a step of `sequences` sequences on all ranks together; `config` is the step of one process.
 
-    Where there is no such step, the reason in a few words.
+    Returns the reason in a few words if there is no such step or no forecast.
     """
     if misfit := machine.links.misfit(ranks):
         return misfit
@@ -122,7 +122,7 @@ def _shapes(scheme: Scheme, ranks: int, gpus_per_node: int) -> Iterator[tuple[in
 
 
 def _alike(config: RunConfig) -> RunConfig:
-    """A configuration whose rank computes and keeps the same: with whole models their number makes no difference."""
+    """A configuration with few ranks, each of which computes and keeps the same; unchanged if models are sharded."""
     return replace(config, ranks=min(2, config.ranks)) if config.parallel is PARALLEL[Scheme.DATA] else config
 
 
@@ -153,7 +153,7 @@ def _compute(config: RunConfig, curves: Curves, tensor_ranks: int) -> TimePredic
 
 @lru_cache(maxsize=256)
 def _memory_bytes(config: RunConfig, tensor_ranks: int) -> int | None:
-    """The peak; tensor ranks share out everything, but gather the input and the result of a layer."""
+    """The peak; tensor ranks have equal shares of everything, and in addition a layer's gathered input and result."""
     few, more = _models(config)
     below, above = peaks_by_half(few), peaks_by_half(more)
     if below is None or above is None:
@@ -165,7 +165,7 @@ def _memory_bytes(config: RunConfig, tensor_ranks: int) -> int | None:
 
 
 def _models(config: RunConfig) -> tuple[RunConfig, RunConfig]:
-    """The same step of two models of few layers; twice the step itself, if it has no more."""
+    """The same step with FEW_LAYERS and MORE_LAYERS layers; twice the step itself if it has no more layers."""
     if config.model.num_layers <= MORE_LAYERS or config.checkpoint_blocks > 1:
         return config, config
     few, more = (replace(config.model, num_layers=count) for count in (FEW_LAYERS, MORE_LAYERS))
@@ -173,5 +173,5 @@ def _models(config: RunConfig) -> tuple[RunConfig, RunConfig]:
 
 
 def _extrapolated(config: RunConfig, below: float, above: float) -> float:
-    """The value at the step's own layers, on the line through those of few and of more."""
+    """The value at the step's own number of layers, on the line through the values at FEW_LAYERS and MORE_LAYERS."""
     return below + (above - below) * (config.model.num_layers - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)

@@ -8,13 +8,13 @@ from cs336_systems.costs.forecast.parameters import axes, elements, parameter_sh
 
 FP32_BYTES, HALF_BYTES = 4, 2
 LOOKUP, HEAD, REST = "embedding", "lm_head", "rest"
-"""Units of FSDP besides the blocks, which are called by their indices; REST has what several units use."""
+"""Names of FSDP's units besides the blocks, whose names are their indices; REST has what several units use."""
 ALIGNMENT_BYTES = 128
 """Parameters of a unit begin at multiples of this, in `parallel/fully_sharded.py`."""
 
 
 def factor_bytes(precision: Precision) -> int:
-    """Bytes of an element of what matmuls read."""
+    """Bytes per element of a matmul's factors."""
     return HALF_BYTES if precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
 
 
@@ -25,9 +25,9 @@ def parameter_elements(config: RunConfig) -> dict[str, int]:
 
 
 def kept_elements(config: RunConfig) -> dict[str, int]:
-    """Elements of each parameter that a rank keeps, and of its gradient: parts have one length on every rank.
+    """Elements of each parameter, and of its gradient, that a rank keeps; the same on every rank, because of padding.
 
-    fsdp and fsdp-push share out the elements of matrices, fsdp2 the rows of matrices and the elements of vectors.
+    fsdp and fsdp-push shard the elements of matrices, fsdp2 the rows of matrices and the elements of vectors.
     """
     counts = parameter_elements(config)
     if config.parallel.is_fsdp:
@@ -57,12 +57,12 @@ class Unit:
     counts: Mapping[str, int]
     """Elements of each parameter."""
     element_bytes: int
-    """In the type in which they are gathered, and their gradients averaged."""
+    """Bytes per element of the type in which parameters are gathered and gradients averaged."""
     ranks: int
 
     @property
     def lengths(self) -> list[int]:
-        """Elements of each parameter's part, which are the same on every rank."""
+        """Elements of each parameter's part; all ranks' parts are equally long."""
         return [-(-count // self.ranks) for count in self.counts.values()]
 
     @property
@@ -119,7 +119,7 @@ def _largest_share(counts: Mapping[str, int], ranks: int) -> tuple[str, ...]:
 
 
 def _aligned(lengths: Sequence[int], element_bytes: int) -> int:
-    """Elements of a tensor of all lengths, each of which but the first begins at a multiple of ALIGNMENT_BYTES."""
+    """Elements of a tensor with parts of these lengths, each of which begins at a multiple of ALIGNMENT_BYTES."""
     multiple = ALIGNMENT_BYTES // element_bytes
     *others, last = lengths or [0]
     return sum(-(-length // multiple) * multiple for length in others) + last

@@ -1,7 +1,7 @@
 """Time of a step, predicted from its configuration and from the measured ceilings of a device, without torch.
 
-`forecast/` lists the operations of the step, with what each computes and moves. A kernel takes as long as the ceilings
-say of one like it. The host launches them in order into a queue, from which the device takes them.
+`forecast/` lists the operations of the step, with the FLOPs and bytes of each. A kernel takes the time of a similar one
+in the measured ceilings. The host launches kernels in order into a queue, from which the device takes them.
 """
 
 from collections import Counter, deque
@@ -21,7 +21,7 @@ from cs336_systems.costs.forecast.tape import Kind, Operation, Pass
 from cs336_systems.costs.memory import is_predictable
 
 QUEUE_DEPTH = 1024
-"""Launches that CUDA's driver takes before it lets the host wait for the device."""
+"""Launches that CUDA's driver queues before the host has to wait for the device."""
 MAX_BACKLOG_SHARE = 0.05
 """Launching limits a phase if the device ends it at most this share of its time after the host, and MAX_BACKLOG_S."""
 MAX_BACKLOG_S = 1e-3
@@ -33,9 +33,9 @@ MAX_EXTRAPOLATION = 32
 """Times as many multiplications as the largest matmul that was measured that one of a step may have. Beyond that it is
 another regime: on an H100 a matmul of side 256 reaches a tenth of the rate of those of side 1024 and more."""
 TRUSTED_SHARE = 0.9
-"""A prediction is trusted if kernels run for at least this part of the step, and those whose like was measured take at
-least this part of their time. Otherwise the step depends on the host, whose speed varies from one machine to the next,
-or on kernels of which no ceiling is known."""
+"""A prediction is trusted if kernels run for at least this share of the step, and kernels with measured ceilings for at
+least this share of that time. Otherwise the step depends on the host, whose speed varies between machines, or on
+kernels without a measured ceiling."""
 
 
 class Limit(StrEnum):
@@ -47,7 +47,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Kernels that the host launches one after the other, in one call."""
+    """`count` equal kernels that the host launches one after the other."""
 
     host_s: float
     """Time that the host needs for each, with the views that lead to it."""
@@ -55,9 +55,9 @@ class Launch:
     """Time that the device needs for each."""
     count: int = 1
     wait_s: float = 0.0
-    """Time that each waits, besides the gap, after the kernel before it, as for another stream."""
+    """Time that each kernel waits after the one before it, beyond the gap, for example for another stream."""
     is_after_wait: bool = False
-    """Before each, the host waits until the device has run everything."""
+    """Whether the host waits before each launch until the device has run everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +74,11 @@ class TimePrediction:
     launch_s: float
     """Time that the host needs to launch everything, if it never waits for room in the queue."""
     known_share: float = 1.0
-    """Part of the kernels' time that kernels take whose like was measured."""
+    """Share of the kernels' time that is spent in kernels with measured ceilings."""
 
     @property
     def is_trusted(self) -> bool:
-        """Whether a step that differs from it much is more likely to be slow than the prediction to be wrong."""
+        """Whether a much slower measured step is more likely than a wrong prediction (see TRUSTED_SHARE)."""
         return min(self.busy_share, self.known_share) >= TRUSTED_SHARE
 
     @property
@@ -88,14 +88,14 @@ class TimePrediction:
 
     @property
     def limit(self) -> Limit:
-        """Launches, where a measured step gets the warning `launch-bound`."""
+        """What limits the step; LAUNCHES where a measured step gets the warning `launch-bound`."""
         one_step = ({phase: [time_s] for phase, time_s in own.items()} for own in (self.phases_s, self.host_phases_s))
         launched_s = sum(limited_by_launches(*one_step).values())
         return Limit.LAUNCHES if launched_s > MIN_LAUNCHED_SHARE * self.step_s else Limit.DEVICE
 
     @property
     def limit_of_whole(self) -> Limit:
-        """The same if only the ends of the step are looked at, as in records without the host's time for each phase."""
+        """What limits the step, judged by the whole step only, as for records without the host's time per phase."""
         host_s = sum(self.host_phases_s.values())
         return replace(self, phases_s={Phase.STEP: self.step_s}, host_phases_s={Phase.STEP: host_s}).limit
 
@@ -106,10 +106,10 @@ def limited_by_launches(
     """The phases at whose end the device has caught up with the host, and their mean time on the device.
 
     A faster device would not end such a phase earlier. Both arguments have the phases of a step in order, each with its
-    times in some steps: on the device, which is idle when a step begins, and on the host, which launches it. The
-    backlog at the end of a phase, which the next one begins with, is the difference of their sums until then. It is
-    compared with the time of the phase itself, because a short phase that is launched at once has a short backlog too.
-    Where the host waits for the device at the end of a phase, as to read a value, launching seems to limit the phase.
+    times in the same steps: on the device, which is idle when a step begins, and on the host, which launches it. The
+    backlog at the end of a phase is the device's time since the step began less the host's. It is compared with the
+    time of the phase itself, because a short phase that is launched at once has a short backlog too. A phase at whose
+    end the host waits for the device, for example to read a value, wrongly seems limited by launches.
     """
     found, backlogs_s = {}, [0.0] * max(map(len, phases_s.values()), default=0)
     for phase, times_s in phases_s.items() if host_phases_s else ():
@@ -125,10 +125,10 @@ def limited_by_launches(
 def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     """Predict the time of a step of a CUDA run on the device that has these curves.
 
-    None for what is not predicted: eager steps that `predict_memory` does not predict, what else makes a step faster
-    than CUDA graphs and all of `--fast` together, steps of several ranks, loaded tokens, fp16, whose gradient scaler
-    waits for the device, PyTorch's attention with matmuls and softmax (math), and precisions that were not measured.
-    Each call of the host takes as long as one launch (`host_calls`).
+    None for what is not predicted: eager steps that `predict_memory` does not predict; shortcuts, except CUDA graphs
+    alone and all of `--fast` together; steps of several ranks; tokens from a file; fp16, whose gradient scaler waits
+    for the device; the math backend of PyTorch's attention; and precisions that were not measured. Each call of the
+    host is assumed to take as long as one launch (`host_calls`).
     """
     if config.is_shared or not has_known_kernels(config, curves):
         return None
@@ -160,7 +160,7 @@ def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
 def replay_operations(
     found: Mapping[Phase, Sequence[Operation]], precision: Precision, curves: Curves, *, in_graphs: bool = False
 ) -> TimePrediction:
-    """The time of these operations on the device that has these curves, launched one by one or as a graph a phase."""
+    """Time of these operations on the device with these curves, launched one by one or as one graph per phase."""
     kernel_s = cache(lambda operation: kernel_time_s(operation, precision, curves))
     launches = {phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}
     if curves.on_host:
@@ -178,7 +178,7 @@ def replay_operations(
 
 
 def _as_graph(launches: Sequence[Launch], launch_s: float) -> list[Launch]:
-    """The same kernels launched at once. Short ones were timed in a graph, with what is between two of them."""
+    """The same kernels in one launch, without gaps: short kernels were timed in a graph, including the gap."""
     return [Launch(host_s=launch_s, kernel_s=0.0), *(replace(each, host_s=0.0) for each in launches)]
 
 
@@ -194,7 +194,7 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
 
 
 def host_calls(config: RunConfig) -> int:
-    """Calls that the host makes to launch a step one operation after the other: operations, and views of tensors."""
+    """Number of calls by which the host launches an eager step: operations, and views of tensors."""
     return sum(each.launches * _calls_of(each) for own in operations(config).values() for each in own)
 
 
@@ -232,7 +232,7 @@ def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) ->
 
 
 def _is_known(operation: Operation, precision: Precision, curves: Curves) -> bool:
-    """Whether kernels like it were measured. Those of linear layers stand for all matmuls that are not batched."""
+    """Whether similar kernels were measured. Linear layers' matmuls stand for all that are not batched."""
     if operation.kind is Kind.ADAMW:
         return True
     if operation.kind is Kind.PASS:
@@ -245,15 +245,15 @@ def _is_known(operation: Operation, precision: Precision, curves: Curves) -> boo
 def replay(
     phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH, latency_s: float = 0.0
 ) -> TimePrediction:
-    """Let a host launch the kernels of a step in order, and a device run them.
+    """Simulate a host that launches the kernels of a step in order, and a device that runs them.
 
-    A kernel starts when it is launched for `latency_s` and the one before it has ended for `gap_s`. While `depth`
-    kernels are launched and have not ended, the host waits.
+    A kernel starts `latency_s` after its launch, but not before `gap_s` after the end of the kernel before it. The host
+    waits while `depth` launched kernels have not ended.
     """
     host_s = launch_s = 0.0
     device_s = -gap_s  # it has been idle
     ends: deque[float] = deque(maxlen=depth)
-    """When the last kernels end, the earliest first."""
+    """When each of the last `depth` kernels ends, in order."""
     phases_s, kernels_s, host_phases_s = {}, {}, {}
     begun_s = host_begun_s = 0.0
     for phase, launches in phases.items():

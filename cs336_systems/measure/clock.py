@@ -17,10 +17,10 @@ class StepTimes:
 
     step_s: float
     host_s: float
-    """Until the host had launched the whole step; for the rest of `step_s` it waited for the device."""
+    """Time until the host had launched the whole step; for the rest of `step_s` it waited for the device."""
     phases_s: dict[Phase, float]
     host_phases_s: dict[Phase, float] = field(default_factory=dict)
-    """Time in which the host launched each phase; empty where it takes as long as to run it."""
+    """Time that the host took to launch each phase; empty for HostClock."""
 
 
 @runtime_checkable
@@ -31,7 +31,7 @@ class Clock(Protocol):
         """Wait for the device, then start."""
 
     def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
-        """End `phase` here, or at the event `end`, which the device has been told to record already."""
+        """End `phase` here, or at the event `end`, which is already recorded in the stream."""
 
     def stop(self) -> StepTimes:
         """Wait for the device, then stop."""
@@ -112,7 +112,7 @@ Beat = Callable[[], None]
 
 
 class BeatingClock:
-    """Another clock, which calls `beat` where each phase begins and at the end of the step."""
+    """Wraps a clock, and calls `beat` where each phase begins and at the end of the last one."""
 
     def __init__(self, clock: Clock, beat: Beat) -> None:
         self._clock, self._beat = clock, beat

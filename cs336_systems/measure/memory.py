@@ -30,7 +30,7 @@ MAX_EVENTS = 1_000_000
 """Events in the allocator's ring buffer, so that a long run takes at most some hundred MB of host memory."""
 START = "start"
 CHECKPOINT = "checkpoint"
-"""Name, in the place of an operator's, of a tensor that a checkpoint keeps: the input of its first block."""
+"""Last part of the name of a tensor that a checkpoint keeps, which is the input of its first block."""
 
 
 class MemoryRecorder:
@@ -43,7 +43,7 @@ class MemoryRecorder:
         self._names = {id(weight): name for _, name, weight in self._weights}
         self._checkpoint_blocks = _checkpoint_blocks(step)
         self._gathered: list[Tensor] = []
-        """Memory for the whole parameters of a fully sharded model."""
+        """Tensors into which a fully sharded model gathers its whole parameters."""
         if isinstance(step.way, FSDP):
             self._gathered = step.way.watch_gathers(lambda unit, memory: self._see(Kind.GATHERED, unit, memory))
         self._again: list[saved_tensors_hooks] = []
@@ -122,7 +122,7 @@ class MemoryRecorder:
         temporary.replace(path)
 
     def _see_all(self, tensors: Iterable[tuple[Kind, str, Tensor]]) -> None:
-        """Note what is at each address; of several tensors in the memory of one, the first name and their number."""
+        """Note what is at each address; tensors that share memory are noted as the first name and how many more."""
         found: dict[tuple[Kind, int], list[tuple[str, Tensor]]] = {}
         for kind, name, tensor in tensors:
             found.setdefault((kind, _address(tensor)), []).append((name, tensor))
@@ -159,7 +159,7 @@ class MemoryRecorder:
         is_of_checkpoint = self._checkpoint_blocks and path[-1:] == (Range.FORWARD,)
         if not is_of_checkpoint:
             self._see_saved(tensor, *path)
-        return tensor.detach()  # the tensor itself would be a cycle where an operator saves its own output
+        return tensor.detach()  # an operator that saves its own output would otherwise be in a reference cycle
 
     def _see_saved(self, tensor: Tensor, *path: str) -> None:
         address = _address(tensor)
@@ -238,7 +238,7 @@ def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
     found: dict[int, tuple[Kind, list[str], Tensor]] = {}
 
     def note(kind: Kind, name: str, tensor: Tensor) -> None:
-        if tensor.numel():  # the model may have given up what the rank keeps a part of
+        if tensor.numel():  # a model on several ranks may have freed masters of which this rank keeps a part
             found.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
 
     for name, parameter in step.model.named_parameters():

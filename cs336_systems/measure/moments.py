@@ -25,7 +25,7 @@ def memory_now(step: TrainingStep, moment: Moment) -> MemoryMoment:
 
 
 class MomentClock:
-    """Another clock, which notes what is in memory before the optimizer's step, and after it."""
+    """Wraps a clock, and notes what is in memory before and after the optimizer's step."""
 
     def __init__(self, clock: Clock, step: TrainingStep) -> None:
         self._clock, self._step = clock, step
@@ -55,5 +55,5 @@ def _trained(step: TrainingStep) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors; of one that PyTorch has sharded, of this rank's part."""
+    """Bytes of the tensors; a tensor that PyTorch has sharded counts with this rank's part."""
     return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)

@@ -10,11 +10,11 @@ import torch
 from cs336_systems.record import RunWarning, WarningCode
 
 MIN_SHARE, MIN_FRESH_BYTES = 0.05, 2**20
-"""Least share of a step that page faults must take for a warning, and least memory that they must give it."""
+"""Least share of a step that page faults must take, and least bytes that they must provide, for a warning."""
 KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=4294967296"
 """With these in the environment, glibc's malloc returns no memory to the system."""
 _ELEMENTS, _TIMES = 10 * 2**20, 5
-"""Of the tensors whose page faults are timed: 40 MiB, for which malloc asks the system each time; and how often."""
+"""Size of the tensor whose page faults are timed (40 MiB, which malloc maps anew each time), and how often."""
 
 
 def count_page_faults() -> int:
@@ -25,7 +25,7 @@ def count_page_faults() -> int:
 def page_fault_s() -> float:
     """The least time of a page fault of a large tensor, with all threads at work; 0.0 if such a tensor has none.
 
-    It is what making, filling and freeing a tensor takes more than filling it again, for each of its page faults.
+    Allocating, filling and freeing a tensor takes longer than filling it again; the difference is over its page faults.
     """
     found = []
     for _ in range(_TIMES):

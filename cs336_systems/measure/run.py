@@ -189,7 +189,7 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
 
 
 def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None) -> None:
-    """Run the warm-up. Steps that GradScaler skips do not count, and a step is added while the last one compiles."""
+    """Run the warm-up. Steps that GradScaler skips do not count; steps are added while the last one still compiles."""
     config, wanted, taken = progress.config, progress.config.warmup_steps, 0
     while taken < wanted:
         if taken == wanted - 1:
@@ -218,7 +218,7 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
 
 
 def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
-    """Do the work that pauses the device before the last warm-up step, because the step after a pause is slower."""
+    """Collect garbage and read the GPU's state. Done before the last warm-up step: a step after a pause is slower."""
     steps = progress.config.measured_steps
     seconds = steps * progress.warmup[-1].step_s if progress.warmup else 0
     progress.say(f"timed steps: {steps}{f', about {seconds:.0f} s' if seconds >= 1 else ''}")
@@ -285,10 +285,10 @@ def _collector_off() -> Iterator[None]:
 def _look_inside(
     step: TrainingStep, clock: Clock, progress: Progress, moments: list[MemoryMoment]
 ) -> tuple[Traffic, ...] | None:
-    """Run one more step, not timed; count what this rank sends in it, and note what it keeps.
+    """Run one more step of a shared run, not timed; count what this rank sends, and note what it keeps in memory.
 
-    None for a step that is not shared, which takes no such step. It does not replay a graph, because a replay calls no
-    collectives, it launches those that the graph holds, and the graph's gradients are not to be seen.
+    None, without such a step, for a run in one process. The step is eager: a replayed graph launches its collectives
+    without calling them, and keeps its gradients where they cannot be seen.
     """
     if step.way is None:
         return None

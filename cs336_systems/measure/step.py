@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class TrainingStep:
     """Forward, backward and optimizer of one model on one device; each call is one step.
 
-    Of a step that several ranks share, this is the part of `rank`, which has joined the group of all.
+    If several ranks share a step, this is the part of `rank`, which must have joined the process group.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None, rank: int = 0) -> None:
@@ -45,7 +45,7 @@ class TrainingStep:
         self.model = self.trainable.model
         self.model.train(config.mode is not Mode.INFERENCE)
         self.way = _make_way(self.trainable, config)
-        """What shares the step among the ranks; None if it is not shared."""
+        """The wrapper that shares the step among ranks; None if it is not shared."""
         self._loss = self.trainable.loss if self.way is None else self.way
         self.optimizer = self._make_optimizer() if config.mode is Mode.TRAIN else None
         self.phase = Phase.DATA
@@ -87,7 +87,7 @@ class TrainingStep:
             else:
                 self._run(batch, clock)
             times = clock.stop()
-        # also for graphs: with gradients left by an earlier step, the capture would record an addition to them
+        # for graphs too: if an earlier step's gradients were left, the capture would record additions to them
         if self.config.mode is Mode.FORWARD_BACKWARD:
             self.model.zero_grad(set_to_none=True)
         return times, self.loss
@@ -107,7 +107,7 @@ class TrainingStep:
             self.phase = Phase.BACKWARD
             with annotate(Range.BACKWARD):
                 self.backward(loss)
-                del loss  # frees what is left of the graph, which takes the host milliseconds that belong to backward
+                del loss  # frees the rest of autograd's graph; those milliseconds of the host belong to backward
             yield Phase.BACKWARD
             if self.way is not None:
                 self.phase = Phase.COMMUNICATION
@@ -147,13 +147,13 @@ class TrainingStep:
             self.optimizer.zero_grad(set_to_none=True)
 
     def give_up_graph(self) -> None:
-        """Launch further steps one operation at a time."""
+        """Run further steps eagerly, without the CUDA graphs."""
         if self.graph is not None:
             self.graph.release()
             self.graph = None
 
     def on_any_rank(self, is_so: bool) -> bool:
-        """Whether it is so on any rank of a step that is shared; all ranks must ask."""
+        """Whether `is_so` is true on any rank; all ranks of a shared step must call this."""
         if self.way is None:
             return is_so
         found = torch.tensor(int(is_so), device=self.config.device.value)
@@ -161,12 +161,12 @@ class TrainingStep:
         return bool(found)
 
     def loss_scale(self) -> float | None:
-        """GradScaler's factor, which falls exactly when a step was skipped; None without one. Synchronises."""
+        """GradScaler's factor, which falls if and only if a step was skipped; None without a scaler. Synchronises."""
         return None if self.scaler is None else self.scaler.get_scale()
 
 
 def _make_trainable(model: nn.Module, config: RunConfig) -> Trainable:
-    """The model as it is, or the fast one with its parameters if a setting asks for what only that can do."""
+    """The model as it is, or the fast model with its parameters if a setting needs that."""
     if not config.needs_fast_model:
         return Trainable(model, config)
     from cs336_systems.model.fast.trainable import FastTrainable

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 COMPRESSION = 6
-"""Level of gzip: a fifth of the time of torch's own 9, for a file that is a tenth larger."""
+"""Gzip level: takes a fifth of the time of torch's own level, 9, and makes the file a tenth larger."""
 
 
 class Annotator(StrEnum):
@@ -84,7 +84,7 @@ def current_path() -> tuple[str, ...]:
 
 
 def _nvtx_push_pop() -> "PushPop":
-    """Ranges of NVTX's default domain, with registered strings as their names, which is what nsys looks for."""
+    """Push and pop of ranges in NVTX's default domain, named by registered strings, as nsys's capture range needs."""
     import nvtx  # which has no packages for macOS, and is needed for CUDA devices alone
 
     domain = nvtx.get_domain()
@@ -192,8 +192,8 @@ class _Calls:
 class _Call:
     """One call of a module, and its range in backward.
 
-    Backward may miss either end of it: the nodes of what a checkpoint recomputes do not run, nor do those of an unused
-    result. So `close` does nothing unless the range is open, and also closes ranges that were left open inside it.
+    The node that opens the range or the one that closes it may never run: recomputation by a checkpoint and unused
+    results leave such nodes. So `close` does nothing unless the range is open, and closes ranges left open inside it.
     """
 
     def __init__(self, name: str) -> None:
@@ -211,7 +211,7 @@ class _Call:
 
 
 def _first_node(values: Iterable[object]) -> Node | None:
-    """Of the nodes that computed `values`, or members of tuples among them, the one that backward runs first.
+    """The node that backward runs first, of those that computed the tensors in `values` or in tuples among them.
 
     None if no tensor has a node, and while compiling.
     """
@@ -240,7 +240,7 @@ def _run_in_reverse(actions: list[Callable[[], None]], _gradients: object) -> No
 class _CloseAfter:
     """Closes the range of `call` when, once started, each of `leaves` has run.
 
-    A leaf belongs to all graphs of its parameter, so a hook that an earlier graph left on it must do nothing.
+    All graphs that use a parameter share its leaf, so hooks of earlier graphs stay on the leaf and must do nothing.
     """
 
     def __init__(self, call: _Call, leaves: list[Node]) -> None:

@@ -5,6 +5,6 @@ from torch import Tensor
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
-    """x in autocast's type; autocast alone would make, and backward would keep, a copy for each matmul that reads x."""
+    """x cast once to autocast's type. Otherwise each matmul that reads x casts it again and saves its own copy."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

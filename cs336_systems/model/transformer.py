@@ -28,8 +28,8 @@ Mask = Bool[Tensor, "queries keys"]
 class TransformerLM(nn.Module):
     """Language model, built and initialised on the default device: `with torch.device("cuda"): TransformerLM(config)`.
 
-    The state dict of architecture cs336 has the keys of the course's own model. Parameters are fp32; lower precision
-    is left to autocast.
+    The state dict of architecture cs336 has the keys of the course's own model. Parameters are fp32; autocast computes
+    in lower precision.
     """
 
     rotations: Tensor | None
@@ -138,7 +138,7 @@ class SelfAttention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if rotations is not None:
-            q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)  # one tensor of both halves the kernels
+            q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)  # rotated together: half as many kernels
         return q, k, v
 
 

@@ -1,4 +1,4 @@
-"""Collectives that the ways are made of: averages over the ranks, and rank 0's tensors for all."""
+"""Collectives shared by the ways to parallelise a step: averages over the ranks, and broadcasts of rank 0's tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,7 +14,7 @@ else:
 
 
 class Averaging:
-    """Averages of tensors over all ranks, in place, in one group of collectives, which runs while the caller goes on.
+    """Averages of tensors over all ranks, in place, by one group of asynchronous collectives.
 
     Of the tensors in `shared_out`, each rank gets the average of its own part only (see own_part).
     """
@@ -45,10 +45,10 @@ def own_part(whole: Tensor) -> Tensor:
 def grouped(
     collective: Callable[[Tensor], dist.Work | None], tensors: Sequence[Tensor]
 ) -> list["dist.Work | _CoalescingManager"]:
-    """Start the asynchronous collective for all tensors, those of one type as one kernel of NCCL; wait for the results.
+    """Start the asynchronous collective for all tensors, and return works to wait for; NCCL runs one kernel per type.
 
-    With gloo each is one of its own: both threads of gloo write down the name of what they have completed without a
-    lock (PyTorch 2.13), and names as long as those of coalesced collectives are then freed twice.
+    With gloo every tensor has a collective of its own: gloo's two threads record the names of completed collectives
+    without a lock (PyTorch 2.13), and names as long as those of coalesced ones are then freed twice.
     """
     if dist.get_backend() != "nccl":
         return [work for tensor in tensors if (work := collective(tensor)) is not None]
@@ -69,7 +69,7 @@ def wait(work: dist.Work | None) -> None:
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of all tensors, of one type, one after the other; of a single contiguous one, itself."""
+    """The elements of all tensors, which have one type, as one axis; a view if there is only one contiguous tensor."""
     if len(tensors) == 1:
         return tensors[0].contiguous().view(-1)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -83,7 +83,7 @@ def parts_of(flat: Tensor, shaped_like: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def take_from_rank_0(module: nn.Module) -> None:
-    """Give the parameters and buffers of the module, each once, the values that they have on rank 0."""
+    """Broadcast rank 0's values of the module's parameters and buffers, each once."""
     for tensor in (*module.parameters(), *module.buffers()):
         values = tensor.detach().contiguous()
         # as bytes, because not every backend knows every type
@@ -93,7 +93,7 @@ def take_from_rank_0(module: nn.Module) -> None:
 
 
 def check_same_gradients(names: Iterable[str], parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError if a parameter has a gradient on some ranks and none on others, which no average takes in."""
+    """Raise ValueError if a parameter has a gradient on some ranks and none on others: those cannot be averaged."""
     if not parameters:
         return
     have = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=parameters[0].device)

@@ -1,8 +1,8 @@
 """Data parallelism: every rank has the whole model and a batch of its own, and gradients are averaged over the ranks.
 
-Wrap a module in one of the classes; then in each step come backward, `finish_gradient_synchronization()` and the
+Wrap a module in one of the classes; then in each step run backward, `finish_gradient_synchronization()` and the
 optimizer. Parameters and buffers begin with the values of rank 0. Later changes of buffers are not exchanged. A
-parameter without a gradient has none on any rank.
+parameter without a gradient must have none on any rank.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ from cs336_systems.parallel.collectives import (
 from cs336_systems.parallel.peers import Pushes, of_all_ranks, shared_rows
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that are averaged together while backward goes on, as in PyTorch's DistributedDataParallel."""
+"""Least bytes of gradients in a full bucket, as in PyTorch's DistributedDataParallel."""
 OTHER_GRADIENTS = "backward made other gradients than in the first step; use ddp-naive or ddp-flat"
 
 
 class Leaf(NamedTuple):
-    """A tensor that backward makes a gradient for."""
+    """A tensor that backward computes a gradient for."""
 
     name: str
     tensor: Tensor
     shared_elements: int = 0
-    """The elements, from the first on, of whose average each rank gets its own part only; 0 if it gets the whole."""
+    """Leading elements of whose average each rank gets only its own part; 0: every rank gets the whole average."""
 
 
 class NaiveDDP(nn.Module):
@@ -82,12 +82,12 @@ class FlatDDP(NaiveDDP):
 
 
 class OverlapDDP(NaiveDDP):
-    """All-reduces that run while backward goes on: of each bucket of gradients, as soon as the last of it is there.
+    """All-reduces during backward: each bucket of gradients is averaged as soon as its last gradient is ready.
 
     A bucket is averaged in place by one group of collectives. In the first step gradients are averaged after backward,
-    and rank 0's order in which they became ready is agreed on. Every rank then starts its buckets in this order,
-    however its own gradients arrive. A second backward before they are averaged, or one that makes other gradients than
-    the first step's, raises RuntimeError.
+    and rank 0 broadcasts the order in which its gradients became ready. From then on every rank starts its buckets in
+    this order. Raises RuntimeError for a second backward before `finish_gradient_synchronization()`, and for one that
+    computes gradients of other tensors than in the first step.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OverlapDDP(NaiveDDP):
         super().__init__(module, leaves)
         self._bucket_bytes = bucket_bytes
         self._ready: dict[int, None] = {}
-        """Numbers of the leaves whose gradients this backward has made so far, in the order of their arrival."""
+        """Numbers of the leaves that this backward has computed gradients for so far, in that order."""
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
@@ -132,7 +132,7 @@ class OverlapDDP(NaiveDDP):
         self._ready.clear()
 
     def _agree(self) -> None:
-        """Make buckets of the leaves in the order in which rank 0 had their gradients."""
+        """Make buckets of the leaves in the order in which their gradients became ready on rank 0."""
         agreed = [list(self._ready)]
         dist.broadcast_object_list(agreed, src=0)
         for numbers in _split(agreed[0], self._leaves, self._bucket_bytes):
@@ -142,11 +142,11 @@ class OverlapDDP(NaiveDDP):
 
 
 class PushDDP(NaiveDDP):
-    """Every rank copies its gradients to the others while backward goes on, and adds up those that it has received.
+    """Every rank copies its gradients to the others during backward, and adds up those that it has received.
 
-    The copies need room for a gradient of each other rank. On GPUs they take no multiprocessor (see parallel/peers.py).
-    Gradients are divided by the number of ranks where backward begins, at the module's output. They are added up in the
-    order of the ranks, so that all ranks get the same; without `adds` the optimizer does so, as it reads them anyway.
+    That takes memory for the gradients of every other rank. On GPUs the copies occupy no multiprocessor (see
+    parallel/peers.py). Gradients are divided by the number of ranks where backward begins, at the module's output. They
+    are added up in the order of the ranks, so that all ranks get the same sum; without `adds` the optimizer adds them.
     """
 
     def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None, *, adds: bool = True) -> None:
@@ -157,7 +157,7 @@ class PushDDP(NaiveDDP):
         parts = [_own(leaf, leaf.tensor.detach()) for leaf in self._leaves]
         rows = [shared_rows(part, self._ranks - 1) for part in parts]
         self._received = [list(each[:, : len(part)]) for each, part in zip(rows, parts, strict=True)]
-        """Of each leaf, memory for the gradient of each other rank, in the order of the ranks."""
+        """For each leaf, buffers for the gradients of the other ranks, in the order of the ranks."""
         theirs = of_all_ranks(rows)
         row_there = {other: rank if rank < other else rank - 1 for other in self._others}
         self._targets = [
@@ -169,7 +169,7 @@ class PushDDP(NaiveDDP):
             leaf.tensor.register_post_accumulate_grad_hook(lambda _, number=number: self._push(number))
 
     def received(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
-        """What the other ranks send of a leaf's gradient, each as one axis, in their order; None if it is no leaf."""
+        """Buffers of a leaf's gradients from the other ranks, each as one axis, in rank order; None if not a leaf."""
         found = (rows for leaf, rows in zip(self._leaves, self._received, strict=True) if leaf.tensor is tensor)
         return next(map(tuple, found), None)
 
@@ -244,7 +244,7 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def _split(order: Sequence[int], leaves: Sequence[Leaf], bucket_bytes: int) -> list[list[int]]:
-    """The numbers of the leaves in buckets of one type, each of which ends with the leaf that fills it.
+    """Split the numbers of leaves into buckets of one type each; a bucket ends with the leaf that fills it.
 
     Buckets are in the order in which they become complete.
     """

@@ -15,20 +15,20 @@ from cs336_systems.parallel.peers import Pushes, of_all_ranks, shared_rows
 
 
 class Started(Protocol):
-    """What has been started; on a GPU the current stream waits for it, and the host does not."""
+    """An exchange that has been started; on a GPU `wait` makes the current stream wait, without blocking the host."""
 
     def wait(self) -> object: ...
 
 
 class Parts(Protocol):
-    """Parameters of one type, of each of which this rank keeps a part, which is as long as that of any other rank."""
+    """Parameters of one type; each rank keeps an equally long part of every one of them."""
 
     masters: Tensor
     """This rank's parts."""
     dtype: torch.dtype
-    """The type in which they are gathered."""
+    """The type in which the parts are gathered."""
     wholes: list[Tensor]
-    """Memory for all ranks' parts of each, one after the other."""
+    """For each parameter, memory for the parts of all ranks, one after the other."""
 
     def parts_of(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of a tensor that is laid out like the masters."""
@@ -38,9 +38,9 @@ class Collectives:
     """Exchange by NCCL on GPUs, by gloo on a CPU."""
 
     is_late = False
-    """Whether gradients are there only after `receive`."""
+    """Whether scattered gradients are complete only after `receive`."""
     averages = True
-    """Whether gradients are divided here by the number of ranks, and not by the caller."""
+    """Whether this class divides gradients by the number of ranks; otherwise the caller must."""
 
     def __init__(self) -> None:
         is_nccl = dist.get_backend() == "nccl"
@@ -64,7 +64,7 @@ class Collectives:
         return start_gather(parts.wholes, parts.parts_of(own))
 
     def scatter(self, parts: Parts, wholes: dict[int, Tensor], means: Tensor) -> Started:
-        """Start to average gradients over the ranks, by their number; `means` is memory for this rank's parts of it."""
+        """Start to average the whole gradients in `wholes`, by parameter number; this rank's parts go to `means`."""
         options = ReduceScatterOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(self._op), True
         own = parts.parts_of(means)
@@ -75,7 +75,7 @@ class Collectives:
         """Wait until gradients from all ranks are there."""
 
     def complete(self, parts: Parts, means: Tensor) -> None:
-        """Make averages of this rank's parts of gradients, which have been scattered."""
+        """Turn this rank's scattered sums into averages, if the backend has only summed."""
         del parts
         if self._divisor > 1:
             means.div_(self._divisor)
@@ -97,9 +97,9 @@ class _Sending:
 
 
 class Copies:
-    """Exchange by copies from and to the other ranks' memory, which take no multiprocessor of a GPU.
+    """Exchange by copies from and to the other ranks' memory, which occupy no multiprocessor of a GPU.
 
-    Ranks wait for each other where a forward begins, so that all parts are there, and at the end of a backward.
+    Ranks wait for each other when forward begins, so that all parts are up to date, and at the end of backward.
     Gradients must have been divided by the number of ranks. Without `adds` the optimizer adds them up.
     """
 
@@ -112,13 +112,13 @@ class Copies:
         self._others = [rank for rank in range(self._ranks) if rank != self._rank]
         self._pulls, self._pushes = Pushes(device), Pushes(device)
         self._cast: list[tuple[Parts, Tensor]] = []
-        """What is gathered in another type than its masters', with the copy in that type."""
+        """Parts that are gathered in another type than their masters', each with a buffer in that type."""
         self._sources: dict[int, list[list[Tensor]]] = {}
-        """By rank, each parameter's part."""
+        """By id of the Parts: for each rank, its part of every parameter."""
         self._received: dict[int, list[Tensor]] = {}
-        """Memory for the gradients of each other rank, in the order of the ranks."""
+        """By id of the Parts: buffers for the gradients of the other ranks, in the order of the ranks."""
         self._targets: dict[int, dict[int, list[Tensor]]] = {}
-        """By other rank, where each parameter's part of a gradient goes."""
+        """By id of the Parts and other rank: where that rank's part of every gradient goes."""
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
         """Memory for the parts that this rank keeps, which other ranks can read."""
@@ -140,7 +140,7 @@ class Copies:
             }
 
     def _in_sent_type(self, parts: Parts) -> Tensor:
-        """The masters, or memory for a copy of them in the type in which they are gathered."""
+        """The masters, or a buffer for their copy in the type in which they are gathered."""
         if parts.masters.dtype is parts.dtype:
             return parts.masters
         copy = self.zeros(parts.masters.to(parts.dtype), len(parts.masters))
@@ -163,7 +163,7 @@ class Copies:
         return [self._pulls.start([pair for other in self._others for pair in pairs[other]], pairs[self._rank])]
 
     def scatter(self, parts: Parts, wholes: dict[int, Tensor], means: Tensor) -> Started:
-        """Start to send the other ranks their parts of gradients, by their number, and to keep this rank's own."""
+        """Start to send the other ranks their parts of gradients, by parameter number; copy this rank's to `means`."""
         by_rank = {number: whole.view(self._ranks, -1) for number, whole in wholes.items()}
         targets, own = self._targets[id(parts)], parts.parts_of(means)
         copied = self._pushes.start(
@@ -177,12 +177,12 @@ class Copies:
         self._pushes.finish()
 
     def complete(self, parts: Parts, means: Tensor) -> None:
-        """Add to this rank's parts of gradients those that the others have sent."""
+        """Add the gradients that the other ranks have sent to this rank's parts, unless the optimizer does."""
         for row in self._received[id(parts)] if self._adds else ():
             means += row
 
     def received(self, parts: Parts) -> list[tuple[Tensor, ...]]:
-        """Of each parameter, what the other ranks send of this rank's part of its gradient, in their order."""
+        """For each parameter, buffers with the other ranks' gradients of this rank's part, in rank order."""
         rows = [parts.parts_of(row) for row in self._received[id(parts)]]
         return list(zip(*rows, strict=True))
 

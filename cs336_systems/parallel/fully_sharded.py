@@ -1,12 +1,12 @@
 """Fully sharded data parallelism: each rank keeps a part of every matrix, of its gradient and of the optimizer's state.
 
-`FSDP(module, compute_dtype)`, then in each step backward, `finish_gradient_synchronization()`, and the optimizer, which
-is made after the module is wrapped. A unit (a block, or a layer outside of blocks) is gathered before its forward,
-while the units before it compute, freed after it, and gathered again for backward; then its gradients are averaged and
-each rank keeps its part of them. Vectors, such as the gains of norms, are not sharded: there is little to save.
+Wrap a module by `FSDP(module, compute_dtype)`, then make the optimizer. In each step run backward,
+`finish_gradient_synchronization()` and the optimizer. A unit (a block, or a layer outside of blocks) is gathered while
+the units before it compute, freed after its forward, and gathered again for backward; then its gradients are averaged
+and each rank keeps its part of them. Vectors, such as the gains of norms, are not sharded: they are small.
 
-The host launches one kernel of NCCL for all gathers of a unit, and one for its averages. The parts that a rank keeps of
-a unit are one tensor, so that they are cast in one kernel, and so are the gathered parameters.
+The host launches one NCCL kernel for all gathers of a unit, and one for its averages. A rank's parts of a unit are one
+tensor, so that one kernel casts them; the gathered parameters of a unit are one tensor too.
 """
 
 import functools
@@ -39,9 +39,9 @@ class FSDP(nn.Module):
     optimizer's state keep the parameters' own type. Embeddings are gathered in their own type, because a lookup is no
     matrix product. `units` say what is gathered together, if not all parameters by block and layer.
 
-    With `copies` ranks copy parts and gradients from and to each other's memory, in the place of collectives; on GPUs
-    that takes no multiprocessor (see parallel/peers.py), and room for the gradients that other ranks send. Without
-    `adds` the optimizer adds those up, as it reads them anyway.
+    With `copies`, ranks copy parts and gradients from and to each other's memory instead of calling collectives. On
+    GPUs that occupies no multiprocessor (see parallel/peers.py), but takes memory for the gradients that other ranks
+    send. Without `adds` the optimizer adds these up, because it reads them anyway.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FSDP(nn.Module):
         self._in_backward = False
         self._reducing: _Unit | None = None
         self._open: _Unit | None = None
-        """A unit that one of its layers began, because the model calls the layers of the unit and not its module."""
+        """A unit that was gathered when one of its layers was called, as the model does not call the unit's module."""
         *self._parts, self._whole = self._units
         for unit in self._parts:
             self._watch(unit)
@@ -144,20 +144,20 @@ class FSDP(nn.Module):
         return {name: whole[id(each)] if id(each) in whole else each.detach().clone() for name, each in named}
 
     def watch_gathers(self, see: Callable[[str, Tensor], None]) -> list[Tensor]:
-        """Have `see` called with a unit's name and memory whenever memory for whole parameters is allocated.
+        """Have `see` called with a unit's name and tensor whenever memory for its whole parameters is allocated.
 
-        Return all such memory; it is empty while the parameters are not there.
+        Return all these tensors; their storage is empty while the parameters are not gathered.
         """
         for unit in self._units:
             unit.when_allocated = see
         return [flat.gathered for unit in self._units for flat in unit.flats]
 
     def shard_of(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter that the module had, or of another tensor that a unit has."""
+        """This rank's part of a parameter of the module, or of another tensor of a unit."""
         return next(each.shard for unit in self._units for each in unit.sharded if each.full is parameter)
 
     def received(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
-        """What the other ranks send of the gradient of this rank's part, in their order; None if they send nothing."""
+        """Buffers with the other ranks' gradients of this rank's part, in rank order; None if collectives are used."""
         if not isinstance(self._exchange, Copies):
             return None
         for flat in (flat for unit in self._units for flat in unit.flats):
@@ -176,7 +176,7 @@ class FSDP(nn.Module):
             self._gather_for_backward(unit, output)
 
     def _close(self) -> None:
-        """End the unit that a layer began: the model has gone on to another one."""
+        """End the unit that one of its layers began, because the model has gone on to another unit."""
         unit, self._open = self._open, None
         if unit is not None:
             self._after_forward(unit, None)
@@ -213,9 +213,9 @@ class FSDP(nn.Module):
         self._gather_ahead([each for each in next_ones if not each.is_lookup])
 
     def _after_backward(self, unit: "_Unit") -> None:
-        """All gradients of the unit are there: average them while backward goes on, and wait for the unit before it.
+        """Start to average the unit's gradients, all of which are ready, and wait for those of the previous unit.
 
-        So the whole gradients of at most two units are kept.
+        So the whole gradients of at most two units are in memory.
         """
         if self._reducing is not None:
             self._reducing.wait_for_gradients()
@@ -243,7 +243,7 @@ class _Sharded:
         part.copy_(own_part(parameter.detach(), len(part)))
         self.shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
         self.full = parameter
-        # `data` has a count of versions of its own: gathering again must not look like a change of saved tensors
+        # `data` has a version counter of its own, so to autograd another gather is no change of saved tensors
         self.full.data = self.shaped(whole.data)
         self.put(self.shard)
 
@@ -257,12 +257,12 @@ class _Sharded:
         return whole[: self._count].view(self._shape)
 
     def put(self, parameter: Tensor) -> None:
-        """Let the modules have the shard or the whole parameter as theirs."""
+        """Set the modules' parameter to the shard or to the whole parameter."""
         for place in self._places:
             place.owner._parameters[place.name] = cast("nn.Parameter", parameter)
 
     def take_whole_gradient(self, length: int) -> Tensor:
-        """The gradient of the whole parameter, padded to this length; it is not kept here."""
+        """Return and clear the gradient of the whole parameter, padded to this length."""
         gradient, self.full.grad = self.full.grad, None
         assert gradient is not None
         flat = gradient.contiguous().view(-1)
@@ -274,7 +274,7 @@ class _Sharded:
 
 
 class _Flat:
-    """Parameters of one type: their parts on this rank stand in one tensor, and are gathered into another."""
+    """Parameters of one type: this rank's parts are in one tensor, and all ranks' are gathered into another."""
 
     def __init__(self, found: Sequence[Found], dtype: torch.dtype, exchange: Exchange) -> None:
         self.dtype, self._exchange, ranks = dtype, exchange, dist.get_world_size()
@@ -299,7 +299,7 @@ class _Flat:
         return self._exchange.gather(self)
 
     def free(self) -> None:
-        """Free the whole parameters; what autograd has saved of them is there again once they are gathered again."""
+        """Free the whole parameters; tensors that autograd has saved are valid again after the next gather."""
         self.gathered.untyped_storage().resize_(0)
 
     def gathered_masters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -326,7 +326,7 @@ class _Flat:
         return self._exchange.scatter(self, wholes, self._means)
 
     def take_gradients(self) -> None:
-        """Give the shards their gradients, for which the caller has waited."""
+        """Add the averages, which must be complete, to the gradients of the shards."""
         if self._means is None:
             return
         self._exchange.complete(self, self._means)
@@ -345,7 +345,7 @@ class _Unit:
 
     def __init__(self, unit: Unit, compute_dtype: torch.dtype | None, exchange: Exchange) -> None:
         self.module, self._exchange = unit.module, exchange
-        self._name = name = unit.name.removeprefix("model.")  # the one in LossModule
+        self._name = name = unit.name.removeprefix("model.")  # LossModule's name for the model
         self._gather_range, self._wait_range, self._scatter_range = f"gather {name}", f"wait {name}", f"scatter {name}"
         types: dict[tuple[torch.dtype, torch.dtype], list[Found]] = {}
         for each in unit.found:
@@ -355,10 +355,10 @@ class _Unit:
         self.flats = [_Flat(found, gathered, exchange) for (_, gathered), found in types.items()]
         self.sharded = [each for flat in self.flats for each in flat.sharded]
         self.is_lookup = isinstance(unit.module, Embedding | nn.Embedding)
-        """Backward of a lookup does not read the weights."""
+        """Whether the unit is an embedding, whose backward does not read the weights."""
         trained = [sharded for sharded in self.sharded if sharded.shard.requires_grad]
         self.has_frozen = len(trained) < len(self.sharded)
-        """Backward may need a frozen parameter after the last gradient of the others."""
+        """Whether a parameter is frozen; backward may need it after the last gradient of the trained ones."""
         self.when_graded: Any = None
         self.when_allocated: Callable[[str, Tensor], None] | None = None
         self._num_trained, self._num_graded = len(trained), 0
@@ -426,7 +426,7 @@ class _Unit:
                 self._reducing = [flat.start_scatter() for flat in self.flats if flat.has_gradients]
 
     def wait_for_gradients(self) -> None:
-        """Wait until the whole gradients have been read; give each shard its gradient, if it is there by then."""
+        """Wait until the whole gradients have been read; give each shard its gradient, unless that needs `receive`."""
         _wait_for(self._reducing)
         if not self._exchange.is_late:
             self.take_gradients()
@@ -446,7 +446,7 @@ def own_part(tensor: Tensor, length: int) -> Tensor:
 
 
 def gathered(parts: list[Tensor]) -> list[Tensor]:
-    """The parts of all ranks, one after the other, of each tensor of which this rank has one of `parts`."""
+    """For each of this rank's `parts`, the parts of all ranks one after the other; every rank must call it."""
     wholes = [part.new_empty(dist.get_world_size() * len(part)) for part in parts]
     for started in start_gather(wholes, parts):
         started.wait()
@@ -454,7 +454,7 @@ def gathered(parts: list[Tensor]) -> list[Tensor]:
 
 
 def _aligned(lengths: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """Sizes to split a tensor by: the lengths, and between two of them the gap that aligns the second."""
+    """Sizes to split a tensor by: the lengths, and between every two the gap that aligns the second."""
     multiple = ALIGNMENT_BYTES // dtype.itemsize
     return [size for length in lengths for size in (length, -length % multiple)][:-1]
 
@@ -465,7 +465,7 @@ def _graded(output: object) -> Iterator[Tensor]:
 
 
 def _wait_for(works: list[Started]) -> None:
-    """Wait for what has been started, once."""
+    """Wait for the exchanges, and forget them."""
     for work in works:
         work.wait()
     works.clear()

@@ -1,7 +1,7 @@
 """Memory of the other ranks on this host, which a rank writes itself.
 
-On GPUs the copies are made by copy engines over NVLink or PCIe. They take no multiprocessor from the matrix products
-that run beside them, as a kernel of NCCL does for as long as it runs.
+On GPUs copy engines do this over NVLink or PCIe. Unlike a kernel of NCCL, they take no multiprocessor from the matmuls
+that run at the same time.
 """
 
 import os
@@ -19,13 +19,13 @@ from cs336_systems.parallel.traffic import push
 
 
 def shared_rows(like: Tensor, count: int) -> Tensor:
-    """Rows for other ranks to write, of as many elements as `like` has and some more, so that all begin aligned."""
+    """`count` rows for other ranks to write, each as long as `like` or slightly longer, so that all begin aligned."""
     multiple = ALIGNMENT // like.itemsize
     return like.new_empty(count, -(-like.numel() // multiple) * multiple)
 
 
 def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors that each rank has given, by rank, in its own memory; every rank must give as many."""
+    """The tensors that every rank passed, by rank, as views of that rank's memory; all must pass the same number."""
     handles = [_handle(tensor) for tensor in tensors]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, handles)
@@ -36,9 +36,9 @@ def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _handle(tensor: Tensor) -> Any:  # noqa: ANN401
-    """A function and its arguments by which another process makes a tensor in the same memory.
+    """A function and its arguments by which another process opens the same memory as a tensor.
 
-    Memory of a CPU is moved to a shared file without a name, which is gone with the processes that have it open.
+    CPU memory is moved to an unnamed shared file, which disappears with the last process that has it open.
     """
     if tensor.is_cuda:
         return reductions.reduce_tensor(tensor.detach())
@@ -56,10 +56,10 @@ def _opened(pid: int, descriptor: int, size: int, dtype: torch.dtype, shape: tor
 
 
 class Pushes:
-    """Copies to other ranks' memory, which run beside the current stream until `finish`.
+    """Copies to other ranks' memory, on a stream of their own until `finish`.
 
-    With `waits`, the first copy after a `finish` waits until every rank has come as far, so that no rank writes what
-    another still reads. Without, the caller sees to that.
+    With `waits`, the first copy after a `finish` waits until every rank has reached it, so that no rank overwrites what
+    another still reads. Without `waits` the caller must ensure that.
     """
 
     def __init__(self, device: torch.device, *, waits: bool = False) -> None:
@@ -94,7 +94,7 @@ class Pushes:
         self.meet()
 
     def meet(self) -> None:
-        """Wait until every rank has come here; what it has been copied may be written anew after it has been read."""
+        """Wait until every rank has called this; on a GPU the current stream waits, and the host does not."""
         dist.all_reduce(self._flag)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's own ways behind the interface of ours; they average during backward, and wait at its end."""
+"""PyTorch's DDP and FSDP with the interface of this project's; they average during backward, and wait at its end."""
 
 import warnings
 from typing import Any
@@ -16,7 +16,7 @@ class TorchDDP(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        take_from_rank_0(module)  # the wrapper itself leaves out buffers that it need not send in every step
+        take_from_rank_0(module)  # without broadcast_buffers, the wrapper does not send buffers at all
         # static_graph: the same parameters have gradients in every step
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 has another name for broadcast_buffers

@@ -1,7 +1,7 @@
 """The fast model fully sharded: each rank keeps its part of every matrix's master, and of its low-precision copy.
 
-The parts of the copies are gathered to compute with, and so are those of masters that the model reads itself. The
-optimizer updates the parts of the masters, and writes those of the copies.
+Copies are gathered to compute with, and so are masters that the model reads itself. The optimizer updates this rank's
+parts of the masters, and writes its parts of the copies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ from cs336_systems.parallel.units import Found, Unit, units_of
 
 
 class CopyFSDP(FSDP):
-    """FSDP of a module around the fast model, whose weights are then this rank's parts of matrices, and whole vectors.
+    """FSDP of a module that contains the fast model; `model.weights` become this rank's parts, and whole vectors.
 
-    Masters that the model does not read itself are given up but for this part, so the model's own are empty.
+    Of masters that the model does not read itself only this rank's part is kept; the model's own tensors become empty.
     """
 
     def __init__(self, module: nn.Module, model: FastLM, *, copies: bool = False, adds: bool = True) -> None:
@@ -31,7 +31,7 @@ class CopyFSDP(FSDP):
         model.weights = tuple(weight for own in self._own for weight in own)
 
     def _take_own(self, pack: Pack) -> list[Weight]:
-        """What this rank updates of the pack; the memory of masters that nothing reads is free then."""
+        """The weights that this rank updates of the pack; frees masters that the model does not read."""
         if pack.weights[0].master.ndim == 1:
             return pack.weights
         own = _own_weights(pack, self, is_summed=self._adds)

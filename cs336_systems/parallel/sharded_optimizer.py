@@ -1,4 +1,4 @@
-"""An optimizer whose state is shared out: each rank updates some of the parameters and sends them to the others."""
+"""An optimizer with sharded state: each rank updates some of the parameters and sends them to the others."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +14,7 @@ _TOPOLOGY = ("rank", "ranks", "owners")
 
 
 class ShardedOptimizer(EagerOptimizer):
-    """`optimizer_cls(params, **kwargs)`, of whose parameters each rank owns some (ZeRO-1, Rajbhandari et al. 2020).
+    """`optimizer_cls(params, **kwargs)`; each rank updates the parameters it owns (ZeRO-1, Rajbhandari et al. 2020).
 
     Each rank must have the whole gradients of the parameters that it owns, as after data parallelism. Every parameter
     goes to the rank that owns the fewest elements so far, so that the shares are about equal. Hyperparameters are those
@@ -40,7 +40,7 @@ class ShardedOptimizer(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters of this rank, then exchange all of them."""
+        """Update the parameters of this rank, then broadcast every parameter with a gradient from its owner."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -84,7 +84,7 @@ class ShardedOptimizer(EagerOptimizer):
         self._local_groups.append((group, self._local.param_groups[-1]))
 
     def _usual(self, parameters: list[nn.Parameter]) -> dict[str, Any]:
-        """The hyperparameters that `optimizer_cls` takes by itself, also on a rank that owns no parameter."""
+        """Default hyperparameters of `optimizer_cls`, for ranks that own no parameter too."""
         return self._make([nn.Parameter(each[:0]) for each in parameters[:1]], **self._settings).defaults
 
     def state_dict(self) -> dict[str, Any]:

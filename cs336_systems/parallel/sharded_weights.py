@@ -1,7 +1,7 @@
-"""The fast model's weights on several ranks: masters shared out, and low-precision copies that every rank has whole.
+"""The fast model's weights on several ranks: sharded masters, and low-precision copies that every rank has whole.
 
-A rank keeps and updates its part of every matrix's master and of the optimizer's state. It needs its part of the
-average gradient only, and gives the others its part of the updated copy (ZeRO-2, Rajbhandari et al. 2020).
+A rank keeps and updates its part of every matrix's master and of the optimizer's state. It receives only its part of
+the average gradient, and sends its part of the updated copy to the others (ZeRO-2, Rajbhandari et al. 2020).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ from cs336_systems.parallel.peers import Pushes, of_all_ranks
 from cs336_systems.parallel.units import parameters_of
 
 BUCKET_BYTES = 64 * 2**20
-"""Copies that are exchanged together, while the next bucket is updated."""
+"""Least bytes of copies in a full bucket; one bucket is exchanged while the next is updated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Pack:
-    """The weights whose copies are in one leaf tensor; or one weight without a copy."""
+    """All weights whose copies are in one leaf tensor, or a single weight without a copy."""
 
     names: list[str]
     weights: list[Weight]
@@ -35,7 +35,7 @@ class Pack:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the weights are trained; raise ValueError if only some are, as a rank's part may be of several."""
+        """Whether the weights are trained; raise ValueError if only some are, as a rank's part may span several."""
         found = {weight.is_trained for weight in self.weights}
         if len(found) > 1:
             raise ValueError(
@@ -57,7 +57,7 @@ class Pack:
 
     @property
     def shared_elements(self) -> int:
-        """Elements that are shared out among the ranks: all; or 0 of vectors, and where parts would not be aligned."""
+        """Number of elements that are sharded: all of them, but 0 for vectors and if parts would not be aligned."""
         elements = sum(weight.master.numel() for weight in self.weights)
         is_matrix = self.weights[0].master.ndim > 1
         return elements if is_matrix and elements % (dist.get_world_size() * ALIGNMENT) == 0 else 0
@@ -80,17 +80,17 @@ def leaves_of(model: FastLM, *, shares: bool) -> list[Leaf]:
 class ShardedMasterAdamW(MasterAdamW):
     """MasterAdamW of this rank's part of all matrices; each rank also updates every vector.
 
-    A matrix that cannot be cut into aligned parts, one for each rank, is updated whole by every rank. Raises ValueError
-    if all matrices are such.
+    Every rank updates the whole of a matrix that cannot be split into aligned parts, one for each rank. Raises
+    ValueError if no matrix can be split.
 
-    Masters that the model does not read itself are given up but for this part, so the model's own are empty. The ranks
-    exchange what they have updated in buckets, each while the next one is updated.
+    Of masters that the model does not read itself only this rank's part is kept; the model's own tensors become empty.
+    The ranks exchange updated parts in buckets, each while the next one is updated.
     """
 
     def __init__(
         self, model: FastLM, lr: float, pushes: PushDDP | None = None, *, moments: torch.dtype = torch.float32
     ) -> None:
-        """`pushes` is the way around the model, if its ranks push their gradients; then copies are pushed too."""
+        """`pushes` is the PushDDP around the model, if there is one; then updated copies are pushed too."""
         packs = list(packs_of(model))
         if not any(pack.shared_elements for pack in packs):
             ranks = dist.get_world_size()
@@ -144,12 +144,12 @@ class ShardedMasterAdamW(MasterAdamW):
 
 
 def name_weights(names: Sequence[str], own: Sequence[Weight]) -> Iterator[tuple[str, Weight]]:
-    """The weights of a pack with their names; one that is a part of several with all of them."""
+    """The weights of a pack by name; a single part of several weights is named after all of them."""
     yield from zip(names, own, strict=True) if len(names) == len(own) else ((" + ".join(names), own[0]),)
 
 
 class _Gathers:
-    """Gives each rank the parts of tensors that the others have updated, by all-gather."""
+    """Exchanges the updated parts of tensors by all-gathers."""
 
     def __init__(self) -> None:
         self._started: list[Any] = []
@@ -166,7 +166,7 @@ class _Gathers:
 
 
 class _PushedParts:
-    """The same, by copies to the memory of the others."""
+    """Exchanges the updated parts of tensors by copies to the other ranks' memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         rank = dist.get_rank()
@@ -186,7 +186,7 @@ class _PushedParts:
 
 
 def packs_of(model: FastLM) -> Iterator[Pack]:
-    """The model's weights by the tensors that it reads."""
+    """The model's weights, grouped by the leaf tensor that the model reads."""
     looked_up = {each.parameter for each in parameters_of(model) if each.is_of_embedding}
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     packed: dict[Tensor, list[Weight]] = {}
@@ -198,7 +198,7 @@ def packs_of(model: FastLM) -> Iterator[Pack]:
 
 
 def with_received(weight: Weight, pushes: PushDDP) -> Weight:
-    """The weight with the gradients that other ranks send of all its elements."""
+    """The weight, with the buffers for other ranks' gradients of all its elements."""
     places = [
         place and replace(place, received=received(pushes.received(place.leaf), place.elements))
         for place in (weight.read, weight.copy)
@@ -207,12 +207,12 @@ def with_received(weight: Weight, pushes: PushDDP) -> Weight:
 
 
 def received(rows: tuple[Tensor, ...] | None, elements: slice = slice(None)) -> Received | None:
-    """These elements of what the other ranks have sent, by rank."""
+    """These elements of the other ranks' gradients, in the order of the ranks; None if there are none."""
     return None if rows is None else Received(tuple(row[elements] for row in rows), dist.get_rank())
 
 
 def _own_weights(pack: Pack, pushes: PushDDP | None) -> list[Weight]:
-    """The weights that this rank updates: one, its part of the matrices of the pack; or the whole ones."""
+    """The weights that this rank updates: its part of the pack's matrices as one weight, or all weights whole."""
     if not pack.shared_elements:
         return pack.weights if pushes is None else [with_received(weight, pushes) for weight in pack.weights]
     length = pack.shared_elements // dist.get_world_size()
@@ -231,7 +231,7 @@ def _own_weights(pack: Pack, pushes: PushDDP | None) -> list[Weight]:
 
 
 def _buckets(own: Sequence[list[Weight]], exchanged: Sequence[list[Tensor]]) -> list[tuple[list[Weight], list[Tensor]]]:
-    """What is updated and exchanged together, in the order of forward."""
+    """Buckets of weights that are updated together, and of tensors then exchanged together, in forward's order."""
     buckets: list[tuple[list[Weight], list[Tensor]]] = []
     size = BUCKET_BYTES
     for weights, tensors in zip(own, exchanged, strict=True):

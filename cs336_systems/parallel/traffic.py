@@ -1,4 +1,4 @@
-"""Counts the collectives of whatever runs in a context, and the bytes that they make a rank send."""
+"""Counts the collectives that are called within a context, and the bytes that each rank sends for them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ SENDS = {
 }
 """How often each of n ranks of a ring sends (n - 1) / n of a collective's whole tensors."""
 _OUTPUT_FIRST = ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
-"""Operators whose whole tensors are their second argument."""
+"""Reduce-scatters: their first argument is the output, and their second the whole tensors."""
 
 
 @torch.library.custom_op("cs336_systems::push", mutates_args=("target",))
@@ -36,7 +36,7 @@ def push(source: Tensor, target: Tensor) -> None:
 class TrafficCounter(TorchDispatchMode):
     """Counts in its context every collective that this process calls, on any thread of autograd.
 
-    It sees the operators of torch.distributed's C++ library, so those of PyTorch's own ways too.
+    It sees the operators of torch.distributed's C++ library, so it also counts those that PyTorch's DDP and FSDP call.
     """
 
     def __init__(self) -> None:

@@ -22,16 +22,16 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """A parameter of a module, and every place where it stands; a tied one has several.
+    """A parameter of a module, and every place that holds it; a tied parameter has several places.
 
-    Or another leaf tensor that the module computes with, which has no place.
+    It can also be another leaf tensor that the module computes with, which has no place.
     """
 
     name: str
     parameter: Tensor
     places: list[Place] = field(default_factory=list)
     least_elements: int = 0
-    """To what length it is padded at least, before it is divided among ranks."""
+    """Least length to which the parameter is padded before it is divided among ranks."""
 
     def part_length(self, ranks: int) -> int:
         """Elements of one rank's part, the last of which are padded with zeros."""
@@ -39,18 +39,18 @@ class Found:
 
     @property
     def is_of_embedding(self) -> bool:
-        """Whether a lookup reads it, which autocast leaves in the parameter's type."""
+        """Whether an embedding lookup reads the parameter; autocast does not cast those."""
         return any(isinstance(place.owner, Embedding | nn.Embedding) for place in self.places)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Unit:
-    """Parameters that are gathered together, and the module that has them."""
+    """Parameters that are gathered together, and the module that holds them."""
 
     name: str
     """Path of the module, or REST."""
     module: nn.Module | None
-    """None for what no single block or layer has: parameters that several of them share."""
+    """None for REST: parameters that belong to no single block or layer."""
     found: list[Found]
 
 
@@ -65,7 +65,7 @@ def parameters_of(module: nn.Module) -> list[Found]:
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in the lists of the module, such as the blocks of a Transformer; none inside of another."""
+    """The entries of the outermost ModuleLists in the module, such as the blocks of a Transformer."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child

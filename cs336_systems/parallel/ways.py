@@ -1,4 +1,4 @@
-"""The way that a configuration shares its steps, put around the model that is trained."""
+"""Wraps the trained model in the way of parallelism that the configuration asks for."""
 
 import functools
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Way = NaiveDDP | TorchDDP | FSDP | TorchFSDP
 
 
 class LossModule(nn.Module):
-    """A model and its loss as one module, so that whatever surrounds the model also sees where its backward begins."""
+    """A model and its loss as one module, so that a wrapper also sees where backward begins: at the loss."""
 
     def __init__(self, trainable: Trainable) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class LossModule(nn.Module):
 
 
 def make_way(trainable: Trainable, config: RunConfig) -> Way:
-    """Wrap the model and its loss; call it like the loss. The process group must be there."""
+    """Wrap the model and its loss; call the result like the loss. The process group must exist."""
     module = LossModule(trainable)
     model = _with_copies(trainable)
     if model and config.parallel.is_fsdp:
@@ -68,7 +68,7 @@ def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -
 
 
 def _optimizer_adds(config: RunConfig) -> bool:
-    """Whether the optimizer of the fast model adds up the gradients that ranks send each other: if there is one."""
+    """Whether an optimizer of the fast model adds up the gradients that ranks send each other."""
     return config.mode is Mode.TRAIN
 
 
@@ -83,9 +83,9 @@ def _with_copies(trainable: Trainable) -> FastLM | None:
 
 
 def make_shared_optimizer(trainable: Trainable, config: RunConfig, way: Way) -> torch.optim.Optimizer:
-    """The configuration's optimizer, of which each rank has its share if the configuration says so.
+    """The configuration's optimizer, sharded among the ranks if the configuration says so.
 
-    `way` is what make_way has made.
+    `way` is the result of make_way.
     """
     model = _with_copies(trainable)
     pushes = way if isinstance(way, PushDDP) else None

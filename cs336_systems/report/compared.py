@@ -28,7 +28,7 @@ class Sides:
     a: str
     b: str
     records: tuple[str, str] | None = None
-    """Where the records of A and B are, as seen from the file, quoted as in a URL.
+    """Paths of the records of A and B, relative to the file, quoted as in a URL.
 
     None if they are in `runs` beside it, because they were measured alternately: even repeats are A's, odd ones B's.
     """
@@ -44,17 +44,17 @@ class Sides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The verdict on each configuration of two sides, and what shows it."""
+    """The verdict on each configuration of two sides, and the tables and pictures that show it."""
 
     sides: Sides
     records: Sequence[Sequence[RunRecord]]
-    """Those of A, then those of B, without those under a profiler."""
+    """Records of A, then records of B, without runs under a profiler."""
     section: Section
     rows: Sequence[Row]
     """For each configuration `verdict`, `ratio`, its interval `ratio_low` to `ratio_high`, and `ratio_is_doubted`."""
     json: Mapping[str, Any]
     left_out: Sequence[str] = ()
-    """Sentences on runs that have no part in it."""
+    """Sentences on runs that are not compared."""
     sentences: Sequence[str] = ()
     """The verdict in words, and what puts it in doubt; only where each side is one configuration."""
 
@@ -125,7 +125,7 @@ def load_compared(directory: Path, records: Sequence[RunRecord] | None = None) -
 
 
 def seen_from(directory: Path, path: Path) -> str:
-    """The path relative to the directory, so that both can be moved together; quoted as in a URL, as JSON is UTF-8."""
+    """The path relative to the directory, so that both can be moved together; quoted because JSON must be UTF-8."""
     return quote(os.fsencode(os.path.relpath(path.resolve(), directory.resolve())))
 
 
@@ -134,7 +134,7 @@ def _found_from(directory: Path, quoted: str) -> Path:
 
 
 def by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Both sides of what was measured alternately, in the order of their repeats: even ones are A's, odd ones B's."""
+    """Split runs that were measured alternately into A's (even repeats) and B's (odd repeats), by repeat."""
     ordered = sorted(records, key=lambda record: record.config.repeat)
     return [[record for record in ordered if record.config.repeat % 2 == side] for side in (0, 1)]
 

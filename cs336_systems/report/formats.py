@@ -29,7 +29,7 @@ CSV_DIGITS = 9
 MAX_WORD = 24
 """Longest part of a word, in characters, that a terminal keeps on one line."""
 LONGEST_ON_TERMINAL = 1000
-"""Longest text of a cell in the terminal, in characters: all cells of its column are as wide."""
+"""Longest text of a cell in the terminal, in characters; the longest cell sets the width of its column."""
 LONGEST_CELL = 32_000
 """Longest text in a CSV file, in characters: a spreadsheet's cell holds 32,767."""
 LONGEST_CAPTION = 20_000
@@ -65,7 +65,7 @@ class Line:
     before: str
     parts: tuple[str, ...]
     between: str | None
-    """None if the line has the number of columns in place of the parts."""
+    """None if the line holds the number of columns instead of parts."""
     after: str
 
     def __str__(self) -> str:
@@ -267,7 +267,7 @@ def _fit(headings: Sequence[Column], texts: Sequence[Sequence[str]], width: int 
 
 
 def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int], room: int) -> list[int]:
-    """Widths between `least` and `most` that fill the room, which columns that need little more get first."""
+    """Widths between `least` and `most` that fill the room; columns that need little more than `least` come first."""
     widths = {column: least[column] for column in columns}
     left = room - sum(widths.values())
     for rank, column in enumerate(sorted(columns, key=lambda column: most[column] - least[column])):

@@ -35,7 +35,7 @@ RESULTS = (
     "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms",
     *SHORTCUTS, "predicted_step_ms", "predicted_step_error",
 )  # fmt: skip
-"""Columns of results.csv, in order; the settings that no column of these has, and `processes`, come after them."""
+"""Columns of results.csv, in order; after them come `processes` and the settings that have no column here."""
 QUANTITIES = RESULTS[RESULTS.index("forward_mean_ms") : RESULTS.index("warnings")]
 """Columns that were measured or computed from measurements; NaN is unknown."""
 SPEED_UPS: Mapping[str, tuple[str, ...]] = {
@@ -45,10 +45,10 @@ SPEED_UPS: Mapping[str, tuple[str, ...]] = {
     "optimizer_speed_up": ("optimizer",),
     "weak_scaling": ("parallel", "ranks", "shard_optimizer"),
 }
-"""Columns of speed-ups, by the settings in which a run differs from the one that it is compared with.
+"""Columns of speed-ups, by the settings in which a run differs from its baseline.
 
-That one has the first value of the first of these settings: fp32, naive attention, no compilation, the plain AdamW, a
-step that is not shared. Each rank of a shared step has the batch of the one that is not, so that their ratio is the
+The baseline has the first value of the first of these settings: fp32, naive attention, no compilation, the plain AdamW,
+a step that is not shared. Each rank of a shared step has the baseline's batch, so that the ratio of their times is the
 efficiency of weak scaling.
 """
 SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib", "predicted_collectives_ms")
@@ -57,7 +57,7 @@ BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "fp32_stat
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
 OFF_FORECAST = 0.15
-"""A step should have a reason if its forecast is trusted and differs by more than this part of it."""
+"""A step that differs from a trusted forecast by more than this share should have a reason."""
 NUMBERS = (*QUANTITIES, "predicted_peak_gib", "predicted_step_ms", "predicted_step_error", "ceiling_share",
            "data_mean_ms", "data_std_ms", "first_step_ms", *SHARED, *SPEED_UPS,
            *(f"{key}_std" for key in SPEED_UPS))  # fmt: skip
@@ -72,18 +72,17 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     are not independent. `processes` is the number of processes with times. Peaks are the largest of all processes. If
     some repeats failed, the times are those of the others, `status` and `error` are those of the first failure, and
     `warnings` counts the failures. Repeats on different devices are different rows. `ceiling_share` is `mfu` with the
-    measured ceiling in place of the data sheet's peak. `predicted_step_ms` is the time of a step by the measured
-    ceilings of the device, and `predicted_step_error` by how much of the measured mean it is longer;
-    `is_off_forecast` says whether that is more than OFF_FORECAST though the forecast is trusted, as none of a step on
-    several ranks is.
-    `predicted_collectives_ms` is the time of the collectives of a
-    step, one after the other, by the measured ceilings of the device and as many ranks. `first_step_ms` is the first
-    measured step, the mean over processes.
+    measured ceiling in place of the data sheet's peak. `predicted_step_ms` is the time of a step predicted from the
+    measured ceilings of the device, and `predicted_step_error` by which share of the measured mean it is longer;
+    `is_off_forecast` says whether that is more than OFF_FORECAST although the forecast is trusted; forecasts for
+    several ranks never are. `predicted_collectives_ms` is the time of a step's collectives, one after the other, from
+    the measured ceilings of the device and the same number of ranks. `first_step_ms` is the first measured step, the
+    mean over processes.
 
     `speed_up` is how many times faster a row is than the same configuration in fp32 on the same device. It is NaN for
     fp32 itself and where a time is missing, as is `speed_up_std` (both steps' std/mean, propagated);
-    `speed_up_is_doubted` says whether a warning of either run puts its time in doubt. The others of SPEED_UPS are the
-    same for other settings. `fp32_status` is how the fp32 run ended, None if there is none.
+    `speed_up_is_doubted` says whether a warning of either run puts its time in doubt. The other columns of SPEED_UPS
+    are speed-ups by other settings. `fp32_status` is how the fp32 run ended, None if there is none.
     """
     groups = _repeats(records)
     configs = [group[0].config.configuration for group in groups]

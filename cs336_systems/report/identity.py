@@ -36,7 +36,7 @@ LEADING = (
 )  # fmt: skip
 """First columns of the CSV files of profiles; all other settings are the last columns."""
 PARALLEL: Mapping[str, object] = MappingProxyType({"parallel": Parallel.NONE, "ranks": 1, "shard_optimizer": False})
-"""Columns of how ranks share a step, with their values where it is not shared."""
+"""Columns of how ranks share a step, with their values for a step that is not shared."""
 OPTIONAL: tuple[Mapping[str, object], ...] = (
     PARALLEL,
     MappingProxyType({"selective_checkpoints": False, "keep_hidden": 0, "expandable_segments": False}),
@@ -44,7 +44,7 @@ OPTIONAL: tuple[Mapping[str, object], ...] = (
     MappingProxyType({"update_in_backward": False}),
     MappingProxyType({"bf16_moments": False}),
 )
-"""Groups of columns that CSV files have only if a run has another value than these in one of the group."""
+"""Groups of columns that CSV files have only if a run differs from these values in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
 """Settings that results.csv has after the columns of RESULTS."""
 MUST_KEEP = ("context_length", "vocab_size")
@@ -139,7 +139,7 @@ def _setting(name: str) -> Setting:
 
 
 def heading(name: str) -> str:
-    """What stands above the column of this name."""
+    """Heading of the column of this name."""
     return heading_of(name, _setting(name))
 
 

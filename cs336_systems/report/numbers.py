@@ -8,7 +8,7 @@ MIN_DIGITS, MAX_DIGITS = 3, 5
 MAX_LABEL = 64
 """Longest name in a readable table, in characters; the CSV has the whole name."""
 LABEL_END = 8
-"""Of these, characters of its end: cuBLAS names its tiles in the middle, by which alone some kernels differ."""
+"""How many of these are from the name's end: few, because some cuBLAS kernels differ only in the middle, by tiles."""
 DOUBT = "?"
 """Mark behind a time that is in doubt, and behind a value that was computed from one."""
 

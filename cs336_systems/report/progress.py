@@ -30,7 +30,7 @@ from cs336_systems.text import counted, inert_line
 
 FIRST = "importing PyTorch, once for all runs"
 SAY_AGAIN_S = 30.0
-"""How often a line without a bar says that a sweep still waits for a machine."""
+"""Seconds between two lines, if there is no bar, that say that a sweep still waits for a machine."""
 
 
 class TerminalListener(Listener):
@@ -64,7 +64,7 @@ class TerminalListener(Listener):
         self._task: TaskID | None = None
         self._running: dict[str, str] = {}
         self._numbers: dict[RunConfig, int] = {}
-        """Numbers of the runs that were started by this command, not by an earlier one; a second try keeps its own."""
+        """Numbers of the runs that this command, not an earlier one, has started; a second try keeps its number."""
         self._lines = StatusLine()
         self._num_failed = self._total = 0
         self._machines: Machines | None = None
@@ -173,16 +173,16 @@ class TerminalListener(Listener):
 
 
 class TimeLeft:
-    """The time that is left of a sweep: by what its runs should take, and how much longer those so far have taken."""
+    """Time left of a sweep, from the predicted times of its runs and the ratio of actual to predicted time so far."""
 
     def __init__(self, expected: Expected) -> None:
         self._expected = expected
         self._waiting: list[RunConfig] = []
         self._done_s = 0.0
-        """What the finished runs should have taken."""
+        """Predicted time of the finished runs."""
         self._begun_s: float | None = None
         self._took_s = 0.0
-        """From the start of the first run to the end of the last."""
+        """Time from the start of the first run to the end of the last finished one."""
 
     def planned(self, todo: Sequence[RunConfig]) -> None:
         """Note the runs to come, in order."""
@@ -223,7 +223,7 @@ class _LeftColumn(TimeRemainingColumn):
 
 
 def _in_words(now: Machines, num_failed: int) -> str:
-    """How a sweep on several machines stands; how many runs are done, and how long the others take, the bar says."""
+    """State of a sweep on several machines, in words; the bar shows the runs done and the time left."""
     pending = f" and {now.pending} pending" if now.pending else ""
     there = f"{counted(now.there, 'machine')}{pending}"
     if now.patience_s is not None:

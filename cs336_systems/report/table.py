@@ -24,7 +24,7 @@ class Table:
     notes: tuple[str, ...] = ()
     """Sentences below the table."""
     findings: tuple[str, ...] = ()
-    """Those of the notes that say what stands out, which a page says first."""
+    """The notes that say what stands out; a page shows them first."""
     failed: frozenset[int] = frozenset()
     """Indices of the rows of failed runs, which a terminal shows in another colour."""
     values: tuple[Row, ...] = ()
@@ -60,7 +60,7 @@ def with_note(table: Table, note: str) -> Table:
 
 
 def rows_with(table: Table, key: str, wanted: Collection[object]) -> Table:
-    """The table with the rows alone that have one of these values under the key, and what they have values in."""
+    """The table with only the rows that have one of these values under the key, and the columns that these fill."""
     kept = [row for row in table.values if row[key] in wanted]
     failed = {id(table.values[index]) for index in table.failed}
     return make_table(table.title, known(table.headings, kept), kept, table.notes, lambda row: id(row) in failed)

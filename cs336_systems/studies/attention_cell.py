@@ -117,7 +117,7 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionF
         ),
         first_pass_s=first_pass_s,
         memory=_memory(passes) if grid.device is Device.CUDA else None,
-        # from new inputs, since a faulty kernel may have written to those of the passes
+        # with new inputs, because a faulty kernel may have overwritten those of the passes
         errors=_errors(passes, make_inputs([shape] * 3, cell.precision, make_generator(grid)), grid)
         if grid.own
         else (),
@@ -125,7 +125,7 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionF
 
 
 def _errors(passes: Passes, inputs: Inputs, grid: AttentionGrid) -> tuple[ExactError, ...]:
-    """How far one more pass is from float64; nothing where there is no memory for that."""
+    """Errors of one more pass against float64; empty if float64 does not fit into memory."""
     try:
         output = passes.forward()
         return exact_errors((output, *passes.backward(output)), inputs, causal=grid.causal)

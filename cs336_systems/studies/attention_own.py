@@ -40,9 +40,9 @@ def described(name: str) -> str:
 
 
 def fault_of(function: Callable[..., Any], inputs: Inputs) -> str | None:
-    """What is wrong with the output or the gradients of one pass, as a predicate; None where nothing is.
+    """What is wrong with the output or the gradients of one pass, as a predicate; None if nothing is.
 
-    Wrong numbers are no fault: how wrong they are is measured. Raises whatever running it raises.
+    Inaccurate numbers are not a fault, because errors are measured. Raises whatever the function raises.
     """
     q = inputs.forward[0]
     output: object = function(*inputs.forward)

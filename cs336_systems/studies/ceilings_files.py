@@ -80,7 +80,7 @@ class Ceilings:
         )  # fmt: skip
 
     def collectives(self, device_name: str) -> dict[int, dict[Collective, dict[int, float]]]:
-        """Times of collectives among several of this device, by their number."""
+        """Times of collectives among several devices of this name, by the number of ranks."""
         name = bare_name(device_name)
         studies = [study for study in self.studies if bare_name(study.device_name) == name]
         numbers = sorted({cell.world_size for study in studies for cell in study.reductions})
@@ -88,7 +88,7 @@ class Ceilings:
         return {ranks: times for ranks, times in found.items() if times}
 
     def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
-        """Times of each collective among so many of this device by bytes, of the study that has most of them."""
+        """Times of each collective among `ranks` devices of this name, by bytes, from the study with most sizes."""
         name = bare_name(device_name)
         found: dict[Collective, dict[int, float]] = {}
         for study in self.studies:
@@ -123,7 +123,7 @@ def ceilings_files(directory: Path) -> list[Path]:
 def ceilings_beside(results: Path) -> Path:
     """The directory of ceilings that belongs to results in OUTPUT/KIND/NAME.
 
-    That is OUTPUT/ceilings; or, if it does not exist, the one beside OUTPUT, which then is a group of results.
+    That is OUTPUT/ceilings; if it does not exist, `ceilings` beside OUTPUT, which is then a group of results.
     """
     output = results.resolve().parent.parent
     own, beside = output / "ceilings", output.parent / "ceilings"

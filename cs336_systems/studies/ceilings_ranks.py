@@ -30,18 +30,18 @@ from cs336_systems.sweep.process import die_with_forker
 PATIENCE_S = 120.0
 """How long a process waits for the others before it fails."""
 GRAPH_BELOW_S, GRAPH_RUNS = 1e-4, 100
-"""A collective shorter than this is repeated so often within a CUDA graph."""
+"""A collective shorter than this time is repeated this many times within a CUDA graph."""
 LOOP_SHARE = 0.5
-"""Part of the grid's least time of a loop that suffices here, as there are many cells and all processes repeat."""
+"""Share of the grid's least time of a loop that suffices here, because there are many cells."""
 NO_ACCESS = "the GPUs cannot write to each other's memory"
 _RESULT, _MEETING = "collectives.json", "rendezvous"
 
 
 def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> list[CollectiveCell]:
-    """Time the collectives of the rows, all of which are of as many processes.
+    """Time the collectives of the rows, all of which have the same number of processes.
 
-    If a process fails, the others are ended, the row at which it failed has the failure, and new processes go on with
-    the next; if they do not even come together, all rows that are left have it.
+    If a process fails, the others are ended, the row at which it failed gets the failure, and new processes continue
+    with the next row. If the processes cannot form a group, all remaining rows get the failure.
     """
     measured: list[CollectiveCell] = []
     while left := rows[len(measured) :]:
@@ -61,7 +61,7 @@ def _in_processes(
 ) -> tuple[list[Loops | None] | None, tuple[Status, Failure] | None]:
     """The loops of the rows that were measured before a process failed, and how it failed.
 
-    None instead of loops if the processes did not come together.
+    None instead of loops if the processes could not form a group.
     """
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
     failed = None
@@ -75,7 +75,7 @@ def _in_processes(
 
 
 def _message(text: str) -> str:
-    """What the exception says whose traceback is the last in the text; the text's last line if there is none."""
+    """Message of the last exception in the text of tracebacks; the text's last line if there is no traceback."""
     lines = text.strip().rpartition("\n  File ")[2].splitlines()
     return next((line for line in lines[1:] if not line.startswith("  ")), lines[-1])
 
@@ -89,7 +89,7 @@ def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratc
     place = Rank(rank=rank, ranks=ranks, meeting=f"file://{scratch}/{_MEETING}", timeout_s=PATIENCE_S)
     with group_of(place, grid.device):
         loops: list[Loops | None] = []
-        _keep(loops, grid.device, scratch)  # as a sign that the processes have come together
+        _keep(loops, grid.device, scratch)  # an empty result shows that the processes have formed a group
         for row in rows:
             loops.append(_loops(grid, row))
             _keep(loops, grid.device, scratch)
@@ -110,7 +110,7 @@ def _loops(grid: CeilingsGrid, row: CollectiveCell) -> Loops | None:
 
 
 def _is_possible(row: CollectiveCell) -> bool:
-    """Whether the processes can do so; the same in all of them."""
+    """Whether the processes can run the collective; all of them get the same answer."""
     if row.collective is not Collective.PUSH:
         return True
     ranks = range(row.world_size)
@@ -128,7 +128,7 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
     if collective is Collective.PUSH:
         here = dist.get_rank()
         rows = [rank_rows for [rank_rows] in of_all_ranks([shared_rows(whole, dist.get_world_size())])]
-        # own rows stay as long as the function does, because the others write to them
+        # the function keeps this rank's rows alive, because the other ranks write to them
         return lambda: [
             rank_rows[here, : len(whole)].copy_(whole, non_blocking=True)
             for rank, rank_rows in enumerate(rows)
@@ -141,7 +141,7 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
 
 
 def _time(grid: CeilingsGrid, run: Callable[[], object]) -> Loops:
-    """Loops of as many repetitions in all processes; short ones from a CUDA graph, as the host is slower than they."""
+    """Loops with equal counts in all processes, of CUDA graphs if the collective is shorter than its launch."""
     on_gpu = grid.device is Device.CUDA
     timer = device_timer if on_gpu else host_timer
     timer(run, 1)

@@ -26,10 +26,10 @@ MAX_SIDE = 2**20
 """Most rows or columns of a matrix, so that a typing error does not ask for a petabyte."""
 MAX_BYTES = 2**42
 PADDED = ", padded"
-"""Ends the name of a matmul whose columns are those of another, rounded up."""
+"""Suffix of the name of a matmul whose columns are those of another one, rounded up."""
 FP32_BYTES = 4
 SMALL_COLLECTIVES_BYTES = (2**12, 2**16)
-"""Sizes below those of passes over memory, as those of a model's vectors."""
+"""Bytes of small collectives, such as those of a model's vectors, in addition to the sizes of passes over memory."""
 
 
 class ProductPrecision(StrEnum):
@@ -44,13 +44,13 @@ class ProductPrecision(StrEnum):
 
 FACTOR_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 1}
 RESULT_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 2}
-"""The result of an fp8 product is in bf16."""
+"""Bytes per element of a matmul's result; that of an fp8 matmul is in bf16."""
 
 
 STEP_PRECISIONS = (ProductPrecision.FP32, ProductPrecision.TF32, ProductPrecision.BF16)
-"""Of the steps whose kernels are measured."""
+"""Precisions of the steps whose kernels are measured."""
 ONLY_ON_GPUS = (ProductPrecision.TF32, ProductPrecision.FP8)
-"""A CPU has no such matmuls."""
+"""Precisions in which a CPU has no matmuls."""
 
 
 class Stream(StrEnum):
@@ -79,7 +79,7 @@ class Launch(StrEnum):
 
 
 QUEUED_BYTES = 2**28
-"""What copies move that show the time between two kernels: what each takes more than in a CUDA graph."""
+"""Bytes moved by the copies that show the gap between two kernels: each takes that much longer than in a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,15 +169,15 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
 
     @property
     def has_rounds(self) -> bool:
-        """Whether the loops of a cell are measured in rounds, one in each round, with those of all others between them.
+        """Whether cells are measured in rounds, one loop of each cell per round.
 
-        Other programs, or other guests of the host, take a CPU for seconds at a time. That is all loops of a cell that
-        are measured in a row, but one loop of each cell in rounds, which does not change the median.
+        Other programs, or other guests of the host, take a CPU for seconds at a time. That would slow all loops of a
+        cell if they were measured in a row; in rounds it slows one loop of each cell, and the medians stay the same.
         """
         return self.device is Device.CPU
 
     def groups(self) -> list[list[Cell["CeilingsRow | CacheRow"]]]:
-        """One group of all cells, of which those with loops in rounds come once for each loop."""
+        """One group of all cells; cells that are measured in rounds occur once per loop."""
         cells = [*self.cells()]
         again = [cell for cell in cells if self.has_rounds and not isinstance(cell.rows[0], CollectiveCell)]
         return [[*cells, *(again * (self.loops - 1))]]
@@ -189,19 +189,19 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
             row = ProductCell(precision=precision, shape=shape, timing=timing)
             yield Cell(label=f"{precision} product {shape.label}", rows=(row,))
         for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
-            moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]  # of whole elements
+            moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]  # a whole number of elements
             passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=timing)
             yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
         for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
             yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=timing),))
         yield from self._step_cells(timing)
         for ranks in self.numbers_of_ranks:
-            multiple = FP32_BYTES * ranks  # each has a part of the tensor
+            multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
             sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
             collectives = tuple(
                 CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=timing)
                 for kind in Collective
-                if kind is not Collective.PUSH or self.device is Device.CUDA  # it is for copy engines
+                if kind is not Collective.PUSH or self.device is Device.CUDA  # pushes use a GPU's copy engines
                 for size in sizes
                 if size
             )
@@ -219,7 +219,7 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
 
     @property
     def numbers_of_ranks(self) -> list[int]:
-        """Numbers of processes whose collectives are measured: the powers of 2 below world_size, and it."""
+        """Numbers of processes whose collectives are measured: the powers of 2 below world_size, and world_size."""
         powers = [2**power for power in range(1, self.world_size.bit_length()) if 2**power < self.world_size]
         return [*powers, self.world_size] if self.world_size > 1 else []
 
@@ -280,7 +280,7 @@ class CollectiveCell(TimedRow):
 
     collective: Collective = Collective.ALL_REDUCE
     num_bytes: Count
-    """Of the whole tensor: of all parts, where each process has a part."""
+    """Bytes of the whole tensor: of all parts together, if each process has a part."""
     world_size: Annotated[int, msgspec.Meta(ge=2, le=2**20)]
     timing: Timing
 
@@ -291,7 +291,7 @@ class CollectiveCell(TimedRow):
 
     @property
     def bus_bytes_per_s(self) -> float | None:
-        """Bytes that each process sends in a ring, per second (as NCCL's tests count, but for the broadcast)."""
+        """Bytes that each process sends in a ring, per second (as in nccl-tests, except for the broadcast)."""
         return self.timing.rate(self.num_bytes * sent_share(self.collective, self.world_size))
 
 
@@ -332,7 +332,7 @@ class CeilingsStudy:
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        """Of all cells."""
+        """Timings of all cells."""
         cells: tuple[CeilingsRow, ...] = (
             *self.products, *self.streams, *self.launches, *self.reductions, *self.kernels, *self.passes,
         )  # fmt: skip
@@ -377,7 +377,7 @@ class CeilingsStudy:
         return found
 
     def curves(self) -> Curves | None:
-        """The times from which that of a step is predicted; None if some of them were not measured."""
+        """The times from which steps are predicted; None if some of them were not measured."""
         on_host = self.grid.device is Device.CPU
         launch_s = self.host_call_s
         kernel_s = launch_s if on_host else self.launch_s(Launch.GRAPH)
@@ -408,7 +408,7 @@ class CeilingsStudy:
                 )  # fmt: skip
 
     def _queued_gap_s(self, copies: Mapping[int, float]) -> float | None:
-        """What a copy that the host launches takes more than in a CUDA graph."""
+        """How much longer a copy takes that the host launches than the same copy in a CUDA graph."""
         queued_s, alone_s = self.launch_s(Launch.QUEUED), copies.get(QUEUED_BYTES)
         return None if queued_s is None or alone_s is None else max(0.0, queued_s - alone_s)
 

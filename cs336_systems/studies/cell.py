@@ -110,7 +110,7 @@ def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
         while True:
             rows, is_fit = attempt(grid, connection.recv(), function)
             if len(sys.modules) > num_modules:
-                # else the collection before each cell would look at all of PyTorch, which takes longer than some cells
+                # frozen, because collecting all of PyTorch's objects before each cell takes longer than some cells
                 gc.collect()
                 gc.freeze()
                 num_modules = len(sys.modules)

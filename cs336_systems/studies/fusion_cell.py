@@ -22,7 +22,7 @@ from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, Version,
 from cs336_systems.studies.timing import timed_pairs
 
 CACHES_FULL = 4
-"""Several sets of inputs, together this many times the L2 cache, take turns, so that a set is not in it any more."""
+"""Sets of inputs take turns; together they are this many times as large as the L2 cache, so that no set stays in it."""
 MAX_SETS = 64
 T = TypeVar("T")
 _COMPILED_OPERATORS = re.compile(r"cpp_fused|^aten::(mm|bmm|addmm|baddbmm)$")
@@ -88,7 +88,7 @@ def _operations(moved: Sequence[Moved]) -> list[tuple[str, ...]]:
 def _max_errors(passes: Passes, spec: OpSpec) -> list[float | None]:
     """Largest distance of the output, and of the gradients, from those of the written-out form in float64.
 
-    Over the first element of the batch; so the gradient of a weight, which sums over the batch, is left out.
+    Only the first element of the batch counts, so the gradient of a weight, which sums over the batch, is left out.
     """
     inputs = passes.sets[0]
     output = passes.forward()

@@ -1,4 +1,4 @@
-"""Runs one kernel of a step: a matmul with its factors as they lie there, fused attention, or a pass over memory."""
+"""Times one kernel of a step: a matmul with the step's memory layout, fused attention, or a pass over memory."""
 
 from dataclasses import replace
 
@@ -16,11 +16,11 @@ from cs336_systems.studies.loops import MIN_TIME_S
 from cs336_systems.studies.timing import Run, measure
 
 LOOPS, LOOP_S = 3, 0.01
-"""Of each kernel; there are hundreds, and a step has many of them."""
+"""Number and least time of the loops of each kernel: few and short, because there are hundreds of kernels."""
 
 
 def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
-    """Time one matmul, or one kernel of attention: of backward what forward and backward take more than forward."""
+    """Time one matmul or one kernel of attention; its backward is the time of both passes less that of forward."""
     apply_math_mode(Precision.TF32 if row.precision is Precision.TF32 else Precision.FP32)
     brief = replace(grid, loops=LOOPS, loop_s=min(grid.loop_s, LOOP_S))
     if not is_attention(row.form):
@@ -40,14 +40,14 @@ def measure_pass(grid: CeilingsGrid, row: PassCell) -> PassCell:
 
 
 def make_matmul(grid: CeilingsGrid, row: KernelCell) -> Run:
-    """The matmul of random matrices; if it is batched, as many of them."""
+    """The matmul of random matrices, batched if the row is."""
     left = _random(grid, row, row.rows, row.inner, is_transposed=row.form is Form.WEIGHT)
     right = _random(grid, row, row.inner, row.columns, is_transposed=row.form is Form.FORWARD)
     return lambda: left @ right
 
 
 def _random(grid: CeilingsGrid, row: KernelCell, rows: int, columns: int, is_transposed: bool) -> Tensor:
-    """Matrices of this shape, each of which lies in memory by rows, or by columns if it is transposed."""
+    """Random matrices of this shape, row-major, or column-major if `is_transposed`."""
     sides = (columns, rows) if is_transposed else (rows, columns)
     shape = sides if row.batch == 1 else (row.batch, *sides)
     generator, dtype = cell.make_generator(grid), cell.DTYPES[row.precision]

@@ -12,13 +12,13 @@ from cs336_systems.record import Count
 from cs336_systems.studies.loops import TimedRow, Timing
 
 MASK_SIDE = 512
-"""Positions of the sequences that a pass masks, and scores of a row of which it takes the softmax."""
+"""Number of positions in masked passes, and width of the rows in softmax passes."""
 HEADS, D_HEAD = 16, 64
-"""Of the tensors whose heads a strided pass exchanges with positions; there are MASK_SIDE of these."""
+"""Shape of the tensors in strided passes, which transpose heads and MASK_SIDE positions."""
 PASS_BYTES = dict.fromkeys(Pass, 4 + 4) | {Pass.WIDEN: 2 + 4}
 """Bytes moved per element: bf16 read and fp32 written, or fp32 both."""
 PASS_UNIT = HEADS * MASK_SIDE * D_HEAD
-"""Elements of which a pass has a multiple: one sequence of heads, or two of masked scores."""
+"""The elements of a pass are a multiple of this: one sequence of heads, or two masked matrices of scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class KernelCell(TimedRow):
     precision: Precision
     form: Form
     batch: Count
-    """Matmuls of a batched one, or heads of all sequences."""
+    """Number of matmuls in a batched one; for attention, heads of all sequences."""
     rows: Count
     inner: Count
     columns: Count
@@ -94,7 +94,7 @@ def _configs(preset: str, context_length: int, precision: Precision, batch_size:
 
 
 def pass_cells(device: Device, sizes: Sequence[int], timing: Timing) -> Iterator[PassCell]:
-    """Passes that move about so many bytes: those that are no copies, and on a CPU copies into a new tensor."""
+    """Passes that move about so many bytes, of all kinds but copies; on a CPU also copies into a new tensor."""
     for how in Pass:
         if how is Pass.COPY and device is not Device.CPU:  # where a step makes tensors in memory that it has already
             continue

@@ -95,7 +95,7 @@ class TimedRow(Row):
         return replace(self, timing=Timing(status=Status.OK, loops=loops))  # type: ignore[type-var]
 
     def joined(self, other: Self) -> Self:
-        """The row with the loops of both, or else with the failure of either."""
+        """The row with the loops of both rows; if one of them failed, the row with its failure."""
         mine, theirs = self.timing.loops, other.timing.loops  # type: ignore[attr-defined]
         if mine is None or theirs is None:
             return self if mine is None else other
@@ -103,7 +103,7 @@ class TimedRow(Row):
 
 
 def joined(rows: Iterable[RowT]) -> tuple[RowT, ...]:
-    """Rows in which those of the same cell are one."""
+    """The rows, with those of the same cell joined into one."""
     found: dict[Row, Any] = {}
     for row in rows:
         cell = row.with_loops(Loops(count=1, times_s=(1.0,))) if isinstance(row, TimedRow) else row

@@ -65,15 +65,15 @@ class NormalisedActivations:
     scale: float
     dtype: str
     variance: float | None
-    """As computed in the data type, with the activations as it holds them; None beyond its range."""
+    """Variance as computed in the data type, of activations rounded to it; None beyond its range."""
     exact_variance: float
-    """As computed in fp64."""
+    """Variance as computed in fp64."""
     output: float | None
     """Normalised value of `centre + scale`, as computed in the data type; None beyond its range."""
     exact_output: float
-    """As computed in fp64."""
+    """Normalised value as computed in fp64."""
     library_output: float | None
-    """What torch.nn.functional.layer_norm makes of activations in the data type."""
+    """Normalised value from torch.nn.functional.layer_norm, for activations in the data type."""
 
     @property
     def error(self) -> float | None:

@@ -97,7 +97,7 @@ class _CellWorker(Generic[RowT, StudyT]):
     def _ask(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], bool, Environment]:
         """Send the cell to the process, and return its answer."""
         process = self._process or self._start()
-        with contextlib.suppress(ConnectionError):  # the process has died already, which receiving finds out
+        with contextlib.suppress(ConnectionError):  # the process has already died; receiving will raise
             self._connection.send(cell)
         is_in_time = self._wait(process)
         if is_in_time:

@@ -1,7 +1,7 @@
 """Parts of a profiled step on the roofline: FLOPs and least bytes in closed form, time from the profile.
 
-Least bytes: inputs read once and results written once. Whatever else a part moves keeps it below the roof; a part
-whose inputs are still in a cache can be above it.
+Least bytes: inputs read once and results written once. A part that moves more bytes stays below the roof; a part whose
+inputs are still in a cache can be above it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -143,7 +143,7 @@ def _modules(profile: StepProfile) -> Iterator[Kernels]:
     for phase in PASSES:
         yield f"feed-forward, {ALL_KERNELS}", phase, (Component.FFN,), _module_s(profile, Range.FFN, phase)
         yield f"head, {ALL_KERNELS}", phase, (Component.HEAD,), _module_s(profile, Range.LM_HEAD, phase)
-    if profile.attention:  # its parts have ranges of their own in forward: what is left are the projections
+    if profile.attention:  # scores, softmax and values then have ranges of their own, so only projections are left
         total_s = _module_s(profile, Range.ATTENTION, LaunchPhase.FORWARD)
         yield f"projections, {ALL_KERNELS}", LaunchPhase.FORWARD, (Component.QKV, Component.OUTPUT), total_s
 
@@ -156,7 +156,7 @@ def _module_s(profile: StepProfile, last: Range, phase: LaunchPhase) -> float:
 def _of_phase(
     parts: Iterable[ComponentFlops | ComponentBytes], phase: LaunchPhase, components: Sequence[Component]
 ) -> int:
-    """FLOPs or bytes of the components in the phase; backward's with those of what it computes again."""
+    """FLOPs or bytes of the components in the phase; those of backward include recomputation."""
     found = [part for part in parts if part.component in components]
     return sum(part.forward if phase is LaunchPhase.FORWARD else part.backward + part.recomputed for part in found)
 
@@ -164,9 +164,9 @@ def _of_phase(
 def _elementwise(profile: StepProfile, config: RunConfig) -> Iterator[StepPart]:
     """Softmax, norms and AdamW, in fp32.
 
-    Softmax is in the type of the products, which is what a kernel of its own could read and write. Norms are counted as
-    RMSNorm, in backward with the blocks' two that it computes again between checkpoints. AdamW is one pass over
-    everything.
+    Softmax moves bytes in the type of the matmuls, the least that its kernel could read and write. Norms are counted as
+    RMSNorm; with checkpoints, backward includes the two norms per block that it recomputes. AdamW is one pass over
+    parameters, gradients and moments.
     """
     model, fp32 = config.model, ProductPrecision.FP32
     weights = model.num_layers * config.batch_size * model.num_heads * model.context_length**2

@@ -17,18 +17,18 @@ from cs336_systems.studies.ceilings_records import CeilingsGrid
 from cs336_systems.studies.loops import Loops
 
 GRAPH_BELOW_S = 1e-3
-"""A run shorter than this is repeated within a CUDA graph; otherwise its time may be that of launching it.
+"""A run shorter than this is repeated within a CUDA graph; otherwise its launch may take longer than the run itself.
 
 The host needs 6 to 10 us for one kernel, and up to 0.3 ms for a backward pass of autograd.
 """
 GRAPH_S = 0.01
 MAX_GRAPH_RUNS = 100
-"""A graph has as many runs as take this time, at most so many."""
+"""Most runs in one graph; a graph has as many as take GRAPH_S."""
 PROBES = 3
 MAX_GROWTH = 100
-"""Largest factor from one number of repetitions to the next: a first time may be far too short."""
+"""Largest factor from one number of repetitions to the next, because a first measured time may be far too short."""
 MARGIN = 1.1
-"""The next loop is planned to take this many times the time wanted, so that it does not just miss it again."""
+"""The next loop is planned to take this many times the wanted time, so that it does not narrowly miss it again."""
 
 T = TypeVar("T")
 Run = Callable[[], object]
@@ -73,14 +73,14 @@ def measure(run: Run, grid: CeilingsGrid) -> Loops:
 
 
 def runs_in_graph(time_s: float) -> int:
-    """How many runs that take so long when they are launched are repeated within a graph; 0 for no graph."""
+    """How many runs to put in a graph if one run takes `time_s` when launched by itself; 0 for no graph."""
     return min(MAX_GRAPH_RUNS, math.ceil(GRAPH_S / time_s)) if time_s < GRAPH_BELOW_S else 0
 
 
 def replayed(run: Run, count: int) -> Run:
     """A function that launches `count` runs at once, as a CUDA graph. `run` must have been called before.
 
-    It holds `run`, and with it all memory that `run` works on: a graph itself keeps addresses alone.
+    The function keeps `run` alive, and so all memory that `run` uses, because a graph stores only addresses.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -102,7 +102,7 @@ def timed_loops(run: Run, timer: Timer, grid: CeilingsGrid, runs_per_call: int =
     count, elapsed_s = 1, timer(run, 1)
     while True:
         if elapsed_s >= grid.loop_s:
-            # a second loop has to take as long, because an interruption of the machine makes a short one look long
+            # a second loop must take as long too, because an interruption can make one short loop look long
             first_s = timer(run, count)
             if first_s >= grid.loop_s:
                 break

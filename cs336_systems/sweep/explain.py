@@ -1,6 +1,6 @@
 """Explains the raw profile of a run in a process of its own, after the run, and again if the explanation is lost.
 
-The run's record is not changed: a defect of the analysis costs an explanation, never a measurement.
+The run's record is not changed, so a defect of the analysis can lose an explanation but no measurement.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def explain_run(config: RunConfig, runs: Path) -> None:
         from cs336_systems.analysis.memory.explain import explain_memory
         from cs336_systems.analysis.memory.profile import write_memory_profile
 
-        is_own_model = config.model_factory is not None  # whose shape is not known
+        is_own_model = config.model_factory is not None  # the shape of such a model is not known
         shape = (None, None) if is_own_model else (config.model, config.batch_size)
         write_memory_profile(explain_memory(raw, *shape), target)
     else:

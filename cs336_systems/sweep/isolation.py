@@ -30,14 +30,14 @@ from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_env
 from cs336_systems.sweep.store import SweepError
 
 LOG_TAIL_BYTES = 16 * 1024
-"""How much of the end of a worker's output is kept."""
+"""Most bytes of the end of a worker's output that are kept."""
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_AT_ONCE = 64
-"""Bound on one reading, so that a worker that prints without end does not keep the sweep from its time limits."""
+"""Most chunks in one read of a log, so that a worker that prints endlessly does not delay the checks of time limits."""
 _ANSWER_S = 60.0
 """How long the fork server may take to start a worker, or to report the end of one."""
 _FIRST_ANSWER_S = 900.0
-"""The same for its first worker, for which it imports torch, possibly over a network."""
+"""How long the fork server may take to start its first worker, for which it imports torch, possibly over a network."""
 _DEATH_S = 10.0
 """How long killed processes may take to end. One that waits for a device that hangs does not end at all."""
 
@@ -46,7 +46,7 @@ _PRELOAD = ("cs336_systems.sweep.preload", "cs336_systems.cli")
 EXPLAINING = ("cs336_systems.analysis.kernels.explain", "cs336_systems.analysis.memory.explain")
 """Modules that explain profiles, none of which needs torch."""
 _PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", *EXPLAINING, "cs336_systems.cli")
-"""The same where nothing is measured: without torch, which takes seconds to import."""
+"""Imported instead if nothing is measured: without torch, which takes seconds to import."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 """Function that a worker calls with a run, the directory of records, and the connection for its output."""
 _MARK = "cs336-systems.lock"
@@ -92,7 +92,7 @@ def _remove_if_dead(mark: Path) -> None:
 
 
 def remove_temporaries() -> None:
-    """Remove this process's temporary directory now, for an end that leaves Python no time to do so."""
+    """Remove this process's temporary directory now, for an exit in which Python would not do so."""
     shutil.rmtree(get_temp_dir(), ignore_errors=True)
 
 
@@ -178,7 +178,7 @@ def _start(process: BaseProcess) -> int:
     try:
         process.start()
     except (EOFError, ConnectionError):
-        _kill_server(server)  # it may still be ending, and would be used again
+        _kill_server(server)  # a server that is still ending would be used again
         raise
     finally:
         patience.cancel()
@@ -216,7 +216,7 @@ def _kill_server(server: int) -> None:
 
 
 class WorkerProcess:
-    """A process in a session of its own that calls `entry` with `args` and its log, and the end of what it prints.
+    """A process in a session of its own that calls `entry` with `args` and its log; the end of its output is kept.
 
     `entry` begins with `begin_worker`, and imports what it needs itself, because the parent must not import torch.
     """
@@ -235,7 +235,7 @@ class WorkerProcess:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start, by a clock that is never set back."""
+        """Seconds since the start, by a monotonic clock."""
         return monotonic() - self.started
 
     @property
@@ -246,7 +246,7 @@ class WorkerProcess:
         return f"the process that starts all workers did not answer within {_ANSWER_S:g} s and was killed"
 
     def drain(self) -> None:
-        """Read what the worker has printed, keep the end of it, and note when every writer has closed the log."""
+        """Read the worker's output, keep the end of it, and note when every writer has closed the log."""
         for _ in range(_CHUNKS_AT_ONCE):
             try:
                 chunk = os.read(self.log.fileno(), _CHUNK_BYTES)
@@ -311,9 +311,9 @@ class WorkerProcess:
 def wait_for_workers(
     workers: Sequence[WorkerProcess], others: Sequence[Connection | int], timeout_s: float | None
 ) -> list[object]:
-    """Wait until a worker prints or ends, one of `others` can be read, or the time is over; read what workers printed.
+    """Wait until a worker prints or ends, one of `others` is readable, or the time is over; read the workers' output.
 
-    Return what is ready: of a worker that has ended, its sentinel.
+    Returns what is ready; for a worker that has ended, this is its sentinel.
     """
     printing = [worker for worker in workers if not worker.log_closed]
     sentinels, logs = [worker.process.sentinel for worker in workers], [worker.log for worker in printing]
@@ -352,7 +352,7 @@ _own_children: set[psutil.Process] = set()
 def spare_children() -> None:
     """Exclude the present children of this process from `kill_orphans`.
 
-    For a process that has measured, in which a model or the compiler may have started some.
+    Call it in a process that has measured, in which a model or the compiler may have started children.
     """
     _own_children.update(psutil.Process().children())
 

@@ -1,4 +1,4 @@
-"""Keeping the records of a sweep: which of an earlier one are kept, and what is written of each run that ends."""
+"""Records of a sweep: which records of an earlier sweep are kept, and what is written when a run ends."""
 
 import datetime
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from cs336_systems.sweep.store import (
 
 
 class Resumed(NamedTuple):
-    """What a sweep finds in its directory."""
+    """Contents of a sweep's directory when it begins."""
 
     kept: list[RunRecord]
-    """Records that stay: those of other runs, and results of the wanted ones."""
+    """Records that stay: those of other runs, and results of the wanted runs."""
     todo: list[RunConfig]
     """Wanted runs without a result, in their order."""
     unexplained: list[RunConfig]
@@ -34,7 +34,7 @@ class Resumed(NamedTuple):
 
 
 def resume(configs: Sequence[RunConfig], runs: Path, *, fresh: bool) -> Resumed:
-    """Clear up `runs`, of which this process holds the lock, and find what is to be done; `fresh` sets all aside."""
+    """Clean up `runs`, whose lock this process holds, and find what is left to do; `fresh` sets all records aside."""
     if fresh:
         set_aside(runs)
     remove_temporary_files(runs)
@@ -55,25 +55,25 @@ class Keeper:
     runs: Path
     listener: Listener
     inputs: Sequence[Input] = ()
-    """Input files as the sweep found them; a run for which they had changed has no result."""
+    """Input files as they were when the sweep began; the result of a run with changed files does not count."""
     measured: list[RunRecord] = field(default_factory=list)
 
     def finish(self, record: RunRecord) -> None:
-        """The run has ended, and its record is in the directory."""
+        """Remember the record of a run that has ended, which is in the directory already, and notify the listener."""
         self.measured.append(record)
         self.listener.finished(record)
 
     def changed_since(self, record: RunRecord) -> str | None:
-        """Why a result does not count, if an input file of its run was not as the sweep had found it."""
+        """Why a result does not count, if an input file of its run has changed since the sweep began."""
         changed = changed_inputs(record, self.inputs) if record.status.is_result else []
         return f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh" if changed else None
 
     def refuse(self, config: RunConfig, message: str, elapsed_s: float, log_tail: str | None = None) -> RunRecord:
-        """Write that the run gave a record which does not count."""
+        """Write a record that says that the run's own record does not count."""
         return self.fail(config, Status.INVALID, Failure(message=message, log_tail=log_tail), elapsed_s)
 
     def fail(self, config: RunConfig, status: Status, failure: Failure, elapsed_s: float) -> RunRecord:
-        """Write that the run, which began `elapsed_s` ago, gave no result."""
+        """Write the record of a failed run, which began `elapsed_s` ago."""
         began = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=elapsed_s)
         started_at = began.isoformat(timespec="seconds")
         return self.write(RunRecord(config=config, status=status, started_at=started_at, failure=failure))

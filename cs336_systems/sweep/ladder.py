@@ -29,13 +29,13 @@ from cs336_systems.model.fast.choose import NICE_VOCABULARY, best_sdpa_backend
 
 FORMAT_VERSION = 1
 REASON_STEPS = 3
-"""Profiled steps of a rung."""
+"""Number of profiled steps of a rung."""
 GATE_STEPS = 20
-"""The losses of this many steps, from the first, are compared."""
+"""Number of first steps whose losses are compared."""
 MIN_FP8_PARAMETERS = 10**9
-"""Smaller models lose in casts what they gain in matmuls, as measurements of torchao's fp8 have found."""
+"""Least parameters for fp8: in smaller models casts cost as much as matmuls gain (measurements of torchao's fp8)."""
 MIN_FALL = 1e-3
-"""Least fall of the reference's loss, as a share of the first loss; with less there is no verdict."""
+"""Least fall of the reference's loss, as a share of the first loss; with a smaller fall there is no verdict."""
 BOUNDS: Mapping[Precision, float] = MappingProxyType(
     {
         Precision.FP32: 1e-3,
@@ -59,18 +59,18 @@ Under the conditions above, with three seeds for each shape and architecture, 3e
 three models of depth 24 over 256 tokens was at 2.8e-2, which fails; over 1024 tokens such models are at 1.0e-2 to
 1.4e-2.
 
-The bound is too wide to find attention that sees the future wherever that is off by little; the gate finds it at the
-earlier rungs, which differ from this one in their matmuls only. Wrong casts lie farther off: without a unit by 0.24 and
-more, with a unit wrong by a tenth by 0.15, with the largest elements clipped by 0.48, with one bit less by 2.7e-2.
+The bound is too wide to always find attention that sees the future; the gate finds that at the earlier rungs, which
+differ from this one in their matmuls only. Wrong casts lie farther off: without a unit by 0.24 and more, with a unit
+wrong by a tenth by 0.15, with the largest elements clipped by 0.48, with one bit less by 2.7e-2.
 """
 
 
 def gate_learning_rate(d_model: int) -> float:
     """The learning rate at which losses distinguish best between a right step and a wrong one.
 
-    It falls with the width, because at the same rate the losses of wide models would fall too fast. At 1e-3, without a
-    warm-up, rounding alone drives the losses of large models apart, and 1e-4 is too much for 24 layers of width 256
-    already; at a hundredth of that the losses hardly fall.
+    The rate falls with the width, because at the same rate the losses of wide models would fall too fast. At 1e-3,
+    without a learning-rate warm-up, rounding alone drives the losses of large models apart, and even 1e-4 is too much
+    for 24 layers of width 256; at a hundredth of that the losses hardly fall.
     """
     return 5e-3 / d_model
 
@@ -97,13 +97,13 @@ class _Change:
 
 
 def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
-    """All changes in their order, those that do not apply here included.
+    """All changes in their order, including those that do not apply here.
 
-    `cast-once` and `graph` need `fused` before them, `cast-once` also `bf16`, `fused-loss` `blocks`, `fused-blocks` and
-    `fp8` and `moments` `cast-once`, and `update` both `cast-once` and `graph`. On a CPU there is no AdamW that writes
-    two copies at once, and no tensor core to pad a vocabulary for. A user's model is not changed inside, and it may
-    wait for the device, which a CUDA graph cannot record. If no rule knows the device, PyTorch chooses the kernel of
-    fused attention. fp8 is for large models whose sizes fit it, on devices known to have it.
+    What a change needs before it: `cast-once` and `graph` need `fused`; `cast-once` also `bf16`; `fused-loss` needs
+    `blocks`; `fused-blocks`, `fp8` and `moments` need `cast-once`; `update` needs `cast-once` and `graph`. A CPU has no
+    AdamW that also writes copies, and no tensor cores that need a padded vocabulary. A user's own model is not changed
+    inside, and it may wait for the device, which a CUDA graph cannot record. If no rule knows the device, PyTorch
+    chooses the kernel of fused attention. fp8 is for large models whose sizes fit it, on devices known to have it.
     """
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
@@ -143,7 +143,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
 
 
 RUNG_NAMES = ("fp32", *(change.name for change in _changes(RunConfig(size="tiny", model=SIZES["tiny"]), None)))
-"""Names of all rungs in their order, those that apply to some configurations only included."""
+"""Names of all rungs in their order, including those that apply to some configurations only."""
 
 
 def _has_fp8(device_name: str | None) -> bool:
@@ -235,10 +235,7 @@ Losses = Sequence[float | None]
 def judge(
     precision: Precision, processes: Sequence[Losses], references: Sequence[Losses], *, fp8: bool = False
 ) -> Gate:
-    """The gate of a rung of this precision, from the losses of its processes, of which the worst counts.
-
-    The reference is the mean over its own processes.
-    """
+    """The gate of a rung of this precision, from the worst of its processes and the mean of the reference's."""
     bound = FP8_BOUND if fp8 else BOUNDS[precision]
     expected = _mean_losses(references)
     if expected is None:

@@ -1,4 +1,4 @@
-"""What a sweep tells while it runs."""
+"""Events that a sweep reports while it runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class Machines:
     """The machines of a sweep on several, at one moment."""
 
     there: int
-    """Those that it may use."""
+    """Number of machines that the sweep may use."""
     pending: int
-    """Those that the cluster has ordered, and that are not there yet."""
+    """Number of machines that the cluster has ordered and that have not joined yet."""
     running: int
-    """Runs in progress."""
+    """Number of runs in progress."""
     patience_s: float | None
-    """How much longer it waits for a machine; None while runs are in progress."""
+    """How much longer the sweep waits for a machine; None while runs are in progress."""
 
 
 class Listener:
@@ -44,10 +44,10 @@ class Listener:
         """That worker has ended; `failure` says in one line why there is no explanation; None if there is one."""
 
     def noted(self, line: str) -> None:
-        """Something about a machine of the sweep, which may be a text from there."""
+        """A message about a machine of the sweep; it may be text that the machine sent."""
 
     def machines(self, now: Machines) -> None:
-        """How a sweep on several machines stands, each second."""
+        """State of the machines of a sweep on several machines, each second."""
 
     def tick(self) -> None:
         """A second has passed."""

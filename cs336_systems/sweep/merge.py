@@ -1,4 +1,4 @@
-"""The record of a run on several ranks, from the records that the ranks made of it."""
+"""Merges the records of a run's ranks into one record."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from cs336_systems.config import Phase
 from cs336_systems.record import Measurement, Memory, RankRecord, RunRecord, RunWarning, Traffic, WarningCode
 
 UNEVEN_SHARE = 0.05
-"""Part of a step by which the ranks' own work may differ before a warning says so."""
+"""Share of a step by which the ranks' own work may differ without a warning."""
 STEADY_SHARE = 0.9
-"""Part of the steps in which the same rank must be the slower one."""
+"""Share of the steps in which the same rank must be the slower one for a warning."""
 
 
 def merge(records: Sequence[RunRecord]) -> RunRecord:
@@ -31,7 +31,7 @@ def merge(records: Sequence[RunRecord]) -> RunRecord:
 
 
 def _slowest(records: Sequence[RunRecord], parts: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
-    """Of each step, all times of the rank that took longest for it, so that they add up; `parts` are those of ranks."""
+    """For each step, all times of its slowest rank, so that they add up; `parts` are the measurements of each rank."""
     steps = [_times(record, Phase.STEP) for record in records]
     slowest = [max(range(len(records)), key=times.__getitem__) for times in zip(*steps, strict=True)]
     return tuple(
@@ -71,9 +71,9 @@ def _warnings(records: Sequence[RunRecord]) -> list[RunWarning]:
 
 
 def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
-    """A warning if one rank's own work takes clearly longer: a step without its phase communication.
+    """A warning if one rank's own work, its step without the phase communication, takes clearly longer.
 
-    Where a way waits for others inside of backward, as PyTorch's do, that hides the difference.
+    PyTorch's DDP and FSDP hide such a difference, because they wait for the other ranks inside of backward.
     """
     steps, waits = ([_times(record, phase) for record in records] for phase in (Phase.STEP, Phase.COMMUNICATION))
     own = [[step - wait for step, wait in zip(*both, strict=True)] for both in zip(steps, waits, strict=True)]

@@ -1,6 +1,6 @@
 """One run under Nsight Systems, in a process of its own; nsys captures the measured steps only.
 
-Ranks are processes that this process forks, all in one report, where a range tells which of them each is.
+Ranks are processes that this process forks. All are in one report, in which a range names the rank of each process.
 """
 
 import os
@@ -27,7 +27,7 @@ CAPTURE = (
     "--force-overwrite=true",
 )
 FORKED = "--trace-fork-before-exec=true"
-"""Without it, nsys records nothing of a process that is forked and executes no other program, as a rank is."""
+"""Without this, nsys records nothing of processes that are forked and execute no other program, such as ranks."""
 
 
 def is_under_nsys() -> bool:

@@ -12,9 +12,9 @@ class Plan:
     """Configurations in the order to run them, and those that will not fit."""
 
     configs: tuple[RunConfig, ...]
-    """The smallest predicted peak first, and what is predicted not to fit last."""
+    """Configurations by predicted peak, the smallest first; those predicted not to fit are last."""
     too_large: tuple[RunConfig, ...]
-    """Those predicted to run out of memory."""
+    """Configurations that are predicted to run out of memory."""
 
 
 def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:

@@ -33,8 +33,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def importing_torch() -> Iterator[None]:
     """Import PyTorch in this context without garbage collections, and keep what is imported out of later ones.
 
-    Each collection would look at all of PyTorch's objects. Does nothing if PyTorch has been imported: there may be
-    garbage then, which would be kept too.
+    Each collection would traverse all of PyTorch's objects. Does nothing if PyTorch has already been imported, because
+    garbage that exists by then would be kept too.
     """
     if "torch" in sys.modules:
         yield

@@ -1,4 +1,4 @@
-"""The ranks of a run: its worker starts them, watches them, and makes one record of what they bring or die of.
+"""The ranks of a run: its worker starts them, watches them, and makes one record of their records or failures.
 
 The worker itself never touches CUDA. A rank that fails ends the others.
 """
@@ -29,14 +29,14 @@ from cs336_systems.sweep.process import die_with_forker
 from cs336_systems.sweep.store import path_of_rank
 
 GRACE_S = 2.0
-"""How long the other ranks may go on after one has failed, because what they say may be the cause."""
+"""How long the other ranks may go on after one has failed, because their errors may show the cause."""
 LATER_S = 3600.0
-"""How much later than the run's time limit a collective gives up by itself: the worker names the rank that hangs."""
+"""How much later than the run's time limit a collective times out, so that the worker can name the hanging rank."""
 _OF_OTHERS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "DistBackendError",
     "DistNetworkError", "DistStoreError", "NCCL",
 )  # fmt: skip
-"""What the errors of a rank say that lost another one."""
+"""Parts of error messages of a rank that has lost the connection to another rank."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,11 +48,11 @@ class RankOutcome:
     exit_code: int | None = None
     """Set if the process has ended without a record."""
     order: int = 0
-    """Which of the ranks it was whose end was seen."""
+    """Position of this rank among the ranks by the order in which their ends were seen."""
 
     @property
     def is_pending(self) -> bool:
-        """Whether the rank has neither ended nor brought a record."""
+        """Whether the rank has neither ended nor sent a record."""
         return self.record is None and self.exit_code is None
 
     @property
@@ -62,7 +62,7 @@ class RankOutcome:
 
     @property
     def blame(self) -> tuple[int, int]:
-        """The smallest is the cause: a rank that failed by itself, then an aborted one, then one that lost others."""
+        """Sort key of failures; the smallest is the cause: own failures, then aborts, then lost connections."""
         failure = None if self.record is None else self.record.failure
         if failure is not None:
             return (2 if any(sign in failure.message for sign in _OF_OTHERS) else 0), self.order
@@ -79,7 +79,7 @@ class _Process(RankOutcome):
 
 @dataclass(slots=True)
 class _Places:
-    """How far each rank has come, in memory that it shares with the worker: how many phases it has begun or ended."""
+    """Progress of each rank, as the number of phases begun or ended, in memory shared with the worker."""
 
     config: RunConfig
     counts: memoryview = field(init=False)
@@ -135,7 +135,7 @@ def measure_on_ranks(
 def _started(
     config: RunConfig, ranks: Sequence[Rank], gpu_uuids: Sequence[str], places: _Places, profile: Path | None
 ) -> Iterator[list[_Process]]:
-    """The processes of the ranks, none of which is left in the end."""
+    """Start the processes of the ranks; on exit none of them is left."""
     context = multiprocessing.get_context("fork")
     processes: list[_Process] = []
     try:
@@ -156,7 +156,7 @@ def _started(
 
 
 def _watch(processes: Sequence[_Process], deadline: float) -> bool:
-    """Wait for the records of all ranks; stop soon after one has failed. Return whether the time was over first."""
+    """Wait until all ranks have ended, at most GRACE_S after one has failed. Return whether the time was over first."""
     while pending := [each for each in processes if each.is_pending]:
         left_s = deadline - monotonic()
         if left_s <= 0:
@@ -172,7 +172,7 @@ def _watch(processes: Sequence[_Process], deadline: float) -> bool:
 
 
 def _receive(each: _Process) -> None:
-    """Take the record of a rank, or, if it closed the pipe without one, how it ended."""
+    """Receive the record of a rank, or note how the rank ended if it closed the pipe without one."""
     try:
         each.record = msgspec.json.decode(each.pipe.recv_bytes(), type=RunRecord)
     except (EOFError, OSError):
@@ -202,7 +202,7 @@ def _measure_rank(
 
 
 def failed_record(each: RankOutcome, blank: RunRecord, where: str | None = None) -> RunRecord:
-    """The record of a run in which this rank failed first; `where` it was if it brought no record itself."""
+    """The record of a run in which this rank failed first; `where` is the rank's place if it sent no record."""
     named = f"rank {each.rank}"
     if each.record is not None and each.record.failure is not None:
         failure = replace(each.record.failure, message=f"{named}: {each.record.failure.message}")
@@ -219,7 +219,7 @@ def failed_record(each: RankOutcome, blank: RunRecord, where: str | None = None)
 
 
 def _hang(processes: Sequence[_Process], places: _Places, timeout_s: float, blank: RunRecord) -> RunRecord:
-    """The record of a run whose time was over: the others wait for the rank that is furthest behind."""
+    """The record of a run that timed out; the rank with the least progress is the one that hangs."""
     counts = [places.counts[each.rank] for each in processes]
     last = counts.index(min(counts))
     ahead = counts.index(max(counts))

@@ -58,11 +58,11 @@ from cs336_systems.sweep.store import (
 )
 
 _TICK_S = 1.0
-"""Seconds between two wakes of the sweep while nothing happens; it shares the host with the runs that are timed."""
+"""Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share the host."""
 
 
 MORE_FOR_RANKS_S = 5.0
-"""How much later than its time limit a worker is killed whose ranks have the limit: it ends them, and writes why."""
+"""Additional time before a worker with ranks is killed: at the limit it ends its ranks itself, and writes why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ class Loop:
             else:
                 self.working[self._measure(self.waiting.popleft(), gpus)] = gpus
         for worker in self._ended(list(self.working), patience_s):
-            # in their order, so that of several runs on the same ranks each has the same GPU as before
+            # sorted, so that every run on several ranks gets the same GPUs in the same order
             self.free = sorted([*self.free, *self.working.pop(worker)], key=self.gpus.index)
             self.interrupts.workers.remove(worker)
 
@@ -282,7 +282,7 @@ class Loop:
                 yield worker
 
     def _limit_s(self, worker: Worker) -> float:
-        """When to kill the worker: a little later if it has ranks, as it then says itself which of them hangs."""
+        """Time limit of the worker; longer if it has ranks, because the worker then reports which rank hangs."""
         return self.timeout_s + (MORE_FOR_RANKS_S if worker.config.parallel is not Parallel.NONE else 0.0)
 
     def _finish(self, worker: Worker, exit_code: int, timed_out: bool) -> None:
@@ -353,10 +353,10 @@ def measure_in_worker(
 
 
 def modules_of(configs: Sequence[RunConfig]) -> list[str]:
-    """Modules that some runs need and these do, for the fork server to import once.
+    """Modules that only some runs need, and these do, for the fork server to import once.
 
-    torch.compile's take 2 s each: Dynamo, and its backend if runs compile on a CPU. On a GPU the backend is left out,
-    because what it imports there could touch CUDA.
+    Dynamo and torch.compile's backend take 2 s each to import. The backend is included only if runs compile on a CPU,
+    because on a GPU its imports could touch CUDA.
     """
     modules = [*EXPLAINING] if any(config.profiler is not Profiler.NONE for config in configs) else []
     if any(config.profiler is Profiler.MEMORY for config in configs):
@@ -390,10 +390,10 @@ def measure_one(
     are_others: Callable[[], bool] = lambda: False,
     explains: bool = True,
 ) -> RunRecord:
-    """Measure one run in a worker, as a sweep does, and return its record, which is in `runs` then.
+    """Measure one run in a worker, as a sweep does; write its record to `runs` and return it.
 
-    For a run on several ranks, and on a machine of a cluster. The caller has locked what it uses: `gpus`, or those that
-    a sweep of this run would take. Raises KeyboardInterrupt if a signal stops it.
+    Used for a run on several ranks, and on machines of a cluster. The caller must hold the locks of `gpus`, or else of
+    the GPUs that a sweep of this run would take. Raises KeyboardInterrupt if a signal stops it.
     """
     preload(*modules_of([config]))
     spare_children()

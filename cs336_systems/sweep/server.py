@@ -1,6 +1,6 @@
-"""What the fork server imports first. It sets when the server ends and which signals it ignores.
+"""Imported first by the fork server, to set when the server ends and which signals it ignores.
 
-Garbage is collected in its workers only: while PyTorch is imported, collections would look at all of its objects.
+Garbage is collected in workers only: in the server, collections during PyTorch's import would traverse all its objects.
 """
 
 import gc

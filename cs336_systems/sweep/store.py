@@ -90,7 +90,7 @@ def raw_profile_paths(config: RunConfig, runs: Path) -> tuple[Path, ...]:
 
 
 def path_of_rank(raw: Path, rank: int) -> Path:
-    """Path of what one rank records. The first rank's is that of the run; the others' lie beside it."""
+    """Path of one rank's raw profile: for the first rank the run's own path, for the others files beside it."""
     return raw if not rank else raw.with_name(f"rank{rank}_{raw.name}")
 
 
@@ -109,7 +109,7 @@ def fresh_profile_path(config: RunConfig, runs: Path) -> Path | None:
 
 
 def profile_of_rank(config: RunConfig, runs: Path, rank: int) -> Path | None:
-    """Path for what one rank records of itself, in a directory that is there; None if it records nothing."""
+    """Path for the raw profile that a rank writes itself, whose directory is created; None if it writes none."""
     if config.profiler in (Profiler.NONE, Profiler.NSYS):
         return None
     raw = raw_profile_path(config, runs)

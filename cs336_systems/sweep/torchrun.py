@@ -29,7 +29,7 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 def see_own_gpu(config: RunConfig, rank: Rank) -> None:
-    """Leave this process one GPU, its own; call it before anything has asked CUDA for its devices."""
+    """Make only this rank's own GPU visible; call it before anything has asked CUDA for its devices."""
     if config.device is Device.CUDA:
         uuids = [gpu.uuid for gpu in visible_gpus()[: rank.ranks]]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank.rank, uuids, all_of_them=config.parallel.writes_to_others)
@@ -90,7 +90,7 @@ class _Meeting:
 
     @property
     def records(self) -> dict[int, RunRecord]:
-        """The records that are there, by rank."""
+        """The records that ranks have left so far, by rank."""
         return {rank: read_record(self._path(rank)) for rank in range(self.ranks) if self._path(rank).is_file()}
 
     @property

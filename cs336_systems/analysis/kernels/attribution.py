@@ -73,9 +73,9 @@ class Attribution:
     copies: Placement
     steps: Steps
     parent: Ints
-    """For each range of the trace, the module's range around it on its thread; -1 for none.
+    """For each range of the trace, the innermost module's range around it on its thread; -1 for none.
 
-    A forward range inside backward, a gather and a scatter have no parent: they begin a path of their own.
+    A forward range inside backward, a gather and a scatter have no parent, and so begin a path of their own.
     """
     plans: Mapping[int, Plan]
     """The phases and steps of each process that has kernels or copies, by process id."""
@@ -190,13 +190,13 @@ class _Modules:
         return module, is_forward
 
     def without_collectives(self, module: Ints, collective: Codes) -> Ints:
-        """The modules, with none for collectives unless theirs is a gather or a scatter."""
+        """The modules, but none for collectives unless the range is a gather or a scatter."""
         kept: Ints = np.where((collective == NO_COLLECTIVE) | self._is_shards[module], module, -1)
         return kept
 
 
 def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
-    """The ranges whose names begin so."""
+    """Whether each range's name begins with the pattern."""
     names = [index for index, name in enumerate(trace.strings) if pattern.match(name)]
     return np.isin(trace.ranges.name, names)
 

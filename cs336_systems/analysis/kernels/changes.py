@@ -1,6 +1,6 @@
 """Changes of a step's queue: what each way to make the step shorter does to its launches and kernels.
 
-A change returns None where the queue does not tell what it would do.
+A change returns None if its effect cannot be concluded from the queue.
 """
 
 from collections.abc import Sequence
@@ -27,27 +27,27 @@ FUSABLE = (
     KernelClass.REDUCTION,
     KernelClass.SOFTMAX,
 )
-"""Classes of kernels that a compiler joins with their neighbours."""
+"""Classes of kernels that a compiler fuses with their neighbours."""
 _COMPILED = (LaunchPhase.FORWARD, LaunchPhase.LOSS, LaunchPhase.BACKWARD)
 CAUSAL_SPEED_UP = 1.75
-"""How many times as fast fused attention is that computes nothing of what a causal mask hides, or only the rest of a
-block: 1.7 to 1.8 (Dao 2023, FlashAttention-2, section 3.1)."""
+"""Speed-up of fused attention by a causal mask, whose fully masked blocks it skips: 1.7 to 1.8 (Dao 2023,
+FlashAttention-2, section 3.1)."""
 MATMUL_SHARE = 0.85
 FUSED_SHARES = {Form.ATTENTION: 0.73, Form.ATTENTION_BACKWARD: 0.63}
-"""Shares of the promised rate that matmuls reach, 80 to 90 %, and that fused attention reaches (there, section 4.1)."""
+"""Shares of the peak that fused attention reaches; matmuls reach 80 to 90 % (FlashAttention-2, section 4.1)."""
 WRITTEN_OUT_MATMULS = {Form.ATTENTION: 2, Form.ATTENTION_BACKWARD: 4}
-"""Matmuls of attention that is written out; fused backward recomputes the scores."""
+"""Number of matmuls in written-out attention; fused backward has one more, which recomputes the scores."""
 
 
 def without_launches(queue: Queue) -> Queue:
-    """All launches for free, as in a CUDA graph; pauses and waits of the host stay."""
+    """The queue with launches that take the host no time, as in a CUDA graph; its pauses and waits stay."""
     return replace(queue, host_share=0.0)
 
 
 def with_fused_neighbours(queue: Queue) -> Queue:
-    """Kernels between two matmuls as one, which takes as long as the longest of them.
+    """The queue with fusable kernels between two matmuls as one kernel, which takes as long as the longest of them.
 
-    They read and write in memory what a fused kernel hands on in registers; the longest moves most of what must move.
+    The fused kernel keeps intermediate results in registers; the longest kernel moves most of the bytes that remain.
     """
     jobs: list[Job] = []
     for is_fused, own in groupby(queue.jobs, lambda job: (job.kind in FUSABLE and job.phase in _COMPILED, job.phase)):
@@ -57,7 +57,7 @@ def with_fused_neighbours(queue: Queue) -> Queue:
 
 
 def joined(jobs: Sequence[Job], kernel_s: float, kind: KernelClass | None = None) -> Job:
-    """One job in the place of these, launched in the mean of their times."""
+    """One job that replaces these; the host needs the mean of their launch times for it."""
     launched = [job.host_s for job in jobs if job.kind is not None] or [0.0]
     return replace(
         jobs[0],
@@ -74,10 +74,10 @@ def joined(jobs: Sequence[Job], kernel_s: float, kind: KernelClass | None = None
 def with_fused_attention(
     queue: Queue, config: RunConfig | None = None, curves: Curves | None = None, names: AttentionNames | None = None
 ) -> Queue | None:
-    """Scores, softmax and values as one kernel, without the copies next to it, which bring heads together or apart.
+    """The queue with scores, softmax and values as one kernel, without the copies next to it, which permute heads.
 
-    It takes as long as that of `config`, the run with fused attention, where the curves have measured ones. Otherwise
-    its time is that of its matmuls now, by the rates above, with a causal mask.
+    The kernel's time is that of `config`, the run with fused attention, if the curves have such kernels. Otherwise it
+    follows from the time of the present matmuls and the rates above, with a causal mask.
 
     None unless ranges delimit the parts of attention, and backward has two matmuls for each of forward.
     """
@@ -102,7 +102,7 @@ def _fused_over_written_out(form: Form) -> float:
 
 
 def _fused_attention_s(config: RunConfig | None, curves: Curves | None) -> dict[Form, float]:
-    """Time of each kernel of fused attention, by curves in which such were measured."""
+    """Time of each kernel of fused attention, if the curves have measured times of such kernels."""
     forms = FUSED_SHARES if config is not None and curves is not None and is_predictable(config) else ()
     if (
         config is None
@@ -128,10 +128,10 @@ def _with_copies(jobs: Sequence[Job], start: int, end: int) -> tuple[int, int]:
 
 
 def _cores(jobs: Sequence[Job], names: AttentionNames) -> list[tuple[int, int, Form]]:
-    """Where attention's own kernels begin and end, and which fused kernel replaces them.
+    """Begin and end of the jobs that a fused attention kernel replaces, and which kernel that is.
 
-    In forward they are those within the ranges of its parts. In backward they are those from the first to the last
-    matmul that differentiates one of them: eager autograd runs in the reverse of forward's order.
+    In forward these are the jobs within the ranges of attention's parts. In backward they reach from the first to the
+    last matmul that differentiates one of these: eager autograd runs in the reverse of forward's order.
     """
     around = [_around(job.path, names) for job in jobs]
     cores, number = [], 0
@@ -168,7 +168,7 @@ def _is_recomputed(job: Job) -> bool:
 
 
 def with_fused_adamw(queue: Queue, kind: OptimizerKind | None) -> Queue | None:
-    """The optimizer as one kernel that moves what fused AdamW must move, at the rate of the kernels of now.
+    """The queue with the optimizer as one kernel, which moves fused AdamW's bytes at the rate of the present kernels.
 
     An unknown optimizer (None) counts as written out.
     """
@@ -185,7 +185,7 @@ def _updates(job: Job) -> bool:
 
 
 def without_exposed_communication(queue: Queue) -> Queue | None:
-    """No kernel, and no end of a step, waits for a collective."""
+    """The queue in which neither a kernel nor the end of the step waits for a collective."""
     if not queue.exposed_tail_s and not any(job.exposed_s for job in queue.jobs):
         return None
     jobs = [replace(job, wait_s=max(0.0, job.wait_s - job.exposed_s), exposed_s=0.0) for job in queue.jobs]

@@ -20,9 +20,9 @@ def communication_times(
 ) -> tuple[CommunicationTimes, ...]:
     """The times of collectives in each phase: of each kind, then (`collective` None) of all kinds together.
 
-    Times are those within the phase on the device: while at least one kernel of the kind runs, and, of that, while the
-    device runs no kernel that computes and no copy. A kernel of NCCL waits inside for the other ranks, so that this
-    wait is a part of its time. If a step uses several devices, times are the mean over them, as busy times are.
+    Total time is the part of the phase on the device in which at least one kernel of the kind runs; exposed time is the
+    part of that in which no kernel that computes and no copy runs. The time of an NCCL kernel includes its wait for the
+    other ranks. If a step uses several devices, times are the mean over them, as busy times are.
     """
     kinds = np.unique(jobs.collective[jobs.collective != NO_COLLECTIVE]).tolist()
     chosen: list[tuple[Collective | None, Mask]] = [(COLLECTIVES[kind], jobs.collective == kind) for kind in kinds]
@@ -39,7 +39,7 @@ def communication_times(
 def _in_windows(
     jobs: Jobs, is_chosen: Mask, devices: Sequence[Busy], num_devices: Ints, steps: HostSteps, windows: DeviceWindows
 ) -> pd.DataFrame:
-    """For each window, how many of the chosen kernels begin in it, how long they run, and what of that is exposed."""
+    """For each window, how many of the chosen kernels begin in it, how long they run, and the exposed part of that."""
     launches, total, exposed = (np.zeros(len(windows), dtype=np.int64) for _ in range(3))
     for busy in devices:
         mine = (steps.process == busy.process)[windows.step]
@@ -67,9 +67,9 @@ def _covered(union: Union, windows: DeviceWindows) -> Ints:
 
 
 def _computes(jobs: Jobs, rows: Ints) -> Mask:
-    """Whether each job of a device computes or copies for the program, and is no part of a collective.
+    """Whether each job of a device computes or copies for the program, and is not part of a collective.
 
-    A collective may copy too: copies belong to collectives if their stream runs these and no other kernels.
+    A collective may copy too: copies count as part of collectives if their stream runs no other kernels.
     """
     is_collective = jobs.collective[rows] != NO_COLLECTIVE
     is_kernel = ~is_collective & ~jobs.is_copy[rows]

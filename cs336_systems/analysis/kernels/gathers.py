@@ -1,8 +1,8 @@
 """Whether sharded parameters were gathered before they were needed.
 
-Ranges tell: one named `gather UNIT` around the launch of a gather, and one named `wait UNIT` where the program makes
-its stream wait for the gather, because what it launches next computes with the unit's parameters. PyTorch's fully_shard
-has such ranges for torch.profiler: FSDP::all_gather, and FSDP::all_gather_copy_out, whose kernels need the gather.
+Ranges show this: `gather UNIT` around the launch of a gather, and `wait UNIT` where the program makes its stream wait
+for the gather, because the next kernels compute with the unit's parameters. PyTorch's fully_shard has such ranges for
+torch.profiler: FSDP::all_gather, and FSDP::all_gather_copy_out, whose kernels need the gather.
 """
 
 import math
@@ -22,21 +22,21 @@ from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Trace
 from cs336_systems.analysis.kernels.windows import Selection
 
 _UNIT_OF_PYTORCH = r"(?: \((?:model\.)?(?P<path>.+)\))?"
-"""The unit in the name of a range of PyTorch; `model` is the one in this project's module of model and loss."""
+"""The unit in the name of PyTorch's range; the prefix `model.` comes from this project's LossModule."""
 _RANGE = re.compile(
     rf"(?P<kind>gather|wait) (?P<unit>.+)|FSDP::all_gather(?P<copies>_copy_out)?{_UNIT_OF_PYTORCH}", re.DOTALL
 )
 _GATHER, _WAIT = 0, 1
 REST = "rest"
-"""The unit of what belongs to no other one."""
+"""The unit of parameters that belong to no other unit."""
 
 
 def gather_times(jobs: Jobs, attribution: Attribution, selection: Selection) -> tuple[GatherTimes, ...]:
     """The gathers of each unit in each phase that needed them, in the order in which they were first needed.
 
-    What needs a gather is the first kernel or copy, of no collective, that is launched from the wait on. It is ready
-    when the job before it on its stream has ended or, if that is later, when the host begins to launch it: without the
-    gather it could start then. A gather that nothing waits for, or whose kernels are not in the file, is left out.
+    The job that needs a gather is the first kernel or copy, except those of collectives, launched after the wait. The
+    job is ready when the job before it on its stream has ended or, if later, when the host begins to launch it: without
+    the gather it could start then. A gather without a wait, or whose kernels are not in the file, is left out.
     """
     found = _gathers(jobs, attribution.trace, selection)
     found = found[found["step"] >= 0].sort_values("needed_ns", kind="stable")
@@ -102,7 +102,7 @@ def _pairs(trace: Trace) -> pd.DataFrame:
 
 
 def _names(strings: tuple[str, ...]) -> Iterator[tuple[int, tuple[int, str]]]:
-    """Yield the index of each string that names a gather or a wait, with which of them it is, and the unit."""
+    """Yield the index of each string that names a gather or a wait, the kind of range, and the unit."""
     for index, text in enumerate(strings):
         if found := _RANGE.fullmatch(text):
             is_wait = found["kind"] == "wait" or found["copies"] is not None
@@ -110,7 +110,7 @@ def _names(strings: tuple[str, ...]) -> Iterator[tuple[int, tuple[int, str]]]:
 
 
 def _needs(jobs: Jobs, process: Ints, time_ns: Ints) -> tuple[Ints, Ints]:
-    """The row of what each process launched first from a time on (-1 for none), and when that was ready."""
+    """The first job that each process launched at or after a time (-1 for none), and when that job was ready."""
     rows = np.flatnonzero(jobs.is_launched & (jobs.collective == NO_COLLECTIVE))
     rows = rows[np.lexsort((jobs.start_ns[rows], jobs.launch_ns[rows]))]
     by_process = {number: rows[own] for number, own in groups(jobs.process[rows])}
@@ -123,7 +123,7 @@ def _needs(jobs: Jobs, process: Ints, time_ns: Ints) -> tuple[Ints, Ints]:
 
 
 def _ended_before(jobs: Jobs) -> Ints:
-    """When the job before each one on its stream ended; long ago for the first."""
+    """End of the previous job on each job's stream; -MAX_TIME_NS for the first job."""
     order = np.lexsort((jobs.start_ns, jobs.stream, jobs.device, jobs.process))
     is_same = np.ones(max(len(order) - 1, 0), dtype=np.bool_)
     for column in (jobs.stream, jobs.device, jobs.process):

@@ -4,9 +4,9 @@ The first of these rules that holds gives the cause of an idle time of a device 
 copy that ends the idle time.
 
 1. Nothing follows in the step: END_OF_STEP.
-2. The device alone was late: BETWEEN_KERNELS. That is so if the call that launched `next` had returned before the idle
-   time began, if that call had launched earlier work too (a CUDA graph), or if the device took the larger part of the
-   idle time to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an idle device.
+2. The host is not the cause: BETWEEN_KERNELS. The call that launched `next` had returned before the idle time began, or
+   had launched earlier work too (a CUDA graph), or the device took the larger part of the idle time to begin `next`. A
+   launch needs LAUNCH_LATENCY_S to reach an idle device.
    In the other rules the device waited for the host until the call that launched `next`.
 3. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S: HOST_PAUSE.
 4. When the idle time began, the host was in a call that waits for the device, or had left one less than WAIT_SLACK_S
@@ -35,7 +35,7 @@ HOST_PAUSE_S = 1e-3
 LAUNCH_LATENCY_S = 5e-6
 """From the end of a launch call to the start of its kernel on an idle device: 2 us on an H200, rarely more than 5."""
 WAIT_SLACK_S = 10e-6
-"""Longest time between the end of a wait and the idle time that it explains; the two clocks agree no better."""
+"""Longest time between the end of a wait and the idle time that it explains: the accuracy of host and device clocks."""
 NUM_GAPS = 20
 
 _PAUSE_NS, _LATENCY_NS, _SLACK_NS = (round(time * 1e9) for time in (HOST_PAUSE_S, LAUNCH_LATENCY_S, WAIT_SLACK_S))

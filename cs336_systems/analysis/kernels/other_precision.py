@@ -25,10 +25,10 @@ _PHASES = {
 
 
 def at_precision(queue: Queue, config: RunConfig, other: RunConfig, curves: Curves) -> Queue | None:
-    """The matmuls at the precision of `other`, and between them the casts and the narrower passes that it has.
+    """The queue with matmuls at the precision of `other`, and with its casts and narrower passes between them.
 
-    The matmuls of the queue are those of the forecast's operations, in order. None where they are not as many, as in a
-    compiled model, and for a precision or a configuration of which too little is known.
+    The matmuls of the queue are matched in order with those of the forecast. None if their numbers differ, as for a
+    compiled model, and if the precision or the configuration is not forecast.
     """
     if not (is_predictable(config) and is_predictable(other) and curves.matmuls.get(other.precision)):
         return None
@@ -50,7 +50,7 @@ def at_precision(queue: Queue, config: RunConfig, other: RunConfig, curves: Curv
 
 
 def _launched_in(jobs: Sequence[Job], host_s: float) -> list[Job]:
-    """The jobs with a host that needs `host_s` for all."""
+    """The jobs, with host times scaled so that their sum is `host_s`."""
     now_s = sum(job.host_s for job in jobs)
     return [replace(job, host_s=job.host_s * host_s / now_s) for job in jobs] if now_s else list(jobs)
 
@@ -58,7 +58,7 @@ def _launched_in(jobs: Sequence[Job], host_s: float) -> list[Job]:
 def _at_precision(
     jobs: Sequence[Job], before: Sequence[Operation], after: Sequence[Operation], other: RunConfig, curves: Curves
 ) -> list[Job] | None:
-    """The jobs of one phase with other matmuls, and with the passes between them as many and as long as `after`'s."""
+    """The jobs of one phase, with the matmuls of `after` and with passes changed as from `before` to `after`."""
     products, passes = _segments(_with_whole_attention(jobs), _is_product)
     operations_of, passes_before = _segments(before, _multiplies)
     others_of, passes_after = _segments(after, _multiplies)
@@ -95,7 +95,7 @@ def _multiplies(operation: Operation) -> bool:
 
 
 def _with_whole_attention(jobs: Sequence[Job]) -> Iterator[Job]:
-    """The jobs, with kernels of fused attention that follow each other as one."""
+    """The jobs, with consecutive kernels of fused attention joined into one."""
     for is_attention, own in groupby(jobs, lambda job: job.kind is KernelClass.ATTENTION):
         run = list(own)
         yield from [joined(run, sum(job.kernel_s for job in run))] if is_attention else run
@@ -109,9 +109,10 @@ def _as_passes(
     precision: Precision,
     curves: Curves,
 ) -> Iterator[Job]:
-    """The jobs between two matmuls: more or fewer by as many passes, longer or shorter as these are by the curves.
+    """The jobs between two matmuls, changed in number and total time as the passes are from `before` to `after`.
 
-    Helpers of matmuls are left out, as times of matmuls have them. `usual` is a job that is launched in a usual time.
+    Helpers of matmuls are left out, because measured times of matmuls include them. If there is no job yet, new ones
+    have the launch time of `usual`.
     """
     yield from (job for job in jobs if job.kind is None)
     kernels = [job for job in jobs if job.kind not in (None, KernelClass.MATMUL)]

@@ -113,7 +113,7 @@ class Plan:
 
 
 MAX_LISTED = 12
-"""Names of ranges in an error."""
+"""Most names of ranges that an error lists."""
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 

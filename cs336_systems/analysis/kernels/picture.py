@@ -47,7 +47,7 @@ def picture(
     copies: pd.DataFrame,
     gaps: Gaps,
 ) -> PicturedStep:
-    """One step; its `kernels` are those `with_rows`, its `copies` have their names in the column `text`."""
+    """The picture of one step; `kernels` are from `with_rows`, `copies` have their names in the column `text`."""
     start = int(steps.start_ns[step])
     wall = int(spans.end_ns[step]) - start
     kernels, copies = _by_stream(kernels, start), _by_stream(copies, start)

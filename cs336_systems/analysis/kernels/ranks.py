@@ -1,4 +1,4 @@
-"""The ranks that share a step: which of them a process or a file is of, and their times beside each other."""
+"""The ranks that share a step: the rank of a process or a file, and the times of all ranks."""
 
 import re
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Collectives:
 
 
 def files_of_others(path: Path) -> dict[int, Path]:
-    """The traces of the other ranks, which lie beside that of rank 0, by rank."""
+    """By rank, the paths of the other ranks' traces, which are beside that of rank 0."""
     found = {}
     for beside in path.parent.iterdir():
         name = _FILE.fullmatch(beside.name)
@@ -41,13 +41,13 @@ def files_of_others(path: Path) -> dict[int, Path]:
 
 
 def without_rank(name: str) -> str:
-    """The file name that rank 0 has for what `name` is of any rank."""
+    """Rank 0's name for the file that some rank calls `name`."""
     found = _FILE.fullmatch(name)
     return found[2] if found else name
 
 
 def by_rank(trace: Trace) -> dict[int, Trace]:
-    """The trace of each rank, if several processes say in a range which rank they are; empty otherwise."""
+    """The trace of each rank, if ranges name the ranks of several processes; empty otherwise."""
     named = {index: int(found[1]) for index, name in enumerate(trace.strings) if (found := _RANGE.fullmatch(name))}
     of_ranks = np.isin(trace.ranges.name, list(named))
     pairs = zip(trace.ranges.name[of_ranks].tolist(), trace.ranges.process[of_ranks].tolist(), strict=True)
@@ -85,7 +85,7 @@ def rank_times(
 ) -> tuple[RankTimes, ...]:
     """The times of all ranks, from the profile and the collectives of each.
 
-    Operators of a CPU only start a collective, so that their times do not tell how long a rank waited.
+    On a CPU the time that a rank waited is not known, because operators there only start a collective.
     """
     is_on_device = all(profile.work is Work.KERNELS for _, profile in profiles)
     waited = _waited(collectives) if is_on_device else None

@@ -1,9 +1,9 @@
-"""The pictured step as a queue that the host fills and the device works off, so that it can be run again with changes.
+"""The pictured step as a queue that the host fills and the device empties, so that it can be replayed with changes.
 
-The device takes all kernels but those of collectives, in the order in which they began; of one that ran beside others,
-the time counts in which it alone ran. Where a kernel was launched in time and still began late, it waited, as for a
-collective, and waits for as long again in every replay. What the host did between two launches is its time for the
-second, without the time in which it waited for room in the queue.
+The device runs all kernels except those of collectives, in the order in which they began; a kernel that overlapped with
+earlier ones counts with the time that it added to them. A kernel that was launched in time but began late waited for
+something, such as a collective, and waits as long in every replay. The host's time for a launch is the time since the
+launch before, without the time in which the host waited for room in the queue.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,9 @@ from cs336_systems.config import Phase
 from cs336_systems.costs.time import QUEUE_DEPTH, Launch, TimePrediction, replay
 
 MAX_GAP_S = 5e-6
-"""Longest time that a stream takes from one kernel to the next; what takes longer waits for something."""
+"""Longest gap between two kernels of a stream; a kernel that begins later than that waited for something."""
 FULL_QUEUE = 0.9
-"""Share of the queue's depth from which a long time between two launches counts as waiting for room."""
+"""If the queue is filled to this share, a long time between two launches counts as waiting for room."""
 
 Floats = NDArray[np.float64]
 Named = tuple[KernelClass | None, str, LaunchPhase, tuple[str, ...]]
@@ -45,7 +45,7 @@ class Job:
     """One kernel, or one copy by the driver, of a stream that computes."""
 
     host_s: float
-    """Time that the host needs for it, after the job before."""
+    """Time that the host needs to launch it, after the job before."""
     kernel_s: float
     wait_s: float = 0.0
     """Time that it waits for something else, after the job before it has ended."""
@@ -65,19 +65,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """The jobs of a step in order, with what the device and the host need besides."""
+    """The jobs of a step in order, and the times of the device and the host that belong to no job."""
 
     jobs: Sequence[Job]
     latency_s: float
-    """From a launch to the start of its kernel on an idle device."""
+    """Time from a launch to the start of its kernel on an idle device."""
     gap_s: float
-    """Between two kernels of which the second was launched in time."""
+    """Time between two kernels if the second was launched early enough."""
     tail_s: float
-    """From the end of the last kernel to that of the step."""
+    """Time from the end of the last kernel to the end of the step."""
     exposed_tail_s: float = 0.0
-    """The part of it in which a collective runs, or a stream that only copies."""
+    """The part of `tail_s` in which a collective runs, or a stream that only copies."""
     host_share: float = 1.0
-    """What the host needs for each launch, as a share of the jobs' `host_s`."""
+    """Factor of all jobs' `host_s`: below 1 if launches are faster than in the profile."""
 
     @property
     def host_s(self) -> float:
@@ -110,7 +110,7 @@ class Queue:
 
 
 def queue_of(profile: StepProfile) -> Queue | None:
-    """The queue of the pictured step; None where its kernels are not kept, where none computes, and for a CPU."""
+    """The queue of the pictured step; None if its single kernels are not kept, if none computes, and for a CPU."""
     step = profile.pictured
     if profile.work is not Work.KERNELS or step is None or not step.streams:
         return None
@@ -136,7 +136,7 @@ def queue_of(profile: StepProfile) -> Queue | None:
 
 
 def _rows(profile: StepProfile, step: PicturedStep) -> pd.DataFrame:
-    """All kernels and copies of the step by start; a copy has the launch of what comes before it on its stream."""
+    """All kernels and copies of the step by start; a copy gets the launch time of the job before it on its stream."""
     parts = []
     for own in step.streams:
         kernels, modules = (profile.kernels[row] for row in own.kernel), (profile.modules[row] for row in own.module)
@@ -161,7 +161,7 @@ def _frame(own: StreamKernels | StreamCopies, named: Sequence[Named]) -> pd.Data
 
 
 def _of_main_device(rows: pd.DataFrame) -> pd.DataFrame:
-    """What ran on the device whose kernels run longest."""
+    """The rows of the device with the longest total time."""
     longest = rows.groupby("device")["duration"].transform("sum").to_numpy().argmax()
     chosen: pd.DataFrame = rows[rows["device"] == rows["device"].iloc[longest]]
     return chosen.reset_index(drop=True)
@@ -189,7 +189,7 @@ class _Times:
         is_late = (self.launch > self.before) & ~is_copy
         late = self.start[is_late] - self.launch[is_late]
         self.latency = float(np.median(late)) if len(late) else LAUNCH_LATENCY_S * 1e9
-        # no launch of a copy is kept: one before which the device was idle is launched late
+        # launches of copies are not kept; a copy after an idle time is assumed to be launched just before it began
         is_late_copy = is_copy & (self.start - self.before > _MAX_GAP_NS)
         self.launch[is_late_copy] = self.start[is_late_copy] - round(self.latency)
         self.launch = np.maximum.accumulate(np.maximum(0, self.launch))
@@ -202,7 +202,8 @@ class _Times:
     def waits(self, others: Ints) -> Floats:
         """How long each job waited after the one before, beyond the gap; `others` is how long other streams ran then.
 
-        One that was launched late waited for these, if they ran for most of the time for which the host is no reason.
+        A job that was launched late counts as waiting for other streams if these ran for at least half of the time that
+        its launch does not explain.
         """
         ready = np.maximum(self.before + self.gap, self.launch + self.latency)
         excess = self.start - ready
@@ -220,7 +221,7 @@ class _Times:
         return np.array([length.get(time, 0) for time in self.start.tolist()], dtype=np.int64)
 
     def _host(self, phase: "pd.Series[str]") -> Floats:
-        """The host's time for each job: a usual one of the phase where it waited for room in the queue."""
+        """The host's time for each job; the phase's median if the host waited for room in the queue."""
         host = np.diff(self.launch, prepend=0).astype(np.float64)
         launched_before = np.append(0, self.launch[:-1])
         queued = np.arange(len(host)) - np.searchsorted(self.end, launched_before, side="right")
@@ -232,7 +233,7 @@ def _jobs(rows: pd.DataFrame, times: _Times, waits: Floats, exposed: Floats) -> 
     waited = times.ended_by(IdleCause.HOST_WAITED) > 0
     paused = np.minimum(times.ended_by(IdleCause.HOST_PAUSE), times.host)
     host = np.where(waited, np.maximum(0, times.launch - times.before), times.host - paused)
-    alone = times.end - np.maximum(times.start, times.before)  # what it adds to those before
+    alone = times.end - np.maximum(times.start, times.before)  # the part that does not overlap with earlier jobs
     columns = (np.maximum(0, alone).tolist(), *(rows[name].tolist() for name in ("phase", "kind", "name", "path")))
     own = zip(host, waits, exposed, paused, waited, *columns, strict=True)
     for host_ns, wait_ns, exposed_ns, pause_ns, is_after_wait, duration, phase, kind, name, path in own:

@@ -78,7 +78,7 @@ class PhaseTimes:
 class CommunicationTimes:
     """Kernels of collectives, and copies to peers, that ran during one phase on the device; one entry per step.
 
-    A kernel of NCCL waits inside for the other ranks, so that this wait is a part of its time.
+    The time of an NCCL kernel includes its wait for the other ranks.
     """
 
     phase: LaunchPhase
@@ -101,12 +101,12 @@ class GatherTimes:
     ran_s: tuple[Time, ...]
     """From the start of the first kernel of a gather to the end of its last."""
     lead_s: tuple[float | None, ...]
-    """How long before what needed it was ready the gather ended, below 0 if later; the least of several gathers.
+    """Time from the end of the gather until the job that needed it was ready, negative if the gather ended later.
 
-    None in a step without one.
+    The least of several gathers; None in a step without one.
     """
     waited_s: tuple[Time, ...]
-    """How long what needed the gather waited for it."""
+    """How long the job that needed the gather waited for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,10 +366,10 @@ class RankTimes:
     phases: tuple[PhaseTimes, ...]
     communication: tuple[CommunicationTimes, ...]
     waited_s: tuple[Time, ...] | None
-    """How much longer its kernels of collectives ran than those of the rank whose kernel was the shortest each time.
+    """How much longer this rank's kernels of collectives ran than the shortest kernel of the same collective, in total.
 
-    All kernels of a collective end together, so the shortest one began last: the others waited for that rank. None if
-    the ranks did not run the same collectives, and for a CPU.
+    All kernels of a collective end together, so the shortest one began last: the other ranks waited for its rank. None
+    if the ranks did not run the same collectives, and for a CPU.
     """
 
 
@@ -416,7 +416,7 @@ class StepProfile:
     gathers: tuple[GatherTimes, ...] = ()
     """Gathers of sharded parameters, where ranges tell them, in the order in which they are needed."""
     ranks: tuple[RankTimes, ...] = ()
-    """All ranks of a run on several, of which everything else in the profile is about the first."""
+    """All ranks of a run on several ranks; everything else in the profile is about the first rank."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 

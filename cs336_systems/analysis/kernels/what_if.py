@@ -1,4 +1,4 @@
-"""What a profiled step would take with each way to make it shorter: its queue is changed and run again."""
+"""Predicted time of a profiled step with each way to make it shorter, by changing its queue and replaying it."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from cs336_systems.costs.hardware import faster_precisions, find_device
 from cs336_systems.costs.time import Limit
 
 MAX_REPLAY_ERROR = 0.02
-"""Largest relative error of the unchanged replay with which changed ones count."""
+"""Largest relative error of the unchanged replay up to which replays with changes are used."""
 _FULL_PRECISION = re.compile(r"sgemm|f32f32_f32f32_f32")
 """Part of the names of fp32 products of cuBLAS and CUTLASS: ampere_sgemm_, simt_sgemm, xmma_gemm_f32f32_f32f32_f32_."""
 _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
@@ -33,23 +33,23 @@ _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterfactual:
-    """A step that was not measured: the profiled one with one change."""
+    """The profiled step with one change, predicted."""
 
     remedy: Remedy
     step_s: float | None
-    """None where the profile does not tell."""
+    """None if the profile does not allow a prediction."""
     limit: Limit | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """What a step takes as it is, replayed, and with each change that is open to the run."""
+    """Replayed time of a step as it is, and with each change that is open to the run."""
 
     step_s: float | None
-    """None where the profile keeps no single kernels, or their replay is not the measured step."""
+    """None if the profile keeps no single kernels, or if their replay does not give the measured time."""
     limit: Limit | None
     is_host_of_profiler: bool
-    """Launches take as long as under the profiler, since it is not known how long they take without."""
+    """Whether launches take as long as under the profiler, because their time without it is not known."""
     changed: tuple[Counterfactual, ...]
     """The largest gain first, then those that are not known."""
 
@@ -90,7 +90,7 @@ def unknown_gains(profile: StepProfile, config: RunConfig | None = None) -> What
 
 
 def _replayable(profile: StepProfile) -> Queue | None:
-    """The queue of the pictured step, if its replay is the step that was measured."""
+    """The queue of the pictured step, if its replay takes the measured time (MAX_REPLAY_ERROR)."""
     queue = queue_of(profile)
     if queue is None or profile.pictured is None:
         return None
@@ -112,7 +112,7 @@ def _queue_with(remedy: Remedy, queue: Queue, config: RunConfig | None, curves: 
     optimizer = None if config is None else config.optimizer
     other = None if config is None else remedy.applied_to(config)
     if remedy is Remedy.GRAPHS:
-        needs_fused = config is not None and Remedy.OPTIMIZER.is_open_to(config)  # they need it
+        needs_fused = config is not None and Remedy.OPTIMIZER.is_open_to(config)  # graphs need fused AdamW
         return without_launches((with_fused_adamw(queue, optimizer) if needs_fused else None) or queue)
     if remedy is Remedy.COMPILE:
         return with_fused_neighbours(queue)
@@ -128,7 +128,7 @@ def _queue_with(remedy: Remedy, queue: Queue, config: RunConfig | None, curves: 
 
 
 def _open(profile: StepProfile, config: RunConfig | None) -> Iterator[Remedy]:
-    """The ways that are open to the run and that its kernels have a use for."""
+    """The ways that are open to the run and that would change its kernels."""
     is_on_device = profile.work is Work.KERNELS
     kinds = {row.kind for row in profile.classes if row.phase is not LaunchPhase.OPTIMIZER}
     used = {
@@ -162,7 +162,7 @@ def full_precision_kernels(profile: StepProfile) -> list[KernelTimes]:
 
 
 def faster_than_now(profile: StepProfile, config: RunConfig | None) -> tuple[Precision, ...]:
-    """Precisions for which the device has tensor cores, where its matmuls are in a slower one."""
+    """Precisions with tensor cores on the device, if the matmuls run in a slower precision; empty otherwise."""
     rows = full_precision_kernels(profile)
     device = next(filter(None, map(find_device, profile.device_names)), None)
     is_full = config is None or config.precision is Precision.FP32

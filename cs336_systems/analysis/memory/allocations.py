@@ -1,7 +1,7 @@
 """Replays the events of one device: which allocations there were, when each existed, and their sums over time.
 
-A recording begins in the middle of a program's life and may have lost its oldest events. So it is read from its end:
-what is allocated when the snapshot is taken, and was not allocated by an event, existed before the recording.
+A recording begins while the program runs and may have lost its oldest events. So it is read from its end: memory that
+is allocated when the snapshot is taken, but was not allocated by an event, existed before the recording.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ class Replay:
     allocations: Allocations
     """First the allocations that events made or freed, by address; then those held throughout the recording."""
     reserved_bytes: Ints
-    """Bytes that the allocator had from CUDA, at each moment."""
+    """Bytes that the allocator had reserved from CUDA, at each moment."""
     are_sizes_known: bool
     """False if the size of some block was inferred and may be wrong."""
     notes: tuple[str, ...]
@@ -41,7 +41,7 @@ class Replay:
 
     @cached_property
     def allocated_bytes(self) -> Ints:
-        """Blocks that the program has, at each moment: what `torch.cuda.memory_allocated` gives."""
+        """Bytes of the program's blocks at each moment, as `torch.cuda.memory_allocated` returns them."""
         return self.curve(self.allocations.num_bytes, self.allocations.free_requested)
 
     @cached_property
@@ -51,7 +51,7 @@ class Replay:
 
     @cached_property
     def recorded_bytes(self) -> Ints:
-        """Blocks that were held throughout, and requested bytes of the other blocks in use, at each moment."""
+        """Bytes of blocks held throughout, plus requested bytes of all other blocks in use, at each moment."""
         rows = self.allocations
         return self.curve(np.where(self.is_held_throughout, rows.num_bytes, rows.requested_bytes), rows.end)
 
@@ -62,7 +62,7 @@ class Replay:
         was_there, is_freed = start == BEFORE, (end != BEFORE) & (end < num_events)
         change[0] = values[was_there & (end != BEFORE)].sum()
         change[start[~was_there] + 1] = values[~was_there]
-        change[end[is_freed] + 1] -= values[is_freed]  # an event ends one allocation at most, and may begin another
+        change[end[is_freed] + 1] -= values[is_freed]  # indices are unique: an event ends at most one allocation
         return np.cumsum(change)
 
     @property

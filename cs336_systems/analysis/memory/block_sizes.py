@@ -1,7 +1,8 @@
-"""How large the blocks were that PyTorch's allocator gave for requests: its events tell only the requested bytes.
+"""Sizes of the blocks that PyTorch's allocator gave for requests; its events contain only the requested bytes.
 
-It rounds requests up to 512 bytes and takes the beginning of a free block. The rest stays free, unless it is at most
-1 MiB of a block for large requests: then the request gets all of it, up to the next block in use or the segment's end.
+The allocator rounds requests up to 512 bytes and takes the beginning of a free block. The remainder stays free, unless
+it is at most 1 MiB of a block for large requests: then the request gets the whole block, up to the next block in use or
+the segment's end.
 """
 
 from collections.abc import Mapping
@@ -36,9 +37,9 @@ def may_be_larger(requested_bytes: Ints, settings: Mapping[str, Setting]) -> Mas
 
 
 def block_sizes(blocks: Lifetimes, segments: Lifetimes, settings: Mapping[str, Setting]) -> Ints:
-    """The bytes of each block, from the request in `blocks` and from what lay behind it when it was allocated.
+    """The bytes of each block, from the request in `blocks` and from what followed it in memory when it was allocated.
 
-    What lay behind a block that was allocated before the recording is not known; the first moment is taken instead.
+    What followed a block that was allocated before the recording is not known; the first moment is used instead.
     """
     sizes = rounded(blocks.num_bytes)
     rows = np.flatnonzero(may_be_larger(blocks.num_bytes, settings))

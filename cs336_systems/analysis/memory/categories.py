@@ -35,7 +35,7 @@ class Contents(Columns):
 
 
 def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: Ints) -> Ints:
-    """For each sighting the row of the allocation that its address lay in at its moment, or NOT_SIGHTED."""
+    """For each sighting, the row of the allocation that contained its address at its moment, or NOT_SIGHTED."""
     wanted = np.array([sighting.address for sighting in sightings], dtype=np.int64)
     found = nearest(
         allocations.address, allocations.start, allocations.free_requested, wanted, np.zeros_like(wanted), moments
@@ -45,9 +45,9 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
 
 
 def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, has_notes: bool = True) -> Contents:
-    """The contents of all allocations. Among several sightings of one, the kind decides, and then the first of a kind.
+    """The contents of all allocations. Of several sightings of one, the kind decides; of the same kind, the first.
 
-    Without notes there are no sightings, and the category follows from how long each allocation stayed.
+    Without notes there are no sightings, and the category follows from how long each allocation existed.
     """
     rows = replay.allocations
     passing = np.where(_is_for_later(replay) & (not has_notes), CODES[Category.LATER], CODES[Category.TEMPORARY])

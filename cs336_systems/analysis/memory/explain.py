@@ -63,7 +63,7 @@ FROM_BOTTOM = (
     Category.LATER,
     Category.TEMPORARY,
 )
-"""Order in a picture over time: what stays is below what comes and goes."""
+"""Order of categories in a picture over time, from the bottom: long-lived ones are below short-lived ones."""
 
 
 def explain_memory(path: Path, model: ModelConfig | None = None, batch_size: int | None = None) -> MemoryProfile:
@@ -165,7 +165,7 @@ class _Explanation:
             yield self._moment(sums, moment, mark.step, mark.name, mark)
 
     def _phases_of_steps(self) -> Iterator[PhaseMemory]:
-        """The phases from mark to mark, and behind the last mark the phase that ran out of memory, if one did."""
+        """The phases from mark to mark, and after the last mark the phase that ran out of memory, if one did."""
         phases, moments = self._phases, self._phases.moments.tolist()
         for index, mark in enumerate(phases.marks[1:], start=1):
             if mark.name != START and mark.step == phases.marks[index - 1].step:

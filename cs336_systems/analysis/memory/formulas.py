@@ -29,9 +29,9 @@ class Role(Enum):
     """What the size of a tensor grows with."""
 
     ACTIVATION = auto()
-    """The batch or the context."""
+    """The size grows with the batch or the context."""
     WEIGHT = auto()
-    """The model alone."""
+    """The size grows with the model only."""
 
 
 Axes = tuple[tuple[str, int], ...]

@@ -20,7 +20,7 @@ from cs336_systems.analysis.memory.profile import Category, LikeAllocations, Pla
 from cs336_systems.config import Phase
 
 _ROLE_OF_PHASE: Mapping[str, Role] = {Phase.FORWARD: Role.ACTIVATION, Phase.OPTIMIZER: Role.WEIGHT}
-"""What a phase allocates; backward allocates both."""
+"""The role of tensors that a phase allocates; backward is absent because it allocates both roles."""
 _BACKWARD, _OPTIMIZER_FILES = "backward", ("/optim/", "/optimizer.py")
 
 
@@ -68,7 +68,7 @@ class Groups:
     def largest(self, chosen: Mask, live: Mask, limit: int) -> tuple[LikeAllocations, ...]:
         """The groups of the chosen allocations, the largest allocations first; `live` are the allocations at the peak.
 
-        At least `limit` groups, if there are so many, and all groups of the last size among them.
+        Returns at least `limit` groups, if there are so many, and all groups of the smallest size among these.
         """
         counts = np.bincount(self._group[chosen], minlength=len(self._first))
         sizes = self._known.replay.allocations.requested_bytes[self._first]
@@ -114,7 +114,7 @@ class Groups:
         return OR.join(dict.fromkeys(formula for text in texts for formula in text.split(OR) if formula))
 
     def _unsighted(self, members: Ints) -> list[str]:
-        """What allocations without a sighting may be, for each role that one of them may have."""
+        """Explanations of allocations without a sighting, one for each role that one of them may have."""
         known, first = self._known, int(members[0])
         rows, places = known.replay.allocations, self._places[self._stack_of_row[first]]
         requested, function = int(rows.requested_bytes[first]), places[0].function if places else ""
@@ -123,7 +123,7 @@ class Groups:
         return [known.formulas.unsighted(requested, role, function, self._may_have_half) for role in roles]
 
     def _role(self, row: int) -> Role | None:
-        """What an allocation without a sighting may be; None if it is unknown."""
+        """The role of an allocation without a sighting; None if it is not known."""
         rows, contents = self._known.replay.allocations, self._known.contents
         phase = self._phase_names[self._phase_of_row[row]]
         if phase:
@@ -143,7 +143,7 @@ def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:
 
 
 def _role_of_code(stack: Stack) -> Role | None:
-    """What code allocates outside of known phases; None for backward, which allocates both and may leave no stack."""
+    """The role of what code allocates outside of known phases; None for backward (both roles) and without a stack."""
     if not stack or any(frame.name == _BACKWARD for frame in stack):
         return None
     if any(word in frame.filename for frame in stack for word in _OPTIMIZER_FILES):

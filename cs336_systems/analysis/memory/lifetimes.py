@@ -15,9 +15,9 @@ from cs336_systems.analysis.memory.device_memory import NO_STACK, Action, Events
 from cs336_systems.text import counted
 
 BEFORE = -1
-"""Stands for the number of an event that happened before the recording."""
+"""In place of an event's number: the event happened before the recording."""
 NONE = -1
-"""Stands for the row of memory if there is no such memory."""
+"""In place of a row: there is no such memory."""
 MAX_ADDRESSES = 4096
 """Most addresses that `nearest` looks at for one wanted address."""
 
@@ -31,13 +31,13 @@ class Lifetimes(Columns):
     """As in the events: of an allocation the requested bytes, of a segment its size."""
     stream: Ints
     start: Ints
-    """Number of the event that allocated it, or BEFORE."""
+    """Number of the event that allocated the memory, or BEFORE."""
     free_requested: Ints
-    """Number of the event with which the program freed it, or BEFORE; the number of all events if there is none."""
+    """Number of the event with which the program freed the memory, or BEFORE; the number of events if it did not."""
     end: Ints
-    """Number of the event after which it could be used again; the number of all events if there is none."""
+    """Number of the event after which the memory could be reused; the number of events if there is none."""
     stack: Ints
-    """Stack of the event that allocated it."""
+    """Stack of the event that allocated the memory."""
 
 
 def always(address: Ints, num_bytes: Ints, stream: Ints, num_events: int) -> Lifetimes:

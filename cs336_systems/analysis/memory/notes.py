@@ -1,6 +1,6 @@
 """Notes beside a snapshot: what only the live process knows, such as what an address held and when phases ended.
 
-A time would not say exactly when: blocks are reused within microseconds. So a moment is a `Position`, the numbers of
+A clock would be too coarse, because blocks are reused within microseconds. So a moment is a `Position`, the numbers of
 allocations and frees that the allocator has counted, which lies between two known events of the snapshot.
 """
 
@@ -27,7 +27,7 @@ class Kind(StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     AUTOCAST_COPY = "autocast copies"
     GATHERED = "gathered parameters"
-    """Whole parameters of a unit of a fully sharded model, while they are there."""
+    """Whole parameters of a unit of a fully sharded model, while they are gathered."""
     SAVED = "saved activations"
 
 

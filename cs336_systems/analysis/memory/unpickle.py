@@ -1,7 +1,7 @@
-"""Reads the pickle of a memory snapshot in a process of its own, and hands it back as columns of numbers.
+"""Reads the pickle of a memory snapshot in a process of its own, and returns it as columns of numbers.
 
-`snapshot.py` runs this file as a script, with the pickle on standard input. A hostile pickle can crash Python's
-unpickler, keep it busy for ever or fill the memory, even though every class is refused: then only this process dies.
+`snapshot.py` runs this file as a script, with the pickle on standard input. Although every class is refused, a hostile
+pickle can crash Python's unpickler, keep it busy for ever or fill the memory; then only this process dies.
 It imports nothing but the standard library (`python -I -S` finds nothing else), which also lets it start in 20 ms.
 """
 
@@ -31,7 +31,7 @@ CHUNK = 400
 INT, INT_BYTES = "l", struct.calcsize("l")
 """C's long, which `struct` packs twice as fast as `q`; it has 64 bits on Linux and macOS."""
 MAX_ALIKE = 16
-"""Stacks with the same first frame and length that are compared before all frames of a list are looked up."""
+"""Most stacks with the same first frame and length that a list is compared with, before its frames are looked up."""
 MAX_SHOWN = 40
 """Characters of a value that a message quotes."""
 MAX_REASON = 200
@@ -182,9 +182,9 @@ class Converter:
     def _stack_numbers(self, lists: Sequence[Any], where: str) -> bytes:
         """For each list of frames the number of its stack.
 
-        Most lists are different objects with equal frames. Comparing a list with the known ones that begin alike takes
-        a seventh of the time that looking up all of its frames does. The loop sees every event: for most of them it
-        must not call a function of Python.
+        Most lists are different objects with equal frames. Comparing a list with known ones of the same first frame and
+        length takes a seventh of the time of looking up all of its frames. The loop runs for every event, so for most
+        of them it must not call a Python function.
         """
         alike, last, number, found = self._alike, None, 0, []
         for frames in lists:
@@ -316,7 +316,7 @@ def main(parent: int, max_memory_bytes: int, max_cpu_s: int, codes: str) -> NoRe
     limit(resource.RLIMIT_CORE, 0)
     gc.disable()  # of the millions of objects that are made, none is garbage
     try:
-        unpickler = PlainUnpickler(cast("IO[bytes]", Mapped(0)))  # kept: taking its memo apart takes time
+        unpickler = PlainUnpickler(cast("IO[bytes]", Mapped(0)))  # kept alive: deallocating its memo takes time
         description, columns = Converter(**json.loads(codes)).convert(unpickler.load())
         text = json.dumps(description, ensure_ascii=False, allow_nan=False)
         reply = (
@@ -332,7 +332,7 @@ def main(parent: int, max_memory_bytes: int, max_cpu_s: int, codes: str) -> NoRe
         problem = f"the pickle cannot be read ({str(error)[:MAX_REASON]}): truncated, damaged or no memory snapshot"
     else:
         write(struct.pack("q", sum(map(len, columns))), *columns, reply)
-        os._exit(0)  # an orderly end would take millions of objects apart, which is slow and may overflow the stack
+        os._exit(0)  # an orderly end would deallocate millions of objects, which is slow and may overflow the stack
     write(problem.encode(errors="replace"))
     os._exit(REFUSED)
 

@@ -45,7 +45,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def pool(self, size_bytes: int, stream: str = "") -> "Pool":
-        """What serves requests of this size on this stream."""
+        """The pool that serves requests of this size on this stream."""
         small = size_bytes <= SMALL_BYTES
         return self._pools.setdefault((small, stream), Pool(self, ROUND_BYTES if small else SMALL_BYTES + 1))
 
@@ -70,7 +70,7 @@ class CachingAllocator:
 
 
 class Pool:
-    """Segments for requests of like sizes on one stream."""
+    """Segments for small or for large requests on one stream."""
 
     def __init__(self, allocator: CachingAllocator, least_rest_bytes: int) -> None:
         self._allocator = allocator

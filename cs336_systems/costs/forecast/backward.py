@@ -14,13 +14,13 @@ from cs336_systems.costs.forecast.ways import InPlace
 
 GRADIENT = "gradient of the residual stream"
 VIEWS_OF_LINEAR_BACKWARD = 6
-"""Four transposes; the gradient as a matrix, and that of the input as a tensor again."""
+"""Views in a linear layer's backward: four transposes, two to flatten the gradient and unflatten the input's."""
 VIEWS_OF_ROTATION_BACKWARD = 7
-"""As many as of forward."""
+"""Views in RoPE's backward, as many as in forward."""
 VIEWS_OF_FUSED_BACKWARD = 9
-"""Of the gradients of queries, keys, values and output each, two that split or merge heads; one detached."""
+"""Two views each split or merge the heads of the gradients of queries, keys, values and output; one is detached."""
 VIEWS_OF_NAIVE_BACKWARD = 20
-"""The same, less the last, and those of four matmuls: a factor transposed, the factors and the result reshaped."""
+"""The eight views of heads above, and three for each of four matmuls: a transpose, and factors and result reshaped."""
 
 
 class BackwardTape(ForwardTape):

@@ -1,6 +1,6 @@
-"""The operations of a step with fused blocks in CUDA graphs, as `--fast` computes it, in the order of their launches.
+"""The operations of a step with fused blocks in CUDA graphs, as `--fast` computes it, in launch order.
 
-It follows model/fast/ kernel by kernel. How much memory such a step takes is in costs/fast_memory.py.
+The list follows model/fast/ kernel by kernel. costs/fast_memory.py has the memory of such a step.
 """
 
 from cs336_systems.config import (
@@ -23,9 +23,9 @@ PARTIAL_ROWS = 264
 
 
 def is_fast_step(config: RunConfig) -> bool:
-    """Whether the step is one whose operations are listed here: all of what `--fast` chooses, without checkpoints.
+    """Whether this module lists the step's operations: steps with everything that `--fast` chooses, but no checkpoints.
 
-    The list is in order, so that a step which updates weights beside backward is none.
+    The list has one order, so steps that update weights at the same time as backward are not covered.
     """
     model = config.model
     settings = (
@@ -57,7 +57,7 @@ class _FastStep:
         self.hidden = self.tape.size("batch T d_ff")
         self.logits = self.tape.size("batch T vocabulary")
         self.factors = 1 if self.gpt2 else 2
-        """Results of the feed-forward network's first matmul, side by side."""
+        """Results of the feed-forward network's first matmul: w1 and w3 of SwiGLU, or one."""
 
     def run(self) -> None:
         """One step in the configuration's mode."""
@@ -97,7 +97,7 @@ class _FastStep:
     def _backward(self) -> None:
         tape = self.tape
         tape.pass_of(FP32_BYTES)  # the gradient of the loss
-        tape.pass_of(FP32_BYTES)  # its product with the logits' gradient, which nothing reads if it is 1
+        tape.pass_of(FP32_BYTES)  # scaling of the logits' gradient by it, which leaves the logits alone if it is 1
         self._linear_backward("vocabulary", "d_model")
         self._add_norm_backward(is_last=True)
         for _ in range(self.config.model.num_layers):
@@ -144,13 +144,13 @@ class _FastStep:
         self.tape.matmul(Form.INPUT, "batch T", columns, inner, HALF_BYTES)
 
     def _add_norm(self) -> None:
-        """Stream and branch are read, their sum and its norm written."""
+        """Reads stream and branch, writes their sum and its norm."""
         self.tape.pass_of(2 * (FP32_BYTES + HALF_BYTES) * self.stream)
 
     def _add_norm_backward(self, *, is_last: bool = False) -> None:
-        """The sum and the gradients of norm and stream are read, those of branch and stream written.
+        """Reads the sum and the gradients of norm and stream, writes the gradients of branch and stream.
 
-        After the last norm nothing reads the stream, so there it has no gradient.
+        After the last norm nothing reads the stream, so it has no gradient there.
         """
         wide = 2 if is_last else 3
         self.tape.pass_of((wide * FP32_BYTES + 2 * HALF_BYTES) * self.stream)

@@ -21,15 +21,14 @@ FP32_BYTES = 4
 HALF_BYTES = 2
 
 VIEWS_OF_LINEAR = 3
-"""The weight transposed; the input as a matrix, and the result as a tensor again."""
+"""Views in a linear layer: the weight transposed, the input flattened, the result unflattened."""
 VIEWS_OF_HEADS = 8
-"""Of queries, keys and values each, one with an axis for heads and one with this axis before that of positions; of the
-output, two that merge the heads."""
+"""Two views each split the heads of queries, keys and values and put them before positions; two merge the output's."""
 VIEWS_OF_ROTATION = 7
-"""Pairs of features, and rotations with an axis for heads; both as complex numbers; the result as real ones, its pairs
-flattened, and its two halves."""
+"""Views in RoPE: pairs of features, and rotations with an axis for heads; both as complex numbers; the result as real
+numbers, its pairs flattened, and the split into queries and keys."""
 VIEWS_OF_NAIVE = 12
-"""The keys transposed and the scores detached; of both matmuls, two of each factor and one of the result."""
+"""Views in naive attention: keys transposed, scores detached; in both matmuls two of each factor, one of the result."""
 STREAM = "batch T d_model"
 HIDDEN = "batch T d_ff"
 SCORES = "batch heads T T"
@@ -51,9 +50,9 @@ class ForwardTape:
         self.autocast = config.precision in (Precision.BF16, Precision.FP16)
         self.element_bytes = HALF_BYTES if self.autocast else FP32_BYTES
         self.stream_bytes = way.stream_bytes
-        """Of an element of the residual stream."""
+        """Bytes per element of the residual stream."""
         self.norm_bytes = FP32_BYTES if self.gpt2 else way.stream_bytes
-        """Of an element of what norms compute: autocast has LayerNorm in fp32, and leaves RMSNorm as it is."""
+        """Bytes per element of a norm's result: autocast runs LayerNorm in fp32, and leaves RMSNorm as it is."""
         self.copies: dict[str, int] = {}
         """Autocast's cache of low-precision copies of parameters, by name, which lasts until autocast ends."""
         self.thread = "forward"

@@ -20,26 +20,26 @@ TENSORS_OF_ADAMW = (2, 3, 2, 3, 2, 2, 4)
 TENSORS_OF_FOREACH = (*TENSORS_OF_ADAMW[:5], 2, 2, 4)
 """PyTorch's foreach AdamW divides the root by its bias correction in a kernel of its own."""
 FOREACH_CHUNK = 65_536
-"""Elements of a block of a foreach kernel (kChunkSize of PyTorch's MultiTensorApply.cuh)."""
+"""Elements per thread block of a foreach kernel (kChunkSize of PyTorch's MultiTensorApply.cuh)."""
 FOREACH_BLOCKS = 320
-"""Blocks of one of its launches (depth_to_max_blocks of the same file)."""
+"""Thread blocks in one launch of a foreach kernel (depth_to_max_blocks of the same file)."""
 SAVED_OF_BLOCK = {Arch.CS336: 29, Arch.GPT2: 28}
-"""Tensors that autograd saves of one block, its parameters and the tables that all blocks share among them."""
+"""Number of tensors that autograd saves for one block, including its parameters and tables that all blocks share."""
 SAVED_OF_FUSED_ATTENTION = 2
-"""Tensors that fused attention saves on a GPU and not on a CPU: the state of its random numbers, though none is drawn.
+"""Number of tensors that fused attention saves on a GPU but not on a CPU: its random state, though it draws no numbers.
 
 Backward's formulas name them in PyTorch's derivatives.yaml: rng_state and unused of flash, else philox_seed and
 philox_offset.
 """
 LAUNCHES_TO_PACK = 1.0
-"""Time that the host needs in forward to note one tensor that a checkpoint does not save, in launches of a kernel.
+"""Time that the host needs in forward for one tensor that a checkpoint does not save, in kernel launches.
 
 This time and the three below were measured on a CPU with narrow models of 16 blocks, in checkpoints of 1 to 16 blocks.
 There a launch took 5.2 to 6.0 us, noting a tensor 5.4, and saving it in backward and finding it again 12. A checkpoint
 took 95 us more in forward and 140 in backward.
 """
 LAUNCHES_TO_UNPACK = 2.25
-"""Time that the host needs in backward to save such a tensor and to find it again, in launches."""
+"""Time that the host needs in backward to save such a recomputed tensor and to find it again, in launches."""
 LAUNCHES_OF_CHECKPOINT = 18
 """Time that the host needs to begin and to end a checkpoint in forward, in launches."""
 LAUNCHES_OF_CHECKPOINT_BACKWARD = 26
@@ -47,11 +47,11 @@ LAUNCHES_OF_CHECKPOINT_BACKWARD = 26
 WITHOUT_COST = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
 )  # fmt: skip
-"""Settings that change no operation and no tensor. Configurations that differ in these alone have one tape."""
+"""Settings that change no operation and no tensor. Configurations that differ only in these share one tape."""
 
 
 def tape_of(config: RunConfig) -> Tape:
-    """The steps of a run until all of them are alike; the forecasts of memory and of time read the same tape."""
+    """The steps of a run until the steady state; the forecasts of memory and of time read the same tape."""
     return _tape_of(as_costed(config))
 
 
@@ -338,7 +338,7 @@ class StepTape:
         self._has_state = True
 
     def _launch_update(self, kind: OptimizerKind) -> None:
-        """The kernels of an update; with foreach each goes over as many elements as PyTorch gives to one launch."""
+        """The kernels of an update; a foreach kernel covers as many elements as PyTorch gives to one launch."""
         shapes = tuple(self.way.updated.values())
         if kind is OptimizerKind.FUSED:
             self.tape.launch(_fused_update, shapes)

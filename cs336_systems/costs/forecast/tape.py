@@ -32,7 +32,7 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorSpec:
-    """One kind of tensor, with its bytes as a number and as a formula. Alike ones of a tape are one object."""
+    """One kind of tensor, with its bytes as a number and as a formula. A tape has one object for equal tensors."""
 
     category: Category
     label: str
@@ -40,11 +40,11 @@ class TensorSpec:
     """Names of axes and the element size, such as `batch x heads x T x T x 4`."""
     size_bytes: int
     stream: str = ""
-    """CUDA stream on which it is made, if it is not the usual one: memory of one stream is of no use to another."""
+    """CUDA stream on which the tensor is made, if not the main one; the allocator keeps memory apart by stream."""
 
 
 class Kind(StrEnum):
-    """What an operation does, which decides from which ceiling its time is known."""
+    """What an operation does, which decides the ceiling that gives its time."""
 
     MATMUL = "matmul"
     ATTENTION = "fused attention"
@@ -53,70 +53,70 @@ class Kind(StrEnum):
 
 
 class Form(StrEnum):
-    """How the factors of a matmul lie in memory, or that it is one kernel of fused attention."""
+    """Memory layout of a matmul's factors, or a kernel of fused attention."""
 
     FORWARD = "forward"
     """x W^T, as in a linear layer: the second factor is transposed."""
     INPUT = "input"
-    """g W, the gradient of a layer's input: none is."""
+    """g W, the gradient of a layer's input: no factor is transposed."""
     WEIGHT = "weight"
-    """g^T x, the gradient of its weight: the first is."""
+    """g^T x, the gradient of a layer's weight: the first factor is transposed."""
     ATTENTION = "attention"
     """Causal attention as one kernel, with the sides of its scores."""
     ATTENTION_BACKWARD = "attention backward"
 
 
 MATMULS_OF = {Form.ATTENTION: 2, Form.ATTENTION_BACKWARD: 5}
-"""Matmuls of fused attention: scores and values; the scores again, and two for each of these (Dao 2023)."""
+"""Matmuls in fused attention: scores and values; in backward the scores again, and two for each of both (Dao 2023)."""
 
 
 class Pass(StrEnum):
-    """How a kernel goes over memory, which decides its bandwidth."""
+    """Memory access pattern of a kernel, which decides its bandwidth."""
 
     COPY = "copy"
-    """One element after the other, all of one type, or narrower ones written."""
+    """Contiguous, with results of the same type or a narrower one."""
     WIDEN = "widen"
-    """Written in a wider type, for which PyTorch's kernels do not read several elements at once."""
+    """Contiguous, with results of a wider type, for which PyTorch's kernels do not vectorise their loads."""
     STRIDED = "strided"
-    """In another order than they lie in memory, as when heads change places with positions."""
+    """Reads and writes in different orders, as when heads and positions are transposed."""
     MASKED = "masked"
-    """In place where a mask says so, which all heads share."""
+    """Writes in place where a mask is set, which all heads share."""
     SOFTMAX = "softmax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operation:
-    """What PyTorch dispatches at once: one kernel, or several equal ones. Alike ones of a tape are one object."""
+    """One PyTorch operator: one kernel, or several equal ones. A tape has one object for equal operations."""
 
     kind: Kind
     how: Pass = Pass.COPY
     form: Form = Form.FORWARD
     moved_bytes: int = 0
-    """Read and written by each kernel, if nothing is read twice."""
+    """Bytes that each kernel reads and writes, if nothing is read twice."""
     sides: tuple[int, int, int] = (0, 0, 0)
     """Rows, inner side and columns of a matmul, or of the scores of fused attention."""
     batch: int = 1
-    """Matmuls of a batched one, or heads of all sequences."""
+    """Number of matmuls in a batched one; for attention, heads of all sequences."""
     element_bytes: int = 4
-    """Of a matmul's factors."""
+    """Bytes per element of a matmul's factors."""
     launches: int = 1
-    """Kernels, one after the other."""
+    """Number of kernels, one after the other."""
     calls: int = 1
-    """Operations that the host dispatches."""
+    """Number of operations that the host dispatches."""
     views: int = 0
-    """Views that the host makes before it, each in about the time of a launch, and what else takes as long."""
+    """Number of views before the operation; each takes the host about as long as a launch, as do a few other calls."""
 
 
 ADAMW_BYTES = 7 * 4
-"""Of an element: parameter, gradient and both moments are read, and all but the gradient written, in fp32."""
+"""Per element: parameter, gradient and both moments are read, and all but the gradient written, in fp32."""
 LIKE_ITSELF = -1
-"""Stands for a tensor that is as large as the one that is made of it."""
+"""In `reads`, stands for a tensor of the same kind as the one that is made."""
 
 
 class Tape:
     """Records tensors as they are made and freed; a tensor lives while Python or autograd's graph refers to it.
 
-    Layers repeat, so that of thousands of tensors and operations few differ from each other. These have numbers.
+    Layers repeat, so thousands of tensors and operations are of few kinds, which are numbered.
     """
 
     def __init__(self, axes: Mapping[str, int]) -> None:
@@ -135,11 +135,11 @@ class Tape:
         self._references: list[int] = []
         self._axes = axes
         self._views = 0
-        """How many the host has made since the last launch."""
+        """Number of views that the host has made since the last launch."""
         self._kinds: dict[tuple[Category, str, str, int, str], int] = {}
-        """The number of each kind of tensor by what it is made of."""
+        """The number of each kind of tensor, by the arguments that define it."""
         self._made: dict[tuple[Any, ...], int] = {}
-        """The same of each operation."""
+        """The number of each operation, by the arguments that define it."""
 
     def new(
         self,
@@ -153,7 +153,7 @@ class Tape:
     ) -> int:
         """Make a tensor with one reference; `shape` consists of axis names and numbers, such as `2 batch T`.
 
-        One kernel writes it if there are `reads`, the tensors that this kernel reads.
+        With `reads`, one kernel is launched that reads these tensors and writes the new one.
         """
         made_of = (category, label, shape, element_bytes, stream)
         if (kind := self._kinds.get(made_of)) is None:
@@ -193,7 +193,7 @@ class Tape:
         self.launch(_attention, form, moved, element_bytes)
 
     def launch(self, make: Callable[..., Operation], *arguments: object) -> None:
-        """Launch the operation that `make` makes of a tape, for its sizes of the axes, and of the arguments."""
+        """Launch the operation `make(tape, *arguments)`, which is made again for a resized tape."""
         made_of: tuple[Any, ...] = (self._views, make, *arguments)
         if (number := self._made.get(made_of)) is None:
             number = self._made[made_of] = len(self.operations)
@@ -205,7 +205,7 @@ class Tape:
         return replace(make(self, *arguments), views=views)
 
     def views(self, count: int) -> None:
-        """Let the host make views, for which nothing is launched, or do what takes as long as so many."""
+        """Count views that the host makes before the next launch, or other calls that take as long."""
         self._views += count
 
     def size(self, shape: str) -> int:
@@ -242,9 +242,9 @@ class Tape:
         self.steps[-1].append((phase, len(self.events), len(self.launches)))
 
     def repeat(self) -> None:
-        """Write the last step once more; nothing can be added afterwards.
+        """Append a repetition of the last step; nothing can be added afterwards.
 
-        It frees what the step before has left, and leaves as much.
+        The repetition frees the tensors that the step before has left, and leaves equal ones.
         """
         _, begin, first = self.steps[-1][0]
         events, launches = self.events[begin:], self.launches[first:]

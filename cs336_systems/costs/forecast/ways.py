@@ -1,6 +1,6 @@
-"""What each way of sharing a step among ranks keeps of parameters, gradients and the optimizer's state on one rank.
+"""Parameters, gradients and optimizer state that one rank keeps, for each way of sharing a step among ranks.
 
-One class for each way, named in WAYS. NCCL's own buffers are not among PyTorch's allocations.
+WAYS names one class for each way. NCCL's own buffers are not among PyTorch's allocations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ AHEAD = 2
 
 
 class InPlace:
-    """A step of one process, or one whose gradients are averaged where they are."""
+    """A step of one process, or one whose gradients are averaged in place; the base of all other ways."""
 
     steps = 2
-    """Steps until all later ones are like the last: the optimizer makes its state in the first."""
+    """Steps until the steady state: the optimizer makes its state in the first."""
 
     def __init__(self, config: RunConfig, tape: Tape) -> None:
         self.tape = tape
@@ -46,41 +46,41 @@ class InPlace:
         self.stream_bytes = FP32_BYTES
         """Bytes of an element of the residual stream."""
         self.gradients: dict[str, int] = {}
-        """Gradients that are there, by the parameter's name, in the order in which backward made them."""
+        """Gradients that exist now, by the parameter's name, in the order in which backward made them."""
 
     def set_up(self, parameters: Mapping[str, int]) -> None:
-        """What the way makes of the model's parameters before the first step."""
+        """Called with the model's parameters before the first step."""
 
     def begin_step(self) -> None:
-        """What it makes before forward."""
+        """Called before forward."""
 
     def before_forward(self, unit: str) -> None:
-        """What it does before a block, the lookup of embeddings (LOOKUP) or the head; also if it is computed again."""
+        """Called before a block, the lookup of embeddings (LOOKUP) or the head; also before recomputation."""
 
     def after_forward(self, unit: str) -> None:
-        """What it does after that."""
+        """Called after the unit's forward or recomputation."""
 
     def end_forward(self) -> None:
-        """What it does when the loss is there."""
+        """Called after the loss."""
 
     def begin_backward(self) -> None:
-        """What it does before the gradient of the loss is used."""
+        """Called before the gradient of the loss is used."""
 
     def before_backward(self, unit: str) -> None:
-        """What it does when the gradient of the unit's output is there."""
+        """Called when the gradient of the unit's output is ready."""
 
     def after_backward(self, block: str) -> None:
-        """What it does when the gradient of a block's input is there."""
+        """Called when the gradient of a block's input is ready."""
 
     def graded(self, parameter: str, gradient: int) -> None:
         """Take the gradient of a parameter, which backward has just made."""
         self.gradients[parameter] = gradient
 
     def end_backward(self) -> None:
-        """What it does before backward returns."""
+        """Called before backward returns."""
 
     def finish(self) -> None:
-        """What it does between backward and the optimizer."""
+        """Called between backward and the optimizer."""
 
     def drop_gradients(self) -> None:
         """Set all gradients to None."""
@@ -93,7 +93,7 @@ class InPlace:
         return self.tape.new(Category.GRADIENTS, "gradients joined for an all-reduce", size, FP32_BYTES)
 
     def replace(self, parameters: list[str], joined: int) -> None:
-        """Let views of the joined tensor, whose reference this takes, be the gradients of these parameters."""
+        """Replace the gradients of these parameters by views of the joined tensor, whose reference this takes over."""
         for name in parameters:
             self.tape.drop(self.gradients[name])
             self.gradients[name] = self.tape.keep(joined)
@@ -109,7 +109,7 @@ class Flat(InPlace):
 
 
 class Received(InPlace):
-    """Each rank keeps room for the gradients of every other one."""
+    """Each rank keeps buffers for the gradients of every other rank."""
 
     def __init__(self, config: RunConfig, tape: Tape) -> None:
         super().__init__(config, tape)
@@ -122,10 +122,10 @@ class Received(InPlace):
 
 
 class Buckets(InPlace):
-    """PyTorch's DistributedDataParallel: buckets that are always there, of which the gradients become views.
+    """PyTorch's DistributedDataParallel: permanent buckets, of which the gradients become views.
 
-    With a static graph one bucket takes all gradients at the end of the first backward, and one by one in the second.
-    Then the order in which they are made is known, and buckets of BUCKET_BYTES replace it.
+    With a static graph one bucket takes all gradients, at the end of the first backward, and one by one in the second.
+    In the third step the order of the gradients is known, and buckets of BUCKET_BYTES replace the first bucket.
     """
 
     steps = 4
@@ -145,7 +145,7 @@ class Buckets(InPlace):
             old = [*self._bucket_of.values()]
             sizes = {name: FP32_BYTES * self.elements[name] for name in self._order}
             self._make(buckets_of(sizes, BUCKET_BYTES, FIRST_BUCKET_BYTES))
-            self.tape.drop(*old)  # only now: memory that was reserved on H200s shows that it is still held
+            self.tape.drop(*old)  # only now: reserved memory on H200s shows that the old bucket exists until here
 
     def _make(self, buckets: list[list[str]]) -> None:
         for bucket in buckets:
@@ -170,9 +170,9 @@ class Buckets(InPlace):
 
 
 class FullySharded(InPlace):
-    """Parts of matrices, which are gathered unit by unit, AHEAD of their use, into memory that is freed after it.
+    """Parts of matrices, which are gathered by unit AHEAD of their use, into memory that is freed after use.
 
-    The gathered gradients of a unit stay until those of the next are there. Vectors are averaged in place.
+    The whole gradients of a unit stay until those of the next unit are ready. Vectors are averaged in place.
     """
 
     keeps_what_is_sent = False
@@ -188,7 +188,7 @@ class FullySharded(InPlace):
         self._in_backward = False
         self._gathered: dict[str, int] = {}
         self._sent: dict[str, int] = {}
-        """Parts that are on their way to other ranks in another type than they are kept in, by unit."""
+        """Parts that are being sent to other ranks in another type than they are kept in, by unit."""
         self._whole: dict[str, dict[str, int]] = {name: {} for name in self._units}
         """Gradients of whole parameters, by unit."""
         self._reducing: Unit | None = None
@@ -303,9 +303,9 @@ class FullySharded(InPlace):
 
 
 class FullyPushed(FullySharded):
-    """The same by copies: what is sent of parameters, and room for parts of the others' gradients, is always there.
+    """FullySharded by copies; casts of a rank's parts and buffers for the other ranks' gradients are permanent.
 
-    Gradients are given after backward, when those of all ranks are there.
+    Shards get their gradients after backward, when those of all ranks have arrived.
     """
 
     keeps_what_is_sent = True
@@ -331,7 +331,7 @@ class FullyPushed(FullySharded):
 
 
 class FullyShard(InPlace):
-    """PyTorch's fully_shard of each block and of the rest, whose parameters stay from forward on.
+    """PyTorch's fully_shard of each block and of the rest; the rest's parameters stay gathered from forward on.
 
     Every parameter is gathered in half precision under autocast, that of the embedding too, so the residual stream is
     in half precision. A unit is gathered into one tensor and copied from it, and gradients are copied to be averaged,
@@ -354,7 +354,7 @@ class FullyShard(InPlace):
         """Units in the order in which forward ended them."""
         self._arriving: dict[str, int] = {}
         self._arrived: int | None = None
-        """What the last unit of forward was gathered into."""
+        """Tensor into which the last unit of forward was gathered."""
         self._there: dict[str, list[int]] = {}
         self._graded: dict[str, dict[str, int]] = {unit: {} for unit in self._lengths}
         self._sent: int | None = None

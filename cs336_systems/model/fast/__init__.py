@@ -1,1 +1,1 @@
-"""Faster ways to compute the same training step. `choose` picks all of them by rule but fp8, which rounds."""
+"""Faster ways to compute the same training step. `choose` picks most by rule, but never fp8 or bf16 moments."""

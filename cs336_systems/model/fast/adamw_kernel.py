@@ -1,8 +1,8 @@
-"""AdamW on many tensors in one launch, written in Triton, which reads and writes each tensor once.
+"""AdamW on many tensors in one launch, written in Triton; each tensor is read once and written once.
 
-For a weight with a low-precision gradient and copy that is 28 bytes per parameter: the master, both moments and the
-gradient are read (14), the master, both moments and the copy are written (14). The largest magnitude of a copy is found
-on the way where it is wanted. Moments in bf16 make it 20 bytes; they are rounded at random (see `_rounded`).
+A weight with a low-precision gradient and copy takes 28 bytes of memory traffic per parameter: the master, both moments
+and the gradient are read (14), the master, both moments and the copy are written (14). Moments in bf16, rounded at
+random (see `_rounded`), reduce that to 20. The same kernel finds the largest magnitude of each copy if asked to.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -18,7 +18,7 @@ from cs336_systems.model.fast.sums_kernel import magnitude
 from cs336_systems.model.fast.weights import ALIGNMENT
 
 CHUNK = 1024
-"""Elements of one program: 4.09 TB/s on an H200, which copies at 4.26. More, or more warps, are a little slower."""
+"""Elements of one program: 4.09 TB/s on an H200, which copies at 4.26. More elements or more warps are slower."""
 NUM_WARPS = 4
 
 
@@ -38,8 +38,8 @@ def _adamw_chunks(  # type: ignore[no-untyped-def]
     correction1 = 1 - tl.exp(step * tl.log(beta1))
     correction2 = 1 - tl.exp(step * tl.log(beta2))
     seed = _mixed(_mixed(step.to(tl.uint32)) + tensor.to(tl.uint32))
-    # a mask makes every thread read element by element, so only a tensor's last chunk has one; it is updated in small
-    # pieces, since its registers would otherwise be too many for all programs
+    # A masked load reads element by element, so only a tensor's last chunk is masked. That chunk is updated in small
+    # pieces: otherwise the masked code would need more registers, which all programs would have to reserve.
     if start + CHUNK <= size:
         _update(
             row, start, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
@@ -102,9 +102,9 @@ def _update(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded(values, noise):  # type: ignore[no-untyped-def]
-    """fp32 values in bf16, rounded up in magnitude as often as they lie near the upper neighbour; NaN stays NaN.
+    """Round fp32 values to bf16 stochastically, so that they are right on average; NaN stays NaN.
 
-    The noise is uniform from 0 to 2^16 - 1, and is added to the bits that bf16 lacks.
+    `noise`, uniform from 0 to 2^16 - 1, is added to the 16 bits that bf16 lacks, and these are then cut off.
     """
     bits = values.to(tl.uint32, bitcast=True) + noise
     bits = tl.where(values == values, bits, 0x7FC00000)  # the sum could carry NaN's bits over to 0
@@ -120,12 +120,12 @@ def _mixed(bits):  # type: ignore[no-untyped-def]
 
 
 class ChunkedAdamW:
-    """The update of tensors of one kind: all with or all without a copy, and with gradients of the same types.
+    """Update of tensors of one kind: all with or all without a copy, and with gradients of the same types.
 
-    A tensor's gradient is the sum in fp32 of those given, of which narrow ones, in bf16, come last. Addresses are
-    computed once; only gradients may move between steps. Those of a CUDA graph stay where they are: call `upload` once
-    after its capture. `largest`, unless it is empty, has an element in fp32 for each copy, which becomes the copy's
-    largest magnitude. The moments are all in fp32 or all in bf16.
+    A tensor's gradient is the fp32 sum of those given; bf16 ones come last. Addresses are computed once; only gradients
+    may move between steps. In a CUDA graph gradients do not move: call `upload` once after the capture. `largest` is
+    empty or has one fp32 element per copy, to which the kernel writes the copy's largest magnitude. The moments are all
+    in fp32 or all in bf16.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ChunkedAdamW:
         """Update with each tensor's gradients; `steps` is the number of this step, in fp32 on the device."""
         self._place(gradients)
         if self._largest:
-            torch._foreach_zero_(self._largest)  # a program replaces it if its chunk has a larger one
+            torch._foreach_zero_(self._largest)  # the programs take the maximum of this and of their chunks
         _adamw_chunks[(len(self._tensors),)](
             self._on_device, self._sizes, self._tensors, self._numbers, steps,
             lr, *betas, eps, weight_decay,
@@ -180,7 +180,7 @@ class ChunkedAdamW:
         )  # fmt: skip
 
     def _place(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Update the gradients' addresses if they have changed."""
+        """Note the gradients' addresses, and upload them if they have changed; in a capture, `upload` must follow."""
         found = torch.stack([_addresses(column) for column in zip(*gradients, strict=True)], dim=1)
         if (found % ALIGNMENT).any():
             raise RuntimeError(

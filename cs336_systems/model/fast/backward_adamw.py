@@ -10,7 +10,7 @@ from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.weights import Weight
 
 BUCKET_ELEMENTS = 2**22
-"""Elements that are updated together at least: at an H200's 4.09 TB/s the update of so many takes 29 us."""
+"""Least number of elements in a bucket; updating them takes 29 us at an H200's 4.09 TB/s."""
 TWICE = "backward came twice before the optimizer's step, and the first one has updated weights already"
 OTHER_GRADIENTS = "backward made other gradients than in the first step"
 
@@ -18,11 +18,10 @@ OTHER_GRADIENTS = "backward made other gradients than in the first step"
 class BackwardAdamW(MasterAdamW):
     """MasterAdamW that updates each bucket of weights as soon as backward has made all their gradients.
 
-    On a GPU the updates run on a stream of their own. They wait for memory, and backward's matmuls for arithmetic, so
-    that the two gain from running at once where a matmul leaves multiprocessors idle. The first step updates all
-    weights after backward, and makes buckets of them in the order in which their gradients became ready. From then on
-    `step` only waits for the updates. Every step must have one backward, with the gradients of the first; otherwise
-    RuntimeError is raised.
+    On a GPU the updates run on a stream of their own. They are memory-bound and backward's matmuls are compute-bound,
+    so overlapping them saves time where a matmul leaves multiprocessors idle. The first step updates all weights after
+    backward, and divides them into buckets in the order in which their gradients became ready. From then on `step` only
+    waits for the updates. Raises RuntimeError unless every step has one backward, for the same tensors as the first.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class BackwardAdamW(MasterAdamW):
         self._bucket_elements = bucket_elements
         self._stream = torch.cuda.Stream() if self._steps.is_cuda else None
         self._ready: dict[int, None] = {}
-        """The leaves whose gradients this backward has made so far, by their id, in the order of their arrival."""
+        """Ids of the leaves that this backward has computed gradients for so far, in that order."""
         self._buckets: list[_Bucket] = []
         for leaf in {id(place.leaf): place.leaf for weight in weights for place in weight.places}.values():
             if leaf.requires_grad:
@@ -49,7 +48,7 @@ class BackwardAdamW(MasterAdamW):
         del closure
         if not self._buckets:
             super().step()
-            self._kernels.clear()  # which have the addresses of all weights at once
+            self._kernels.clear()  # these update all weights at once; from now on each bucket has its own
             self._buckets = self._make_buckets()
         elif any(bucket.missing for bucket in self._buckets):
             raise RuntimeError(OTHER_GRADIENTS)
@@ -60,7 +59,7 @@ class BackwardAdamW(MasterAdamW):
             bucket.missing = set(bucket.leaves)
 
     def _note(self, leaf: Tensor) -> None:
-        """Update the buckets whose last gradient is that of this leaf."""
+        """Note that this leaf's gradient is ready, and update the buckets that this completes."""
         if id(leaf) in self._ready:
             raise RuntimeError(TWICE)
         self._ready[id(leaf)] = None
@@ -77,7 +76,7 @@ class BackwardAdamW(MasterAdamW):
 
     @contextlib.contextmanager
     def _beside_backward(self) -> Iterator[None]:
-        """Launch on the stream of updates, behind what backward has launched so far."""
+        """Launch on the stream of updates, after everything that backward has launched so far."""
         if self._stream is None:
             yield
             return
@@ -105,12 +104,12 @@ class _Bucket:
         self.weights: list[Weight] = []
         self.num_elements = 0
         self.leaves: set[int] = set()
-        """The leaves that have their gradients, by their id."""
+        """Ids of the leaves whose gradients the bucket needs."""
         self.missing: set[int] = set()
-        """Those of which this backward has made no gradient yet."""
+        """Ids of the leaves whose gradients this backward has not computed yet."""
 
     def add(self, weight: Weight, leaves: Sequence[int]) -> None:
-        """Add a weight whose gradients are those of these leaves."""
+        """Add a weight, and the ids of the leaves whose gradients it needs."""
         self.weights.append(weight)
         self.num_elements += weight.master.numel()
         self.leaves.update(leaves)

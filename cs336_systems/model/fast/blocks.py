@@ -1,8 +1,8 @@
 """The reference's layers and blocks, computed from low-precision copies of their weights, in fewer kernels.
 
-Each takes over a module of the reference: it has the same parameters under the same names, which are masters, and
-computes the same with copies. Layers that read the same tensor are packed into one matmul: q, k and v; w1 and w3.
-A layer may defer an addition to the kernel that reads its result: that of its bias, or of branch and residual stream.
+Each module replaces one of the reference: it has the same parameters under the same names, which are the masters, but
+computes with the copies. Layers that read the same tensor are packed into one matmul: q, k and v; w1 and w3. A layer
+may defer an addition to the kernel that reads its result: its bias, or its branch's sum with the residual stream.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class CopiedLinear(Linear):
 
 
 class PackedAttention(SelfAttention):
-    """Attention whose q, k and v are one matmul, unless a part of the packed weight would not be aligned."""
+    """Attention that computes q, k and v by one matmul, unless a part of the packed weight would not be aligned."""
 
     output_proj: CopiedLinear
 
@@ -86,7 +86,7 @@ class PackedAttention(SelfAttention):
     def project(
         self, x: Float[Tensor, "batch seq d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
-        """Queries, keys and values of all heads, side by side, and a tag; the gradient of their bias is `cut`'s."""
+        """Queries, keys and values of all heads, side by side, and a tag; `cut` computes their bias's gradient."""
         assert self.packed is not None
         if self.packed.bias is None:
             return self.packed.matmul(x, largest), None
@@ -109,14 +109,14 @@ def attend(
     v: Float[Tensor, "batch seq heads d_head"],
     mask: Mask | None,
 ) -> Float[Tensor, "batch seq d_model"]:
-    """What the heads attend to, side by side: by PyTorch's attention, which is causal, or else as `mask` allows."""
+    """Outputs of all heads, side by side: of PyTorch's causal attention, or of naive attention if `mask` is given."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before positions
     values = F.scaled_dot_product_attention(q, k, v, is_causal=True) if mask is None else naive_attention(q, k, v, mask)
     return values.transpose(1, 2).flatten(2)
 
 
 class DeferringAttention(PackedAttention):
-    """Attention that leaves its output projection's bias, if there is one, to the norm that reads the sum."""
+    """Attention that defers its output projection's bias, if there is one, to the next norm."""
 
     def __init__(self, attention: SelfAttention, maker: CopyMaker) -> None:
         super().__init__(attention, maker, defers_bias=True)
@@ -128,13 +128,13 @@ class DeferringAttention(PackedAttention):
         mask: Mask | None,
         largest: Largest | None,
     ) -> tuple[Float[Tensor, "batch seq d_model"], Tag | None]:
-        """What attention has to add, and in fp8 its tag; `largest` is of x, if it is known."""
+        """Attention's branch, without its bias, and in fp8 its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
             return self.output_proj.tagged(attend(*self.heads(x, rotations, largest), mask))
 
 
 class PackedSwiGLU(SwiGLU):
-    """SwiGLU whose w1 and w3 are one matmul, unless a part of the packed weight would not be aligned."""
+    """SwiGLU that applies w1 and w3 by one matmul, unless a part of the packed weight would not be aligned."""
 
     w2: CopiedLinear
 
@@ -162,17 +162,17 @@ class PackedSwiGLU(SwiGLU):
     def activate(
         self, hidden: Float[Tensor, "... twice_d_ff"], _: Tag | None = None
     ) -> tuple[Float[Tensor, "... d_ff"], None]:
-        """What w2 reads, from what `expand` returned; its largest magnitudes are not known."""
+        """Input of w2, from the output of `expand`; None for its largest magnitudes, which are not known."""
         return swiglu(hidden), None
 
 
 class DeferringSwiGLU(PackedSwiGLU):
-    """SwiGLU that tells the tag of its result."""
+    """SwiGLU that also returns the tag of its result."""
 
     def forward(  # type: ignore[override]
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result of the network, and in fp8 its tag, if the packed weight is one; `largest` is of x."""
+        """The result, and its tag in fp8 if w1 and w3 are packed; `largest` has magnitudes of x, if known."""
         if self.packed is None:
             return super().forward(x), None
         with annotate(self.range):
@@ -192,7 +192,7 @@ class CopiedGeluMLP(GeluMLP):
 
 
 class DeferringGeluMLP(CopiedGeluMLP):
-    """GPT-2's feed-forward network, in which GELU adds the bias of w1, and the norm that reads the sum that of w2."""
+    """GPT-2's feed-forward network, which defers w1's bias to GELU's kernel, and w2's bias to the next norm."""
 
     def __init__(self, ffn: GeluMLP, maker: CopyMaker) -> None:
         super().__init__(ffn, maker, defers_bias=True)
@@ -206,14 +206,14 @@ class DeferringGeluMLP(CopiedGeluMLP):
     def activate(
         self, hidden: Float[Tensor, "... d_ff"], tag: Tag | None
     ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
-        """What w2 reads, from what `expand` returned, and its magnitudes, if they are needed."""
+        """Input of w2, from the output of `expand`, and its largest magnitudes if there is a tag."""
         assert self.w1.deferred_bias is not None
         return bias_gelu(hidden, self.w1.deferred_bias, tag)
 
     def forward(  # type: ignore[override]
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result of the network, without the bias of w2, and in fp8 its tag; `largest` is of x."""
+        """The result, without the bias of w2, and in fp8 its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
             return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
@@ -232,19 +232,19 @@ class CopiedBlock(Block):
 
 
 class Deferred(NamedTuple):
-    """A residual stream, and the branch and bias (if any) that the next norm has to add to it before it norms."""
+    """A residual stream, and the branch and bias (if any) that the next norm's kernel adds to it before normalising."""
 
     stream: Float[Tensor, "batch seq d_model"]
     branch: Float[Tensor, "batch seq d_model"]
     bias: Float[Tensor, " d_model"] | None
     tag: Tag | None = None
-    """The branch's, if its last matmul is in fp8."""
+    """Tag of the branch (fp8.py), if its last matmul is in fp8."""
 
 
 class AddNorm(nn.Module):
     """Adds what was deferred to the residual stream.
 
-    It returns the stream, its norm and, if that is cast to fp8, the largest magnitudes of the norm.
+    Returns the stream, its norm and, if the norm is to be cast to fp8, the norm's largest magnitudes.
     """
 
     range: str = Range.NORM
@@ -267,7 +267,7 @@ class AddNorm(nn.Module):
 
 
 class DeferredBlock(nn.Module):
-    """The reference's block, computed from copies, which leaves its sums to the norms that read them."""
+    """The reference's block, computed from copies; it defers each residual addition to the next norm."""
 
     def __init__(self, block: Block, maker: CopyMaker) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class DeferredBlock(nn.Module):
         self.ffn = DeferringSwiGLU(ffn, maker) if isinstance(ffn, SwiGLU) else DeferringGeluMLP(ffn, maker)
 
     def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:
-        """The residual stream, and what the block has to add to it."""
+        """The residual stream after attention, and the feed-forward network's branch, which is still to be added."""
         stream, normed, largest = self.ln1(x)
         branch, tag = self.attn(normed, rotations, mask, largest)
         stream, normed, largest = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias, tag))
@@ -314,7 +314,7 @@ class PaddedHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "... d_model"], loss_of: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Logits; or, with `loss_of`, what it makes of x and the copy of the weight, which then must be there."""
+        """Logits; or `loss_of(x, weight's copy)` if `loss_of` is given, which needs a model with copies."""
         with annotate(self.range):
             if loss_of is not None:
                 assert self.copies is not None

@@ -36,13 +36,13 @@ _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
 
 
 def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
-    """The best known combination for this step on the device of that name (as NVML gives it; None: not known).
+    """The fastest known settings for this step on the device with this name (NVML's; None if not known).
 
     On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one with fused kernels between their
     matmuls, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded where
     its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16 keeps its precision. A user's own model gets
-    what works for any model: bf16, compilation, fused AdamW. With PyTorch's ways to share a step, weights are not cast
-    once, blocks are not fused and there are no graphs. A user's own model whose parameters are sharded is not compiled.
+    what works for any model: bf16, compilation, fused AdamW. If PyTorch's DDP or FSDP shares the step, weights are not
+    cast once, blocks are not fused and there are no graphs. A user's own model with sharded parameters is not compiled.
     On a CPU compilation costs more than it saves and bf16 is seldom faster, so both stay as configured. The memory
     profiler cannot see inside a graph, so it excludes graphs.
     """

@@ -1,4 +1,4 @@
-"""Cross-entropy that replaces logits by their own gradient, in place, without a copy in fp32.
+"""Cross-entropy that overwrites the logits with their gradient, without a copy in fp32.
 
 PyTorch's cross-entropy reads low-precision logits several times, converts them to fp32, and slices a padded vocabulary
 out of gradients that it first fills with zeros. Here forward reads the logits from memory once, and overwrites them.
@@ -45,9 +45,9 @@ def chunked_cross_entropy(
     vocab_size: int,
     chunks: int,
 ) -> Float[Tensor, ""]:
-    """The same mean of the logits x W^T, which are computed for one of so many parts of the tokens at a time.
+    """Mean cross-entropy of the logits x W^T, which are computed for one of `chunks` parts of the tokens at a time.
 
-    If a gradient is needed, forward already computes those of x and of W. The latter is the sum over the parts, rounded
+    If gradients are needed, forward already computes those of x and W. That of W is summed over the parts, and rounded
     to the type of W after each. After Liger Kernel (Hsu et al. 2024).
     """
     rows = x.flatten(0, -2)
@@ -126,5 +126,5 @@ def _kernel_scale(rows: Tensor, factor: Tensor) -> None:
 
 
 def _report_write(rows: Tensor) -> None:
-    """Report the write to autograd, which does not see what a kernel writes, so that it refuses later reads."""
+    """Tell autograd that a Triton kernel wrote to `rows`, so that backward raises if it needs the old values."""
     torch.autograd.graph.increment_version(rows)

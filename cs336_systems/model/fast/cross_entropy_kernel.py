@@ -18,7 +18,7 @@ LONG_ROW = 16_384
 WIDTH: tl.constexpr = tl.constexpr(8)
 """Logits of one thread: 16 bytes in low precision."""
 LOWEST: tl.constexpr = tl.constexpr(-1.0e38)
-"""Below all logits, and finite even times LOG2_E, since infinity minus infinity is not a number."""
+"""Below all logits, and finite even times LOG2_E, because infinity minus infinity is NaN."""
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -27,9 +27,9 @@ def losses(
 ) -> Tensor:
     """The loss of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
 
-    With `write_gradients` the logits become the gradient of the losses' sum over `count`, or else over their number:
-    softmax, less 1 at the target, over that, and 0 in the padding. Logits must lie within 1e38. For a target outside of
-    the vocabulary, the loss is nan, and the gradient is that of a row without a target.
+    With `write_gradients` the logits are overwritten with the gradient of sum(losses) / count: (softmax - 1 at the
+    target) / count, and 0 in the padding. `count` defaults to the number of rows. Logits must lie within 1e38. For a
+    target outside of the vocabulary, the loss is NaN, and 1 is subtracted nowhere.
     """
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
@@ -42,7 +42,7 @@ def losses(
 
 
 def scale_rows(rows: Tensor, factor: Tensor) -> None:
-    """Multiply in place; a factor of 1, which only the device knows, costs no memory traffic."""
+    """Multiply in place; the kernel reads the factor on the device, and leaves the rows alone if it is 1."""
     _cross_entropy_scale[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=8)
 
 
@@ -67,7 +67,7 @@ def _cross_entropy_row(  # type: ignore[no-untyped-def]
     is_known = (target >= 0) & (target < vocab_size)
     own = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)  # before it is overwritten
     columns = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    # a running maximum and sum in every thread: none waits for another before the end
+    # every thread keeps its own running maximum and sum, so threads synchronise only after the last block
     largest = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK // WIDTH,), tl.float32)
     whole = vocab_size // BLOCK * BLOCK
@@ -77,7 +77,7 @@ def _cross_entropy_row(  # type: ignore[no-untyped-def]
         powers = tl.exp2(x * LOG2_E - (larger * LOG2_E)[:, None])
         total = total * tl.exp2((largest - larger) * LOG2_E) + tl.sum(powers, 1)
         largest = larger
-    if whole < vocab_size:  # only here is there a mask, with which a thread may have to read element by element
+    if whole < vocab_size:  # only the last part is masked, because masked loads may read element by element
         is_real = whole + columns < vocab_size
         x = tl.load(at + whole + columns, mask=is_real, other=LOWEST).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, 1))

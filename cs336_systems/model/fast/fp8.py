@@ -3,9 +3,9 @@
 Each tensor is divided by one scale, here called its unit, so that it fills the range of the type. The unit is computed
 in every step, on the device, from the largest magnitude, so no state is kept between steps and the host never waits.
 
-To find the largest magnitude a kernel has to read the whole tensor, unless the one that writes it finds it on the way.
-In forward that one hands it on beside the tensor. In backward gradients come from autograd, so a layer returns a tag
-beside its result: an element whose gradient is, by agreement, the unit of the result's gradient.
+Finding the largest magnitude costs one more read of the tensor, unless the kernel that writes the tensor finds it too.
+In forward such a kernel returns it beside the tensor. In backward autograd passes on gradients only, so a layer returns
+a tag beside its result: an element whose gradient is, by agreement, the unit of the result's gradient.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,9 @@ from cs336_systems.config import FP8_MULTIPLE
 DTYPE = torch.float8_e4m3fn
 """Type of all factors: 3 bits of mantissa, and a range of 2^18.
 
-Gradients have it too, though others use e5m2 there, for its range (2 bits, 2^32): on a CPU that took the gradients of
-all weights further from those of fp32, by 4 to 57 %, also where the parts of a packed matmul have gradients
-fifty times apart (q_proj and v_proj), where elements are lognormal with sigma 3, and where one token has 10^4 times the
-gradient of the others.
+Others use e5m2 (2 bits, range 2^32) for gradients. Measured on a CPU, e5m2 makes the error of all weights' gradients
+against fp32 larger by 4 to 57 %, also where the parts of a packed matmul have gradients fifty times apart (q_proj and
+v_proj), where elements are lognormal with sigma 3, and where one token has 10^4 times the gradient of the others.
 """
 TINY = 1e-30
 """Lower bound on the largest element, so that a tensor of zeros has a unit too."""
@@ -32,9 +31,9 @@ MAX = torch.finfo(DTYPE).max
 """The largest number of the type."""
 
 Largest = Float[Tensor, " parts"]
-"""Magnitudes in fp32, of which the largest is that of a tensor; one is not finite if an element is not."""
+"""fp32 magnitudes whose maximum is the largest magnitude of a tensor; not finite if any element is not."""
 Unit = Float[Tensor, ""]
-"""What a tensor is divided by, in fp32."""
+"""The scale in fp32 that a tensor is divided by."""
 Tag = Float[Tensor, "1"]
 """An element beside the result of a layer, whose gradient is the unit of the result's gradient."""
 
@@ -46,11 +45,11 @@ def fp8_linear(
     largest: Largest | None = None,
     weight_unit: Unit | None = None,
 ) -> Float[Tensor, "... d_out"]:
-    """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; so are backward's two matmuls.
+    """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; backward's two matmuls likewise.
 
-    `largest` is of x, if it is known; so is `weight_unit`. Unless d_in, d_out and the number of rows of x are multiples
-    of 16, the layer computes in the weight's type. x and the weight are kept for backward in fp8: half the bytes of
-    bf16, and cast only once.
+    `largest` has magnitudes of x, and `weight_unit` is the weight's unit; None if not known. Unless d_in, d_out and the
+    number of rows of x are multiples of 16, the layer computes in the weight's type. x and the weight are saved for
+    backward in fp8: half the bytes of bf16, and cast only once.
     """
     return tagged_fp8_linear(x, weight, bias, largest, weight_unit, reads_tag=False)[0]
 
@@ -66,8 +65,8 @@ def tagged_fp8_linear(
 ) -> tuple[Float[Tensor, "... d_out"], Tag]:
     """What `fp8_linear` returns, and a tag, which must be given to the only operation that reads the result.
 
-    That operation's backward gives the tag the unit of the result's gradient in place of a gradient. Unless it
-    `reads_tag`, this layer's backward finds the unit itself, and the tag may be dropped.
+    As the tag's gradient, that operation's backward returns the unit of the result's gradient. Without `reads_tag`,
+    this layer's backward computes the unit itself, and the tag may be dropped.
     """
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
@@ -89,12 +88,12 @@ def _units(largest: Tensor) -> Tensor:
 
 
 def own_unit(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
-    """The unit of x, as one element, or none unless it is wanted."""
+    """The unit of x, as one element; empty unless `is_wanted`."""
     return unit_of(x.abs()).view(1) if is_wanted else x.new_empty(0, dtype=torch.float32)
 
 
 def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
-    """The largest magnitude of x, so many times."""
+    """The largest magnitude of x, repeated `parts` times."""
     return x.abs().amax().float().repeat(parts) if parts else x.new_empty(0, dtype=torch.float32)
 
 
@@ -171,7 +170,7 @@ def _matmul(
 
 
 def _largest_of_rows(x: Tensor) -> Tensor:
-    """By row first, which the compiler fuses with the kernel that makes the row, such as a norm."""
+    """Largest magnitude of each row; the compiler fuses this with the kernel that writes the row, such as a norm."""
     return x.abs().amax(dim=1)
 
 
@@ -180,7 +179,7 @@ def _largest_of_rows(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("cs336_systems::fp8_casts", mutates_args=())
 def _casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
-    """A matrix in fp8, and its transpose, which is empty unless it `transposes`; row-major both.
+    """A matrix in fp8, and its transpose, which is empty unless `transposes`; both row-major.
 
     Hopper's fp8 matmul needs the inner axis contiguous in both factors. If any element is not finite, the unit is not,
     and all products with x become NaN.
@@ -189,7 +188,7 @@ def _casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
         from cs336_systems.model.fast import fp8_kernel  # Triton, which only comes with PyTorch for GPUs
 
         return fp8_kernel.casts(x, unit, DTYPE, transposes=transposes)
-    # rounding may take the largest element past the end of the range, but only 3 % beyond it would it become NaN
+    # rounding may scale the largest element to slightly above MAX, but the cast gives NaN only from 3 % above MAX on
     found = (x.float() * unit.reciprocal()).to(DTYPE).contiguous()
     return found, found.t().contiguous() if transposes else found.new_empty(0, 0)
 

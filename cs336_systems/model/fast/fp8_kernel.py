@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS = 64, 128
-"""Rows and columns of the part of the matrix that one program casts."""
+"""Rows and columns of the tile that one program casts."""
 NUM_WARPS = 8
 TRANSPOSED_TYPES = torch.bfloat16, torch.float16
-"""Types whose transpose the kernel writes: Triton 3.6 writes a fourth of that of an fp32 matrix to wrong places."""
+"""Types that the kernel can transpose: for fp32, Triton 3.6 writes a fourth of the transpose to wrong places."""
 
 
 def casts(x: Tensor, unit: Tensor, dtype: torch.dtype, *, transposes: bool) -> tuple[Tensor, Tensor]:
-    """A matrix over its unit in `dtype`, and its transpose, which is empty unless it `transposes`; row-major both."""
+    """A matrix over its unit in `dtype`, and its transpose, which is empty unless `transposes`; both row-major."""
     x = x.contiguous()
     num_rows, num_columns = x.shape
     result = torch.empty_like(x, dtype=dtype)

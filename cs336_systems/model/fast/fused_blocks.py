@@ -1,8 +1,8 @@
 """The operations between a block's matmuls, one kernel each way: residual addition with norm, and bias with GELU.
 
-The norm that reads the sum adds the branch to the residual stream. torch.compile cannot fuse these when it compiles
-block by block, since that norm is in the next block, and it sums the gradients of gains and biases in separate kernels.
-On a CPU PyTorch's operators compute the same. The sum keeps the stream's type, fp32 under autocast.
+A branch is added to the residual stream by the next norm's kernel. torch.compile, used block by block, cannot fuse the
+two if that norm is in the next block, and sums the gradients of gains and biases in separate kernels. On a CPU
+PyTorch's operators compute the same. The sum keeps the stream's type, fp32 under autocast.
 """
 
 from typing import Any, cast
@@ -15,7 +15,7 @@ from torch import Tensor
 from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_unit
 
 GELU_PART = 2, 512
-"""Rows and columns of GELU's result whose largest magnitude is found together."""
+"""Rows and columns of a tile of GELU's result, of which the kernel finds the largest magnitude."""
 
 
 def add_norm(
@@ -29,11 +29,10 @@ def add_norm(
     *,
     measures: bool = False,
 ) -> tuple[Float[Tensor, "... d_model"], Float[Tensor, "... d_model"], Largest | None]:
-    """stream + branch + branch_bias in the type of `stream`, and the norm of that in the type of `branch`.
+    """stream + branch + branch_bias in the type of `stream`, and the norm of this sum in the type of `branch`.
 
-    The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. If it `measures`, the last result has
-    magnitudes of the norm, the largest among them. `tag` is the branch's (fp8.py). Raises ValueError if shapes do not
-    fit.
+    The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. With `measures`, the last result has the
+    norm's largest magnitudes. `tag` is the branch's (fp8.py). Raises ValueError if shapes do not fit.
     """
     if stream.shape != branch.shape:
         raise ValueError(f"needed a branch of the stream's shape {tuple(stream.shape)}, got {tuple(branch.shape)}")
@@ -65,8 +64,8 @@ def bias_gelu(
 ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
     """GELU of x + bias in its tanh approximation (Hendrycks and Gimpel 2016), computed in fp32 and rounded once.
 
-    With a `tag`, that of x (fp8.py), the last result has magnitudes of the first, the largest among them. Raises
-    ValueError for a bias of another width.
+    With a `tag`, that of x (fp8.py), the last result has the first one's largest magnitudes. Raises ValueError for a
+    bias of another width.
     """
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"needed a bias of {x.shape[-1]} elements, got {tuple(bias.shape)}")
@@ -88,9 +87,9 @@ def _add_norm(
     tag: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean.
+    """`add_norm`, which also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean.
 
-    The last result has a magnitude for each row of the norm, and none unless it `measures`.
+    The last result has a magnitude for each row of the norm; it is empty unless `measures`.
     """
     del tag
     if stream.is_cuda:
@@ -105,7 +104,7 @@ def _add_norm(
 
 @torch.library.custom_op("cs336_systems::rms_or_layer_norm", mutates_args=())
 def _norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Also returns the statistics that `_add_norm` returns."""
+    """`norm`, which also returns the statistics that `_add_norm` returns."""
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
@@ -136,8 +135,8 @@ def _add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
 
-    That has its own type, and is empty without a bias. The last result is the unit of the branch's gradient, which is
-    empty unless it `measures`.
+    The last is in `branch_bias_type`, and empty if this is None. Then comes the unit of the branch's gradient, which is
+    empty unless `measures`.
     """
     if total.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
@@ -169,7 +168,7 @@ def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
 
 @torch.library.custom_op("cs336_systems::bias_gelu", mutates_args=())
 def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The last result has a magnitude for each part of the first, and none without a tag."""
+    """`bias_gelu`; its last result has a magnitude for each tile of the first, and is empty without a tag."""
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 
@@ -179,7 +178,7 @@ def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Ten
 
 
 def gelu_parts(x: Tensor, measures: bool) -> int:
-    """How many magnitudes of GELU's result there are: one for each part."""
+    """How many magnitudes of GELU's result there are: one for each tile of GELU_PART; 0 unless `measures`."""
     rows, columns = GELU_PART
     width = x.shape[-1]
     return -(-(x.numel() // width) // rows) * -(-width // columns) if measures else 0
@@ -187,7 +186,7 @@ def gelu_parts(x: Tensor, measures: bool) -> int:
 
 @torch.library.custom_op("cs336_systems::bias_gelu_backward", mutates_args=())
 def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the unit of the first, which is empty unless it `measures`."""
+    """Gradients of x and of the bias, and the unit of x's gradient, which is empty unless `measures`."""
     if x.is_cuda:
         from cs336_systems.model.fast import fused_blocks_kernel
 

@@ -15,14 +15,14 @@ from cs336_systems.model.fast.sums_kernel import STAGES, magnitude, num_programs
 
 NUM_WARPS = 4
 MAX_STAGED = 4096
-"""Widest row of which STAGES fit into a program's shared memory; wider ones are not loaded ahead."""
+"""Widest row of which STAGES rows fit into a program's shared memory; wider rows are not prefetched."""
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
 """Factor 2 sqrt(2 / pi) in GELU's tanh approximation."""
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
 PROPAGATE_NAN: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
-"""With this a maximum is NaN if either argument is; without, it is the other argument."""
+"""Makes a maximum NaN if either argument is; by default the maximum is then the other argument."""
 GELU_COLUMNS = 1024
-"""Columns of one program of GELU's backward, and of GELU unless that measures."""
+"""Columns of one program of GELU's backward, and of its forward unless that measures magnitudes."""
 GELU_COLUMNS_PER_WARP = 512
 """Columns that one warp of GELU computes, 16 in each thread."""
 
@@ -71,9 +71,9 @@ def add_norm_backward(
     branch_bias_type: torch.dtype | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of stream and branch, rows in fp32 for gain and, if centred, bias, and that of the branch's bias.
+    """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
 
-    Then the unit of the branch's gradient, which is empty unless it `measures`.
+    The last result is the unit of the branch's gradient, which is empty unless `measures`.
     """
     gradient, total, statistics, gain = (each.contiguous() for each in (gradient, total, statistics, gain))
     width = total.shape[-1]
@@ -94,9 +94,9 @@ def add_norm_backward(
 
 
 def bias_gelu(x: Tensor, bias: Tensor, part: tuple[int, int], *, measures: bool) -> tuple[Tensor, Tensor]:
-    """GELU of x + bias, in its tanh approximation, and, if it `measures`, the largest magnitude of each part.
+    """GELU of x + bias, in its tanh approximation, and with `measures` the largest magnitude of each tile.
 
-    A part has so many rows and columns; one program makes it.
+    `part` is the tile's number of rows and columns; one program computes a tile.
     """
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
@@ -113,7 +113,7 @@ def bias_gelu(x: Tensor, bias: Tensor, part: tuple[int, int], *, measures: bool)
 
 
 def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, *, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the unit of the first, which is empty unless it `measures`."""
+    """Gradients of x and of the bias, and the unit of x's gradient, which is empty unless `measures`."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width

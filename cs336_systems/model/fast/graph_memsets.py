@@ -1,7 +1,7 @@
-"""The memsets of a CUDA graph, done by kernels instead.
+"""Replaces the memsets of a CUDA graph by kernels.
 
-cuBLAS and cuDNN zero counters and sums before some of their kernels. In a graph, on an H200, a kernel begins 0.5 us
-after another kernel, but 3 to 6 us after a memset.
+cuBLAS and cuDNN zero counters and sums by memsets before some of their kernels. In a graph, on an H200, a kernel begins
+0.5 us after another kernel, but 3 to 6 us after a memset.
 """
 
 import ctypes
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 INTEGERS = {1: ("|u1", ctypes.c_uint8), 2: ("<i2", ctypes.c_int16), 4: ("<i4", ctypes.c_int32)}
-"""By the size in bytes of what a memset repeats: the type of such elements, in NumPy's notation and in C."""
+"""Integer types, as NumPy and ctypes name them, by the size in bytes of the element that a memset repeats."""
 OLDEST_DRIVER = 12030
-"""That of CUDA 12.3, as drivers give their version: older ones do not have the calls that tell the data of edges."""
+"""Version number of CUDA 12.3's driver; older drivers lack the calls that return the data of a graph's edges."""
 MOST_BYTES = 2**20
-"""Larger memsets remain, since the wait after them is short beside them."""
+"""Larger memsets are kept: the gap after one is short compared with the memset itself."""
 
 
 # cuda-bindings has no types
@@ -29,11 +29,11 @@ Row = Any
 
 
 def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
-    """Let kernels write what memsets of a captured graph write, and return how many were replaced.
+    """Replace memsets of a captured graph by kernels that write the same, and return how many were replaced.
 
-    The graph must have its nodes (`keep_graph=True`), and be instantiated afterwards. Memsets of several rows or of
-    more than MOST_BYTES remain, and so do all with an older driver than CUDA 12.3's, or without the package
-    cuda-bindings, which PyTorch for CUDA needs on Linux. Raises RuntimeError if the driver refuses a call.
+    The graph must keep its nodes (`keep_graph=True`) and not be instantiated yet. Memsets of several rows or of more
+    than MOST_BYTES are kept. All are kept if the driver is older than CUDA 12.3's, or without the package cuda-bindings
+    (on Linux a dependency of PyTorch for CUDA). Raises RuntimeError if the driver refuses a call.
     """
     try:
         from cuda.bindings import driver
@@ -67,7 +67,7 @@ def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
 
 
 def capture_fills(rows: Sequence[Row]) -> torch.cuda.CUDAGraph:
-    """A graph of one kernel after the other, which write what memsets of these parameters write."""
+    """A graph of kernels, one after the other, each of which writes what the memset of one row would write."""
     elements = [_elements(row) for row in rows]
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):  # as a step's graphs are captured
@@ -77,7 +77,7 @@ def capture_fills(rows: Sequence[Row]) -> torch.cuda.CUDAGraph:
 
 
 class _Memory:
-    """Memory of the device that others own, as PyTorch reads it."""
+    """Device memory that PyTorch does not own, made readable for `torch.as_tensor`."""
 
     def __init__(self, row: Row) -> None:
         self.__cuda_array_interface__ = {
@@ -92,7 +92,7 @@ def _elements(row: Row) -> Tensor:
 
 
 def _chain(driver: Driver, graph: Handle) -> Iterator[Handle]:
-    """The nodes of a graph in which each has at most one before it and one after it, in their order."""
+    """The nodes, in their order, of a graph in which each node has at most one predecessor and one successor."""
     after = {int(begin): end for begin, end in _edges(driver, graph)}
     ends = {int(end) for end in after.values()}
     (node,) = (node for node in _nodes(driver, graph) if int(node) not in ends)
@@ -114,7 +114,7 @@ def _edges(driver: Driver, graph: Handle) -> list[tuple[Handle, Handle]]:
 
 
 def _newest(driver: Driver, name: str) -> Callable[..., Any]:
-    """The call that knows the data of edges, which has the suffix _v2 in the package for CUDA 12."""
+    """The version of a driver call that takes edge data; cuda-bindings for CUDA 12 gives it the suffix _v2."""
     found: Callable[..., Any] = getattr(driver, f"{name}_v2", None) or getattr(driver, name)
     return found
 

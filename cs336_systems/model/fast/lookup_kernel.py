@@ -1,4 +1,4 @@
-"""The gradient of an embedding, written in Triton: a program adds a stretch of one token's gradient to its row."""
+"""The gradient of an embedding, written in Triton: a program adds BLOCK elements of one token's gradient to its row."""
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
 

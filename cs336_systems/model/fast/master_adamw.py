@@ -1,4 +1,4 @@
-"""AdamW for fp32 masters and their low-precision copies: one kernel per kind of weight, which a CUDA graph can hold."""
+"""AdamW for fp32 masters and their low-precision copies: one launch per kind of weight, which a CUDA graph can hold."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Kind(NamedTuple):
-    """What the weights of one launch have in common."""
+    """What the weights that one kernel launch updates have in common."""
 
     bucket: int
     has_copy: bool
@@ -26,13 +26,13 @@ class _Kind(NamedTuple):
 class MasterAdamW(EagerOptimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) that updates fp32 masters and writes their copies.
 
-    The same update as torch.optim.AdamW on the masters, to rounding. Steps are counted on the device, so that a graph's
-    replays count too. Weights that are to stay as they are must be frozen before the first step. On a CPU PyTorch's
-    operators compute the same, tensor by tensor.
+    The update is that of torch.optim.AdamW on the masters, up to rounding. Steps are counted on the device, so that a
+    graph's replays count too. Weights can be frozen only before the first step. On a CPU PyTorch's operators compute
+    the same, tensor by tensor.
 
-    Moments in bf16 are rounded up or down at random, so that they are right on average: rounded to the nearest, the
-    second would stay as it is wherever it should change by less than a 512th. With a beta2 of 0.999 that is mostly so;
-    with 0.95 it is so near the mean of the squared gradients. The update is computed before the moments are rounded.
+    Moments in bf16 are rounded up or down at random, so that they are right on average. Rounded to nearest, the second
+    moment would not change at all where a step changes it by less than a 512th: mostly so with a beta2 of 0.999, and
+    with 0.95 where it is near the mean squared gradient. The update is computed before the moments are rounded.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class MasterAdamW(EagerOptimizer):
             kernel.upload()
 
     def _update(self, weights: Sequence[Weight], bucket: int = 0) -> None:
-        """Update these weights, which are always the same for a bucket of this number."""
+        """Update these weights; the same `bucket` must always come with the same weights."""
         kinds: dict[_Kind, list[Weight]] = {}
         for weight in weights:
             if weight.is_trained and (gradients := weight.gradients()):
@@ -133,9 +133,9 @@ class MasterAdamW(EagerOptimizer):
 
 
 def rounded_at_random(values: Tensor, noise: torch.Generator) -> Tensor:
-    """fp32 values in bf16, each one of its two neighbours, and on average itself.
+    """fp32 values in bf16, each rounded to one of its two neighbours, so that it is right on average.
 
-    They are cut off after something has been added to the 16 bits that bf16 lacks; NaN could become 0 by that.
+    Random bits are added to the 16 bits that bf16 lacks, and these are cut off; NaN, which could so become 0, is kept.
     """
     bits = values.view(torch.int32) + torch.randint(2**16, values.shape, generator=noise, dtype=torch.int32)
     cut_off = bits.bitwise_and_(-(2**16)).view(torch.float32)

@@ -30,20 +30,20 @@ from cs336_systems.model.transformer import Block, Mask, TransformerLM
 from cs336_systems.ranges import Range, block_range
 
 COPY_DTYPE = torch.bfloat16
-"""Type of the copies of weights; the configuration allows them with this precision alone."""
+"""Type of the copies of weights; the configuration allows copies with --precision bf16 only."""
 
 
 class FastLM(nn.Module):
-    """The model that has the parameters of `reference`, under the same names, and computes it as the settings say.
+    """The model `reference`, with the same parameters under the same names, computed as the settings say.
 
-    It obeys the settings that change how the model computes: copies of weights, fused blocks, fp8, a padded vocabulary,
-    checkpoints. Parts that no setting changes are taken from the reference.
+    These settings change how it computes: copies of weights, fused blocks, fp8, a padded vocabulary, checkpoints. Parts
+    that no setting changes are taken from the reference.
     """
 
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
         super().__init__()
         self.config, self._settings = reference.config, settings
-        # several ranks may have copies that are not there before the block that reads them
+        # with several ranks, a block's copies may be gathered only just before the block runs
         keeps_units = not settings.is_shared
         maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_units=keeps_units) if settings.cast_once else None
         fused = settings.fused_blocks
@@ -74,7 +74,7 @@ class FastLM(nn.Module):
         return logits
 
     def chunked_loss(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
-        """Mean cross-entropy, of logits that are there for one part of the tokens at a time."""
+        """Mean cross-entropy, with the logits of only one part of the tokens in memory at a time."""
         vocab_size, chunks = self.config.vocab_size, self._settings.loss_chunks
         loss: Tensor = self.lm_head(
             self._hidden(tokens), lambda x, weight: chunked_cross_entropy(x, weight, targets, vocab_size, chunks)
@@ -88,7 +88,7 @@ class FastLM(nn.Module):
 
     def _hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         """The input of the head: the residual stream after all blocks, normed."""
-        # not the reference's own method: it would keep the reference, and so whole parameters that FSDP shards here
+        # the unbound function: a bound method would keep the reference, and so the whole parameters that FSDP shards
         rotations, mask = TransformerLM.tables(cast("TransformerLM", self), tokens.shape[1])
         if self._units:
             update_units(self._units)
@@ -112,7 +112,7 @@ class FastLM(nn.Module):
 
     @property
     def _whole_checkpoints(self) -> bool:
-        """Whether blocks are computed again as a whole; selective checkpoints are inside the blocks."""
+        """Whether backward recomputes whole blocks; selective checkpoints recompute parts of them."""
         return self._settings.checkpoint_blocks > 0 and not self._settings.selective_checkpoints
 
     def _groups(self) -> list[list[nn.Module]]:
@@ -143,7 +143,7 @@ def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, numb
     if maker is None:
         return block
     if settings.selective_checkpoints:
-        # the last ones, which backward frees first
+        # the last blocks keep it, because backward frees theirs first
         keeps_hidden = number >= settings.model.num_layers - settings.keep_hidden
         return SelectiveBlock(block, maker, keeps_hidden=keeps_hidden)
     return DeferredBlock(block, maker) if settings.fused_blocks else CopiedBlock(block, maker)
@@ -158,8 +158,8 @@ def _run_again(
 ) -> Tensor | Deferred:
     """Run the blocks of a checkpoint, in forward and again in backward.
 
-    In backward the range named forward tells recomputation from backward's own work, and attention's backend has to be
-    chosen again, because the model has left the context that chose it.
+    In backward, the range named forward marks recomputation, and attention's backend has to be chosen again, because
+    the model has left the context that chose it.
     """
     with annotate(Range.FORWARD), attention_backend(backend):
         for block in blocks:

@@ -1,8 +1,8 @@
 """The operations after a block's packed matmuls, one kernel each way: splitting and rotating heads, SwiGLU's gate.
 
-The gradient of a packed matmul's result is assembled from parts. torch.compile does so with a mask for each part, and
-reads all parts for each: 4 to 7 times as long as the bytes take. Here each part is read once and written where it
-belongs, and the gradient of a bias is summed on the way. On a CPU PyTorch's operators compute the same.
+The gradient of a packed matmul's result is assembled from parts. torch.compile does that with a mask for each part, and
+reads all parts for each, which takes 4 to 7 times the time that the memory traffic needs. Here each part is read once
+and written once, and the same kernel sums the gradient of a bias. On a CPU PyTorch's operators compute the same.
 """
 
 from typing import Any, cast
@@ -43,7 +43,7 @@ def cut_heads(
 ) -> tuple[Heads, Heads, Heads]:
     """The heads of q, k and v, as views of `packed`, to which `bias` has been added already, without a gradient.
 
-    Backward of this function computes the gradient of `bias`, and what the tag of `packed` gets (fp8.py).
+    Backward of this function computes the gradient of `bias`, and the unit that is the tag's gradient (fp8.py).
 
     Raises ValueError for a bias of another width.
     """
@@ -54,7 +54,7 @@ def cut_heads(
 
 
 class _CutHeads(torch.autograd.Function):
-    """Not a custom operator, because the results of one cannot be views."""
+    """An autograd function, because the results of a custom operator cannot be views."""
 
     @staticmethod
     def forward(
@@ -122,7 +122,7 @@ def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> 
 def _cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` and `bias`, and the unit of the first, which is empty unless it `measures`."""
+    """Gradients of `packed` and `bias`, and the unit of `packed`'s gradient, which is empty unless `measures`."""
     if q.is_cuda:
         from cs336_systems.model.fast import packed_kernel
 

@@ -1,8 +1,8 @@
-"""The operations after a block's packed matmuls, written in Triton: a program handles a stretch of one token's row.
+"""The operations after a block's packed matmuls, written in Triton: a program handles a part of one token's row.
 
-Everything is read once and written once: 3 times the bytes of SwiGLU's result in forward and 5 times in backward, twice
-the bytes of q, k and v. If these have biases, a program handles a stretch of many rows, and sums the gradients of the
-biases (sums_kernel.py).
+Everything is read once and written once: SwiGLU moves 3 times the bytes of its result in forward and 5 times in
+backward, and the heads take twice the bytes of q, k and v. If q, k and v have biases, a program of the backward kernel
+handles the same columns of many rows, and sums the gradients of the biases (sums_kernel.py).
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -50,7 +50,7 @@ def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
-    """One row of q, k and v for each token, the first two rotated back."""
+    """Gradient of `packed`, a row of q, k and v for each token; the gradients of q and k are rotated back."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     packed = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
     _launch_rope(packed, q, k, v, rotations, back=True)
@@ -60,7 +60,7 @@ def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> T
 def cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, *, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One row of q, k and v for each token, the sum of all rows, and, if it `measures`, the unit of the rows."""
+    """Gradients of `packed` (a row of q, k and v for each token) and of its bias; with `measures`, the first's unit."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     width = q.shape[2] * q.shape[3]
     rows = q.shape[0] * q.shape[1]
@@ -185,5 +185,5 @@ def _rope_part(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pairs(x, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Loaded in a row first, so that a thread reads several pairs at once."""
+    """First and second elements of pairs, split after loading, so that a thread reads several pairs at once."""
     return tl.split(tl.reshape(x, (BLOCK // 2, 2)))

@@ -1,4 +1,4 @@
-"""Selective activation checkpoints (Korthikanti et al. 2022): backward recomputes what is large for its time.
+"""Selective activation checkpoints (Korthikanti et al. 2022): backward recomputes what is large but quick to compute.
 
 For long sequences attention takes most of the time of a block and least of its memory, so it is not recomputed.
 """
@@ -28,11 +28,11 @@ _checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, prese
 
 
 class SelectiveBlock(DeferredBlock):
-    """A block that saves for backward the residual stream once, q, k, v, and what fused attention saves.
+    """A block that saves for backward one residual stream, q, k, v, and what fused attention saves.
 
-    Backward computes the rest again: norms, the output projection, and the feed-forward network but for its last
-    matmul, because a checkpoint stops where the last of what it dropped is there again. A block that `keeps_hidden`
-    saves the result of the first matmul of the feed-forward network too, and does not compute that again.
+    Backward recomputes the rest: norms, the output projection, and the feed-forward network except its last matmul,
+    because recomputation stops as soon as it has all tensors that backward needs. A block that `keeps_hidden` also
+    saves the result of the feed-forward network's first matmul, and does not recompute it.
     """
 
     def __init__(self, block: Block, maker: CopyMaker, *, keeps_hidden: bool) -> None:
@@ -40,7 +40,7 @@ class SelectiveBlock(DeferredBlock):
         self._keeps_hidden = keeps_hidden
 
     def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:
-        """The residual stream, and what the block has to add to it; attention is causal, without a mask."""
+        """The residual stream after attention, and the feed-forward network's branch; attention is causal."""
         del mask
         stream = x.stream + x.branch
         stream = stream if x.bias is None else stream + x.bias
@@ -64,14 +64,14 @@ class SelectiveBlock(DeferredBlock):
                 return self.attn.project(normed)
 
     def _after_attention(self, stream: Stream, values: Stream) -> tuple[Stream, Stream]:
-        """The residual stream after attention, and what the feed-forward network has to add to it."""
+        """The residual stream after attention, and the feed-forward network's branch."""
         stream, hidden, tag = self._expand(stream, values)
         return stream, self._contract(hidden, tag).view_as(stream)
 
     def _expand(self, stream: Stream, values: Stream) -> tuple[Stream, Hidden, Tag | None]:
         """The residual stream after attention, and the result of the feed-forward network's first matmul.
 
-        That has one row for each token, and is no view, because the compiler saves no views.
+        That result has one row per token and is not a view, because the compiler saves no views.
         """
         with annotate(Range.FORWARD), self._own_range():
             with annotate(self.attn.range):
@@ -81,14 +81,14 @@ class SelectiveBlock(DeferredBlock):
                 return stream, *self.ffn.expand(normed.flatten(0, 1), largest)
 
     def _contract(self, hidden: Hidden, tag: Tag | None) -> Float[Tensor, "tokens d_model"]:
-        """What the feed-forward network has to add to the residual stream; it has no tag, since a sum reads it."""
+        """The feed-forward network's branch; it has no tag, since a plain addition reads it."""
         with annotate(Range.FORWARD), self._own_range(), annotate(self.ffn.range):
             branch: Tensor = self.ffn.w2(*self.ffn.activate(hidden, tag))
             return branch
 
     def _own_range(self) -> AbstractContextManager[None]:
-        """The block's range. In backward it is inside of one named forward, which tells that this is recomputed.
+        """The block's range; in backward it is inside a range named forward, which marks recomputation.
 
-        A compiled block has none, and must not read its name, or each block would be compiled on its own.
+        A compiled block opens no range and must not read the range's name, or each block would be compiled on its own.
         """
         return nullcontext() if torch.compiler.is_compiling() else annotate(self.range)

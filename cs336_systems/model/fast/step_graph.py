@@ -1,4 +1,4 @@
-"""A step as CUDA graphs, one for each phase, each of which the host launches by one call."""
+"""A step as CUDA graphs, one for each phase; the host launches a graph by one call."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Lap = Callable[[Phase, torch.cuda.Event | None], None]
 
 
 class StepGraph:
-    """Runs the phases of a step: the first steps eagerly; the next one captures them, and is replayed from then on.
+    """Runs the phases of a step: the first steps eagerly; the next step captures graphs, and later ones replay these.
 
     Every call is one training step, including the one that captures. The batch is copied to where the graphs read it.
     Each phase has a graph of its own, because clocks and profilers see no boundary inside a graph; the device goes from
@@ -35,13 +35,13 @@ class StepGraph:
         self._phases = phases
         self._groups = _graphs_of(order, joined)
         self._captured = captured
-        # where a kernel of another stream could run in the place of one of these, these run first
+        # kernels of the step have priority over those of other streams
         self._stream = torch.cuda.Stream(priority=-1)
         self._num_steps = 0
         self._batch: Batch | None = None
         self._graphs: list[_Graph] = []
         self.peak_bytes: int | None = None
-        """Peak of memory during the capture, which replays need but do not report; None before the capture."""
+        """Peak of allocated memory during the capture, which replays need but do not report; None before it."""
 
     def __call__(self, batch: Batch, lap: Lap) -> None:
         """One step; `lap` is called after each phase. The next step overwrites its results."""
@@ -62,13 +62,13 @@ class StepGraph:
                 lap(phase, end)
 
     def release(self) -> None:
-        """Give up the graphs. While any graph holds a collective, NCCL waits to end its communicator."""
+        """Free the graphs: NCCL does not destroy its communicator until no graph holds a collective any more."""
         for graph in self._graphs:
             graph.graph.reset()
         self._graphs.clear()
 
     def _eagerly(self, batch: Batch, lap: Lap) -> None:
-        """Run on the capture's stream, so that autograd and the libraries have set up what they need there."""
+        """Run on the capture's stream, so that autograd and the libraries initialise there before the capture."""
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -79,7 +79,7 @@ class StepGraph:
     def _capture(self, batch: Batch) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        pool = torch.cuda.graph_pool_handle()  # a phase may reuse memory that an earlier one has freed
+        pool = torch.cuda.graph_pool_handle()  # shared, so a phase can reuse memory that an earlier phase has freed
         running = self._phases(batch)
         for phases in self._groups:
             graph, ends = torch.cuda.CUDAGraph(keep_graph=True), []

@@ -1,7 +1,7 @@
-"""Sums over all rows, such as gradients of gains and biases, made by kernels that read the rows anyway.
+"""Sums over all rows, such as gradients of gains and biases, computed in two stages.
 
-Each program reads many rows and keeps their sum; a last kernel adds up the sums of the programs. The largest magnitude
-of what a kernel writes is found in the same way.
+Each program of a kernel that reads the rows anyway keeps the sum of its rows; a last kernel adds up the programs' sums.
+The largest magnitude of what a kernel writes is found in the same way.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -14,7 +14,7 @@ from torch import Tensor
 from cs336_systems.model.fast.fp8 import MAX, TINY
 
 STAGES = 3
-"""Rows that a program loads ahead, which takes a fourth less time than loading none ahead."""
+"""Pipeline stages of the loop over rows: prefetching rows takes a fourth less time than not prefetching."""
 COLUMNS, ROWS = 16, 256
 """Columns and rows of partial sums in one program of the last kernel."""
 NUM_WARPS = 8
@@ -35,7 +35,7 @@ def summed(
     """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the last in `last_type`.
 
     If `last_type` is None, the last sum is a row too, and the second result is empty. Rows begin at multiples of 16
-    bytes, as AdamW's kernel needs. The last result is the unit in fp8 of what has these `maxima`; empty without any.
+    bytes, as AdamW's kernel needs. The third result is the fp8 unit of a tensor with these `maxima`; empty if None.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1
@@ -79,6 +79,6 @@ def _reduce_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def magnitude(x, like):  # type: ignore[no-untyped-def]  # noqa: ANN201
-    """|x| as stored in the type of the elements of `like`, in fp32; infinite if it is no number."""
+    """|x|, rounded to the element type of the pointer `like`, in fp32; infinite if x is NaN."""
     size = tl.abs(x.to(like.dtype.element_ty).to(tl.float32))
     return tl.where(size == size, size, float("inf"))

@@ -18,7 +18,7 @@ from cs336_systems.model.fast.fp8 import KeptUnit, Largest, Tag, Unit, fp8_linea
 from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
-"""Bytes that each part of a packed weight starts at a multiple of, as a kernel's threads read so many at once."""
+"""Each part of a packed weight starts at a multiple of this many bytes, which one thread of a kernel reads at once."""
 MOST_PARTS = 3
 """The largest number of weights that are packed into one, which is that of q, k and v."""
 
@@ -28,12 +28,12 @@ class Received(NamedTuple):
 
     gradients: tuple[Tensor, ...]
     before: int
-    """How many of them are of ranks that come before this one."""
+    """How many of the gradients come from ranks below this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Elements of a leaf tensor that the model reads, one after the other in memory."""
+    """Consecutive elements of a leaf tensor that the model reads."""
 
     leaf: Tensor
     elements: slice
@@ -46,9 +46,9 @@ class Place:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Gradients whose sum is theirs, each as one axis: of all ranks in their order, if others have sent theirs.
+        """Gradients to add up, each as one axis: this rank's alone, or of all ranks in their order if others sent any.
 
-        There are none if the leaf has no gradient.
+        Empty if the leaf has no gradient.
         """
         if self.leaf.grad is None:
             return []
@@ -61,20 +61,20 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A parameter of the model or a part of some, which is trained unless it is frozen."""
+    """A parameter of the model, or one rank's part of one or several; trained unless frozen."""
 
     master: Tensor
     """What the optimizer updates, in fp32: a parameter of the model, or one rank's part of some parameters."""
     read: Place | None
-    """Where the model reads the master itself, if it does; None if it reads the copy alone."""
+    """Where the model reads the master itself; None if it reads the copy only."""
     copy: Place | None = None
     """Where the model reads the copy in low precision, if there is one."""
     largest: Tensor | None = None
-    """The largest magnitude of the copy in fp32, if it is kept; whoever writes the copy sets it."""
+    """The largest magnitude of the copy in fp32, updated by the kernel that writes the copy; None if not kept."""
 
     @property
     def is_trained(self) -> bool:
-        """Whether the master requires a gradient; its copy always does, as that may hold trained weights too."""
+        """Whether the master requires a gradient; the copy's leaf always does, as it may hold other weights too."""
         return self.master.requires_grad
 
     @property
@@ -83,7 +83,7 @@ class Weight:
         return [place for place in (self.read, self.copy) if place is not None]
 
     def gradients(self) -> list[Tensor]:
-        """Gradients whose sum is that of the weight: the master's own and the copy's, as far as there are any."""
+        """Gradients to add up to the weight's: those of the master and of the copy, if there are any."""
         return [gradient.view_as(self.master) for place in self.places for gradient in place.gradients]
 
     def refresh(self) -> None:
@@ -114,7 +114,7 @@ class Copies(NamedTuple):
     in_fp8: bool = False
     """Whether the matmul casts both its factors to fp8."""
     unit: Unit | None = None
-    """Of the weight in fp8, if it is kept."""
+    """Unit of the weight in fp8; None if it is not kept."""
 
     def matmul(self, x: Float[Tensor, "... d_in"], largest: Largest | None = None) -> Float[Tensor, "... d_out"]:
         """x W^T, plus the bias if there is one; `largest` has the largest magnitudes of x, if they are known."""
@@ -125,7 +125,7 @@ class Copies(NamedTuple):
     def tagged(
         self, x: Float[Tensor, "... d_in"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
-        """What `matmul` returns, and in fp8 the tag that the operation that reads the result has to be given."""
+        """What `matmul` returns, and in fp8 the tag to pass to the operation that reads the result."""
         if self.in_fp8:
             return tagged_fp8_linear(x, self.weight, self.bias, largest, self.unit)
         return F.linear(x, self.weight, self.bias), None
@@ -134,7 +134,7 @@ class Copies(NamedTuple):
 class CopyMaker:
     """Makes the copies for a model's linear layers, and remembers which copy each parameter has.
 
-    If it `keeps_units`, the largest magnitude of each copy for fp8 is kept, and whoever reads it computes its unit.
+    With `keeps_units`, the optimizer keeps the largest magnitude of each fp8 copy, from which the model computes units.
     """
 
     def __init__(self, dtype: torch.dtype, *, fp8: bool = False, keeps_units: bool = False) -> None:
@@ -143,7 +143,7 @@ class CopyMaker:
         self.units: list[KeptUnit] = []
         """The units of the weights in fp8, if they are kept.
 
-        One has MOST_PARTS magnitudes: of each packed part, and 0 for the rest.
+        Each comes with MOST_PARTS magnitudes: one for each packed part, and 0 for the rest.
         """
 
     def copies(self, layer: Linear) -> Copies:
@@ -176,9 +176,9 @@ class CopyMaker:
         return Copies(self._copy(weights, largest=largest), bias, self.fp8, unit)
 
     def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None) -> Tensor:
-        """A leaf with copies of the masters one below the other, and `surplus` rows of 0.
+        """A leaf with copies of the masters, stacked by rows, and `surplus` rows of 0.
 
-        The largest magnitudes of the copies are kept in `largest`, if it is given.
+        If `largest` is given, its elements keep the largest magnitudes of the copies.
         """
         first, num_rows = masters[0], sum(len(master) for master in masters)
         source = torch.zeros(

@@ -1,4 +1,4 @@
-"""All results below one directory, as they were read, for one page; and what each part of them is called there."""
+"""All results below one directory, for one page, and the identifiers of their parts in the page."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -44,9 +44,9 @@ class Collection:
 
     root: Path
     sweeps: Mapping[Path, Results] = field(default_factory=dict)
-    """Those that compare two sides are among them too."""
+    """Includes the runs that compare two sides."""
     comparisons: Mapping[Path, Compared] = field(default_factory=dict)
-    """The verdicts of what `cs336 compare` measured, whose runs are among the sweeps, and of finished sweeps."""
+    """Verdicts on runs that `cs336 compare` measured, which are among the sweeps too, and on finished sweeps."""
     ladders: Mapping[Path, Climbed] = field(default_factory=dict)
     ceilings: Mapping[Path, CeilingsStudy] = field(default_factory=dict)
     parts: Mapping[Path, StepParts] = field(default_factory=dict)

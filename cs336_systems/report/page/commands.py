@@ -17,11 +17,11 @@ from cs336_systems.sweep.ladder import gate_learning_rate, rungs
 
 PROFILERS = {Profiler.NSYS: "--nsys", Profiler.KINETO: "--profile", Profiler.MEMORY: "--memory"}
 NSYS = "nsys profile --capture-range=nvtx --nvtx-capture=measure"
-"""What a single run is started under."""
+"""Prefix of the command of a single run under nsys."""
 ALWAYS = ("size", "context_length", "precision")
 """Settings that the command of a sweep names even where they have their usual values."""
 RUN_ALWAYS = (*ALWAYS, "mode", "device")
-"""Those that the command of a single run names."""
+"""Settings that the command of a single run names even where they have their usual values."""
 LADDER_ALWAYS = ("size", "context_length", "batch_size")
 LADDER_FLAGS = (*LADDER_ALWAYS, "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "model_factory",
                 "warmup_steps", "measured_steps", "learning_rate", "tokens", "seed")  # fmt: skip
@@ -29,7 +29,7 @@ LADDER_FLAGS = (*LADDER_ALWAYS, "vocab_size", "d_model", "d_ff", "num_layers", "
 LADDER_WARMUP = 10
 """Warm-up steps of a ladder by default."""
 LAYER = " feed-forward"
-"""How the name of a layer's shape in a study of ceilings goes on after the size."""
+"""Suffix, after the size, of the name of a layer's shape in a study of ceilings."""
 MIB = 2**20
 
 

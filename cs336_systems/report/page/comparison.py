@@ -24,7 +24,7 @@ WORDS = {
     ONLY_A: "Only A has times",
     ONLY_B: "Only B has times",
 }
-"""What is said of the configurations with each verdict."""
+"""Words for the configurations with each verdict."""
 
 
 def comparison_chapters(collection: Collection, directory: Path) -> list[Chapter]:
@@ -55,7 +55,7 @@ def _findings(compared: Compared, block: TableBlock) -> Iterator[Prose]:
 
 
 def _verdicts(rows: Sequence[Named]) -> Iterator[Linked]:
-    """Of each verdict, in how many configurations it is, and its least and largest ratio, or how they ended."""
+    """For each verdict, the number of its configurations, and their least and largest ratio, or how they ended."""
     for verdict, words in WORDS.items():
         own = [each for each in rows if each.row["verdict"] == verdict]
         number = f"{words} in {len(own)} of {counted(len(rows), 'configuration')}"

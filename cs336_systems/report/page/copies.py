@@ -1,4 +1,4 @@
-"""What a reader copies of a table: its lines in each format, from which the page leaves out what is not seen."""
+"""Texts that a reader copies from a table: its lines in each format; the page leaves out hidden rows and columns."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""A chart as plotly's data and layout: what the PNG shows, which answers on hover."""
+"""A chart as plotly's data and layout: the content of the PNG, with values on hover."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,20 +20,20 @@ SYMBOLS = {"o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v"
 """Plotly's names of the markers."""
 DASHES = {"-": "solid", "--": "dash", ":": "dot"}
 SMALL = 0.6
-"""Size of the marker `.` in that of others."""
+"""Size of the marker `.`, relative to other markers."""
 FAILED = {"symbol": "x", "size": 10, "color": FAILURE_COLOUR}
 WORDS = 11
-"""Size of words in a picture in pixels."""
+"""Size of words in a picture, in pixels."""
 LONGEST = 500
-"""Characters of a text in a picture."""
+"""Most characters of a text in a picture."""
 PANEL, BAR, GAP, AROUND, NARROW = 270, 30, 90, 130, 50
-"""Pixels: height of a panel, of a lying bar, between panels, around all of them, and more on a narrow screen."""
+"""Pixels: height of a panel, of a horizontal bar, between panels, around all panels, and extra on a narrow screen."""
 MAX_TICKS = 20
-"""Names along an axis that there is room for."""
+"""Most names along an axis for which there is room."""
 LONGEST_LABEL = 34
-"""Characters of a line of a lying bar's name, and of a name below an axis."""
+"""Most characters in a line of a horizontal bar's name, and of a name below an axis."""
 MOST_WORDS = 8
-"""Bars of a panel that have room for words on a narrow screen."""
+"""Most bars of a panel with room for words on a narrow screen."""
 FEW = 2
 """Powers of ten below which a logarithmic axis has ticks between them."""
 ASIDE = 0.07
@@ -76,7 +76,7 @@ def spec_of(chart: Chart) -> Spec:
 
 
 def _ending(number: int) -> str:
-    """What the names of the axes of a panel end with."""
+    """Suffix of the names of a panel's axes."""
     return "" if number == 0 else str(number + 1)
 
 
@@ -193,7 +193,7 @@ def _place(panel: Panel, bar: Bar, is_lying: bool) -> float:
 
 
 def _hover(name: str, axis: Axis, value: float, error: float | None = None, at: str = "") -> Markup:
-    """What stands there, where it is if that is not said, and its value."""
+    """Text on hover: the name, the place if the name does not contain it, and the value."""
     words = Markup("<br>").join(filter(None, [text(name), text(at)]))
     return words + Markup(": {} {}").format(mean_and_std(value, error), axis.unit)
 
@@ -242,7 +242,7 @@ def _marker(curve: Curve) -> Spec:
 
 
 def _failures(panel: Panel) -> Iterator[Spec]:
-    """Crosses at the lowest point of all, or where there is none at 1, for each line and each way to fail."""
+    """Crosses at the lowest value of all points, or at 1 without points, for each line and each kind of failure."""
     lowest = min(filter(None, panel.values), default=1.0)
     for words, places in panel.failures.items():
         yield {

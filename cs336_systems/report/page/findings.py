@@ -1,7 +1,7 @@
 """The sentences that a page begins with: what limits the configurations, what stands out, and what is in doubt.
 
-Configurations of which the same can be said share a sentence, whose numbers are links to their cells; one that
-answers.md has too leads to the table. All warnings follow, closed. All findings of a profile are beside its pictures.
+Configurations with the same finding share a sentence, whose numbers link to their cells; sentences from answers.md link
+to the table. All warnings follow, collapsed. All findings of a profile are beside its pictures.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ from cs336_systems.report.sections.steps_answers import (
 from cs336_systems.text import counted, inert_line
 
 SPREADS = (WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT)
-"""Warnings of which that of the run with the widest spread is the worst."""
+"""Warnings whose worst case is the run with the widest spread."""
 Warned = tuple[str, RunRecord, RunWarning, str]
 """The name of a run, its record, a warning of it, and the cell of its step."""
 
@@ -52,7 +52,7 @@ def _prose(title: str, own: Subjects, sentences: Iterable[Linked | Part], more: 
 
 
 def _several(found: Sequence[Subjects]) -> Sequence[Subjects]:
-    """Those of more than one configuration, of which some can stand out; all where there are none."""
+    """The groups with several configurations, of which one can stand out; all groups if there are none."""
     return [own for own in found if sum(len(block.table.values) for block in own.steps) > 1] or found
 
 

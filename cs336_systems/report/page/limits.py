@@ -23,7 +23,7 @@ from cs336_systems.report.words import status_text
 from cs336_systems.text import counted, inert_line
 
 MOST_OF_ONE = 3
-"""Findings of a profile that is the only one."""
+"""Most findings that are shown of a profile if it is the only one."""
 
 
 def limits(own: Subjects) -> Iterator[Linked | Part]:

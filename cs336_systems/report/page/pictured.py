@@ -27,7 +27,7 @@ class Name:
     kind: str
     """Class, a key of `StepPicture.colours` or IDLE."""
     whole: str = ""
-    """The profiler's name, where the short one is not it."""
+    """The profiler's name, if it differs from the short one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class Lane:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """Times as the differences from those before them, which take fewer bytes.
+        """The lane's columns, with times as differences from the times before them, which take fewer bytes.
 
-        A launch that is not known has the time of the one before it.
+        A launch that is not known gets the time of the launch before it.
         """
         launches_us = [0]
         for launch in self.launch_ns:
@@ -97,7 +97,7 @@ class StepPicture:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What `Figure.spec` needs; each text stands in it once."""
+        """The specification for `Figure.spec`; each text occurs in it once."""
         kinds = {kind: number for number, kind in enumerate((*self.colours, IDLE))}
         return {
             "kernels": True,

@@ -14,7 +14,7 @@ PHASES = ("#9BA3AD", "#C3C9D0")
 """Phases beside each other alternate between these, behind the memory over time."""
 
 LEAST_SHARE = 0.1
-"""Percent of a peak; what is less is written as less than this."""
+"""Percent of a peak; smaller shares are written as less than this."""
 
 
 def memory_picture(profile: MemoryProfile) -> Spec | None:

@@ -52,7 +52,7 @@ class Part:
     asked: str
     """The question in a few words."""
     command: str
-    """What measures what answers it."""
+    """Command line that measures the results for the answer."""
     answer: Callable[[Material], Answer | None]
 
 
@@ -272,7 +272,7 @@ def _blocks(problem: Problem, found: Mapping[str, Answer | None]) -> Iterator[Bl
 
 
 def _again(words: str, letter: str) -> str:
-    """Which command of an earlier part is meant: that part may have one that measured it, and one to run."""
+    """A reference to a command of an earlier part, which may have one that measured it and one to run."""
     return f"the same command as in {letter}" if words == MEASURED_BY else f"the command that {letter} has for that"
 
 

@@ -1,4 +1,4 @@
-"""What the page does not put side by side: records that cannot be compared, each refusal with its reason."""
+"""Separates records that cannot be compared, so that the page does not put them side by side; with the reasons."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ T = TypeVar("T")
 CONDITIONS = {"device_name": "hardware", "driver": "driver", "torch": "PyTorch", "code": "measuring code"}
 """What records must share to be compared, by the fields of `Identity`, in words."""
 TOLERANCE = 0.02
-"""Part of a step by which its phases together may be longer: events at the borders of phases take time too."""
+"""Share of a step by which the sum of its phases may be longer: events at the borders of phases take time too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

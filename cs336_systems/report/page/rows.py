@@ -10,7 +10,7 @@ from cs336_systems.report.page.write import Block, Linked, Part, TableBlock
 from cs336_systems.text import inert_line
 
 MOST_NAMED = 8
-"""Rows that a sentence names one by one."""
+"""Most rows that a sentence names one by one."""
 Parts: TypeAlias = list[str | Part]
 
 
@@ -38,7 +38,7 @@ class Named:
 
 
 def named_rows(blocks: Iterable[Block], key: str, is_it: Callable[[Row], bool] = lambda _: True) -> list[Named]:
-    """The rows that are it, of all tables with a column of this key."""
+    """The rows for which `is_it` is true, of all tables with a column of this key."""
     tables = [block for block in blocks if isinstance(block, TableBlock)]
     rows = [
         (block, number)

@@ -31,7 +31,7 @@ def ladder_chapters(collection: Collection, directory: Path) -> Iterator[Chapter
 
 
 _OF_RUNS = ("kernels", "runs")
-"""Chapters of a sweep that the page shows of a ladder, whose times stand in a table of their own."""
+"""Chapters of a sweep that the page also shows for a ladder; a ladder's times are in its own table."""
 
 
 def ceilings_chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:

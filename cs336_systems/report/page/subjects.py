@@ -59,7 +59,7 @@ class Subjects:
         self.memory = self._memory()
 
     def _told(self, entries: Sequence[E], find: Callable[[E], Sequence[str]]) -> list[tuple[str, E, list[str]]]:
-        """Each profile in the order of tables, with what tells it from the others, and its findings."""
+        """Each profile in the order of tables: its distinguishing settings, the profile, and its findings."""
         ordered = sorted(entries, key=lambda entry: order(entry.config))
         return [
             (name, own, list(map(inert_line, find(own)))) for name, own in zip(labels(ordered), ordered, strict=True)
@@ -152,7 +152,7 @@ class Subjects:
         return f"{self.prefix}figure-{stem}{f'-{number}' if number else ''}{self.ending}"
 
     def _png(self, stem: str) -> str:
-        """A PNG of the directory shows all records, so it stands for none that are shown apart from others."""
+        """The PNG, or empty if records are shown in groups, because a PNG of the directory shows all records."""
         return "" if self.ending else png_address(self.directory / "plots" / f"{stem}.png")
 
 

@@ -23,7 +23,7 @@ from cs336_systems.report.results import Results
 from cs336_systems.text import counted, inert_line
 
 SELF = Path()
-"""The directory of a page that has no others."""
+"""The directory of a page with the results of a single directory."""
 
 
 def collection_page(collection: Collection, on_progress: Callable[[Path, int, int], object] = lambda *_: None) -> Page:
@@ -135,9 +135,9 @@ class Subject(NamedTuple):
     """What results are about."""
 
     heading: str
-    """On the page of all results."""
+    """Heading on the page of all results."""
     title: str
-    """Of the page of one directory."""
+    """Title of the page of one directory."""
     results: str
     """The field of a collection that has the results."""
     chapters: Callable[[Collection, Path], Iterable[Chapter]]

@@ -1,8 +1,8 @@
-"""A report as one HTML file: findings, tables that sort and are copied, pictures that answer; nothing is requested.
+"""A report as one HTML file: findings, sortable tables to copy, interactive pictures; it makes no network requests.
 
-Tables can be read without a script too. With the extra `report` the page carries, packed, DataTables (from itables) and
-the script of plotly; without it, the page has plain tables and the PNGs. Every text is escaped, and the
-Content-Security-Policy allows only the script whose hash it names. The same page is the same bytes.
+Tables can be read without a script too. With the extra `report` the page embeds, compressed, DataTables (from itables)
+and plotly's script; without it, the page has plain tables and the PNGs. Every text is escaped, and the
+Content-Security-Policy allows only the script whose hash it names. Equal pages are written as equal bytes.
 """
 
 import base64
@@ -33,12 +33,12 @@ LIBRARIES = {
     "tables": ("itables", "html/dt_bundle.js"),
     "plotly": ("plotly", "package_data/plotly.min.js"),
 }
-"""What the page carries of other packages, by its identifiers in the page: the package and its file."""
+"""Files of other packages that the page embeds, by their identifiers in the page: the package and the file."""
 
 LONGEST_LINE = 100_000
-"""Characters of a line of text."""
+"""Most characters of a line of text."""
 LONGEST_IN_FIGURE = 120
-"""Characters of a text in a figure, which plotly does not wrap."""
+"""Most characters of a text in a figure, which plotly does not wrap."""
 DIGITS_IN_FIGURE = 6
 """Significant digits of a number in a figure, which are more than a screen can show."""
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
@@ -49,7 +49,7 @@ class Integers(list[int]):
 
 
 Part = tuple[str, str]
-"""A text, and the identifier of what it rests on, or an empty text."""
+"""A text, and the identifier of the cell or table that it rests on; the identifier may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +150,11 @@ class Figure:
     spec: Mapping[str, Any]
     """`{"data": ..., "layout": ...}`, or `StepPicture.spec`."""
     png: str = ""
-    """As a `data:` address; empty where there is none."""
+    """The PNG as a `data:` address; empty if there is none."""
     source: str = ""
     height: int = 420
     parts: Sequence[tuple[str, str, str]] = ()
-    """What the picture says that is to be read without pointing at it: a name, an amount and a share in each row."""
+    """Values to read without hovering over the picture: a name, an amount and a share in each row."""
     parts_title: str = ""
     kind: str = "figure"
 
@@ -181,7 +181,7 @@ Block = Prose | TableBlock | Figure | Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """What belongs together, below one heading; then the chapters that are part of it."""
+    """Blocks below one heading, then nested chapters."""
 
     id: str
     title: str
@@ -189,7 +189,7 @@ class Chapter:
     source: str = ""
     chapters: "Sequence[Chapter]" = ()
     short: str = ""
-    """What the contents call it, if that is not the title."""
+    """Its name in the table of contents, if it differs from the title."""
     is_closed: bool = False
     """Only the title and the source are shown until somebody opens the chapter."""
 
@@ -300,7 +300,7 @@ def _inert(value: object, numbers: bytearray) -> object:
         return _added(value, numbers)
     if isinstance(value, str):
         text = escape(value if isinstance(value, Markup) else inert_line(value, LONGEST_IN_FIGURE))
-        return str(text).replace("$", "&#36;")  # between two of these plotly reads mathematics
+        return str(text).replace("$", "&#36;")  # plotly reads text between two dollar signs as mathematics
     if isinstance(value, Mapping):
         return {str(key): _inert(part, numbers) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 MARKERS = "osD^vPX<>*hpd8"
 """Marks of lines that belong together, in matplotlib's letters."""
 TICKS_APART = 1 / 14
-"""Of a logarithmic axis: what the label of a tick needs."""
+"""Share of a logarithmic axis that the label of a tick needs."""
 Place: TypeAlias = str | float
 Item = TypeVar("Item")
 
@@ -22,11 +22,11 @@ class Point:
     value: float | None
     error: float | None = None
     error_below: float | None = None
-    """Where it is another than above."""
+    """Deviation below the value, if it differs from that above."""
     failure: str | None = None
     """How the run ended, in words, where it failed."""
     about: str = ""
-    """What stands there, if that is more than the name of the line."""
+    """Description of the point, if it says more than the name of the line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Curve:
     """A line with its look, or its points alone."""
 
     line: Line
-    """Without any points, it is only named in the legend."""
+    """A line without points is only named in the legend."""
     colour: str
     marker: str = ""
     """A letter of matplotlib; empty for none."""
@@ -87,7 +87,7 @@ class Curve:
     opacity: float = 1.0
     is_hollow: bool = False
     aside: float = 0.0
-    """How far the points stand beside their places, so that equal ones are seen."""
+    """Shift of the points from their places, so that equal points do not hide each other."""
     label: str | None = None
     """What the legend says, if that is not the name of the line; empty if it is not in the legend."""
 
@@ -116,11 +116,11 @@ class Bar:
     """Parts one on top of the other, or a run that failed."""
 
     name: str
-    """Where it stands along the axis."""
+    """Its name on the axis, which is its place."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Lengths by the names of `Chart.styles`, in this order."""
     words: str = ""
-    """At its end."""
+    """Words at its end."""
     failure: str = ""
     """How the run ended, where it failed."""
     aside: float = 0.0
@@ -138,7 +138,7 @@ class Reference:
     value: float
     colour: str
     name: str = ""
-    """In the legend; empty for none."""
+    """Name in the legend; empty for none."""
     dash: str = "--"
     is_upright: bool = False
 
@@ -179,7 +179,7 @@ class Panel:
 
     @property
     def values(self) -> list[float]:
-        """Of all points that are known."""
+        """Values of all points that are known."""
         return [point.value or 0.0 for curve in self.curves for point in curve.line.known]
 
     def top(self, bar: Bar) -> float:
@@ -199,23 +199,23 @@ class Chart:
     """One picture."""
 
     name: str
-    """Of its file, without an ending."""
+    """Name of its file, without an ending."""
     title: str
     settings: str
-    """What all that is shown has in common."""
+    """Settings that everything shown has in common."""
     panels: Sequence[Panel]
     columns: int = 1
-    """Panels beside each other."""
+    """Number of panels beside each other."""
     size: tuple[float, float] = (6.4, 3.8)
-    """Width and height of a panel of a PNG in inches; lying bars take what height they need."""
+    """Width and height of a panel of a PNG in inches; horizontal bars take the height that they need."""
     legend: int = 0
     """Columns of the legend below the panels; 0 for a legend to the right, in which large values stand above small."""
     styles: Mapping[str, Style] = field(default_factory=dict)
     """Parts of bars in the order of the legend."""
     is_lying: bool = False
-    """The x axis runs from the top to the bottom and has names, beside which bars lie."""
+    """Whether bars are horizontal: the x axis runs from the top to the bottom and has names."""
     is_shared: bool = False
-    """The panels have one scale of values."""
+    """Whether all panels have one scale of values."""
 
     def title_of(self, number: int) -> str:
         """The title of a panel, unless the panel above has the same."""
@@ -225,7 +225,7 @@ class Chart:
 
     @property
     def shown_styles(self) -> dict[str, Style]:
-        """Of parts that some bar has."""
+        """Styles of the parts that some bar has."""
         used = {name for panel in self.panels for bar in panel.bars for name in bar.parts}
         return {name: style for name, style in self.styles.items() if name in used}
 

@@ -19,17 +19,17 @@ from cs336_systems.report.plots.charts import Bar, Chart, Curve, Panel, Style, t
 from cs336_systems.report.plots.palette import FAILURE_COLOUR, ink
 
 Handles = dict[str, Any]
-"""What stands in the legend, by its words."""
+"""Handles of the legend's entries, by their words."""
 LONGEST_LABEL = 34
-"""Characters of a line of a lying bar's label."""
+"""Most characters in a line of a horizontal bar's label."""
 LONGEST_NAME = 20
-"""Characters of a name below an axis."""
+"""Most characters of a name below an axis."""
 CHARACTER_INCHES, LABEL_INCHES = 0.075, 0.42
-"""What a character of a number in a bar, and a slanted name along an axis, take."""
+"""Width of a character of a number in a bar, and of a slanted name along an axis."""
 MAX_KEYS = 16
-"""Entries of a legend beside a panel that there is room for."""
+"""Most entries of a legend for which there is room beside a panel."""
 BAR_INCHES = 3.6
-"""Approximate length of the longest lying bar."""
+"""Approximate length of the longest horizontal bar."""
 
 
 def png_of(chart: Chart) -> bytes:

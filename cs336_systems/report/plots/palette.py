@@ -31,7 +31,7 @@ CLASS_COLOURS = {
     KernelClass.COMMUNICATION: "#222222",
     KernelClass.OTHER: "#CC79A7",
 }
-"""In the order of drawing, in which neighbours differ in grey too."""
+"""Colours in the order of drawing; neighbours differ in grey too."""
 CATEGORY_COLOURS = {
     Category.HELD: "#BBBBBB",
     Category.PARAMETERS: "#0072B2",
@@ -43,17 +43,17 @@ CATEGORY_COLOURS = {
     Category.LATER: "#E69F00",
     Category.TEMPORARY: "#D55E00",
 }
-"""From the bottom up: what stays first."""
+"""Colours from the bottom of a picture to its top, long-lived categories first."""
 REST_COLOUR: Final = "#BBBBBB"
 FAILURE_COLOUR: Final = "#B00020"
 GREY: Final = "#777777"
-"""What a data sheet says, and other lines that are not measured."""
+"""Colour of values from data sheets, and of other lines that are not measured."""
 _VIRIDIS = ("#440154", "#3B528B", "#21918C", "#5EC962", "#FDE725")
 """Colours of matplotlib's map of this name, equally far apart."""
 
 
 def blend(first: str, second: str, weight: float) -> str:
-    """The colour so far on the way from the first to the second."""
+    """Mixture of the colours: the first at weight 0, the second at weight 1."""
     pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * weight):02X}" for a, b in pairs)
 

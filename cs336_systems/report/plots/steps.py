@@ -46,15 +46,15 @@ CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ran
 """Settings with named values, which tables list in the order in which they are declared."""
 WARMUP = "warmup_steps"
 WIDEST = 15.0
-"""Inches that a row of panels may take."""
+"""Most inches of a row of panels."""
 MAX_ROWS = 4
-"""Of panels in one picture. All that share an axis are looked at again for each, so a picture must not grow further."""
+"""Most rows of panels in one picture. matplotlib examines all panels that share an axis again for each of them."""
 MAX_SIZES = 20
-"""In one panel."""
+"""Most sizes in one panel."""
 MAX_COLUMNS = 5
-"""Of panels, one for each size, in a picture over a setting."""
+"""Most columns of panels, one for each size, in a picture over a setting."""
 LEAST_REST = 0.02
-"""Part of a step outside of the phases that is drawn."""
+"""Least share of a step outside of the phases that is drawn."""
 REST = "rest of the step"
 WHOLE = "whole step ± standard deviation"
 PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.items()} | {

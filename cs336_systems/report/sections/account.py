@@ -58,11 +58,11 @@ class Account:
 
     config: RunConfig
     device: DeviceSpec | None = None
-    """Its data sheet gives the ridge point, and the peak of which the rates are shares."""
+    """Device whose data sheet gives the ridge point, and the peak for shares of rates."""
     step_s: float | None = None
-    """The measured time of a step, which has rates."""
+    """The measured time of a step, which gives rates."""
     memory_bytes: int | None = None
-    """What the step must fit into."""
+    """Memory that the step must fit into."""
     ceiling_flops_per_s: float | None = None
     """The highest measured rate of matmuls on the device."""
     collective_times: Curves = field(default_factory=dict)
@@ -70,9 +70,9 @@ class Account:
     time: TimePrediction | None = None
     """The predicted time of the step."""
     device_name: str | None = None
-    """The device of that time."""
+    """The device of the predicted time."""
     is_measured: bool = True
-    """Whether that is by ceilings of the device, or else by its data sheet."""
+    """Whether the time is predicted from measured ceilings of the device, not from its data sheet."""
     depends_on_host: bool = False
     """Whether the machine's CPU decides if launches limit the step."""
 
@@ -428,7 +428,7 @@ def _peak_table(prediction: MemoryPrediction, top: int) -> Table:
 
 
 def _saves_blocks(config: RunConfig) -> bool:
-    """Whether what is inside a block is ever kept; between checkpoints only backward does, which computes it again."""
+    """Whether tensors inside a block are ever kept; with checkpoints only backward keeps them, after recomputation."""
     return config.mode is not Mode.INFERENCE and not (config.mode is Mode.FORWARD and config.checkpoint_blocks)
 
 

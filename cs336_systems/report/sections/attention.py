@@ -40,7 +40,7 @@ CSV_COLUMNS = (
     "together_mean_ms", "together_std_ms", "together_tflops_per_s", "together_warnings",
 )  # fmt: skip
 ERROR_COLUMNS = tuple(f"{quantity}_{name}" for quantity in Quantity for name in ("max_error", "relative_error"))
-"""Of studies of an own implementation."""
+"""Columns of errors, in studies with an own implementation."""
 SHAPE = ("d_head", "context_length")
 TIMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "together": Phase.STEP}
 TITLES = {
@@ -194,7 +194,7 @@ def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
 
 
 def _quotients(timed: str, pairs: Sequence[tuple[Rows, Rows, Implementation]]) -> list[str]:
-    """The first's time over the second's at the largest shape that has both, with the name that is third."""
+    """For each triple: the first's time over the second's at the largest shape that has both, and the third as name."""
     mean, said = f"{timed}_mean_ms", []
     for firsts, seconds, name in pairs:
         by_shape = {_shape(row): row for row in firsts}

@@ -36,7 +36,7 @@ from cs336_systems.text import inert_line, text_of
 
 PAIR = ("side", "configuration", "processes", "step_mean_ms", "step_ci95_low_ms", "process_means")
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
-"""Stand in place of a verdict."""
+"""Words in place of a verdict."""
 SWEEPS = ("a_step_mean_ms", "b_step_mean_ms", "ratio", "ratio_low", "verdict", "a_processes", "b_processes")
 VALUES = ("verdict", "ratio", "ratio_low", "ratio_high", "a_step_mean_ms", "a_step_std_ms", "a_processes", "a_status",
           "a_warnings", "b_step_mean_ms", "b_step_std_ms", "b_processes", "b_status", "b_warnings")  # fmt: skip
@@ -290,7 +290,7 @@ def _curves(known: Sequence[Row]) -> Iterator[Curve]:
 
 
 def _point(row: Row) -> Point:
-    """The ratio with its interval, which ends where it says nothing more."""
+    """The ratio with its interval, which is cut off at a factor of WIDEST_RATIO."""
     name, ratio, low, high = row["name"], row["ratio"], row["ratio_low"], row["ratio_high"]
     if low is None or high is None:
         return Point(x=name, value=ratio)

@@ -1,4 +1,4 @@
-"""How far the predicted times of steps are from the measured ones, by what limits them, by device and by settings."""
+"""Errors of the predicted times of steps, by what limits the steps, by device and by settings."""
 
 import math
 import statistics

@@ -224,7 +224,7 @@ def scale_charts(found: Scale, rows: list[Row]) -> list[Chart]:
 
 
 def _lines(rows: list[Row], key: str) -> list[Line]:
-    """A line for each way, of those that have none an empty one, so that colours stay."""
+    """A line for each way; ways without values get an empty line, so that colours stay the same."""
     return [
         Line(
             name=scheme,

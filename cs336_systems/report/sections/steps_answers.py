@@ -20,7 +20,7 @@ from cs336_systems.report.numbers import DOUBT, between, mean_and_std, milliseco
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 FIRST_STEPS = 1.05
-"""The first measured step over the mean step after enough warm-up, above which the reason is given."""
+"""Ratio of the first measured step to the mean step after enough warm-up above which a reason is given."""
 Answers = list[tuple[str, list[tuple[str, str]]]]
 """Questions with their paragraphs; each paragraph has the name of its configuration, or none."""
 
@@ -36,7 +36,7 @@ _OFF_FORECAST = {
         "Were they measured while the device was throttled or shared, or is another kernel chosen?",
     ),
 }
-"""What is said of steps that are slower than a trusted forecast, and of faster ones, and what may be the reason."""
+"""Words for steps that are slower than a trusted forecast and for faster ones, and possible reasons."""
 
 
 def step_answers(frame: pd.DataFrame) -> Answers:
@@ -187,7 +187,7 @@ def _trend(rows: Sequence[Row], along: str, across: str, word: str) -> Iterator[
 
 
 def _rest(row: Row) -> tuple[str, ...]:
-    """What else tells the row apart, so that a line holds one configuration at each size and context."""
+    """The other distinguishing settings of a row, so that a line has one configuration at each size and context."""
     return tuple(str(value) for name, value in row["identity"].items() if name not in _OF_TREND)
 
 

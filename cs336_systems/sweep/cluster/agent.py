@@ -1,7 +1,7 @@
-"""What runs on each machine of a cluster as an actor of the engine; the measuring is done by processes that it starts.
+"""The actor of the engine on each machine of a cluster; it starts the processes that measure.
 
-It takes bytes of JSON only, and returns these or bytes of raw profiles, which it holds open although their names are
-removed: they are gone as soon as it ends, whatever ends it. The engine is not loaded where runs are timed.
+The agent takes and returns bytes of JSON, or returns bytes of raw profiles. It holds these files open after removing
+their names, so that they disappear when the agent ends for any reason. Processes that time runs do not load the engine.
 """
 
 import functools
@@ -23,9 +23,9 @@ from cs336_systems.sweep.run import num_slots
 
 
 class Agent:
-    """One process that measures for each GPU of the machine, or one for its CPU.
+    """Starts one measuring process for each GPU of the machine, or one for its CPU.
 
-    It goes on for `lease_s` seconds without hearing from its sweep, which may be unable to end it.
+    The agent ends after `lease_s` seconds without a message from its sweep, which may be unable to end it.
     """
 
     def __init__(self, device: str, modules: Sequence[str], lease_s: float) -> None:
@@ -40,11 +40,11 @@ class Agent:
         self._measurers: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
 
     def renew(self) -> None:
-        """The sweep goes on. Without this for so long the agent ends, and its processes with it."""
+        """Renew the lease, because the sweep goes on. Without this the agent and its processes end after `lease_s`."""
         self._renewed = monotonic()
 
     def end(self) -> None:
-        """The sweep ends: end too, and with this process those that measure."""
+        """End this process and those that measure, because the sweep ends."""
         os._exit(1)
 
     def _end_unless_renewed(self) -> None:
@@ -94,7 +94,7 @@ class Agent:
                 self._free_gpus += gpus
 
     def fetch(self, key: str, name: str, offset: int) -> bytes:
-        """The next part of a raw profile of the run; nothing if there is none."""
+        """The next part of a raw profile of the run; empty if there is none."""
         descriptor = self._files.get((key, name))
         return b"" if descriptor is None else os.pread(descriptor, CHUNK_BYTES, offset)
 

@@ -1,4 +1,4 @@
-"""The agents of a sweep on the machines of a Ray cluster: what they are asked, and what becomes of them."""
+"""The agents of a sweep on the machines of a Ray cluster: starts them, sends requests, and notices losses."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from cs336_systems.sweep.cluster.roster import Member, Roster, machine_of
 
 class _RawReply(msgspec.Struct):
     record: msgspec.Raw = msgspec.Raw()
-    """Its bytes as they are, or none."""
+    """The record's JSON, undecoded; empty if there is none."""
     error: str | None = None
     files: tuple[RawFile, ...] = ()
 
@@ -51,7 +51,7 @@ class Agents:
         self._say, self._spawn = say, spawn
         self._roster = Roster()
         self._resource = resource_of(device)
-        """What an agent reserves of its machine."""
+        """Name of the resource that an agent reserves on its machine."""
 
     def obey(self, command: Command) -> None:
         """Do what the driver orders. For a machine that is lost, do nothing: the driver is told of the loss anyway."""
@@ -139,14 +139,14 @@ class Agents:
                 self._say(Message(joined=Joined(found.node(name))))
 
     async def renew(self) -> None:
-        """Tell the agents again and again that the sweep goes on."""
+        """Renew the leases of all agents periodically."""
         while True:
             for name, member in self._roster.members.items():
                 self._spawn(self._hear(name, member))
             await asyncio.sleep(self._patience.look_s)
 
     async def _hear(self, name: str, member: Member) -> None:
-        """Use the machine no more if its agent does not answer; the agent ends, if it can, because it hears nothing."""
+        """Renew one agent's lease; stop using its machine if it does not answer. The agent ends when its lease does."""
         try:
             await asyncio.wait_for(member.actor.renew.remote(), self._patience.lease_s)
             member.heard = True
@@ -158,10 +158,10 @@ class Agents:
 
     async def _lose(self, name: str, error: ray.exceptions.RayError) -> None:
         """Report that the agent is gone. If its machine is still there later, another is started on it."""
-        with contextlib.suppress(TimeoutError):  # the watch over the cluster finds that the head is silent
+        with contextlib.suppress(TimeoutError):  # `_Bridge._watch` notices that the head does not answer
             alive = await asyncio.wait_for(asyncio.to_thread(machines), self._patience.head_s)
             if this_machine() not in alive:
-                return  # all agents die because Ray has died here, as the watch finds: no run loses a try
+                return  # Ray has died on this machine, so all agents are lost; `_Bridge._watch` handles that
         if name in self._roster.members:
             self._leave(name, in_a_line(error), may_return=False)
             if self._roster.has_failed(name):
@@ -185,7 +185,7 @@ class Agents:
         return member
 
     async def look_again(self) -> None:
-        """Ask again and again those machines that are away and free whether they can be used."""
+        """Periodically ask the free machines that were left alone whether they can be used again."""
         while True:
             await asyncio.sleep(self._patience.again_s)
             if self._roster.away:
@@ -200,7 +200,7 @@ class Agents:
         return bool(left == machine["Resources"].get(self._resource))
 
     async def _return(self, machine: str) -> None:
-        """Let the machine join again if it answers, and is not still as it was when it was refused."""
+        """Let the machine join again if it answers and, if it was refused, has changed since."""
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError, msgspec.DecodeError):  # asked again later
             line = await asyncio.wait_for(ask(machine, self._device), self._patience.ready_s)
             found = msgspec.json.decode(line, type=Description | None)

@@ -1,7 +1,7 @@
-"""The process between the driver of a sweep and Ray: the only one that imports ray, and that its end takes along.
+"""The process between the driver of a sweep and Ray: no other process imports ray, or ends because Ray dies.
 
-It reads `Command`s from standard input and writes `Message`s to standard output, each a line of JSON. Standard error is
-for Ray and for one line that says why it ends. Records pass through it as bytes that nobody has looked into.
+The process reads `Command`s from standard input and writes `Message`s to standard output, each a line of JSON. Standard
+error is for Ray and for one line that says why the process ends. Records pass through as undecoded bytes.
 """
 
 import asyncio
@@ -48,11 +48,11 @@ class _Speaker:
         """End this process once everything has been said, if the driver listens."""
         self._messages.put(None)
         self._thread.join(_PARTING_S)
-        os._exit(0)  # in order, Python could wait for a head that is gone
+        os._exit(0)  # a normal exit of Python could wait for a head that is gone
 
 
 class _Bridge:
-    """What is done side by side while the sweep goes on. If one of these things fails, that ends the process."""
+    """The concurrent tasks of the process; it ends if any of them fails."""
 
     def __init__(self, device: Device, modules: Sequence[str], patience: Patience, speaker: _Speaker) -> None:
         self._patience, self._speaker = patience, speaker

@@ -1,4 +1,4 @@
-"""A record that comes from a machine: it may be anything, and is checked before it counts."""
+"""Checks a record that a machine has sent, which may be any bytes, before it counts."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ class RefusedError(Exception):
 def checked_record(run: Run, data: bytes, keeper: Keeper) -> RunRecord:
     """The record that `data` holds, with the earlier tries and the neighbours of the run.
 
-    Raises RefusedError if it is none that counts; what is no record of the run is set aside.
+    Raises RefusedError if the record does not count; data that is not a record of the run is set aside.
     """
     try:
         record = decode_record(data, keeper.runs / f"{run.key}.json")

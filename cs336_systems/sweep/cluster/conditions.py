@@ -11,13 +11,13 @@ from cs336_systems.sweep.cluster.nodes import Look, Machine, Node
 
 @dataclass(slots=True)
 class Conditions:
-    """What a sweep asks of its machines."""
+    """What a sweep requires of its machines."""
 
     identity: Identity | None = None
-    """What they must be alike in. None: not known before `choose`."""
+    """Conditions in which all machines must be alike; None if not known before `choose`."""
     allow_mixed: bool = False
     require_device: str | None = None
-    """Part of the name of the device that machines must have; capital and small letters count as equal."""
+    """Part of the name of the device that machines must have, without regard to case."""
     needs_nsys: bool = False
     """Whether a run is to be profiled by Nsight Systems."""
 

@@ -1,4 +1,4 @@
-"""What is asked of Ray itself: to connect, to name its machines, and to start agents and tasks on them."""
+"""Calls of Ray itself: connect, list machines, and start agents and tasks on them."""
 
 import contextlib
 import os
@@ -20,9 +20,9 @@ from cs336_systems.sweep.process import die_with_forker
 
 
 def begin(parent: str) -> BinaryIO:
-    """Make this process end with its parent of this id, and return standard output, which is for messages alone.
+    """Make this process end with its parent (`parent` is its id), and return standard output, for messages only.
 
-    What else is printed, as Ray does, goes to standard error.
+    All other output, such as Ray's, goes to standard error.
     """
     die_with_forker(signal.SIGKILL)  # by the kernel, since Ray can hold Python's lock while it waits
     if os.getppid() != int(parent):
@@ -85,12 +85,12 @@ def machines() -> dict[str, dict[str, Any]]:
 
 
 def resource_of(device: Device) -> str:
-    """The name of what Ray counts of each machine that measures on this device."""
+    """Ray's name of the resource that runs on this device need."""
     return "GPU" if device is Device.CUDA else "CPU"
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """What no job has reserved of each machine, by its id."""
+    """Resources of each machine that no job has reserved, by the machine's id."""
     found: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
     return found
 
@@ -106,7 +106,7 @@ def ask(machine: str, device: Device) -> "ray.ObjectRef[bytes]":
 
 
 def start_agent(machine: str, num_cpus: float, num_gpus: float, *arguments: object) -> Any:  # noqa: ANN401
-    """Start an `Agent` on the machine that reserves so much of it, and return Ray's handle of it."""
+    """Start an `Agent` on the machine that reserves these CPUs and GPUs, and return Ray's handle of it."""
     options = {
         "num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": _only_on(machine), "max_restarts": 0,
         "max_concurrency": max(1, int(num_gpus)) + 1,  # a run on each GPU, and one call beside them
@@ -119,7 +119,7 @@ def _only_on(machine: str) -> NodeAffinitySchedulingStrategy:
 
 
 def in_a_line(error: BaseException | None) -> str:
-    """What went wrong, in the first line of what Ray says, or in plainer words."""
+    """The error in one line: the first line of Ray's message, or plainer words."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return in_a_line(error.cause)
     if isinstance(error, ray.exceptions.ActorUnavailableError):

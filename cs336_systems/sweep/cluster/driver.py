@@ -1,7 +1,7 @@
-"""The driver of a sweep on several machines: it decides where each run goes, and alone writes the records.
+"""The driver of a sweep on several machines: it decides where each run goes, and is the only one to write records.
 
-It knows nothing of the engine that connects the machines. An event costs time proportional to the logarithm of the
-number of runs.
+The driver does not depend on the engine that connects the machines. An event costs time proportional to the logarithm
+of the number of runs.
 """
 
 from collections import deque
@@ -24,9 +24,9 @@ from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import counted
 
 MAX_TRIES = 3
-"""How often a run is started before it fails, if each time its machine is lost."""
+"""How often a run is started before it counts as failed, if its machine is lost each time."""
 _GRACE_S = 60.0
-"""How much later than the time limit of its run, which the machine enforces itself, a machine must have answered."""
+"""How much longer than a run's time limit, which the machine enforces itself, the driver waits for an answer."""
 _TICK_S = 1.0
 _MOST_FETCHES = 8
 """How many runs' profiles are fetched at a time. Each takes the memory of one chunk on both sides."""
@@ -43,11 +43,11 @@ class Driver:
     """How long it waits for a machine while none is at work."""
     is_stopped: Callable[[], bool]
     explainer: Loop
-    """Explains on this machine what has been fetched."""
+    """Explains fetched profiles on this machine."""
     conditions: Conditions
     placement: Placement
     kept: Sequence[RunRecord] = ()
-    """Records of an earlier sweep, whose repeats go on where they were measured if such a machine is there at first."""
+    """Records of an earlier sweep; further repeats stay on the same kind of machine if one is there at the start."""
     _places: Places = field(default_factory=Places)
     _newcomers: list[Node] = field(default_factory=list)
     """Machines that have joined since the last look."""
@@ -55,11 +55,11 @@ class Driver:
     _num_pending: int = 0
     """How many machines the cluster has ordered that are not there yet."""
     _to_fetch: deque[tuple[Place, Run]] = field(default_factory=deque)
-    """Runs that have ended and whose profiles wait, because enough others are on their way."""
+    """Ended runs whose profiles wait, because _MOST_FETCHES others are being fetched."""
     _fetching: set[str] = field(default_factory=set)
-    """Keys of those whose profiles are on their way."""
+    """Keys of the runs whose profiles are being fetched."""
     _on_cpu: bool = False
-    """Whether explaining a profile, or fetching it from the machine, would disturb the runs beside it."""
+    """Whether explaining or fetching a profile would disturb other runs, because they are measured on the CPU."""
 
     @property
     def most_slots(self) -> int:
@@ -67,7 +67,7 @@ class Driver:
         return self._places.most_slots
 
     def run(self, todo: Sequence[RunConfig]) -> None:
-        """Measure all; raise SweepError if for too long no machine is there that could go on."""
+        """Measure all; raise SweepError if there is no usable machine for too long."""
         self._waiting = Waiting(self.placement)
         self._on_cpu = any(config.device is Device.CPU for config in todo)
         for order, config in enumerate(todo):
@@ -99,7 +99,7 @@ class Driver:
                 self._tick(worked_s + self.wait_nodes_s - now_s)
 
     def _tick(self, left_s: float) -> None:
-        """Tell how it stands; `left_s` is how much longer it waits for a machine, if it does."""
+        """Report the state to the listener; `left_s` is how much longer the sweep waits for a machine."""
         running = self._places.num_running
         patience_s = None if running or not self._waiting else max(0.0, left_s)
         self.keeper.listener.machines(Machines(len(self._places), self._num_pending, running, patience_s))
@@ -141,7 +141,7 @@ class Driver:
             self.kept = ()
 
     def _go_on_from(self, kept: Sequence[RunRecord]) -> None:
-        """Settle what has been measured in part where that was, and set apart what the CPU limits."""
+        """Bind partly measured families to their kind of machine; set apart families that the CPU limits."""
         nodes = {(place.node.identity, place.node.host): place.node for place in self._places}
         kinds = {node.identity: node for node in nodes.values()}
         for record in kept:
@@ -155,7 +155,7 @@ class Driver:
                     self._waiting.settle(record.config.digest, found)
 
     def _fill(self, now_s: float) -> None:
-        """Start as many runs as fit; again if the first run of a family has bound others to a kind of machine."""
+        """Start as many runs as fit; repeat, because a family's first run binds its other runs to a kind of machine."""
         started = True
         while self._waiting and started:
             started = False
@@ -181,7 +181,7 @@ class Driver:
         self._leave(place.node.name, why)
 
     def _leave(self, name: str, why: str) -> None:
-        """Put back what ran on a machine that is lost; a run that was lost too often has failed."""
+        """Requeue the runs of a lost machine; a run that was lost MAX_TRIES times has failed."""
         self._newcomers = [node for node in self._newcomers if node.name != name]
         place = self._places.remove(name)
         if place is None:
@@ -201,9 +201,9 @@ class Driver:
             self.keeper.finish(failed)
 
     def _answered(self, answer: Answer) -> None:
-        """Keep the record, after the profile if there is one, as a record says that its profile is there.
+        """Keep the record, but fetch the profile first, because a record implies that its profile is there.
 
-        An answer is ignored from a machine that was given up, and for a run that it was not asked for.
+        Answers from a machine that was given up, and for runs that it was not asked for, are ignored.
         """
         found = self._places.find(answer.name, answer.key)
         if found is None or found[1].record is not None:
@@ -235,7 +235,7 @@ class Driver:
         self._waiting.push(run)
 
     def _finish(self, place: Place, run: Run, record: RunRecord) -> None:
-        """The record is written: go on to the next run, and to what is to be explained."""
+        """After the record is written, free the run's slots and queue its profile to be explained."""
         self._release_profile(place, run)
         self._end(run, place)
         self.keeper.finish(record)
@@ -262,9 +262,9 @@ class Driver:
             self._go_on(*found, found[1].fetch, chunk)
 
     def _go_on(self, place: Place, run: Run, fetch: Fetch, chunk: Chunk | None = None) -> None:
-        """Take the part that has come, and ask for the next one; after the last, put all in place.
+        """Write the received part and request the next one; after the last, put all files in place.
 
-        A machine that sends another part than it was asked for is not used any more.
+        A machine that sends another part than requested is not used any more.
         """
         assert run.record is not None
         try:

@@ -1,4 +1,4 @@
-"""Raw profiles on their way from the machine that measured: in chunks, checked, and put in place when all are there."""
+"""Fetches raw profiles from the machine that measured: in chunks, checked, and put in place when all have arrived."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ CHUNK_BYTES = 2**20
 MAX_FILE_BYTES = 8 * 2**30
 """Largest file that is fetched; none that is larger can be explained."""
 _SYNC_BYTES = 32 * 2**20
-"""How much is written before the disk is waited for, because nothing else is done meanwhile."""
+"""Bytes that are written between two fsyncs, which block the driver."""
 
 
 class RawFile(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class FetchError(ValueError):
 
 
 class Fetch:
-    """The files of one run. They lie beside their places, under names of temporary files, until `keep` is called."""
+    """The files of one run, under temporary names in their final directories until `keep` is called."""
 
     def __init__(self, config: RunConfig, runs: Path, files: Sequence[RawFile]) -> None:
         self._config, self._runs = config, runs
@@ -50,7 +50,7 @@ class Fetch:
                 raise FetchError(f"{file.name}: needed at most {MAX_FILE_BYTES} bytes, got {file.num_bytes}")
         self._left = deque(files)
         self._written: list[tuple[Path, Path]] = []
-        """Temporary names and places of files that are whole."""
+        """Temporary and final paths of the files that are complete."""
         self._output: BinaryIO | None = None
         self._digest = hashlib.sha256()
 
@@ -80,7 +80,7 @@ class Fetch:
         self._left.popleft()
 
     def take(self, name: str, offset: int, data: bytes) -> None:
-        """Write the part that `next_part` asked for, or what has come of it."""
+        """Write the part that `next_part` asked for, or the beginning of it."""
         expected = self.next_part()
         assert expected is not None
         assert self._output is not None
@@ -93,7 +93,7 @@ class Fetch:
             _sync(self._output)
 
     def keep(self) -> None:
-        """Put all files in their places, from which the record, profile and explanation of an earlier run go first."""
+        """Move all files to their final paths, after removing the record, profile and explanation of an earlier run."""
         (self._runs / f"{self._config.key}.json").unlink(missing_ok=True)
         fresh_profile_path(self._config, self._runs)
         while self._written:
@@ -101,7 +101,7 @@ class Fetch:
             self._written.pop()
 
     def drop(self) -> None:
-        """Remove what is not in its place."""
+        """Remove the files that have not been moved to their final paths."""
         with contextlib.suppress(OSError):
             if self._output is not None:
                 self._output.close()

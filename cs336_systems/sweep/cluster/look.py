@@ -1,4 +1,4 @@
-"""The process that asks a Ray cluster for its machines, and each machine what it is, without reserving anything.
+"""The process that asks a Ray cluster for its machines, and each machine for a description, without reserving anything.
 
 It writes a `Look` to standard output as JSON.
 """
@@ -45,7 +45,7 @@ def _look(asked: str) -> Look:
 
 
 def _answer(reference: "ray.ObjectRef[bytes]") -> tuple[Description | None, str | None]:
-    """What a machine says of itself, or why that is not known."""
+    """The description that a machine gives, or why there is none."""
     try:
         data = ray.get(reference, timeout=0)
         return msgspec.json.decode(data, type=Description | None), "it has no NVIDIA GPU" if data == b"null" else None
@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> None:
         found = Look(failure=in_a_line(error))
     out.write(msgspec.json.encode(found))
     out.flush()
-    os._exit(0)  # in order, it could wait for a head that is gone
+    os._exit(0)  # a normal exit of Python could wait for a head that is gone
 
 
 if __name__ == "__main__":

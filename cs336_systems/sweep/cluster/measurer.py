@@ -1,8 +1,8 @@
 """A process that measures one run at a time on a machine of a cluster, in workers as a local sweep does.
 
-It reads requests from standard input and writes replies to standard output, each a line of JSON; first of all, a
-description of the machine. What else is printed goes to standard error. It ends with the process that started it. Raw
-profiles lie in a temporary directory until the next line, with which that process says that it has opened them.
+The process writes a description of the machine to standard output, then reads requests from standard input and writes
+replies, each a line of JSON. All other output goes to standard error. The process ends with the one that started it.
+Raw profiles stay in a temporary directory until the next line of input, which means that they have been opened.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from cs336_systems.sweep.store import SweepError, raw_profile_paths
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a machine says of itself."""
+    """A machine's description of itself."""
 
     host: str
     identity: Identity
@@ -54,7 +54,7 @@ class Description(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> tuple[Identity, bool]:
-        """What a sweep may refuse the machine for."""
+        """The properties for which a sweep may refuse the machine."""
         return self.identity, self.has_nsys
 
 
@@ -68,12 +68,12 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How it ended: the record, also of a run that failed, or why the machine cannot measure."""
+    """The record of a run, failed or not, or the reason why the machine cannot measure."""
 
     record: RunRecord | None = None
     error: str | None = None
     files: tuple[RawFile, ...] = ()
-    """What the run's profiler has left, of a run that failed too."""
+    """Files that the run's profiler has left, also of a failed run."""
     folder: str = ""
     """Where the files are, on this machine."""
 
@@ -95,7 +95,7 @@ def _description(device: Device, gpus: Sequence[Gpu]) -> Description:
 
 def main(words: Sequence[str]) -> None:
     """Serve the process `words[0]`; measure on the device `words[1]`, with the modules `words[2:]` preloaded."""
-    # alone: what removes its temporary directory has to outlive it
+    # kill only this process: the one that removes its temporary directory must outlive it
     when_it_ends(int(words[0]), lambda: os.kill(os.getpid(), signal.SIGKILL))
     device = Device(words[1])
     replies = os.fdopen(os.dup(1), "wb")

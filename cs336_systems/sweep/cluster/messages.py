@@ -7,7 +7,7 @@ from cs336_systems.sweep.cluster.measurer import Request
 from cs336_systems.sweep.cluster.nodes import Answer, Chunk, Connected, Joined, Left, Pending, Unfit
 
 MAX_LINE_BYTES = 2 * MAX_BYTES
-"""Longest line: a record, whose bytes take 4/3 of their number here."""
+"""Longest line; it must hold a record, which base64 makes 4/3 as long."""
 
 
 class Part(msgspec.Struct):
@@ -19,21 +19,21 @@ class Part(msgspec.Struct):
 
 
 class Command(msgspec.Struct, omit_defaults=True):
-    """To measure a run on a machine, or to send or remove what it has left, or else to use the machine no more."""
+    """Order to measure a run on a machine, to send or remove a run's files, or otherwise to stop using the machine."""
 
     name: str
     run: Request | None = None
     part: Part | None = None
     refused: bool = False
-    """With no other order: the machine is another than needed."""
+    """In an order to stop using the machine: whether it did not meet the conditions."""
 
 
 class Message(msgspec.Struct, omit_defaults=True):
-    """One of these; without any, the machines that were there at the start have joined."""
+    """One event; without any, it means that the machines that were there at the start have joined."""
 
     connected: Connected | None = None
     failed: str | None = None
-    """Why the connection is lost, or there was none."""
+    """Why the connection is lost or could not be made."""
     joined: Joined | None = None
     left: Left | None = None
     answer: Answer | None = None

@@ -1,4 +1,4 @@
-"""What the driver of a sweep and the machines that measure for it tell each other."""
+"""Events and calls between the driver of a sweep and the machines that measure for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class Node:
     """A machine that measures, as it describes itself."""
 
     name: str
-    """Unique among all machines that ever join a sweep: one that left and comes back has another."""
+    """Unique among all machines that ever join a sweep; a machine that comes back gets another name."""
     host: str
     identity: Identity
     slots: int
-    """How many ranks it can run at once: its GPUs, or 1 for a CPU, on which two runs would time each other."""
+    """How many ranks the machine can run at once: its GPUs, or 1 for a CPU, where two runs would disturb each other."""
     has_nsys: bool
     """Whether Nsight Systems is installed there."""
 
@@ -40,7 +40,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A run has ended on a machine. `data` should be its record, in JSON; nothing is known of it yet."""
+    """A run has ended on a machine. `data` should be its record in JSON, but has not been checked."""
 
     name: str
     key: str
@@ -70,7 +70,7 @@ class Unfit:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """How many machines the cluster has ordered that are not there yet; said when that changes."""
+    """Number of machines that the cluster has ordered and that have not joined yet; sent when it changes."""
 
     count: int
 
@@ -90,11 +90,11 @@ class Machine:
     host: str
     address: str
     node: Node | None
-    """What it says of itself; None if that is not known, with the reason in `failure`."""
+    """The machine's description of itself; None if unknown, with the reason in `failure`."""
     count: float
-    """Its GPUs by the engine's count, or its cores where CPUs are measured."""
+    """Number of its GPUs as the engine counts them, or of its cores if CPUs are measured."""
     free: float
-    """Those of them that no job has reserved."""
+    """Number of these GPUs or cores that no job has reserved."""
     failure: str | None
 
 
@@ -123,13 +123,13 @@ class Nodes(Protocol):
         """Let this machine remove the files of the run."""
 
     def give_up(self, name: str, *, refused: bool = False) -> None:
-        """End what runs on this machine, and use it no more under this name.
+        """End what runs on this machine, and stop using it under this name.
 
-        It may join again under another one: a machine that was refused as soon as it is not as it was.
+        The machine may join again under another name; if it was refused, only after it has changed.
         """
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         """What has happened since the last call, in order; waits for an event, but no longer than this."""
 
     def now_s(self) -> float:
-        """The time in seconds, by a clock that is never set back."""
+        """The time in seconds, by a monotonic clock."""

@@ -11,7 +11,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     head_s: float = 10.0
     """How long the head of the cluster may take to answer."""
     lease_s: float = 12.0
-    """How long an agent may leave its sweep without an answer, and how long it goes on without hearing from it."""
+    """How long an agent may take to answer its sweep, and how long it goes on without a message from the sweep."""
     ready_s: float = 120.0
     """How long a machine may take until it is ready to measure."""
     back_s: float = 6.0

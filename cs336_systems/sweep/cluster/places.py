@@ -29,17 +29,17 @@ class Run:
     """Why earlier tries gave no record."""
     started_s: float = 0.0
     patience_s: float = 0.0
-    """How long its machine may take for what it was last asked."""
+    """How long the machine may take to answer the last request for this run."""
     deadline_s: float = math.inf
-    """When this time is over."""
+    """When the machine must have answered."""
     held: int = 0
-    """How many slots of its machine it holds: none while its profile is fetched, if that disturbs no other run."""
+    """How many slots of its machine the run holds; 0 while its profile is fetched, if that disturbs no other run."""
     record: RunRecord | None = None
     fetch: Fetch | None = None
-    """Its profile on the way from the machine."""
+    """Its profile while it is being fetched."""
 
     def drop_fetch(self) -> None:
-        """Forget what has come of its record and profile; nothing that has been put in place is removed."""
+        """Drop the parts of its record and profile received so far; files at their final paths are kept."""
         if self.fetch is not None:
             self.fetch.drop()
         self.record = self.fetch = None
@@ -55,7 +55,7 @@ class Place:
     """The runs on it, by their keys."""
 
     def release(self, run: Run) -> None:
-        """The run holds none of its slots any more."""
+        """Free the slots that the run holds."""
         self.free += run.held
         run.held = 0
 
@@ -79,7 +79,7 @@ class Places:
         return iter(self._places.values())
 
     def add(self, node: Node) -> None:
-        """The machine is used from now on."""
+        """Use this machine from now on."""
         self._places[node.name] = Place(node, node.slots)
         self.most_slots = max(self.most_slots, sum(place.node.slots for place in self))
 
@@ -98,7 +98,7 @@ class Places:
         return any(place.node.host == host for place in self)
 
     def start(self, run: Run, place: Place, held: int, now_s: float) -> None:
-        """The run begins on the machine, of which it holds so many slots; those measured beside it are neighbours."""
+        """Note that the run begins on the machine and holds `held` slots; runs measured meanwhile are neighbours."""
         run.started_s, run.held = now_s, held
         others = [other for other in place.running.values() if other.record is None]
         run.neighbours = {other.key for other in others}
@@ -109,7 +109,7 @@ class Places:
         self.num_running += 1
 
     def expect(self, run: Run, place: Place, now_s: float, patience_s: float) -> None:
-        """The machine must answer for this run within this time."""
+        """Set the deadline for the machine's next answer about this run."""
         run.patience_s, run.deadline_s = patience_s, now_s + patience_s
         heapq.heappush(self._deadlines, (run.deadline_s, next(self._numbers), place.node.name, run))
 
@@ -122,14 +122,14 @@ class Places:
                 yield found
 
     def end(self, run: Run, place: Place) -> None:
-        """Nothing more of the run is on the machine."""
+        """Remove the run from the machine."""
         del place.running[run.key]
         place.release(run)
         self.num_running -= 1
         run.drop_fetch()
 
     def drop_fetches(self) -> None:
-        """Forget what has come of profiles, as the sweep ends."""
+        """Drop all partly received profiles, because the sweep ends."""
         for place in self:
             for run in place.running.values():
                 run.drop_fetch()

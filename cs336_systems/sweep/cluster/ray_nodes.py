@@ -1,4 +1,4 @@
-"""Machines of a Ray cluster, reached through a process of its own, which keeps Ray's threads, output and end apart."""
+"""Machines of a Ray cluster, reached through a separate process, which isolates Ray's threads, output and crashes."""
 
 import contextlib
 import importlib.util
@@ -32,7 +32,7 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def is_installed() -> bool:
-    """Whether Ray is there, without importing it, which takes seconds."""
+    """Whether Ray is installed, without importing it, which takes seconds."""
     return importlib.util.find_spec("ray") is not None
 
 
@@ -86,10 +86,10 @@ class RayNodes:
         self._process, self._errors, self._address, self._timeout_s = process, errors, address, timeout_s
         self._began_s = self.now_s()
         self._rest = b""
-        """The beginning of a line whose end has not come yet."""
+        """The beginning of a line whose end has not arrived yet."""
         self._is_connected = False
         self._first: list[Joined] | None = []
-        """Machines that have joined, until all are there that were there at the start."""
+        """Machines that have joined so far; None once all have joined that were there at the start."""
 
     def start(self, name: str, config: RunConfig) -> None:
         """Have this machine measure the run."""
@@ -146,7 +146,7 @@ class RayNodes:
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()
         except OSError:
-            return  # the next look for events says that the process has ended, and why
+            return  # the next call of `events` reports that the process has ended, and why
 
     def _last_words(self) -> str:
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _CHUNK_BYTES))

@@ -9,7 +9,7 @@ from typing import Any
 from cs336_systems.sweep.cluster.measurer import Description
 
 MAX_AGENTS = 3
-"""How many agents may fail on a machine that goes on, without a record from it in between, before it is left alone."""
+"""How many agents in a row may fail on a living machine, without a record in between, before it is left alone."""
 
 
 @dataclass(slots=True)
@@ -20,9 +20,9 @@ class Member:
     actor: Any
     """The engine's handle of it."""
     heard: bool = False
-    """Whether it has answered yet. Until then it may wait for GPUs that another job holds."""
+    """Whether the agent has answered yet. Until then it may be waiting for GPUs that another job holds."""
     description: Description | None = None
-    """What it has said of its machine. The driver knows the machine from then on."""
+    """The agent's description of its machine, which the driver knows from then on."""
 
 
 class Roster:
@@ -55,11 +55,11 @@ class Roster:
         return [name for name in self.members if machine_of(name) not in alive]
 
     def has_measured(self, name: str) -> None:
-        """A record has come from there: failures before it do not count."""
+        """Note that a record has come from the machine, so that earlier failures no longer count."""
         self._failed.pop(machine_of(name), None)
 
     def has_failed(self, name: str) -> bool:
-        """The agent has failed; whether the machine may have another one."""
+        """Note that the agent has failed; return whether the machine may have another one."""
         self._failed[machine_of(name)] += 1
         return self._failed[machine_of(name)] < MAX_AGENTS
 
@@ -69,11 +69,11 @@ class Roster:
             self.away[machine_of(name)] = refused
 
     def forget_others(self, alive: Collection[str]) -> None:
-        """Of the machines that are away, forget those that are not alive: one that starts anew has another id."""
+        """Forget machines that are away and no longer alive: a machine that restarts has another id."""
         self.away = {machine: refused for machine, refused in self.away.items() if machine in alive}
 
     def is_usable(self, machine: str, found: Description) -> bool:
-        """Whether a machine that is away is not as it was when it was refused."""
+        """Whether a machine that is away has changed since it was refused; True if it was not refused."""
         refused = self.away.get(machine)
         return refused is None or found.kind != refused.kind
 

@@ -40,10 +40,10 @@ def sweep_on_nodes(
     placement: Placement = ANYWHERE,
     wait_nodes_s: float = 180.0,
 ) -> Outcome:
-    """Measure those of `configs` that have no result in `directory` yet, on the machines that `connect` brings.
+    """Measure those of `configs` that have no result in `directory` yet, on the machines that `connect` yields.
 
-    It is called with the runs to measure and how long each may take, unless there are none.
-    Raises SweepError and LockedError as `run_sweep` does, and SweepError if no machine is there for `wait_nodes_s`.
+    `connect` is called with the runs to measure and the time limit of each, unless there are no runs.
+    Raises SweepError and LockedError as `run_sweep` does, and SweepError if there is no machine for `wait_nodes_s`.
     """
     started = monotonic()
     runs = make_writable(directory / "runs")

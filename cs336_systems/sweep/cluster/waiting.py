@@ -12,19 +12,19 @@ from cs336_systems.sweep.cluster.nodes import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where runs may go. It is no part of their settings."""
+    """On which machines runs may be measured; not a setting of the runs."""
 
     same_node: bool = False
     """Repeats of a configuration stay on one machine; otherwise on one kind of machine."""
     share_nodes: bool = False
-    """A run that the CPU limits shares its machine with others, as any run does; otherwise it has it to itself."""
+    """Whether a run that the CPU limits shares its machine with others, as any run does, or has it to itself."""
 
 
 ANYWHERE = Placement()
 
 
 class Waits(Protocol):
-    """A run, as far as its place is concerned."""
+    """The properties of a run that decide where it is measured."""
 
     order: int
     family: str
@@ -34,7 +34,7 @@ class Waits(Protocol):
 Home: TypeAlias = Identity | tuple[Identity, str] | None
 """Where the runs of a family belong: a kind of machine, the machine of this kind on this host, or anywhere yet."""
 _Size: TypeAlias = tuple[bool, int]
-"""Whether a run may have others beside it, and its width; the highest starts first."""
+"""Whether a run may share its machine, and its width; the highest starts first."""
 T = TypeVar("T", bound=Waits)
 
 
@@ -62,7 +62,7 @@ class Waiting(Generic[T]):
         return (run for heap in self._heaps.values() for _, run in heap)
 
     def push(self, run: T) -> None:
-        """The run waits from now on."""
+        """Add a run to those that wait."""
         self._count += 1
         self._put(run)
 
@@ -81,7 +81,7 @@ class Waiting(Generic[T]):
         return run
 
     def settle(self, family: str, node: Node) -> None:
-        """The family belongs where this machine is, unless it has a home already."""
+        """Bind the family to this machine or its kind, unless it has a home already."""
         home = self._homes.get(family)
         if self._placement.same_node and not isinstance(home, tuple):
             self._homes[family] = node.identity, node.host
@@ -89,7 +89,7 @@ class Waiting(Generic[T]):
             self._homes[family] = node.identity
 
     def leave(self, node: Node) -> None:
-        """The machine is gone: families that belong there belong to its kind until one of their runs starts."""
+        """Bind the families of a machine that is gone to its kind, until one of their runs starts."""
         home = (node.identity, node.host)
         for family in [family for family, found in self._homes.items() if found == home]:
             self._homes[family] = node.identity

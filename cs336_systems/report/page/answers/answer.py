@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Sentences, with the tables of other chapters that they rest on, and what of the question is not answered."""
+    """Sentences, the tables of other chapters that they rest on, and the part of the question that is not answered."""
 
     sentences: Sequence[str] = ()
     tables: Sequence[Table] = ()
@@ -40,13 +40,13 @@ class Answer:
     places: Sequence[Place] = ()
     """The tables that the sentences rest on."""
     pictures: Sequence[tuple[str, Place]] = ()
-    """Pictures that the question asks for, each after what it shows."""
+    """Pictures that the question asks for: in words what each shows, and its place."""
     commands: Sequence[str] = ()
-    """What measured it."""
+    """Command lines that measured the results."""
     conditions: str = ""
-    """The settings and the device of what was measured."""
+    """The settings and the device of the results."""
     lacking: str = ""
-    """What the course asks for beyond that, in a few words; empty where nothing is lacking."""
+    """What else the course asks for, in a few words; empty if nothing is lacking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Runs:
     """All results, of which these are some."""
     directory: Path
     ending: str
-    """What tells the identifiers of their tables from those of other runs of the directory."""
+    """Suffix that distinguishes the identifiers of their tables from those of other runs in the directory."""
     results: Results
 
     @property
@@ -126,7 +126,7 @@ class Material:
 
     collection: Collection
     runs: Sequence[Runs]
-    """Those of sweeps; see `runs_of`."""
+    """Runs of sweeps; see `runs_of`."""
 
     @classmethod
     def of(cls, collection: Collection) -> "Material":
@@ -135,7 +135,7 @@ class Material:
 
     @cached_property
     def gpus(self) -> list[str]:
-        """The GPUs that runs of sweeps are of, that of most runs first."""
+        """The GPUs of the sweeps' runs, the one with the most runs first."""
         found: Counter[str] = Counter()
         for own in self.runs:
             num_on_gpu = sum(record.config.device is Device.CUDA for record in own.results.records)
@@ -149,7 +149,7 @@ def best(
     suiting: Callable[[Runs], Sequence[RunRecord]],
     wanted: Callable[[RunConfig], bool] | None = None,
 ) -> Runs | None:
-    """The runs that answer a question best, without those that are not about it; None if no runs are.
+    """The runs that answer a question best, without runs that the question is not about; None if there are none.
 
     `suiting` has the records that the question is about. The directory with the most `wanted` configurations is chosen;
     of several, one measured on a GPU, then on the GPU of most results, so that answers beside each other are of one
@@ -175,7 +175,10 @@ def best(
 def from_best(
     suiting: Callable[[Runs], Sequence[RunRecord]], wanted: Callable[[RunConfig], bool] | None = None
 ) -> Callable[[Callable[[Runs], Answer]], Callable[[Material], Answer | None]]:
-    """Makes a function that answers from runs one that answers from the `best` of all results, or None without any."""
+    """Decorator: a function that answers from runs becomes one that answers from the `best` runs of all results.
+
+    The result answers None if there are no such runs.
+    """
 
     def decorated(answer: Callable[[Runs], Answer]) -> Callable[[Material], Answer | None]:
         def from_material(material: Material) -> Answer | None:
@@ -187,7 +190,7 @@ def from_best(
 
 
 def is_of_course(config: RunConfig) -> bool:
-    """Whether it is one of the course's models, written out, on a batch of 4: what the questions are about."""
+    """Whether the run is of a course's model in this project's plain form, with a batch of 4, as in the questions."""
     return config.size in COURSE_SIZES and is_plain(config)
 
 
@@ -211,7 +214,7 @@ def with_several(records: Sequence[RunRecord], setting: str) -> list[RunRecord]:
 
 
 def pairs(rows: Sequence[Row], setting: str, first: object) -> list[tuple[Row, Row]]:
-    """Each row, and the one that differs from it in nothing but having the `first` value of this setting."""
+    """Each row, with the row that differs from it only by the `first` value of this setting."""
 
     def others(row: Row) -> tuple[tuple[str, object], ...]:
         return tuple((name, value) for name, value in row["identity"].items() if name not in (setting, "digest"))

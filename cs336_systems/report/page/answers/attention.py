@@ -24,7 +24,7 @@ OWN_PRECISIONS = (Precision.BF16, Precision.FP32)
 WORDS = {"forward": "Forward", "backward": "Backward", "together": "Forward and backward together"}
 SAME = "about as fast"
 ABOUT = 0.02
-"""Two times that differ by less than this part of them are about the same."""
+"""Two times that differ by less than this share count as about the same."""
 
 
 def attention(material: Material) -> Answer | None:
@@ -72,7 +72,7 @@ def _times(naive: Sequence[Row]) -> Iterator[str]:
 
 
 def _without(rows: Sequence[Row], naive: Sequence[Row]) -> Iterator[str]:
-    """What a kernel keeps that never writes the weights to memory."""
+    """Memory that a kernel keeps if it never writes the weights to memory."""
     for row in naive[-1:]:
         same = [other for other in rows if _shape(other) == _shape(row) and other["saved_mib"]]
         if (least := min(same, key=lambda other: other["saved_mib"], default=None)) is not None and least is not row:
@@ -98,7 +98,7 @@ def compiled_attention(material: Material) -> Answer | None:
 
 
 def _kept(rows: Sequence[Row]) -> Iterator[str]:
-    """That compilation does not change what is kept for backward, where that is so."""
+    """A sentence that compilation keeps as much for backward, if so."""
     pairs = {_shape(row): row["saved_mib"] for row in cells_of(rows, Implementation.NAIVE) if row["saved_mib"]}
     for row in cells_of(rows, Implementation.COMPILED)[-1:]:
         if row["saved_mib"] and pairs.get(_shape(row)) == row["saved_mib"]:
@@ -146,7 +146,7 @@ def _gain(rows: Sequence[Row], part: str, before: Implementation, after: Impleme
 
 
 def _where(gains: Mapping[int, float]) -> str:
-    """Whether it is faster or slower, by more than ABOUT, at the longest contexts, from which one on, and before it."""
+    """In words: faster or slower, by more than ABOUT, at the longest contexts, from which on, and at shorter ones."""
     contexts = list(gains)
     words = ["slower" if gain < 1 - ABOUT else "faster" if gain > 1 + ABOUT else SAME for gain in gains.values()]
     start = max((number + 1 for number, word in enumerate(words) if word != words[-1]), default=0)

@@ -1,4 +1,4 @@
-"""Answers about the memory of a step: its course over time, peaks, allocations, and what a block keeps."""
+"""Answers about the memory of a step: over time, peaks, allocations, and what a block keeps."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace

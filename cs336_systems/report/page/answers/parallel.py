@@ -38,13 +38,13 @@ MOMENTS = (
     Column("other", key="other_bytes", write=size),
     Column("in all", key="allocated_bytes", write=size),
 )
-"""Of the memory of one rank at a moment."""
+"""Columns of the memory of one rank at a moment."""
 OF_SHARDING = {
     "step_mean_ms": "a step takes",
     "peak_allocated_gib": "its peak of memory is",
     "sent_mib": "a rank sends",
 }
-"""What is compared with the optimizer's state sharded and without, by column."""
+"""Quantities that are compared with and without a sharded optimizer state, by column."""
 ZERO_1 = (
     "ZeRO stage 1 (Rajbhandari et al. 2020) keeps the same parts of the state, but each rank averages only the "
     "gradients that it updates, by a reduce-scatter, before it gathers the parameters: it sends as much as one "
@@ -211,7 +211,7 @@ def _shared(
 
 
 def _gathers_in_words(runs: Runs) -> Iterator[str]:
-    """Whether each gather ended before it was needed, from profiles whose ranges tell."""
+    """Whether each gather ended before it was needed, from profiles with ranges around gathers."""
     entries = [entry for entry in runs.results.kernels if entry.profile.gathers]
     if not entries:
         yield "Whether each gather ends before it is needed is told by a profile of the same runs (--profile)."

@@ -33,7 +33,7 @@ from cs336_systems.report.sections.steps_answers import (
 from cs336_systems.report.table import Table, make_table
 
 MEASURED_STEPS = 10
-"""As many steps as the course measures."""
+"""Number of steps that the course measures."""
 PHASES = ("forward_mean_ms", "backward_mean_ms", "optimizer_mean_ms", "step_mean_ms")
 
 
@@ -55,7 +55,7 @@ def _timed(runs: Runs) -> list[RunRecord]:
 
 
 def _has_phases(record: RunRecord) -> bool:
-    """Whether its phases are known; those that contradict their step are not."""
+    """Whether the record has times of phases that do not contradict the step."""
     return all(record.measurement(phase) for phase in record.config.phases)
 
 
@@ -105,7 +105,7 @@ def times(runs: Runs) -> Answer:
     lambda config: is_of_course(config) and config.model.context_length == CONTEXT,
 )
 def warmup(runs: Runs) -> Answer:
-    """What no warm-up, or too little, changes."""
+    """How step times change without warm-up, or with too little of it."""
     rows = runs.rows
     first = Column("first measured step", "ms", key="first_step_ms")
     columns = (column("step_mean_ms"), column("step_cv"), first)

@@ -75,7 +75,7 @@ def _chart(name: str, title: str, study: CeilingsStudy, panel: Panel, legend: in
 
 
 def points_of(rows: Sequence[Row], x: str, name: str, y: str = "tflops_per_s") -> Line:
-    """The values by two keys; each point of a layer is called as its layer."""
+    """The values by two keys; the point of a layer is named after the layer."""
     return Line(
         name=name,
         points=tuple(

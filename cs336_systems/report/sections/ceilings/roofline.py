@@ -155,7 +155,7 @@ def _roof(name: str, colour: str, ends: Sequence[tuple[float, float]], source: s
 
 
 def _promises(span: tuple[float, float], study: CeilingsStudy) -> Iterator[Curve]:
-    """The data sheet's roof at the precisions that it gives, dotted and paler."""
+    """The roofs by the data sheet, for the precisions that it lists, dotted and paler."""
     spec, bandwidth = find_device(study.device_name), promised_bandwidth(study.device_name)
     found = {precision: promised_flops(spec, precision) for precision in study.product_ceilings}
     promised = {precision: peak for precision, peak in found.items() if peak is not None}

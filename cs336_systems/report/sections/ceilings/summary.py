@@ -83,7 +83,7 @@ def ceilings_tables(study: CeilingsStudy, parts: StepParts | None = None) -> lis
 
 
 def ceilings_sections(study: CeilingsStudy, parts: StepParts | None = None) -> list[Section]:
-    """All subjects in the order to read them; one that there is nothing of is empty."""
+    """All subjects in reading order; the section of a subject without values is empty."""
     return [
         summary_section(study),
         replace(products_section(study), pictures=product_chart(study)),
@@ -128,7 +128,7 @@ def _findings(study: CeilingsStudy) -> Iterator[str]:
 
 
 def _half_rate_side(study: CeilingsStudy, precision: ProductPrecision, ceiling: float) -> int | None:
-    """The least side from which on all square products run at half of the ceiling; None where all do, or none."""
+    """The least side from which all square matmuls reach half of the ceiling; None if all of them do, or none."""
     squares = {
         cell.shape.rows: rate
         for cell in study.products_of(precision)
@@ -139,7 +139,7 @@ def _half_rate_side(study: CeilingsStudy, precision: ProductPrecision, ceiling: 
 
 
 def _padding(study: CeilingsStudy) -> Iterator[str]:
-    """What padding gains, for pairs of products of which one is called as the other with `, padded`."""
+    """What padding gains, for pairs of matmuls whose names differ by the suffix `, padded`."""
     by_name = {(row["name"], row["precision"]): row for row in timed(product_rows(study))}
     for name in dict.fromkeys(shape.name for shape in study.grid.shapes):
         gains = []

@@ -117,7 +117,7 @@ def product_rows(study: CeilingsStudy) -> list[Row]:
 
 
 def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
-    """The share of the best is in doubt where either time is; that of the best itself is 100 %, whatever its time."""
+    """Row of one matmul. Its share of the best is in doubt if either time is, but not for the best itself (100 %)."""
     shape, best, own = cell.shape, study.best_product(cell.precision), timing_values(cell.timing)
     promised = promised_flops(find_device(study.device_name), cell.precision)
     pair = () if best is None or best is cell else (own, timing_values(best.timing))

@@ -1,4 +1,4 @@
-"""Tables of what ranks send each other: how long, what of it is exposed, gathers in time, and ranks beside each other.
+"""Tables of communication: time of collectives and its exposed part, gathers in time, and ranks beside each other.
 
 Times are means per step. A table has rows only of runs whose trace has kernels of collectives.
 """
@@ -31,7 +31,7 @@ IN_TIME = (
     "launched it. Waited: how long it waited for the gather."
 )
 MAX_UNITS = 20
-"""Rows of the table of gathers that came late."""
+"""Most rows of the table of late gathers."""
 _CSV = ("phase", "collective", "collectives_per_step", "collective_mean_ms", "collective_std_ms", "overlapped_mean_ms",
         "exposed_mean_ms", "exposed_std_ms", "exposed_share")  # fmt: skip
 _RANK_TIMES = ("collective", "exposed", "waited")

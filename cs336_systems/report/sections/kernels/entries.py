@@ -41,7 +41,7 @@ class Explained:
     def clock_s(self, phase: Phase) -> float | None:
         """Mean time of the phase without a profiler; None if it is not known.
 
-        That of backward has communication in it if the trace cannot tell them apart, as in one CUDA graph of both.
+        Backward's time includes communication if the trace cannot tell them apart, as in one CUDA graph of both.
         """
         phases = [phase]
         if phase is Phase.BACKWARD and all(own.phase is not LaunchPhase.COMMUNICATION for own in self.profile.phases):
@@ -88,15 +88,15 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profile
 
 
 def replayed(entries: Iterable[E], ceilings: Ceilings) -> list[E]:
-    """The entries with what their steps would take with changes, of which those ceilings tell the times of matmuls."""
+    """The entries with predicted times of their steps with changes; times of matmuls are from the ceilings."""
     return [replace(entry, what_if=_what_if(entry, ceilings)) for entry in entries]
 
 
 def _what_if(entry: Explained, ceilings: Ceilings) -> WhatIf:
-    """What changes would bring, with the host's time of the run without a profiler.
+    """Predicted times with changes, using the host's launch time of the run without a profiler.
 
-    Where launches do not limit that run, the host also waited for the device: then its time is a bound, and what the
-    ceilings foretell counts, at the speed at which this run's host launched forward.
+    If launches do not limit that run, the host also waited for the device, so its time is only an upper bound. Then the
+    launch time predicted from the ceilings, scaled by this host's speed in launching forward, is used if it is less.
     """
     curves = ceilings.curves(entry.device_name or next(iter(entry.profile.device_names), ""))
     plain = None if entry.config is None else entry.config.unprofiled
@@ -110,10 +110,10 @@ def _what_if(entry: Explained, ceilings: Ceilings) -> WhatIf:
 
 
 def _slowness(plain: RunRecord | None, predicted: TimePrediction) -> float:
-    """How many times as long as foretold the host of a run took to launch forward; 1 if that is not known.
+    """Time in which the host of a run launched forward, over the predicted time; 1 if that is not known.
 
-    The queue is empty when forward begins. The host waits for the device if forward has more launches than the queue
-    holds, and then the time that it took tells nothing of its speed. A CUDA graph is one launch.
+    The queue is empty when forward begins. If forward has more launches than the queue holds, the host waits for the
+    device, and its time does not show its speed. A CUDA graph is one launch.
     """
     timed = () if plain is None else plain.host_phases
     measured = next((each.times_s for each in timed if each.phase is Phase.FORWARD), None)

@@ -1,6 +1,6 @@
 """Sentences about what limits a profiled step, and about what takes time in it that can be saved.
 
-All numbers are per step. A finding is there only if it costs at least the share that its threshold below says.
+All numbers are per step. A finding is reported only if it costs at least the share of its threshold below.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,10 +71,10 @@ class _Finding:
 
 
 def findings(profile: StepProfile, config: RunConfig | None = None, replayed: WhatIf | None = None) -> tuple[str, ...]:
-    """Sentences in order: one-offs, what limits the step, what would shorten it, where the device idles, what else.
+    """Sentences in order: one-offs, what limits the step, what would shorten it, idle times, other findings.
 
-    Of the last two, the longest come first. With the `config` of the run, nothing is advised that it does already.
-    `replayed` is what the step takes with changes; without it, how much each would gain is not known.
+    Idle times and other findings are sorted by cost. With the `config` of the run, the advice leaves out what the run
+    does already. `replayed` has the step's times with changes; without it, the gain of each change is not known.
     """
     one_offs = find_one_offs(profile)
     found, steady = _Findings(profile, config), _Findings(without(profile, one_offs), config)
@@ -190,7 +190,7 @@ class _Findings:
         """Phases that the host limits, in a step that it does not limit."""
         for phase in self.profile.phases if not is_launch_bound(self.profile) else ():
             late_s, whole_s = idle(self.profile, IdleCause.LATE_LAUNCH, phase.phase).total_s, sum(phase.wall_s)
-            # at the start of a step nothing is launched yet, whatever the phase: that is a matter of the whole step
+            # every step starts idle, because nothing is launched yet; so it must also matter for the whole step
             if late_s >= MIN_LATE_SHARE * whole_s > 0 and late_s >= MIN_PAUSE_SHARE * self.wall_s:
                 yield _Finding(
                     late_s,
@@ -377,7 +377,7 @@ class _Findings:
             yield text
 
     def evident(self) -> set[Remedy]:
-        """Ways to shorten the step that these sums speak for, though not by how much."""
+        """Ways that would shorten the step according to these sums, which do not show by how much."""
         found: set[Remedy] = set()
         if is_launch_bound(self.profile):
             found |= {Remedy.COMPILE, Remedy.ATTENTION, Remedy.OPTIMIZER, Remedy.GRAPHS}

@@ -25,14 +25,14 @@ STYLES = {
 }
 """Style of each part that a bar may have, in the order of drawing."""
 OVERLAP = 0.01
-"""Smallest share of the step's wall time with kernels side by side that the picture mentions."""
+"""Smallest share of the step's wall time with overlapping kernels that the picture mentions."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeBar:
     """One bar: a row of the table of phases, and what it consists of in milliseconds per step, in the order of drawing.
 
-    It is longer than the wall time where kernels ran side by side.
+    The bar is longer than the wall time if kernels overlapped.
     """
 
     row: Row

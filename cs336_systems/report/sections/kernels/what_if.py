@@ -17,9 +17,9 @@ from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.words import ms
 
 MIN_GAIN_SHARE = 0.01
-"""Smallest gain that is told, as a share of the step: repeated runs differ by as much."""
+"""Smallest reported gain, as a share of the step: repeated runs differ by as much."""
 MOST_TOLD = 4
-"""Changes that the sentence names; the table has all."""
+"""Most changes that the sentence names; the table has all."""
 AS_IT_IS = "as it is"
 _CHANGES: Mapping[Remedy, str] = {
     Remedy.GRAPHS: "launches for free",
@@ -81,7 +81,7 @@ def change_of(remedy: Remedy, config: RunConfig | None) -> str:
 
 
 def proposals(found: WhatIf, config: RunConfig | None, evident: Collection[Remedy]) -> str:
-    """What would shorten the step, the largest gain first; of what is not known by how much, what is `evident`."""
+    """What would shorten the step, the largest gain first; changes of unknown gain only if they are `evident`."""
     known = [each for each in found.changed if each.step_s is not None]
     useful = [each for each in known if (found.gain_s(each) or 0.0) >= MIN_GAIN_SHARE * (found.step_s or 0.0)]
     unknown = [each.remedy for each in found.changed if each.step_s is None and each.remedy in evident]

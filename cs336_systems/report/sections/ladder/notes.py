@@ -175,7 +175,7 @@ def reasons(row: Row, last: Row | None) -> str:
 
 
 def _change(words: str, key: str, unit: str, row: Row, last: Row | None, scale: float = 1) -> Iterator[str]:
-    """`words 450 -> 310 unit` where that is a change, `words 310 unit` where nothing is known from before."""
+    """`words 450 -> 310 unit` for a change, `words 310 unit` if the earlier value is not known."""
     now = row[key]
     if now is None:
         return
@@ -186,7 +186,7 @@ def _change(words: str, key: str, unit: str, row: Row, last: Row | None, scale: 
 
 
 def _busy(row: Row, last: Row | None) -> Iterator[str]:
-    """Always said where it is known; the share of the step where it changes: the GPU waited less, or longer."""
+    """The busy time, whenever it is known, and its share of the step if the GPU now waits less, or longer."""
     if row["busy_share"] is None:
         return
     now, share = short(row["busy_ms"]), short(100 * row["busy_share"])

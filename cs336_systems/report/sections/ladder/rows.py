@@ -1,4 +1,4 @@
-"""What came of each rung of a ladder, as a row of values: times, speed-ups, gate, compilation, counts and bytes."""
+"""Results of each rung of a ladder, as a row of values: times, speed-ups, gate, compilation, counts and bytes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ MAX_SLOWDOWN = 0.10
 """Largest profiler slowdown at which class times still explain the plain step."""
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
 UNUSED = ("selective_checkpoints", "keep_hidden", "expandable_segments", "loss_chunks")
-"""Shortcuts that no rung takes."""
+"""Shortcuts that no rung uses."""
 FIELDS = ("batch_size", "precision", "compile", "compile_blocks", "optimizer",
           *(name for name, setting in SETTINGS.items() if setting.is_shortcut and name not in UNUSED), "learning_rate",
           "seed")  # fmt: skip
@@ -46,8 +46,8 @@ def ladder_rows(
 ) -> list[Row]:
     """One row for each rung, in order, by the records of its configuration among `records`.
 
-    A rung that fails its gate, or has no verdict, is not credited: later rungs are compared with the last before them
-    that is, whose name is `last`, and with the first.
+    A rung that fails its gate, or has no verdict, is not credited. Each rung is compared with the last credited rung
+    before it, whose name is `last`, and with the first.
     """
     references = _reference_losses(ladder[0], records)
     rows: list[Row] = []
@@ -127,7 +127,7 @@ def _gate(gate: Gate, has_run: bool) -> Row:
 
 
 def _compiled(done: Sequence[RunRecord]) -> Row:
-    """The longest compilation, that of the process which found least in the compiler's cache; the largest counts."""
+    """The longest compilation, of the process that found least in the compiler's cache; the largest of all counts."""
     found = [record.compilation for record in done if record.compilation is not None]
     counts = {name: max((int(getattr(each, name)) for each in found), default=None) for name in COMPILED}
     return {"compile_s": max((each.seconds for each in found), default=None), **counts}

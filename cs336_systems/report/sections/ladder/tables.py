@@ -94,7 +94,7 @@ def settings(rows: Rows) -> str:
 def ladder_chart(rows: Sequence[Row], settings: str) -> Chart:
     """Mean time of a step by rung, with the interval over processes where there are three or more.
 
-    Rungs that the slowest would make all look alike stand a second time below, on a scale of their own.
+    Rungs whose bars would all be short beside the slowest one's are repeated below, on a scale of their own.
     """
     fast, below = _fast(rows), f"Those that take less than 1/{_FRACTION} of the slowest"
     panels = [_panel(rows), *([_panel(fast, below)] if len(fast) > 1 else [])]

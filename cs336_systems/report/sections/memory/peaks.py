@@ -88,7 +88,7 @@ def peaks(entries: Sequence[Snapshot]) -> Section:
 
 
 def allocator(profile: MemoryProfile) -> Section:
-    """How the allocator worked with the device during one recording, and the first request that it could not meet."""
+    """The allocator's requests to the device during one recording, and the first request that failed."""
     work = profile.work
     values = {
         "blocks_in_use": profile.num_allocations,

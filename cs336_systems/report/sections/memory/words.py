@@ -16,7 +16,7 @@ from cs336_systems.text import counted
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MIN_PART = 0.001
-"""Parts of a whole below this fraction are left out of sentences."""
+"""Sentences leave out parts below this share of the whole."""
 KEPT_FOLDERS = 2
 """Last parts of a path that a table shows; the CSV has the whole path."""
 MANY_TIMES_ROUNDED = 1.01
