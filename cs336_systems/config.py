@@ -126,7 +126,7 @@ class Parallel(StrEnum):
 
     @property
     def takes_any_tensor(self) -> bool:
-        """Whether gradients of any tensors, not only parameters, can be averaged, and CUDA graphs hold collectives."""
+        """Whether gradients of other tensors than parameters can be averaged, and CUDA graphs can hold collectives."""
         return self not in (Parallel.DDP, Parallel.FSDP2)
 
     @property

@@ -334,7 +334,7 @@ class RunRecord:
     num_parameters: Count | None = None
     memory: Memory | None = None
     moments: tuple[MemoryMoment, ...] = ()
-    """Memory of a run on several ranks, in a step without CUDA graphs; empty for a run in one process."""
+    """Memory of a run on several ranks; the later moments are of a step without CUDA graphs. Empty for one process."""
     ranks: tuple[RankRecord, ...] = ()
     """Empty for a run in one process, and for one that failed."""
     traffic: tuple[Traffic, ...] | None = None

@@ -40,7 +40,8 @@ def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Com
 def _half_width(*sides: Sequence[Measurement]) -> float | None:
     """Half the width of the interval of the difference of the mean logarithms, by Welch and Satterthwaite.
 
-    The part of the variance that is estimated from steps has their degrees of freedom; PROCESS_DEVIATION is exact.
+    The part of the variance that is estimated from steps has their degrees of freedom; PROCESS_DEVIATION is taken as
+    known.
     """
     from scipy.special import stdtrit  # slow to import, and few commands need it
 

@@ -27,8 +27,9 @@ class Matching:
 def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
     """Match the rows of two sweeps by all settings except those in which the sweeps differ as wholes.
 
-    The sweeps differ as wholes in a setting if they share no value of it. If a side would have a configuration twice
-    without these settings, only those with a single value on each side are left out.
+    All configurations of a sweep are different. The sweeps differ as wholes in a setting if they share no value of it.
+    If a side would have a configuration twice without these settings, only those with a single value on each side are
+    left out.
     """
     names = list(a[0] if a else ())
     values = {name: ({row[name] for row in a}, {row[name] for row in b}) for name in names}

@@ -255,7 +255,7 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
 
 
 def load(directory: Path, beside: Ceilings) -> "Climbed":
-    """The ladder in a directory: rungs, records, profiles and table rows; rates are shares of the ceilings `beside`."""
+    """The ladder in a directory: rungs, records, profiles and table rows, with shares of the ceilings `beside`."""
     from cs336_systems.report.page.collection import Climbed
     from cs336_systems.report.results import Results
     from cs336_systems.report.sections.kernels.entries import load_profiled

@@ -90,7 +90,7 @@ def _everything(root: Path, is_json: bool) -> int:
 
 
 def _refuse_to_lose(problems: Mapping[Path, Sequence[RecordError]], output: Path | None) -> None:
-    """Report which records cannot be read; raise UsageError if that would overwrite tables that have these runs."""
+    """Report which records cannot be read; raise UsageError if tables with these runs would be overwritten."""
     for problem in itertools.chain.from_iterable(problems.values()):
         print(f"warning: {problem}", file=sys.stderr)
     for directory, found in problems.items():

@@ -71,7 +71,7 @@ def show_results(
 
 
 def _refuse_to_lose(results: "Results", directory: Path, output: Path) -> None:
-    """Report how many profiles are missing; raise UsageError if that would overwrite tables that have these runs."""
+    """Report how many profiles are missing; raise UsageError if tables with these runs would be overwritten."""
     if not results.lost:
         return
     if output.resolve() == directory.resolve():

@@ -84,7 +84,7 @@ def pairs(grids: Sequence[Sequence[RunConfig]], allow_mixed: bool) -> list[tuple
 
 
 def name_of(pairs: Sequence[tuple[RunConfig, RunConfig]]) -> str:
-    """Name of the directory for records of these pairs; different comparisons have different names."""
+    """Name of the directory for records of these pairs: the same for the same comparison, and only for it."""
     if len(pairs) == 1:
         ((a, b),) = pairs
         return f"compare_{a.size}_{a.digest}_{b.digest}"

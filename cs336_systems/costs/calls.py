@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 BUCKET_BYTES = 25 * 2**20
-"""Least bytes of gradients in a full bucket, in ddp-overlap and in PyTorch's DistributedDataParallel."""
+"""Least bytes of a full bucket of gradients, averaged during backward, in ddp-overlap and PyTorch's DDP."""
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket of PyTorch's DistributedDataParallel, which is smaller so that its all-reduce starts early."""
 

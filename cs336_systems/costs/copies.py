@@ -14,7 +14,7 @@ from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES, HEAD, LOOKUP, RES
 ALIGNED_ELEMENTS = 8
 """Weights are packed if each part begins at a multiple of this many elements in bf16."""
 EXCHANGED_BYTES = 64 * 2**20
-"""Least bytes of updated copies that a sharded optimizer sends in one bucket."""
+"""Least bytes of updated copies in a full bucket, which a sharded optimizer sends together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Leaf:
         return self.element_bytes * (self.elements + self.surplus)
 
     def shared_bytes(self, ranks: int) -> int:
-        """Bytes that a sharded optimizer shards: the matrix without surplus; 0 if its parts would not be aligned."""
+        """Bytes that a sharded optimizer shards: a matrix without surplus; 0 for vectors and unaligned parts."""
         is_shared = self.is_matrix and self.elements % (ranks * 2 * ALIGNED_ELEMENTS) == 0
         return self.element_bytes * self.elements if is_shared else 0
 
@@ -121,7 +121,7 @@ def _exchanges(config: RunConfig, found: Sequence[Leaf]) -> Iterator[Call]:
 
 
 def _of_units(config: RunConfig, found: Sequence[Leaf]) -> Iterator[Call]:
-    """Calls of fsdp: gathers of each unit's matrices, one per type, and scatters of their gradients; then vectors."""
+    """Calls of fsdp: each unit's matrices of one type are gathered, their gradients scattered, and vectors averaged."""
     *_, last = (leaf.unit for leaf in found if leaf.is_matrix and leaf.unit != REST)
     matrices = sorted((leaf for leaf in found if leaf.is_matrix), key=_unit_and_type)
     padding = max(leaf.surplus for leaf in found)  # a tied fp32 table is padded like its copy

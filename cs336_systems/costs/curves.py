@@ -116,7 +116,7 @@ Point = tuple[tuple[float, float, float], float]
 
 @lru_cache(maxsize=1024)
 def _surface(measured: tuple[Matmul, ...], is_aligned: bool, form: Form, is_batched: bool) -> tuple[Point, ...]:
-    """Points of the most similar matmuls: of this form and batched or not, else linear ones; if possible as aligned."""
+    """Points of the most similar matmuls: of this form and batching, else linear ones; if possible equally aligned."""
     alike = [each for each in measured if each.form is form and (each.batch > 1) is is_batched]
     alike = alike or [each for each in measured if each.form is None]
     kept = [each for each in alike if _is_aligned(each.rows, each.inner, each.columns) is is_aligned] or alike

@@ -11,7 +11,7 @@ from cs336_systems.costs.hardware import DeviceSpec
 MATMUL_EFFICIENCY = 0.7
 """Share of the peak that a matmul reaches, whatever its size."""
 MEMORY_EFFICIENCY = 0.85
-"""Share of the memory bandwidth that every kernel reaches that is not a matmul."""
+"""Share of the memory bandwidth that every kernel except matmuls reaches."""
 LINK_EFFICIENCY = 0.75
 """Share of NVLink's rate in one direction that a collective reaches."""
 LAUNCH_S = 7e-6

@@ -17,9 +17,9 @@ gradient, so smaller parts would cost more traffic."""
 USABLE, USABLE_FIXED = 0.92, 0.85
 """Shares of the memory beside the CUDA context that tensors may take, in expandable segments and in fixed ones.
 
-NCCL and workspaces need 1 to 2 GiB. The rest is lost to fragmentation: when the 8B step with selective checkpoints is
-replayed on the simulated allocator (forecast/allocator.py), 6 GiB in expandable segments, and 16 GiB in fixed ones.
-With fixed segments that step does not fit an H200, neither in the simulation nor when it was tried.
+NCCL and workspaces need 1 to 2 GiB. The rest is lost to fragmentation: the 8B step with selective checkpoints, replayed
+on the simulated allocator (forecast/allocator.py), loses 6 GiB in expandable segments, and 16 GiB in fixed ones. With
+fixed segments that step fits an H200 neither in the simulation nor when it was tried.
 """
 
 
@@ -34,7 +34,7 @@ def with_checkpoints(config: RunConfig, memory_bytes: int, *, keeps_graph: bool 
     """
     if not config.fused_blocks or config.checkpoint_blocks or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
         return config
-    # ranks that write to each other's memory share it by handles, which only fixed segments have
+    # ranks that write to each other's memory open it by handles of fixed segments
     is_fixed = config.profiler is Profiler.MEMORY or config.parallel.writes_to_others
     # NCCL registers the buffers of graphs, which fails in expandable segments; steps this large need no graphs
     is_fixed = is_fixed or (keeps_graph and config.is_shared)

@@ -18,7 +18,7 @@ from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
 from cs336_systems.costs.forecast.ways import WAYS
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
-"""Memory of the driver and of the kernels of PyTorch and cuBLAS; 0.72 GiB was seen on an H200 out of memory."""
+"""Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran out of memory."""
 NCCL_BYTES = 478 * 2**20
 """Memory of NCCL on a rank, once it has called each kind of collective: measured on two H200."""
 MAX_LAYERS = 1000
@@ -76,8 +76,8 @@ class MemoryPrediction:
 def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """Predict the memory of a CUDA run.
 
-    None for what is not predicted: the user's own model, compiled models and other shortcuts (cast_once, ...), fused
-    attention that does not support fp32, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
+    None for what is not predicted: the user's own model, compiled models and other shortcuts (cast_once, ...), flash
+    and cuDNN attention without half precision, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
     (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in
     half precision and the efficient kernel in fp32. Left out: scalars of GradScaler and of fused attention, buffers
     inside of kernels, a data loader's batch in flight.

@@ -165,7 +165,7 @@ def _memory_bytes(config: RunConfig, tensor_ranks: int) -> int | None:
 
 
 def _models(config: RunConfig) -> tuple[RunConfig, RunConfig]:
-    """The same step with FEW_LAYERS and MORE_LAYERS layers; twice the step itself if it has no more layers."""
+    """The same step with FEW_LAYERS and MORE_LAYERS layers; twice the step itself if it cannot be extrapolated."""
     if config.model.num_layers <= MORE_LAYERS or config.checkpoint_blocks > 1:
         return config, config
     few, more = (replace(config.model, num_layers=count) for count in (FEW_LAYERS, MORE_LAYERS))

@@ -78,7 +78,7 @@ class TimePrediction:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether a much slower measured step is more likely than a wrong prediction (see TRUSTED_SHARE)."""
+        """Whether a step that differs much from the prediction is more likely slow than the prediction is wrong."""
         return min(self.busy_share, self.known_share) >= TRUSTED_SHARE
 
     @property
@@ -127,8 +127,8 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
 
     None for what is not predicted: eager steps that `predict_memory` does not predict; shortcuts, except CUDA graphs
     alone and all of `--fast` together; steps of several ranks; tokens from a file; fp16, whose gradient scaler waits
-    for the device; the math backend of PyTorch's attention; and precisions that were not measured. Each call of the
-    host is assumed to take as long as one launch (`host_calls`).
+    for the device; the math backend of PyTorch's attention; and precisions in which no matmul, or none that is large
+    enough, was measured. Each call of the host is assumed to take as long as one launch (`host_calls`).
     """
     if config.is_shared or not has_known_kernels(config, curves):
         return None

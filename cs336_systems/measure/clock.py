@@ -20,7 +20,7 @@ class StepTimes:
     """Time until the host had launched the whole step; for the rest of `step_s` it waited for the device."""
     phases_s: dict[Phase, float]
     host_phases_s: dict[Phase, float] = field(default_factory=dict)
-    """Time that the host took to launch each phase; empty for HostClock."""
+    """Time that the host took to launch each phase; empty from HostClock, where it would equal `phases_s`."""
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ def count_page_faults() -> int:
 def page_fault_s() -> float:
     """The least time of a page fault of a large tensor, with all threads at work; 0.0 if such a tensor has none.
 
-    Allocating, filling and freeing a tensor takes longer than filling it again; the difference is over its page faults.
+    This is how much longer a tensor takes to allocate, fill and free than to fill again, divided by its page faults.
     """
     found = []
     for _ in range(_TIMES):

@@ -14,7 +14,7 @@ from cs336_systems.config import OptimizerKind
 class EagerOptimizer(torch.optim.Optimizer):
     """An optimizer that is never compiled.
 
-    PyTorch wraps the two methods below to exclude them from torch.compile, and the wrapper imports torch._dynamo (2 s).
+    PyTorch wraps the two methods below to hide them from torch.compile; the first call imports torch._dynamo (2 s).
     """
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)

@@ -28,8 +28,8 @@ Mask = Bool[Tensor, "queries keys"]
 class TransformerLM(nn.Module):
     """Language model, built and initialised on the default device: `with torch.device("cuda"): TransformerLM(config)`.
 
-    The state dict of architecture cs336 has the keys of the course's own model. Parameters are fp32; autocast computes
-    in lower precision.
+    The state dict of architecture cs336 has the keys of the course's own model. Parameters are fp32; only autocast
+    lowers the precision of computations.
     """
 
     rotations: Tensor | None

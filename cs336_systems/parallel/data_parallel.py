@@ -96,7 +96,7 @@ class OverlapDDP(NaiveDDP):
         super().__init__(module, leaves)
         self._bucket_bytes = bucket_bytes
         self._ready: dict[int, None] = {}
-        """Numbers of the leaves that this backward has computed gradients for so far, in that order."""
+        """Numbers of the leaves whose gradients this backward has computed, in the order in which they became ready."""
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
@@ -146,7 +146,8 @@ class PushDDP(NaiveDDP):
 
     That takes memory for the gradients of every other rank. On GPUs the copies occupy no multiprocessor (see
     parallel/peers.py). Gradients are divided by the number of ranks where backward begins, at the module's output. They
-    are added up in the order of the ranks, so that all ranks get the same sum; without `adds` the optimizer adds them.
+    are added up in the order of the ranks, so that all ranks get the same sum; without `adds` the optimizer adds them,
+    because it reads them anyway.
     """
 
     def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None, *, adds: bool = True) -> None:

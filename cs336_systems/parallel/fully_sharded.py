@@ -153,11 +153,11 @@ class FSDP(nn.Module):
         return [flat.gathered for unit in self._units for flat in unit.flats]
 
     def shard_of(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter of the module, or of another tensor of a unit."""
+        """This rank's part of a parameter that the module had before wrapping, or of another tensor of a unit."""
         return next(each.shard for unit in self._units for each in unit.sharded if each.full is parameter)
 
     def received(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
-        """Buffers with the other ranks' gradients of this rank's part, in rank order; None if collectives are used."""
+        """Buffers with the other ranks' gradients of this rank's part, in rank order; None if they send none."""
         if not isinstance(self._exchange, Copies):
             return None
         for flat in (flat for unit in self._units for flat in unit.flats):
@@ -326,7 +326,7 @@ class _Flat:
         return self._exchange.scatter(self, wholes, self._means)
 
     def take_gradients(self) -> None:
-        """Add the averages, which must be complete, to the gradients of the shards."""
+        """Add the averages, for which the caller must have waited, to the gradients of the shards."""
         if self._means is None:
             return
         self._exchange.complete(self, self._means)

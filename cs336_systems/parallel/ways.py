@@ -68,7 +68,7 @@ def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -
 
 
 def _optimizer_adds(config: RunConfig) -> bool:
-    """Whether an optimizer of the fast model adds up the gradients that ranks send each other."""
+    """Whether the fast model's optimizer adds up the gradients that ranks send each other: it does if there is one."""
     return config.mode is Mode.TRAIN
 
 

@@ -57,7 +57,7 @@ BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "fp32_stat
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
 OFF_FORECAST = 0.15
-"""A step that differs from a trusted forecast by more than this share should have a reason."""
+"""A step that differs from a trusted forecast by more than this share of its time should have a reason."""
 NUMBERS = (*QUANTITIES, "predicted_peak_gib", "predicted_step_ms", "predicted_step_error", "ceiling_share",
            "data_mean_ms", "data_std_ms", "first_step_ms", *SHARED, *SPEED_UPS,
            *(f"{key}_std" for key in SPEED_UPS))  # fmt: skip
@@ -73,7 +73,7 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     some repeats failed, the times are those of the others, `status` and `error` are those of the first failure, and
     `warnings` counts the failures. Repeats on different devices are different rows. `ceiling_share` is `mfu` with the
     measured ceiling in place of the data sheet's peak. `predicted_step_ms` is the time of a step predicted from the
-    measured ceilings of the device, and `predicted_step_error` by which share of the measured mean it is longer;
+    measured ceilings of the device, and `predicted_step_error` by what share of the measured mean it is longer;
     `is_off_forecast` says whether that is more than OFF_FORECAST although the forecast is trusted; forecasts for
     several ranks never are. `predicted_collectives_ms` is the time of a step's collectives, one after the other, from
     the measured ceilings of the device and the same number of ranks. `first_step_ms` is the first measured step, the

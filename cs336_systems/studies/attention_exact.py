@@ -11,7 +11,7 @@ from cs336_systems.studies.attention_records import ExactError, Quantity
 from cs336_systems.studies.cell import Inputs
 
 BLOCK_BYTES = 2**27
-"""Bytes of the scores of one block of queries; a few tensors of this size exist at the same time."""
+"""Most bytes of the scores of one block of queries; a few tensors of this size exist at the same time."""
 
 
 def exact_attention(inputs: Inputs, *, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -32,7 +32,7 @@ PATIENCE_S = 120.0
 GRAPH_BELOW_S, GRAPH_RUNS = 1e-4, 100
 """A collective shorter than this time is repeated this many times within a CUDA graph."""
 LOOP_SHARE = 0.5
-"""Share of the grid's least time of a loop that suffices here, because there are many cells."""
+"""Share of the grid's least time of a loop that suffices here: there are many cells, and all processes repeat."""
 NO_ACCESS = "the GPUs cannot write to each other's memory"
 _RESULT, _MEETING = "collectives.json", "rendezvous"
 
@@ -141,7 +141,7 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
 
 
 def _time(grid: CeilingsGrid, run: Callable[[], object]) -> Loops:
-    """Loops with equal counts in all processes, of CUDA graphs if the collective is shorter than its launch."""
+    """Loops with equal counts in all processes; short collectives are in a CUDA graph, because the host is slower."""
     on_gpu = grid.device is Device.CUDA
     timer = device_timer if on_gpu else host_timer
     timer(run, 1)

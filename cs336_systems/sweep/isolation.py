@@ -46,7 +46,7 @@ _PRELOAD = ("cs336_systems.sweep.preload", "cs336_systems.cli")
 EXPLAINING = ("cs336_systems.analysis.kernels.explain", "cs336_systems.analysis.memory.explain")
 """Modules that explain profiles, none of which needs torch."""
 _PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", *EXPLAINING, "cs336_systems.cli")
-"""Imported instead if nothing is measured: without torch, which takes seconds to import."""
+"""Imported once in place of _PRELOAD if nothing is measured: without torch, which takes seconds to import."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 """Function that a worker calls with a run, the directory of records, and the connection for its output."""
 _MARK = "cs336-systems.lock"

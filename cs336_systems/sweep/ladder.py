@@ -33,7 +33,7 @@ REASON_STEPS = 3
 GATE_STEPS = 20
 """Number of first steps whose losses are compared."""
 MIN_FP8_PARAMETERS = 10**9
-"""Least parameters for fp8: in smaller models casts cost as much as matmuls gain (measurements of torchao's fp8)."""
+"""Least parameter count for fp8: in smaller models casts cost what matmuls gain (measurements of torchao's fp8)."""
 MIN_FALL = 1e-3
 """Least fall of the reference's loss, as a share of the first loss; with a smaller fall there is no verdict."""
 BOUNDS: Mapping[Precision, float] = MappingProxyType(
@@ -101,9 +101,10 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
 
     What a change needs before it: `cast-once` and `graph` need `fused`; `cast-once` also `bf16`; `fused-loss` needs
     `blocks`; `fused-blocks`, `fp8` and `moments` need `cast-once`; `update` needs `cast-once` and `graph`. A CPU has no
-    AdamW that also writes copies, and no tensor cores that need a padded vocabulary. A user's own model is not changed
-    inside, and it may wait for the device, which a CUDA graph cannot record. If no rule knows the device, PyTorch
-    chooses the kernel of fused attention. fp8 is for large models whose sizes fit it, on devices known to have it.
+    fused AdamW that also writes copies, and no tensor cores that need a padded vocabulary. A user's own model is not
+    changed inside, and it may wait for the device, which a CUDA graph cannot record. If no rule knows the device,
+    PyTorch chooses the kernel of fused attention. fp8 is for large models whose sizes fit it, on devices known to have
+    it.
     """
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
@@ -235,7 +236,7 @@ Losses = Sequence[float | None]
 def judge(
     precision: Precision, processes: Sequence[Losses], references: Sequence[Losses], *, fp8: bool = False
 ) -> Gate:
-    """The gate of a rung of this precision, from the worst of its processes and the mean of the reference's."""
+    """The gate of a rung of this precision, from the losses of its worst process and the reference's mean losses."""
     bound = FP8_BOUND if fp8 else BOUNDS[precision]
     expected = _mean_losses(references)
     if expected is None:

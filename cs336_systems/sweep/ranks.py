@@ -156,7 +156,7 @@ def _started(
 
 
 def _watch(processes: Sequence[_Process], deadline: float) -> bool:
-    """Wait until all ranks have ended, at most GRACE_S after one has failed. Return whether the time was over first."""
+    """Wait until no rank is pending, at most GRACE_S after one has failed. Return whether the time was over first."""
     while pending := [each for each in processes if each.is_pending]:
         left_s = deadline - monotonic()
         if left_s <= 0:

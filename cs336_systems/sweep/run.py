@@ -226,7 +226,7 @@ class Loop:
             else:
                 self.working[self._measure(self.waiting.popleft(), gpus)] = gpus
         for worker in self._ended(list(self.working), patience_s):
-            # sorted, so that every run on several ranks gets the same GPUs in the same order
+            # sorted, so that each of several runs on the same ranks gets the same GPUs in the same order
             self.free = sorted([*self.free, *self.working.pop(worker)], key=self.gpus.index)
             self.interrupts.workers.remove(worker)
 

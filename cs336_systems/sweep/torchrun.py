@@ -29,7 +29,10 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 def see_own_gpu(config: RunConfig, rank: Rank) -> None:
-    """Make only this rank's own GPU visible; call it before anything has asked CUDA for its devices."""
+    """Make only this rank's own GPU visible, or all ranks' GPUs, its own first, if ranks write to each other's memory.
+
+    Call it before anything has asked CUDA for its devices.
+    """
     if config.device is Device.CUDA:
         uuids = [gpu.uuid for gpu in visible_gpus()[: rank.ranks]]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank.rank, uuids, all_of_them=config.parallel.writes_to_others)

@@ -190,7 +190,7 @@ class _Modules:
         return module, is_forward
 
     def without_collectives(self, module: Ints, collective: Codes) -> Ints:
-        """The modules, but none for collectives unless the range is a gather or a scatter."""
+        """The modules, but none for collectives unless their module is a gather or a scatter."""
         kept: Ints = np.where((collective == NO_COLLECTIVE) | self._is_shards[module], module, -1)
         return kept
 

@@ -69,7 +69,7 @@ def _covered(union: Union, windows: DeviceWindows) -> Ints:
 def _computes(jobs: Jobs, rows: Ints) -> Mask:
     """Whether each job of a device computes or copies for the program, and is not part of a collective.
 
-    A collective may copy too: copies count as part of collectives if their stream runs no other kernels.
+    A collective may copy too: copies count as part of collectives if their stream runs these and no other kernels.
     """
     is_collective = jobs.collective[rows] != NO_COLLECTIVE
     is_kernel = ~is_collective & ~jobs.is_copy[rows]

@@ -35,7 +35,7 @@ HOST_PAUSE_S = 1e-3
 LAUNCH_LATENCY_S = 5e-6
 """From the end of a launch call to the start of its kernel on an idle device: 2 us on an H200, rarely more than 5."""
 WAIT_SLACK_S = 10e-6
-"""Longest time between the end of a wait and the idle time that it explains: the accuracy of host and device clocks."""
+"""Longest time between the end of a wait and the idle time that it explains; host and device clocks agree no better."""
 NUM_GAPS = 20
 
 _PAUSE_NS, _LATENCY_NS, _SLACK_NS = (round(time * 1e9) for time in (HOST_PAUSE_S, LAUNCH_LATENCY_S, WAIT_SLACK_S))

@@ -20,7 +20,8 @@ VIEWS_OF_ROTATION_BACKWARD = 7
 VIEWS_OF_FUSED_BACKWARD = 9
 """Two views each split or merge the heads of the gradients of queries, keys, values and output; one is detached."""
 VIEWS_OF_NAIVE_BACKWARD = 20
-"""The eight views of heads above, and three for each of four matmuls: a transpose, and factors and result reshaped."""
+"""The eight views of heads above; for each matmul of forward, two transposes, the gradient flattened, and two results
+unflattened; the keys transposed, and the softmax detached."""
 
 
 class BackwardTape(ForwardTape):

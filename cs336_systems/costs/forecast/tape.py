@@ -67,7 +67,7 @@ class Form(StrEnum):
 
 
 MATMULS_OF = {Form.ATTENTION: 2, Form.ATTENTION_BACKWARD: 5}
-"""Matmuls in fused attention: scores and values; in backward the scores again, and two for each of both (Dao 2023)."""
+"""Matmuls in fused attention: scores and values; in backward the scores again, and two gradients of each (Dao 2023)."""
 
 
 class Pass(StrEnum):
@@ -104,7 +104,7 @@ class Operation:
     calls: int = 1
     """Number of operations that the host dispatches."""
     views: int = 0
-    """Number of views before the operation; each takes the host about as long as a launch, as do a few other calls."""
+    """Number of views before the operation, and of other calls; each takes the host about as long as a launch."""
 
 
 ADAMW_BYTES = 7 * 4

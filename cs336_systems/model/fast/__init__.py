@@ -1,1 +1,1 @@
-"""Faster ways to compute the same training step. `choose` picks most by rule, but never fp8 or bf16 moments."""
+"""Faster ways to compute the training step. `choose` picks most by rule, but not fp8 and bf16 moments: they round."""

@@ -188,7 +188,7 @@ def _casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
         from cs336_systems.model.fast import fp8_kernel  # Triton, which only comes with PyTorch for GPUs
 
         return fp8_kernel.casts(x, unit, DTYPE, transposes=transposes)
-    # rounding may scale the largest element to slightly above MAX, but the cast gives NaN only from 3 % above MAX on
+    # rounding may put the largest element slightly above MAX, but the cast gives NaN only from 3 % above MAX on
     found = (x.float() * unit.reciprocal()).to(DTYPE).contiguous()
     return found, found.t().contiguous() if transposes else found.new_empty(0, 0)
 

@@ -77,7 +77,7 @@ def capture_fills(rows: Sequence[Row]) -> torch.cuda.CUDAGraph:
 
 
 class _Memory:
-    """Device memory that PyTorch does not own, made readable for `torch.as_tensor`."""
+    """Device memory that PyTorch did not allocate, in a form that `torch.as_tensor` takes."""
 
     def __init__(self, row: Row) -> None:
         self.__cuda_array_interface__ = {

@@ -135,7 +135,7 @@ class MasterAdamW(EagerOptimizer):
 def rounded_at_random(values: Tensor, noise: torch.Generator) -> Tensor:
     """fp32 values in bf16, each rounded to one of its two neighbours, so that it is right on average.
 
-    Random bits are added to the 16 bits that bf16 lacks, and these are cut off; NaN, which could so become 0, is kept.
+    Random bits are added to the 16 bits that bf16 lacks, and these are cut off; NaN, which this could make 0, is kept.
     """
     bits = values.view(torch.int32) + torch.randint(2**16, values.shape, generator=noise, dtype=torch.int32)
     cut_off = bits.bitwise_and_(-(2**16)).view(torch.float32)

@@ -70,11 +70,11 @@ class Weight:
     copy: Place | None = None
     """Where the model reads the copy in low precision, if there is one."""
     largest: Tensor | None = None
-    """The largest magnitude of the copy in fp32, updated by the kernel that writes the copy; None if not kept."""
+    """The largest magnitude of the copy in fp32, updated whenever the copy is written; None if not kept."""
 
     @property
     def is_trained(self) -> bool:
-        """Whether the master requires a gradient; the copy's leaf always does, as it may hold other weights too."""
+        """Whether the master requires a gradient; the copy's leaf always does, as it may hold trained weights too."""
         return self.master.requires_grad
 
     @property

@@ -26,7 +26,8 @@ STEP, OTHER = "#333333", "#888888"
 """Colours of the whole step, and of what is beside the measured steps."""
 HOST = "host, to launch a step"
 MOST_ABOVE, ROOM_ABOVE = 2, 1.3
-"""A first step longer than MOST_ABOVE times the longest other step is cut off; the axis ends at ROOM_ABOVE times it."""
+"""A first step longer than MOST_ABOVE times the longest other step is cut off: the axis ends at ROOM_ABOVE times that
+other step."""
 
 
 def runs_chapter(records: Iterable[RunRecord], place_of: PlaceOf, prefix: str = "") -> Chapter:

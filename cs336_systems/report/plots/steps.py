@@ -48,7 +48,8 @@ WARMUP = "warmup_steps"
 WIDEST = 15.0
 """Most inches of a row of panels."""
 MAX_ROWS = 4
-"""Most rows of panels in one picture. matplotlib examines all panels that share an axis again for each of them."""
+"""Most rows of panels in one picture. It must not be larger, because matplotlib examines all panels that share an axis
+again for each of them."""
 MAX_SIZES = 20
 """Most sizes in one panel."""
 MAX_COLUMNS = 5

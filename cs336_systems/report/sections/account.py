@@ -58,7 +58,7 @@ class Account:
 
     config: RunConfig
     device: DeviceSpec | None = None
-    """Device whose data sheet gives the ridge point, and the peak for shares of rates."""
+    """Device whose data sheet gives the ridge point, and the peak of which rates are shares."""
     step_s: float | None = None
     """The measured time of a step, which gives rates."""
     memory_bytes: int | None = None

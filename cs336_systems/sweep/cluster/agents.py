@@ -185,7 +185,7 @@ class Agents:
         return member
 
     async def look_again(self) -> None:
-        """Periodically ask the free machines that were left alone whether they can be used again."""
+        """Periodically ask the machines that are away, if they are free, whether they can be used again."""
         while True:
             await asyncio.sleep(self._patience.again_s)
             if self._roster.away:

@@ -1,4 +1,4 @@
-"""The process between the driver of a sweep and Ray: no other process imports ray, or ends because Ray dies.
+"""The process between the driver of a sweep and Ray: the driver does not import ray, and does not die with it.
 
 The process reads `Command`s from standard input and writes `Message`s to standard output, each a line of JSON. Standard
 error is for Ray and for one line that says why the process ends. Records pass through as undecoded bytes.

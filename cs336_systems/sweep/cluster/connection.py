@@ -106,7 +106,7 @@ def ask(machine: str, device: Device) -> "ray.ObjectRef[bytes]":
 
 
 def start_agent(machine: str, num_cpus: float, num_gpus: float, *arguments: object) -> Any:  # noqa: ANN401
-    """Start an `Agent` on the machine that reserves these CPUs and GPUs, and return Ray's handle of it."""
+    """Start an `Agent` that reserves these CPUs and GPUs of the machine, and return Ray's handle of it."""
     options = {
         "num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": _only_on(machine), "max_restarts": 0,
         "max_concurrency": max(1, int(num_gpus)) + 1,  # a run on each GPU, and one call beside them

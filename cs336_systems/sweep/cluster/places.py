@@ -39,7 +39,7 @@ class Run:
     """Its profile while it is being fetched."""
 
     def drop_fetch(self) -> None:
-        """Drop the parts of its record and profile received so far; files at their final paths are kept."""
+        """Drop its record and what has been received of its profile; files at their final paths are kept."""
         if self.fetch is not None:
             self.fetch.drop()
         self.record = self.fetch = None

@@ -190,7 +190,7 @@ def from_best(
 
 
 def is_of_course(config: RunConfig) -> bool:
-    """Whether the run is of a course's model in this project's plain form, with a batch of 4, as in the questions."""
+    """Whether the run is of one of the course's models, in plain form, with a batch of 4, as in the questions."""
     return config.size in COURSE_SIZES and is_plain(config)
 
 

@@ -98,7 +98,7 @@ def compiled_attention(material: Material) -> Answer | None:
 
 
 def _kept(rows: Sequence[Row]) -> Iterator[str]:
-    """A sentence that compilation keeps as much for backward, if so."""
+    """A sentence that compilation does not change what is kept for backward, if that is so."""
     pairs = {_shape(row): row["saved_mib"] for row in cells_of(rows, Implementation.NAIVE) if row["saved_mib"]}
     for row in cells_of(rows, Implementation.COMPILED)[-1:]:
         if row["saved_mib"] and pairs.get(_shape(row)) == row["saved_mib"]:

@@ -1,6 +1,6 @@
 """Sentences about what limits a profiled step, and about what takes time in it that can be saved.
 
-All numbers are per step. A finding is reported only if it costs at least the share of its threshold below.
+All numbers are per step. A finding is reported only if it costs at least the share that its threshold below gives.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,8 +73,9 @@ class _Finding:
 def findings(profile: StepProfile, config: RunConfig | None = None, replayed: WhatIf | None = None) -> tuple[str, ...]:
     """Sentences in order: one-offs, what limits the step, what would shorten it, idle times, other findings.
 
-    Idle times and other findings are sorted by cost. With the `config` of the run, the advice leaves out what the run
-    does already. `replayed` has the step's times with changes; without it, the gain of each change is not known.
+    Idle times and other findings are sorted by cost, the largest first. With the `config` of the run, the advice leaves
+    out what the run does already. `replayed` has the step's times with changes; without it, the gain of each change is
+    not known.
     """
     one_offs = find_one_offs(profile)
     found, steady = _Findings(profile, config), _Findings(without(profile, one_offs), config)
