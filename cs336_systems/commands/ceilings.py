@@ -46,8 +46,8 @@ _PROFILE = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trac
 
 @with_grid
 class CeilingsArguments(StudyArguments):
-    """Measure what this machine reaches: matrix products by precision and size, memory, launches, and
-    collectives among several GPUs (--device cpu --world-size 6: among processes, over gloo).
+    """Measure what this machine reaches: matrix products by precision and size, memory, launches (also those of a
+    training step), and collectives among several GPUs (--device cpu --world-size 6: among processes, over gloo).
 
     Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables, plots and index.html; other commands take
     them for the measured ceilings of this device. With --profile the parts of a step stand on the roofline too.

@@ -361,6 +361,13 @@ def test_a_short_name_means_the_one_device_of_the_ceilings_that_it_fits(
     found = json.loads(capsys.readouterr().out)
     assert found["device"]["names"] == ["H100 NVL"]
     assert found["time_is_measured"]
+    for number, name in enumerate(("Own GPU 2", "Own GPU"), 2):
+        ceilings_of(tmp_path / str(number), f"NVIDIA {name}", tflops=number)
+    times_s = []
+    for name in ("Own GPU 2", "Own GPU"):
+        assert account(*flags[:5], name, *flags[6:]) == 0
+        times_s.append(json.loads(capsys.readouterr().out)["time"]["step_s"])
+    assert times_s[0] > times_s[1], "a whole name means its own device alone"
 
 
 @pytest.mark.parametrize("here", [None, "NVIDIA A30", "NVIDIA H100 80GB HBM3"])
@@ -384,6 +391,22 @@ def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
     unknown = ceilings_of(tmp_path / "own", "Own GPU")
     assert account("--size", "tiny", "--fit", "--ceilings", unknown) == 2
     assert "no data sheet says how much Own GPU has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("here", "measured"),
+    [("NVIDIA Own", "NVIDIA Own"), ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")],
+    ids=["in no table", "of one data sheet"],
+)
+def test_the_memory_of_a_gpu_that_is_here_is_measured(
+    here: str, measured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Gpu(index=0, uuid="u", name=here, memory_bytes=23 * GIB, driver="1")
+    for module in (command, nvml):
+        monkeypatch.setattr(module, "visible_gpus", lambda: (gpu,))
+    directory = ceilings_of(tmp_path / "own", measured)
+    assert account("--size", "tiny", "--mixed-precision", "--fit", "--ceilings", directory, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["fit"]["memory_bytes"] == 23 * GIB
 
 
 def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(

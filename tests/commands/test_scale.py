@@ -12,6 +12,7 @@ from cs336_systems.commands import account
 from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY
 from cs336_systems.costs.limits import FORMULAS, Scheme
 from cs336_systems.files import encode_json
+from cs336_systems.measure.nvml import Gpu
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.report.ceilings import CollectiveCell, lasting, make_ceilings, product_at, square, stream_at
 
@@ -70,6 +71,17 @@ def test_json_has_the_numbers_of_the_inequalities_in_si_units(
     assert all(0 < each["exposed_s"] < each["step_s"] < 10 for each in steps)
     for each in steps:
         assert each["step_s"] == pytest.approx(each["compute_s"] + each["slowed_s"] + each["exposed_s"])
+
+
+def test_ceilings_that_are_asked_for_come_before_the_gpu_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Gpu(index=0, uuid="u", name="NVIDIA A30", memory_bytes=2**34, driver="1")
+    monkeypatch.setattr(account, "visible_gpus", lambda: (gpu,))
+    assert scale(*GIVEN, "--ceilings", ceilings_at(tmp_path / "h200")) == 0
+    said = capsys.readouterr().out
+    assert "H200" in said
+    assert "A30" not in said
 
 
 def test_files_hold_the_tables_their_values_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
