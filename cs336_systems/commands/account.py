@@ -209,6 +209,6 @@ def run(arguments: AccountArguments) -> int:
     show(arguments.json, lambda: encode_json(account_json(account)), lambda: section.tables, arguments.output)
     if name is None and ceilings.device_names:
         choices = " or ".join(f'--device-name "{each}"' for each in ceilings.device_names)
-        said = f"no times: no GPU is named and none that is known is here; there are ceilings for {choices}"
+        said = f"no times are predicted, as no GPU is named and this machine has none that is known; try {choices}"
         print(inert_line(said), file=sys.stderr)
     return OK
