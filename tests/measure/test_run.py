@@ -311,14 +311,19 @@ class Specialised(nn.Module):
 
 
 @pytest.fixture
-def compiled_eagerly(monkeypatch: pytest.MonkeyPatch):
+def compiler_anew():
+    """A compiler that has compiled nothing: what earlier tests of this process did would count as this one's."""
+    torch._dynamo.reset()
+    clear_compilation_metrics()  # a reset numbers frames anew
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiled_eagerly(monkeypatch: pytest.MonkeyPatch, compiler_anew):
     """torch.compile without its slow last stage: what is compiled, and when, stays the same."""
     compile_model = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, mode: compile_model(model, backend="eager"))
-    torch._dynamo.reset()
-    clear_compilation_metrics()  # a reset numbers frames anew, and those of earlier tests would count as these
-    yield
-    torch._dynamo.reset()
 
 
 COMPILED = replace(CONFIG, compile=CompileMode.DEFAULT)
@@ -372,6 +377,7 @@ def test_eager_runs_take_no_notice_of_the_compiler() -> None:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.usefixtures("compiler_anew")
 def test_a_step_is_compiled_for_real() -> None:
     """With the C++ compiler, the losses are those of the eager step."""
     model = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
