@@ -1,6 +1,5 @@
 """The files of studies of ceilings: an earlier study is kept, and ceilings are found by the name of their device."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -74,9 +73,10 @@ class Ceilings:
         }
         passes = next((each.passes for each in found if each.passes), {})
         gap_s = next((each.queued_gap_s for each in found if each.queued_gap_s is not None), None)
+        hosts = [each for each in studies if each.launch_s(Launch.STEP) is not None] or studies
         return replace(
             first, matmuls=matmuls, passes=passes, queued_gap_s=gap_s, collectives=self.collectives(name),
-            launch_s=median(_host_times_s(studies)),
+            launch_s=median(time_s for each in hosts if (time_s := each.host_call_s) is not None),
         )  # fmt: skip
 
     def collectives(self, device_name: str) -> dict[int, dict[Collective, dict[int, float]]]:
@@ -96,14 +96,6 @@ class Ceilings:
                 for kind, times in study.collective_times(ranks).items():
                     found[kind] = max(found.get(kind, {}), times, key=len)
         return found
-
-
-def _host_times_s(studies: Sequence[CeilingsStudy]) -> list[float]:
-    """Times of the host for one launch: of a step, or if no study has them, of a kernel in a loop."""
-    for launch in (Launch.STEP, Launch.EAGER):
-        if found := [time_s for study in studies if (time_s := study.launch_s(launch)) is not None]:
-            return found
-    return []
 
 
 NO_CEILINGS = Ceilings()

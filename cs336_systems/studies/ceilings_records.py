@@ -69,7 +69,7 @@ class Launch(StrEnum):
     """What is launched, and how."""
 
     EAGER = "eager"
-    """One kernel again and again, each launched by the host; it does next to nothing."""
+    """A kernel on one element, many times, each launched by the host."""
     STEP = "step"
     """The calls of a training step so narrow that the device always waits for the next one."""
     GRAPH = "graph"

@@ -332,7 +332,7 @@ def spread_where_the_cpu_is_the_limit() -> Sequence[Value]:
 
 @claim(
     DATA,
-    r"Of (\d+) steps (?:on H200s )?limited by the device the median error is ([\d.]+) %, (\d+) of (\d+) are at most "
+    r"Of (\d+) steps on H200s limited by the device the median error is ([\d.]+) %, (\d+) of (\d+) are at most "
     r"([\d.]+) % off, "
     r"and none is more than (\d+) %\. Of (\d+) limited by launches (\d+) of (\d+) are at most (\d+) % off, .* "
     r"of (\d+) of them the forecast says that the device limits them\.\s+"

@@ -277,26 +277,25 @@ def out_of_memory(runs: Iterable[RunRecord]) -> tuple[set[RunConfig], float]:
 
 @claim(
     RESULTS,
-    r"Of the ([\d,]+) eager runs in `data/` that finished, (all on H200s|on H200s and H100s), the peak that "
+    r"Of the ([\d,]+) eager runs in `data/` that finished, on H200s and H100s, the peak that "
     r"`cs336 account` forecasts was at most ([\d.]+) % off, and the (\d+) configurations that ran out of memory were "
     r"those foretold\.",
 )
 def predictions() -> Sequence[Value]:
     finished = [record for record in eager_records() if record.status is Status.OK]
-    where = {frozenset({H200}): "all on H200s", frozenset({H200, H100}): "on H200s and H100s"}
-    devices = frozenset(name for record in eager_records() if (name := record.device_name) is not None)
+    assert {record.device_name for record in finished} == {H200, H100}
     worst = max(error / peak for error, peak in errors(finished))
     ended = [
         config
-        for name in devices
+        for name in (H200, H100)
         for config in out_of_memory(record for record in eager_records() if record.device_name == name)[0]
     ]
-    return len(finished), where[devices], 100 * worst, len(ended)
+    return len(finished), 100 * worst, len(ended)
 
 
 @claim(README, r"at most ([\d.]+) % off in the ([\d,]+) eager runs in `data/` that finished")
 def predictions_in_short() -> Sequence[Value]:
-    finished, _, worst, _ = predictions()
+    finished, worst, _ = predictions()
     return worst, finished
 
 
