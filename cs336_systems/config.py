@@ -497,6 +497,19 @@ class RunConfig:
             is_shortcut=True, rules=(_OUR_MODEL, _BF16, _FUSED_OPTIMIZER), label=1, note="weights cast once",
         ),
     ] = False
+    split_masters: Annotated[
+        bool,
+        Setting(
+            "Store no fp32 master beside its bf16 copy, but the copy and the 16 bits that it lacks, which together are "
+            "the master to the last bit: 2 bytes less for each parameter, and 2 bytes less to read and write in each "
+            "update. Needs --cast-once.",
+            is_shortcut=True, label=1, note="masters split",
+            rules=(
+                _CAST_ONCE,
+                _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}"),
+            ),
+        ),
+    ] = False
     fused_loss: Annotated[
         bool,
         Setting(

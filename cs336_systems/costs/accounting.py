@@ -242,6 +242,15 @@ def moment_bytes(config: RunConfig) -> int:
     return HALF_BYTES if config.bf16_moments else FP32_BYTES
 
 
+def split_parameters(config: RunConfig) -> int:
+    """Parameters with split masters: those of the linear layers, but for a head that is the embedding's table too."""
+    if not config.split_masters:
+        return 0
+    parts = parameters_by_component(config.model)
+    read = {Component.EMBEDDING, Component.NORMS, *([Component.HEAD] if config.model.arch is Arch.GPT2 else [])}
+    return sum(elements for part, elements in parts.items() if part not in read)
+
+
 def saved_by_moments(config: RunConfig) -> int:
     """Bytes per parameter that AdamW saves by reading and writing both moments in bf16 instead of fp32."""
     return 2 * 2 * (FP32_BYTES - moment_bytes(config))
@@ -434,7 +443,7 @@ def optimizer_work(config: RunConfig, parameters: int | None = None) -> Work:
     return Work(
         name="optimizer",
         flops=ADAMW_FLOPS * parameters,
-        moved_bytes=(ADAMW_BYTES - saved_by_moments(config)) * parameters,
+        moved_bytes=(ADAMW_BYTES - saved_by_moments(config)) * parameters - HALF_BYTES * split_parameters(config),
         precision=Precision.FP32,
     )
 

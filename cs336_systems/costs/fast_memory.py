@@ -7,7 +7,14 @@ held throughout, what forward saves, and what the fullest moments of backward ne
 from dataclasses import replace
 
 from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Device, Mode, Profiler, RunConfig
-from cs336_systems.costs.accounting import FP32_BYTES, HALF_BYTES, Component, moment_bytes, parameters_by_component
+from cs336_systems.costs.accounting import (
+    FP32_BYTES,
+    HALF_BYTES,
+    Component,
+    moment_bytes,
+    parameters_by_component,
+    split_parameters,
+)
 from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 
@@ -149,7 +156,7 @@ def _statistics(config: RunConfig) -> int:
 
 
 def held_bytes(config: RunConfig) -> int:
-    """Bytes of masters, copies and AdamW's moments.
+    """Bytes of masters, copies and AdamW's moments; of split masters, those of their remainders.
 
     With a sharded optimizer, a rank has its part of moments and masters, but whole copies, and whole masters where the
     model reads those. Fully sharded, a rank has its part of everything, the copies that are currently gathered, and as
@@ -157,15 +164,16 @@ def held_bytes(config: RunConfig) -> int:
     """
     parts = parameters_by_component(config.model)
     linear, read, every = _with_copies(config), _read(config), sum(parts.values())
+    masters = FP32_BYTES * (every - read) - HALF_BYTES * split_parameters(config)
     moments = 2 * moment_bytes(config) * every if config.mode is Mode.TRAIN else 0
     if config.parallel.shards_parameters:
         gathered = 2 * (parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config))
         received = (HALF_BYTES * linear + FP32_BYTES * read) * (config.ranks - 1) * config.parallel.writes_to_others
-        own = (FP32_BYTES * every + moments + HALF_BYTES * linear + received) // config.ranks
+        own = (masters + FP32_BYTES * read + moments + HALF_BYTES * linear + received) // config.ranks
         return own + HALF_BYTES * gathered
     shards = config.ranks if config.shard_optimizer else 1
     pushed = gradient_bytes(config) * (config.ranks - 1) if config.parallel.writes_to_others else 0
-    return (FP32_BYTES * (every - read) + moments + pushed) // shards + FP32_BYTES * read + HALF_BYTES * linear
+    return (masters + moments + pushed) // shards + FP32_BYTES * read + HALF_BYTES * linear
 
 
 def gradient_bytes(config: RunConfig) -> int:

@@ -13,6 +13,7 @@ from cs336_systems.costs.accounting import (
     forward_work,
     parameters_by_component,
     saved_by_moments,
+    split_parameters,
 )
 
 OPTIMIZER_BYTES = {
@@ -64,7 +65,11 @@ def traffic(config: RunConfig) -> Traffic | None:
     return Traffic(
         weights=3 * size * linear + _table_bytes(config),
         casts=casts,
-        optimizer=bytes_per_parameter * count_parameters(config.model) + _second_gradient_bytes(config),
+        optimizer=(
+            bytes_per_parameter * count_parameters(config.model)
+            + _second_gradient_bytes(config)
+            - HALF_BYTES * split_parameters(config)
+        ),
         activations=_activation_bytes(config, size),
     )
 

@@ -40,7 +40,8 @@ class MemoryRecorder:
         self._step = step
         self._weights = list(_weights(step))
         self._known = {_address(weight): name for _, name, weight in self._weights}
-        self._names = {id(weight): name for _, name, weight in self._weights}
+        self._names = {id(weight.master): name for name, weight in _named_weights(step)}
+        self._names |= {id(weight): name for _, name, weight in self._weights}
         self._checkpoint_blocks = _checkpoint_blocks(step)
         self._gathered: list[Tensor] = []
         """Tensors into which a fully sharded model gathers its whole parameters."""
@@ -246,6 +247,8 @@ def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
     for name, weight in _named_weights(step):
         if id(weight.master) not in found:
             note(Kind.PARAMETER, name, weight.master)
+        if weight.remainder is not None:
+            note(Kind.PARAMETER, name, weight.remainder)
         if weight.copy is not None:
             note(Kind.AUTOCAST_COPY, name, weight.copy.leaf)
     for kind, names, tensor in found.values():

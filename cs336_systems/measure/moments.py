@@ -49,8 +49,8 @@ def _trained(step: TrainingStep) -> Iterator[Tensor]:
     """The parameters that this rank keeps, whole or in part, and their copies in low precision."""
     found: dict[int, Tensor] = {id(each): each for each in step.model.parameters()}
     for weight in getattr(step.model, "weights", ()):
-        copies = () if weight.copy is None else (weight.copy.leaf,)
-        found |= {id(each): each for each in (weight.master, *copies)}
+        kept = (weight.master, weight.remainder, None if weight.copy is None else weight.copy.leaf)
+        found |= {id(each): each for each in kept if each is not None}
     yield from found.values()
 
 

@@ -52,11 +52,11 @@ class CopyFSDP(FSDP):
         for pack, shapes, own in zip(self._packs, self._shapes, self._own, strict=True):
             if len(shapes[0]) > 1:
                 [weight] = own
-                [flat] = gathered([weight.master.detach()])
+                [flat] = gathered([weight.values()])
                 parts = flat[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
                 found |= {name: part.view(shape) for name, shape, part in zip(pack.names, shapes, parts, strict=True)}
             else:
-                found |= {name: weight.master.detach().clone() for name, weight in zip(pack.names, own, strict=True)}
+                found |= {name: weight.values().clone() for name, weight in zip(pack.names, own, strict=True)}
         return found
 
 

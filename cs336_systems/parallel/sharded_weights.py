@@ -18,7 +18,6 @@ from cs336_systems.model.fast.weights import ALIGNMENT, Place, Received, Weight
 from cs336_systems.parallel.collectives import all_gather, grouped, own_part
 from cs336_systems.parallel.data_parallel import Leaf, PushDDP
 from cs336_systems.parallel.peers import Pushes, of_all_ranks
-from cs336_systems.parallel.units import parameters_of
 
 BUCKET_BYTES = 64 * 2**20
 """Least bytes of copies in a full bucket; one bucket is exchanged while the next is updated."""
@@ -88,7 +87,13 @@ class ShardedMasterAdamW(MasterAdamW):
     """
 
     def __init__(
-        self, model: FastLM, lr: float, pushes: PushDDP | None = None, *, moments: torch.dtype = torch.float32
+        self,
+        model: FastLM,
+        lr: float,
+        pushes: PushDDP | None = None,
+        *,
+        moments: torch.dtype = torch.float32,
+        splits: bool = False,
     ) -> None:
         """`pushes` is the PushDDP around the model, if there is one; then updated copies are pushed too."""
         packs = list(packs_of(model))
@@ -106,7 +111,7 @@ class ShardedMasterAdamW(MasterAdamW):
             if pack.shared_elements and not pack.is_read:
                 for weight in pack.weights:
                     weight.master.data = weight.master.new_empty(0)
-        super().__init__([weight for own in self._own for weight in own], lr, moments=moments)
+        super().__init__([weight for own in self._own for weight in own], lr, moments=moments, splits=splits)
         self._buckets = _buckets(self._own, self._exchanged)
         every = [tensor for exchanged in self._exchanged for tensor in exchanged]
         self._exchange = _Gathers() if pushes is None else _PushedParts(every)
@@ -134,12 +139,13 @@ class ShardedMasterAdamW(MasterAdamW):
         for names, shapes, own, exchanged in zip(self._names, self._shapes, self._own, self._exchanged, strict=True):
             if exchanged:
                 [weight] = own
-                flat = weight.master.new_empty(weight.master.numel() * dist.get_world_size())
-                all_gather(flat, weight.master.contiguous())
+                part = weight.values()
+                flat = part.new_empty(part.numel() * dist.get_world_size())
+                all_gather(flat, part.contiguous())
                 parts = flat.split([shape.numel() for shape in shapes])
                 found |= {name: part.view(shape) for name, shape, part in zip(names, shapes, parts, strict=True)}
             else:
-                found |= {name: weight.master.detach().clone() for name, weight in zip(names, own, strict=True)}
+                found |= {name: weight.values().clone() for name, weight in zip(names, own, strict=True)}
         return found
 
 
@@ -187,13 +193,12 @@ class _PushedParts:
 
 def packs_of(model: FastLM) -> Iterator[Pack]:
     """The model's weights, grouped by the leaf tensor that the model reads."""
-    looked_up = {each.parameter for each in parameters_of(model) if each.is_of_embedding}
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     packed: dict[Tensor, list[Weight]] = {}
     for weight in model.weights:
         packed.setdefault(weight.master if weight.copy is None else weight.copy.leaf, []).append(weight)
     for weights in packed.values():
-        is_read = weights[0].copy is None or any(weight.master in looked_up for weight in weights)
+        is_read = weights[0].read is not None
         yield Pack(names=[names[weight.master] for weight in weights], weights=weights, is_read=is_read)
 
 

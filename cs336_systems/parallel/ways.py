@@ -94,6 +94,8 @@ def make_shared_optimizer(trainable: Trainable, config: RunConfig, way: Way) -> 
             model.weights = tuple(with_received(weight, pushes) for weight in model.weights)
         return trainable.make_optimizer()
     if model:
-        return ShardedMasterAdamW(model, config.learning_rate, pushes, moments=moments_type(config))
+        return ShardedMasterAdamW(
+            model, config.learning_rate, pushes, moments=moments_type(config), splits=config.split_masters
+        )
     make = functools.partial(make_optimizer, config.optimizer)
     return ShardedOptimizer(trainable.model.parameters(), make, lr=config.learning_rate)

@@ -100,11 +100,11 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     """All changes in their order, including those that do not apply here.
 
     What a change needs before it: `cast-once` and `graph` need `fused`; `cast-once` also `bf16`; `fused-loss` needs
-    `blocks`; `fused-blocks`, `fp8` and `moments` need `cast-once`; `update` needs `cast-once` and `graph`. A CPU has no
-    fused AdamW that also writes copies, and no tensor cores that need a padded vocabulary. A user's own model is not
-    changed inside, and it may wait for the device, which a CUDA graph cannot record. If no rule knows the device,
-    PyTorch chooses the kernel of fused attention. fp8 is for large models whose sizes fit it, on devices known to have
-    it.
+    `blocks`; `fused-blocks`, `split`, `fp8` and `moments` need `cast-once`; `update` needs `cast-once` and `graph`. A
+    CPU has no fused AdamW that also writes copies, and no tensor cores that need a padded vocabulary. A user's own
+    model is not changed inside, and it may wait for the device, which a CUDA graph cannot record. If no rule knows the
+    device, PyTorch chooses the kernel of fused attention. fp8 is for large models whose sizes fit it, on devices known
+    to have it.
     """
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
@@ -137,6 +137,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
             "fused-blocks", "norms add their branch, GELU its bias; embedding's gradient in one pass", on_gpu and ours,
             {"fused_blocks": True},
         ),
+        _Change("split", "masters stored as their copies and remainders", on_gpu and ours, {"split_masters": True}),
         _Change("fp8", "block products in fp8", on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True}),
         _Change("update", "weights updated during backward", on_gpu and ours, {"update_in_backward": True}),
         _Change("moments", "AdamW's moments in bf16", on_gpu and ours, {"bf16_moments": True}),

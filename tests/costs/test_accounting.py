@@ -52,6 +52,7 @@ from cs336_systems.costs.accounting import (
     optimizer_work,
     parameters_by_component,
     ridge_point,
+    split_parameters,
     state_bytes,
     step_flops,
 )
@@ -636,6 +637,19 @@ def test_moments_take_and_move_as_many_bytes_as_their_tensors_have(bf16_moments)
     assert 2 * moment_bytes(config) * count_parameters(config.model) == moments
     masters = sum(parameter.nbytes for parameter in step.model.parameters())
     assert optimizer_work(config).moved_bytes == 3 * masters + 2 * moments
+
+
+@pytest.mark.parametrize("arch", Arch)
+def test_split_masters_are_two_bytes_less_where_the_step_has_a_remainder(arch) -> None:
+    config = run_config(
+        replace(UNEQUAL[0], arch=arch), precision=Precision.BF16, cast_once=True, optimizer=OptimizerKind.FUSED
+    )
+    split = replace(config, split_masters=True)
+    remainders = [weight.remainder for weight in TrainingStep(split).model.weights if weight.remainder is not None]
+    assert split_parameters(config) == 0
+    assert split_parameters(split) == sum(remainder.numel() for remainder in remainders) > 0
+    saved = optimizer_work(config).moved_bytes - optimizer_work(split).moved_bytes
+    assert saved == sum(remainder.nbytes for remainder in remainders)
 
 
 def test_the_optimizer_works_on_every_parameter_in_fp32() -> None:

@@ -56,17 +56,19 @@ IN_PARTS = {"loss_chunks": 4}
 """Of 8192 tokens each, of a sequence of 32,768."""
 
 
+@pytest.mark.parametrize("split_masters", [False, True])
 @pytest.mark.parametrize("padding", [1, 8])
 @pytest.mark.parametrize("arch", Arch)
-def test_state_and_gradients_are_those_of_a_step(arch: Arch, padding: int) -> None:
-    config = of(replace(SMALL, arch=arch), pad_vocabulary=padding)
+def test_state_and_gradients_are_those_of_a_step(arch: Arch, padding: int, split_masters: bool) -> None:
+    config = of(replace(SMALL, arch=arch), pad_vocabulary=padding, split_masters=split_masters)
     step = TrainingStep(config)
     step(HostClock())
     leaves = {id(w.copy.leaf): w.copy.leaf for w in step.model.weights if w.copy is not None}  # type: ignore[union-attr]
     leaves |= {id(parameter): parameter for parameter in step.model.parameters()}
     assert step.optimizer is not None
     moments = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
-    assert held_bytes(config) == sum(tensor.nbytes for tensor in (*leaves.values(), *moments))
+    remainders = [weight.remainder for weight in step.model.weights if weight.remainder is not None]  # type: ignore[union-attr]
+    assert held_bytes(config) == sum(tensor.nbytes for tensor in (*leaves.values(), *remainders, *moments))
     step.backward(step.forward(step.batches()))
     assert gradient_bytes(config) == sum(leaf.grad.nbytes for leaf in leaves.values() if leaf.grad is not None)
 

@@ -117,18 +117,23 @@ def test_an_optimizer_moves_so_many_bytes_for_each_parameter(kind):
     assert traffic(config).optimizer == OPTIMIZER_BYTES[kind] * count_parameters(config.model)
 
 
+@pytest.mark.parametrize("split_masters", [False, True])
 @pytest.mark.parametrize("arch", Arch)
-def test_one_pass_over_masters_moments_gradients_and_copies(arch):
-    """Of the tensors that the optimizer really holds: each read once, all but the gradients written once."""
-    config = make(arch, **BF16, cast_once=True, optimizer=OptimizerKind.FUSED)
+def test_one_pass_over_masters_moments_gradients_and_copies(arch, split_masters):
+    """Of the tensors that the optimizer really holds: each read once, all but the gradients written once.
+
+    A copy is read only if it is a part of a split master.
+    """
+    config = make(arch, **BF16, cast_once=True, split_masters=split_masters, optimizer=OptimizerKind.FUSED)
     step, clock = TrainingStep(config), make_clock(config)
     step(clock)
     step.backward(step.forward(step.batches()))
     moved = 0
     for weight in step.optimizer._weights:
         state = [weight.master, *(value for value in step.optimizer.state[weight.master].values() if value.dim())]
+        state += [] if weight.remainder is None else [weight.remainder, weight.copy.values]
         moved += 2 * sum(tensor.nbytes for tensor in state) + sum(gradient.nbytes for gradient in weight.gradients())
-        moved += 0 if weight.copy is None else weight.copy.values.nbytes
+        moved += 0 if weight.copy is None or weight.remainder is not None else weight.copy.values.nbytes
     assert moved == traffic(config).optimizer
 
 

@@ -187,18 +187,21 @@ def test_a_block_that_fails_when_computed_again_leaves_no_hook_behind(index: int
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["whole masters", "split masters"])
 @pytest.mark.parametrize("arch", Arch)
-def test_low_precision_copies_of_weights_are_no_parameters(arch: Arch, tmp_path: Path) -> None:
-    step = make_step(arch, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True)
+def test_low_precision_copies_of_weights_are_no_parameters(arch: Arch, split: bool, tmp_path: Path) -> None:
+    step = make_step(arch, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, split_masters=split)
     notes = record(step, tmp_path)
     found: Counter[tuple[Kind, str]] = Counter()
     for sighting in notes.sightings:
         if sighting.kind is not Kind.SAVED:
             found[sighting.kind, sighting.dtype] += sighting.num_bytes
     parameters = count_parameters(step.config.model)
-    copied = sum(weight.master.numel() for weight in step.model.weights if weight.copy is not None)
+    copied = sum(weight.shape.numel() for weight in step.model.weights if weight.copy is not None)
     embeddings = step.model.token_embeddings.weight.numel() if arch is Arch.GPT2 else 0
-    assert found[Kind.PARAMETER, "float32"] == 4 * parameters
+    halved = copied - embeddings if split else 0
+    assert found[Kind.PARAMETER, "float32"] == 4 * (parameters - halved)
+    assert found[Kind.PARAMETER, "int16"] == 2 * halved
     assert found[Kind.AUTOCAST_COPY, "bfloat16"] == found[Kind.GRADIENT, "bfloat16"] == 2 * copied
     # the tied weight has a gradient of each of its uses
     assert found[Kind.GRADIENT, "float32"] == 4 * (parameters - copied + embeddings)

@@ -44,7 +44,8 @@ def train(way, arch, shard, device="cpu", changes=None):
     step = TrainingStep(config_of(arch, way, shard, dist.get_world_size(), device, **(changes or {})), rank=rank)
     clock = HostClock() if device == "cpu" else EventClock()
     losses = [step(clock)[1].item() for _ in range(STEPS)]
-    masters = {name: each.detach().cpu().clone() for name, each in step.model.named_parameters()}
+    saved = step.model.state_dict()  # which has split masters whole
+    masters = {name: saved[name].cpu().clone() for name, _ in step.model.named_parameters()}
     sharding = step.optimizer if isinstance(step.optimizer, ShardedMasterAdamW) else step.way
     if hasattr(sharding, "gather_full_parameters"):
         masters = {name: each.cpu() for name, each in sharding.gather_full_parameters().items()}

@@ -141,6 +141,23 @@ def test_moments_rounded_at_random_leave_all_ranks_alike(two, way, arch, shard):
         assert 0 < distance(masters, expected) < 1e-2
 
 
+@pytest.mark.parametrize(
+    ("way", "shard"), [("ddp-overlap", False), ("ddp-push", False), ("ddp-push", True), ("fsdp", False)]
+)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_split_masters_are_those_of_whole_ones(two, way, shard, arch):
+    """But for halves, which they round away from zero."""
+    [(expected, _, losses, sent, _), _] = two.call("tests.parallel.fast:train", way, arch, shard)
+    results = two.call("tests.parallel.fast:train", way, arch, shard, "cpu", {"split_masters": True})
+    for masters, _, _, own_sent, copies in results:
+        assert all(torch.equal(master, results[0][0][name]) for name, master in masters.items())
+        if way != "fsdp":  # which has only a part of each copy
+            assert all(torch.equal(one, other) for one, other in zip(copies, results[0][-1], strict=True))
+        assert distance(masters, expected) < 1e-2
+        assert own_sent == sent
+    assert results[0][2] == pytest.approx(losses, rel=1e-2)
+
+
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bytes_sent_are_those_of_gradients_and_copies_in_low_precision(two, arch, shard):

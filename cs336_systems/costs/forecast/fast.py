@@ -13,7 +13,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.accounting import Component, parameters_by_component, saved_by_moments
+from cs336_systems.costs.accounting import Component, parameters_by_component, saved_by_moments, split_parameters
 from cs336_systems.costs.forecast.forward import FP32_BYTES, HALF_BYTES
 from cs336_systems.costs.forecast.parameters import axes
 from cs336_systems.costs.forecast.tape import ADAMW_BYTES, Form, Tape
@@ -130,7 +130,8 @@ class _FastStep:
         copied = sum(parts.values()) - alone - tied
         self.tape.pass_of(2 * FP32_BYTES)  # the number of steps
         each = ADAMW_BYTES - saved_by_moments(self.config)
-        for moved_bytes in (each * copied, each * alone, (each + FP32_BYTES) * tied):
+        of_copied = each * copied - HALF_BYTES * split_parameters(self.config)
+        for moved_bytes in (of_copied, each * alone, (each + FP32_BYTES) * tied):
             if moved_bytes:
                 self.tape.pass_of(moved_bytes)
 

@@ -2,7 +2,8 @@
 
 A weight with a low-precision gradient and copy takes 28 bytes of memory traffic per parameter: the master, both moments
 and the gradient are read (14), the master, both moments and the copy are written (14). Moments in bf16, rounded at
-random (see `_rounded`), reduce that to 20. The same kernel finds the largest magnitude of each copy if asked to.
+random (see `_rounded`), reduce that to 20. A split master (weights.py) takes 2 bytes less, as its copy is a part of it.
+The same kernel finds the largest magnitude of each copy if asked to.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -15,19 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.model.fast.sums_kernel import magnitude
-from cs336_systems.model.fast.weights import ALIGNMENT
+from cs336_systems.model.fast.weights import ALIGNMENT, NAN_BITS
 
 CHUNK = 1024
 """Elements of one program: 4.09 TB/s on an H200, which copies at 4.26. More elements or warps are a little slower."""
 NUM_WARPS = 4
+NAN: tl.constexpr = tl.constexpr(NAN_BITS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _adamw_chunks(  # type: ignore[no-untyped-def]
     pointers, sizes, chunk_tensors, chunk_numbers, steps,
     lr, beta1, beta2, eps, decay,
-    HAS_COPY: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
-    NARROW_MOMENTS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
+    HAS_COPY: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr,
+    NUM_NARROW: tl.constexpr, NARROW_MOMENTS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)
@@ -43,25 +45,33 @@ def _adamw_chunks(  # type: ignore[no-untyped-def]
     if start + CHUNK <= size:
         _update(
             row, start, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
-            HAS_COPY, HAS_LARGEST, NUM_WIDE, NUM_NARROW, NARROW_MOMENTS, CHUNK, False,
+            HAS_COPY, IS_SPLIT, HAS_LARGEST, NUM_WIDE, NUM_NARROW, NARROW_MOMENTS, CHUNK, False,
         )  # fmt: skip
     else:
         for piece in range(start, size, PIECE):
             _update(
                 row, piece, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
-                HAS_COPY, HAS_LARGEST, NUM_WIDE, NUM_NARROW, NARROW_MOMENTS, PIECE, True,
+                HAS_COPY, IS_SPLIT, HAS_LARGEST, NUM_WIDE, NUM_NARROW, NARROW_MOMENTS, PIECE, True,
             )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _update(  # type: ignore[no-untyped-def]
     row, start, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
-    HAS_COPY: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr, NUM_NARROW: tl.constexpr,
-    NARROW_MOMENTS: tl.constexpr, SIZE: tl.constexpr, IS_MASKED: tl.constexpr,
+    HAS_COPY: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr,
+    NUM_NARROW: tl.constexpr, NARROW_MOMENTS: tl.constexpr, SIZE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
-    master_at = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+    if HAS_COPY:
+        copy_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
+    if IS_SPLIT:
+        rest_at = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.int16)), 16) + start + offsets
+        upper = tl.load(copy_at, mask=inside).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        master = (upper + tl.load(rest_at, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        master_at = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        master = tl.load(master_at, mask=inside)
     if NARROW_MOMENTS:
         first_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
         second_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
@@ -77,12 +87,11 @@ def _update(  # type: ignore[no-untyped-def]
         narrow_at = tl.load(row + 5 + NUM_WIDE + number).to(tl.pointer_type(tl.bfloat16))
         gradient += tl.load(tl.multiple_of(narrow_at, 16) + start + offsets, mask=inside).to(tl.float32)
 
-    master = tl.load(master_at, mask=inside) * (1 - lr * decay)
+    master *= 1 - lr * decay
     first = beta1 * tl.load(first_at, mask=inside).to(tl.float32) + (1 - beta1) * gradient
     second = beta2 * tl.load(second_at, mask=inside).to(tl.float32) + (1 - beta2) * gradient * gradient
     master -= lr / correction1 * first / (tl.sqrt(second / correction2) + eps)
 
-    tl.store(master_at, master, mask=inside)
     if NARROW_MOMENTS:
         noise = _mixed((start + offsets).to(tl.uint32) ^ seed)
         tl.store(first_at, _rounded(first, noise & 0xFFFF), mask=inside)
@@ -90,11 +99,17 @@ def _update(  # type: ignore[no-untyped-def]
     else:
         tl.store(first_at, first, mask=inside)
         tl.store(second_at, second, mask=inside)
+    if IS_SPLIT:  # as weights.split_values does
+        bits = tl.where(master == master, master.to(tl.int32, bitcast=True), NAN)
+        copy = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        tl.store(rest_at, bits.to(tl.int16), mask=inside)
+    else:
+        copy = master.to(tl.bfloat16)
+        tl.store(master_at, master, mask=inside)
     if HAS_COPY:
-        copy_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
-        tl.store(copy_at, master.to(tl.bfloat16), mask=inside)
+        tl.store(copy_at, copy, mask=inside)
         if HAS_LARGEST:
-            sizes = magnitude(master, copy_at)
+            sizes = magnitude(copy, copy_at)
             sizes = tl.where(inside, sizes, 0.0) if IS_MASKED else sizes
             largest_at = tl.load(row + 4).to(tl.pointer_type(tl.float32))
             tl.atomic_max(largest_at, tl.max(sizes, 0), sem="relaxed")
@@ -107,7 +122,7 @@ def _rounded(values, noise):  # type: ignore[no-untyped-def]
     `noise`, uniform from 0 to 2^16 - 1, is added to the 16 bits that bf16 lacks, and these are then cut off.
     """
     bits = values.to(tl.uint32, bitcast=True) + noise
-    bits = tl.where(values == values, bits, 0x7FC00000)  # the sum could carry NaN's bits over to 0
+    bits = tl.where(values == values, bits, NAN)  # the sum could carry NaN's bits over to 0
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
@@ -122,6 +137,7 @@ def _mixed(bits):  # type: ignore[no-untyped-def]
 class ChunkedAdamW:
     """Update of tensors of one kind: all with or all without a copy, and with gradients of the same types.
 
+    `masters` are in fp32; or, if all masters are split, they are the remainders (weights.py).
     A tensor's gradient is the fp32 sum of those given; bf16 ones come last. Addresses are computed once; only gradients
     may move between steps. In a CUDA graph gradients do not move: call `upload` once after the capture. `largest` is
     empty or has one fp32 element per copy, to which the kernel writes the copy's largest magnitude. The moments are all
@@ -137,7 +153,8 @@ class ChunkedAdamW:
         largest: Sequence[Tensor],
         gradient_types: Sequence[torch.dtype],
     ) -> None:
-        assert copies or not largest, "the largest magnitudes are those of copies"
+        self._is_split = masters[0].dtype is torch.int16
+        assert copies or not (largest or self._is_split), "only copies have largest magnitudes and remainders"
         device = masters[0].device
         sizes = torch.tensor([master.numel() for master in masters])
         chunks = (sizes + CHUNK - 1) // CHUNK
@@ -151,7 +168,7 @@ class ChunkedAdamW:
         self._num_narrow = sum(dtype is torch.bfloat16 for dtype in gradient_types)
         self._num_wide = len(gradient_types) - self._num_narrow
         nothing = torch.zeros(len(masters), dtype=torch.int64)
-        # columns: master, first moment, second moment, copy, largest, gradients
+        # columns: master or remainder, first moment, second moment, copy, largest, gradients
         placed = [_addresses(tensors) for tensors in (masters, firsts, seconds)]
         placed += [_addresses(each) if each else nothing for each in (copies, largest)]
         placed += [nothing for _ in gradient_types]
@@ -174,7 +191,7 @@ class ChunkedAdamW:
         _adamw_chunks[(len(self._tensors),)](
             self._on_device, self._sizes, self._tensors, self._numbers, steps,
             lr, *betas, eps, weight_decay,
-            HAS_COPY=self._has_copy, HAS_LARGEST=bool(self._largest), NUM_WIDE=self._num_wide,
+            HAS_COPY=self._has_copy, IS_SPLIT=self._is_split, HAS_LARGEST=bool(self._largest), NUM_WIDE=self._num_wide,
             NUM_NARROW=self._num_narrow, NARROW_MOMENTS=self._narrow_moments, CHUNK=CHUNK, PIECE=32 * NUM_WARPS,
             num_warps=NUM_WARPS,
         )  # fmt: skip

@@ -31,8 +31,9 @@ class BackwardAdamW(MasterAdamW):
         bucket_elements: int = BUCKET_ELEMENTS,
         *,
         moments: torch.dtype = torch.float32,
+        splits: bool = False,
     ) -> None:
-        super().__init__(weights, lr, moments=moments)
+        super().__init__(weights, lr, moments=moments, splits=splits)
         self._bucket_elements = bucket_elements
         self._stream = torch.cuda.Stream() if self._steps.is_cuda else None
         self._ready: dict[int, None] = {}
@@ -111,5 +112,5 @@ class _Bucket:
     def add(self, weight: Weight, leaves: Sequence[int]) -> None:
         """Add a weight, and the ids of the leaves whose gradients it needs."""
         self.weights.append(weight)
-        self.num_elements += weight.master.numel()
+        self.num_elements += weight.shape.numel()
         self.leaves.update(leaves)

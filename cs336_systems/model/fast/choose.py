@@ -38,13 +38,13 @@ _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
 def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     """The fastest known settings for this step on the device with this name (NVML's; None if not known).
 
-    On a GPU: bf16 with weights cast once, fused attention, blocks compiled one by one with fused kernels between their
-    matmuls, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded where
-    its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16 keeps its precision. A user's own model gets
-    what works for any model: bf16, compilation, fused AdamW. If PyTorch's DDP or FSDP shares the step, weights are not
-    cast once, blocks are not fused and there are no graphs. A user's own model with sharded parameters is not compiled.
-    On a CPU compilation costs more than it saves and bf16 is seldom faster, so both stay as configured. The memory
-    profiler cannot see inside a graph, so it excludes graphs.
+    On a GPU: bf16 with weights cast once and split masters, fused attention, blocks compiled one by one with fused
+    kernels between their matmuls, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a
+    vocabulary padded where its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16 keeps its precision. A
+    user's own model gets what works for any model: bf16, compilation, fused AdamW. If PyTorch's DDP or FSDP shares the
+    step, weights are not cast once, blocks are not fused and there are no graphs. A user's own model with sharded
+    parameters is not compiled. On a CPU compilation costs more than it saves and bf16 is seldom faster, so both stay as
+    configured. The memory profiler cannot see inside a graph, so it excludes graphs.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None
@@ -64,6 +64,7 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         compile_blocks=True,
         pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
         cast_once=has_copies,
+        split_masters=has_copies and config.mode is Mode.TRAIN,
         fused_loss=precision is not Precision.FP16,
         fused_blocks=has_copies,
         cuda_graph=_can_be_a_graph(config, precision),

@@ -19,6 +19,7 @@ class _Kind(NamedTuple):
 
     bucket: int
     has_copy: bool
+    is_split: bool
     has_largest: bool
     gradient_types: tuple[torch.dtype, ...]
 
@@ -44,7 +45,15 @@ class MasterAdamW(EagerOptimizer):
         weight_decay: float = 0.01,
         *,
         moments: torch.dtype = torch.float32,
+        splits: bool = False,
     ) -> None:
+        """With `splits`, masters that the model does not read itself are split (weights.py).
+
+        These parameters become empty tensors; the model's `state_dict` still has their values.
+        """
+        for weight in weights if splits else ():
+            if weight.read is None:
+                weight.split()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([weight.master for weight in weights], defaults)
         self._weights, self._moments = weights, moments
@@ -80,9 +89,11 @@ class MasterAdamW(EagerOptimizer):
         for weight in weights:
             if weight.is_trained and (gradients := weight.gradients()):
                 types = tuple(gradient.dtype for gradient in gradients)
-                kinds.setdefault(_Kind(bucket, weight.copy is not None, weight.largest is not None, types), []).append(
-                    weight
+                has_copy, is_split, has_largest = (
+                    each is not None for each in (weight.copy, weight.remainder, weight.largest)
                 )
+                kind = _Kind(bucket, has_copy, is_split, has_largest, types)
+                kinds.setdefault(kind, []).append(weight)
                 self._make_state(weight)
         for kind, same in kinds.items():
             if self._steps.is_cuda:
@@ -95,7 +106,7 @@ class MasterAdamW(EagerOptimizer):
         state = self.state[weight.master]
         if not state:
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(weight.master, dtype=self._moments)
+                state[name] = weight.master.new_zeros(weight.shape, dtype=self._moments)
 
     def _launch(self, kind: _Kind, weights: Sequence[Weight]) -> None:
         from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW  # Triton, which only comes with PyTorch for GPUs
@@ -103,7 +114,7 @@ class MasterAdamW(EagerOptimizer):
         if kind not in self._kernels:
             states = [self.state[weight.master] for weight in weights]
             self._kernels[kind] = ChunkedAdamW(
-                [weight.master for weight in weights],
+                [weight.master if weight.remainder is None else weight.remainder for weight in weights],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [weight.copy.values for weight in weights if weight.copy is not None],
@@ -120,13 +131,14 @@ class MasterAdamW(EagerOptimizer):
     def _update_one(self, weight: Weight) -> None:
         settings, state = self._settings, self.state[weight.master]
         lr, (beta1, beta2) = settings["lr"], settings["betas"]
-        gradient = sum((gradient.float() for gradient in weight.gradients()), start=torch.zeros_like(weight.master))
+        values = weight.values()
+        gradient = sum((gradient.float() for gradient in weight.gradients()), start=torch.zeros_like(values))
         first: Tensor = state["exp_avg"].float().lerp_(gradient, 1 - beta1)
         second: Tensor = state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = (second / (1 - beta2**self._steps)).sqrt_().add_(settings["eps"])
-        weight.master.mul_(1 - lr * settings["weight_decay"])
-        weight.master.sub_(lr / (1 - beta1**self._steps) * first / denominator)
-        weight.refresh()
+        values.mul_(1 - lr * settings["weight_decay"])
+        values.sub_(lr / (1 - beta1**self._steps) * first / denominator)
+        weight.store(values)
         if self._moments is torch.bfloat16:
             for name, values in (("exp_avg", first), ("exp_avg_sq", second)):
                 state[name].copy_(rounded_at_random(values, self._noise))

@@ -54,11 +54,13 @@ class FastLM(nn.Module):
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
         self.register_buffer("mask", reference.mask, persistent=False)
-        self.weights = maker.weights(self.parameters()) if maker else ()
+        self.weights = maker.weights(self.parameters(), self.token_embeddings.weight) if maker else ()
         """All parameters with their copies; empty if the model reads the parameters themselves."""
         self._units = tuple(maker.units) if maker else ()
         if maker:
+            self.register_load_state_dict_pre_hook(_join_masters)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_refresh_copies)  # type: ignore[no-untyped-call]
+            self.register_state_dict_post_hook(_add_split_masters)  # type: ignore[no-untyped-call]
         if settings.checkpoint_blocks:
             importlib.import_module("torch._dynamo")  # else the first checkpoint imports it, within a step
 
@@ -134,9 +136,23 @@ class FastLM(nn.Module):
         return Deferred(x, make(x.shape, requires_grad=needs_grad), bias, tag)
 
 
+def _join_masters(model: FastLM, *_: object) -> None:
+    """Make split masters whole, for values that are then loaded into them."""
+    for weight in model.weights:
+        if weight.remainder is not None:
+            weight.master.data = weight.values()
+
+
 def _refresh_copies(model: FastLM, _incompatible_keys: object) -> None:
     for weight in model.weights:
         weight.refresh()
+
+
+def _add_split_masters(model: FastLM, found: dict[str, Tensor], prefix: str, _metadata: object) -> None:
+    split = {weight.master: weight for weight in model.weights if weight.remainder is not None}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in split:
+            found[prefix + name] = split[parameter].values()
 
 
 def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, number: int) -> nn.Module:

@@ -44,4 +44,9 @@ class FastTrainable(Trainable):
         if not self._fast.weights:
             return super().make_optimizer()
         kind = BackwardAdamW if self.config.update_in_backward else MasterAdamW
-        return kind(self._fast.weights, self.config.learning_rate, moments=moments_type(self.config))
+        return kind(
+            self._fast.weights,
+            self.config.learning_rate,
+            moments=moments_type(self.config),
+            splits=self.config.split_masters,
+        )

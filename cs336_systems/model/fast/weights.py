@@ -3,6 +3,10 @@
 Under autocast every step casts each weight, and each gradient back. Matmuls read the same rounded weights either way,
 and their gradients are in low precision either way, so this is the same training with fewer bytes moved. The masters
 are the model's parameters; the copies are no part of its state dict.
+
+A master can be split: then only its copy and a remainder are stored, 4 bytes instead of 6. As bf16 has the sign, the
+exponent and the first bits of fp32, the 16 bits of the remainder are all that the copy lacks, and the master is known
+to the last bit.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,6 +23,8 @@ from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
 """Each part of a packed weight starts at a multiple of this many bytes, which one thread of a kernel reads at once."""
+NAN_BITS = 0x7FC00000
+"""The bits of a NaN in fp32 whose lower half is 0."""
 MOST_PARTS = 3
 """The largest number of weights that are packed into one, which is that of q, k and v."""
 
@@ -59,7 +65,7 @@ class Place:
         return [*self.received.gradients[:before], own, *self.received.gradients[before:]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Weight:
     """A parameter of the model, or one rank's part of one or several; trained unless frozen."""
 
@@ -71,6 +77,16 @@ class Weight:
     """Where the model reads the copy in low precision, if there is one."""
     largest: Tensor | None = None
     """The largest magnitude of the copy in fp32, updated whenever the copy is written; None if not kept."""
+    remainder: Tensor | None = None
+    """What `split_values` returns beside the copy, in the master's shape; the master itself is then empty.
+
+    None if the master is whole.
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the master, also if that is split."""
+        return self.master.shape if self.remainder is None else self.remainder.shape
 
     @property
     def is_trained(self) -> bool:
@@ -84,19 +100,59 @@ class Weight:
 
     def gradients(self) -> list[Tensor]:
         """Gradients to add up to the weight's: those of the master and of the copy, if there are any."""
-        return [gradient.view_as(self.master) for place in self.places for gradient in place.gradients]
+        return [gradient.view(self.shape) for place in self.places for gradient in place.gradients]
 
-    def refresh(self) -> None:
-        """Copy the master again."""
+    def values(self) -> Tensor:
+        """The master in fp32: the tensor itself, or a new one if the master is split."""
+        if self.remainder is None:
+            return self.master.detach()
+        assert self.copy is not None
+        return joined_values(self.copy.values.view(self.shape), self.remainder)
+
+    def store(self, values: Tensor) -> None:
+        """Make these fp32 values the master, and update the copy."""
+        if self.remainder is None:
+            self.master.detach().copy_(values)
         if self.copy is not None:
-            self.copy.values.copy_(self.master.detach().view(-1))
+            copy, remainder = values, None
+            if self.remainder is not None:
+                copy, remainder = split_values(values)
+                self.remainder.copy_(remainder)
+            self.copy.values.copy_(copy.reshape(-1))
             if self.largest is not None:
                 self.largest.copy_(self.copy.values.abs().amax())
 
+    def refresh(self) -> None:
+        """Copy the master again, which must not be empty; split it again if it is a split one."""
+        self.store(self.master.detach())
+        if self.remainder is not None:
+            self.master.data = self.master.new_empty(0)
 
-def whole(master: nn.Parameter, copy: Place | None = None, largest: Tensor | None = None) -> Weight:
-    """A parameter of the model as a weight."""
-    return Weight(master=master, read=Place(master, slice(0, master.numel())), copy=copy, largest=largest)
+    def split(self) -> None:
+        """Split the master, which frees its memory; the model must read only the copy."""
+        assert self.read is None
+        self.remainder = torch.empty_like(self.master, dtype=torch.int16)
+        self.refresh()
+
+
+def split_values(values: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
+    """fp32 values rounded to bf16, halves away from zero, and what each lost by that, as int16.
+
+    The second is the difference of the bits of the value and of its copy, as integers. NaN stays NaN, one of several.
+    """
+    bits = values.contiguous().view(torch.int32)
+    bits = torch.where(values.isnan(), NAN_BITS, bits)  # else the sum could carry NaN's bits over to 0
+    return ((bits + 2**15) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def joined_values(copy: Tensor, remainder: Tensor) -> Float[Tensor, "..."]:
+    """The fp32 values of which `split_values` made these two."""
+    return ((copy.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+def whole(master: nn.Parameter) -> Weight:
+    """A parameter of the model as a weight without a copy."""
+    return Weight(master=master, read=Place(master, slice(0, master.numel())))
 
 
 def drop_gradients(weights: Iterable[Weight]) -> None:
@@ -162,8 +218,10 @@ class CopyMaker:
         """A copy with rows of 0 appended until their number is a multiple of `multiple`; never in fp8."""
         return Copies(self._copy([layer.weight], surplus=-len(layer.weight) % multiple), None)
 
-    def weights(self, parameters: Iterable[nn.Parameter]) -> tuple[Weight, ...]:
-        """The parameters, with their copies if they have any."""
+    def weights(self, parameters: Iterable[nn.Parameter], table: nn.Parameter) -> tuple[Weight, ...]:
+        """The parameters, with their copies if they have any; of those only the embedding's `table` is read itself."""
+        if table in self._found:
+            self._found[table].read = Place(table, slice(0, table.numel()))
         return tuple(self._found.get(parameter) or whole(parameter) for parameter in parameters)
 
     def _copies(self, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter]) -> Copies:
@@ -187,7 +245,7 @@ class CopyMaker:
         start = 0
         for number, master in enumerate(masters):
             place = Place(source, slice(start, start + master.numel()))
-            weight = whole(master, place, None if largest is None else largest[number])
+            weight = Weight(master=master, read=None, copy=place, largest=None if largest is None else largest[number])
             weight.refresh()
             self._found[master] = weight
             start += master.numel()

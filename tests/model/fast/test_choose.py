@@ -23,8 +23,8 @@ from cs336_systems.model.fast.choose import best_sdpa_backend, describe_fast, fa
 
 H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
 CHOSEN = (
-    "precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "fused_loss",
-    "fused_blocks", "cuda_graph",
+    "precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "split_masters",
+    "fused_loss", "fused_blocks", "cuda_graph",
 )  # fmt: skip
 FIXED = tuple(field.name for field in fields(RunConfig) if field.name not in (*CHOSEN, "model"))
 SHAPE = tuple(field.name for field in fields(ModelConfig) if field.name not in ("attention", "sdpa_backend"))
@@ -64,7 +64,7 @@ def test_the_rule_on_an_h200():
     fast = fastest(make("gpt2"), H200)
     assert {name: getattr(fast, name) for name in CHOSEN} == {
         "precision": "bf16", "optimizer": "fused", "compile": "default", "compile_blocks": True, "pad_vocabulary": 128,
-        "cast_once": True, "fused_loss": True, "fused_blocks": True, "cuda_graph": True,
+        "cast_once": True, "split_masters": True, "fused_loss": True, "fused_blocks": True, "cuda_graph": True,
     }  # fmt: skip
     assert (fast.model.attention, fast.model.sdpa_backend) == (Attention.SDPA, SdpaBackend.CUDNN)
 
@@ -161,7 +161,7 @@ def test_autotuning_stays_and_graphs_of_the_compiler_go(asked, mode):
 def test_the_description_names_what_was_chosen():
     words = describe_fast(fastest(make("gpt2"), H200)).split(", ")
     assert words[:3] == ["bf16", "sdpa attention (cudnn)", "compile default by block"]
-    assert len(words) == 9, "precision, attention, compilation, optimizer, and five shortcuts"
+    assert len(words) == 10, "precision, attention, compilation, optimizer, and six shortcuts"
     assert describe_fast(fastest(make("tiny", Device.CPU), None)) == "fp32, sdpa attention, fused AdamW"
     assert describe_fast(fastest(make(model_factory="a:b"), H200)) == "bf16, compile default, fused AdamW"
 

@@ -53,6 +53,37 @@ except AssertionError:
 print(json.dumps(found))
 """
 
+SPLIT = """
+import json, torch
+torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
+from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
+from cs336_systems.model.fast.weights import joined_values, split_values
+
+torch.manual_seed(0)
+settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+sizes, types, found = (1, 37, 130, CHUNK, 3 * CHUNK + 5), [torch.bfloat16], {}
+whole = [torch.randn(n) for n in sizes]
+copies, remainders = zip(*map(split_values, whole))
+moments = [[torch.zeros(n) for n in sizes] for _ in range(4)]
+largest = [torch.tensor(1e9) for _ in sizes]
+others = [c.clone() for c in copies]
+plain = ChunkedAdamW(whole, *moments[:2], others, [], types)
+kernel = ChunkedAdamW(remainders, *moments[2:], copies, largest, types)
+for step in (1.0, 2.0, 3.0):
+    gradients = [[torch.randn(n).bfloat16()] for n in sizes]
+    for each in (plain, kernel):
+        each(gradients, torch.tensor(step), **settings)
+found["masters"] = all(torch.equal(joined_values(c, r), w) for c, r, w in zip(copies, remainders, whole))
+found["copies"] = all(torch.equal(c, split_values(w)[0]) for c, w in zip(copies, whole))
+found["largest"] = [m.item() - c.abs().max().item() for m, c in zip(largest, copies)]
+found["remainders"] = [r.abs().max().item() for r in remainders]
+for bits in (0x7FFFFFFF, -1, 0x7FC00000):  # NaN, of which a GPU makes the first
+    nan = [[torch.full((n,), bits >> 16, dtype=torch.int16).view(torch.bfloat16)] for n in sizes]
+    kernel(nan, torch.tensor(4.0), **settings)
+    found[f"NaN {bits}"] = all(joined_values(c, r).isnan().all().item() for c, r in zip(copies, remainders))
+print(json.dumps(found))
+"""
+
 MOMENTS = """
 import json, torch
 torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
@@ -322,6 +353,14 @@ def test_adamw_does_what_pytorch_s_does(interpreted: Callable[[str], Any]) -> No
     found = interpreted(ADAMW)
     assert all(error < (2**-7 if name.endswith("copies") else 1e-6) for name, error in found.items()), found
     assert found["bf16 copies"] > 0
+
+
+def test_adamw_of_split_masters_is_that_of_whole_ones_to_the_last_bit(interpreted: Callable[[str], Any]) -> None:
+    found = interpreted(SPLIT)
+    assert found["masters"] is found["copies"] is True
+    assert set(found["largest"]) == {0}
+    assert min(found["remainders"]) > 0, "else nothing tells these masters from their copies"
+    assert all(found[name] for name in found if name.startswith("NaN"))
 
 
 def test_the_loss_and_its_gradient_are_pytorch_s(interpreted: Callable[[str], Any]) -> None:
