@@ -302,8 +302,8 @@ def predictions_in_short() -> Sequence[Value]:
 # How far it is from the hardware
 
 
-def rung(ladder: str, name: str) -> Mapping[str, str]:
-    return one(linked(RESULTS, f"ladder/{ladder}/ladder.csv"), rung=name)
+def rung(ladder: str, name: str, document: str = RESULTS) -> Mapping[str, str]:
+    return one(linked(document, f"ladder/{ladder}/ladder.csv"), rung=name)
 
 
 @claim(RESULTS, r"goes from ([\d.]+) to ([\d.]+) ms with fp32 masters, \[([\d.]+) to ([\d.]+) times as fast\]")
@@ -366,6 +366,34 @@ def moments_of_xl() -> Sequence[Value]:
 def moments_of_all() -> Sequence[Value]:
     assert "Cannot tell B from A" in (ROOT / "data/e2e_benchmark/moments_gpt2/comparison.md").read_text()
     return [gain_of_moments(size) for size in ("small", "medium", "xl", "2.7B", "gpt2_xl")]
+
+
+@claim(
+    RESULTS,
+    r"on an H100\s+the step of xl takes \[([\d.]+) % less\]\([^)]*\), and its peak is ([\d.]+) GiB instead of "
+    r"([\d.]+)\.",
+)
+@claim(DATA, r"split masters: \[([\d.]+) % less time\]\([^)]*\) and ([\d.]+) for ([\d.]+) GiB")
+def split_masters_of_xl() -> Sequence[Value]:
+    directory = "e2e_benchmark/split_xl"
+    assert "B is faster than A" in (ROOT / f"data/{directory}/comparison.md").read_text()
+    rows = linked(DATA, f"{directory}/results.csv")
+    assert {row["device_name"] for row in rows} == {H100}
+    whole, split = (one(rows, split_masters=name) for name in ("False", "True"))
+    saved = 100 * (1 - number(split, "step_mean_ms") / number(whole, "step_mean_ms"))
+    return saved, number(split, "peak_allocated_gib"), number(whole, "peak_allocated_gib")
+
+
+@claim(DATA, r"with `split`, which the ladders above were measured without: (\d+) to ([\d.]+) ms")
+def ladder_of_gpt2_on_the_h100() -> Sequence[Value]:
+    return [number(rung("h100-gpt2", name, DATA), "step_mean_ms") for name in ("fp32", "moments")]
+
+
+@claim(DATA, r"the same of gpt2-xl: ([\d,]+) to (\d+) ms, `split` with ([\d.]+) for ([\d.]+) GiB")
+def ladder_of_gpt2_xl_on_the_h100() -> Sequence[Value]:
+    times = [number(rung("h100-gpt2-xl", name, DATA), "step_mean_ms") for name in ("fp32", "moments")]
+    peaks = [number(rung("h100-gpt2-xl", name, DATA), "peak_allocated_gib") for name in ("split", "fused-blocks")]
+    return *times, *peaks
 
 
 @claim(DATA, r"(\w+) rungs, (\w+) fresh processes of each: ([\d.]+) to ([\d.]+) ms, and")

@@ -33,7 +33,7 @@ class Parsed(HTMLParser):
             self.links.append(self._into)
 
     def handle_endtag(self, tag):
-        if tag in ("th", "td", "a"):
+        if tag in ("th", "td", "tr", "a"):  # a cell may have no end of its own
             self._into = None
 
     def handle_data(self, data):
