@@ -59,9 +59,9 @@ async function makeTable(block) {
     language: { zeroRecords: "No row has this text.", emptyTable: "There are no rows." },
   });
   made.set(block.id, table);
-  const tools = block.querySelector(".tools");
-  tools.hidden = false;
-  tools.querySelector("input").addEventListener("input", (event) => table.search(event.target.value).draw());
+  const tools = document.getElementById("page-tools").content.firstElementChild.cloneNode(true), filter = tools.querySelector("input");
+  filter.ariaLabel = `Filter the rows of: ${block.querySelector("h3").textContent}`;
+  filter.addEventListener("input", (event) => table.search(event.target.value).draw());
   table.columns().every(function () {
     const label = document.createElement("label"), box = document.createElement("input");
     Object.assign(box, { type: "checkbox", checked: true });
@@ -80,6 +80,7 @@ async function makeTable(block) {
       say(`Copied ${seen.rows.length} of ${all} rows and ${seen.columns.length} of ${heads.length} columns as ${name}.`);
     });
   }
+  block.querySelector(".head").append(tools);
 }
 
 function written(lines, seen, count) { // the rows and columns that are seen, in their order
