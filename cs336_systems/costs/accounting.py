@@ -10,9 +10,9 @@ from enum import StrEnum
 
 from cs336_systems.config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.hardware import DeviceSpec, find_device
-from cs336_systems.costs.shards import kept_elements, updated_elements
+from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES, kept_elements, updated_elements
 
-FP32_BYTES, HALF_BYTES, FP8_BYTES, INT64_BYTES = 4, 2, 1, 8
+FP8_BYTES, INT64_BYTES = 1, 8
 
 
 class Component(StrEnum):
@@ -242,13 +242,16 @@ def moment_bytes(config: RunConfig) -> int:
     return HALF_BYTES if config.bf16_moments else FP32_BYTES
 
 
-def split_parameters(config: RunConfig) -> int:
-    """Parameters with split masters: those of the linear layers, but for a head that is the embedding's table too."""
-    if not config.split_masters:
-        return 0
-    parts = parameters_by_component(config.model)
-    read = {Component.EMBEDDING, Component.NORMS, *([Component.HEAD] if config.model.arch is Arch.GPT2 else [])}
+def only_copied(model: ModelConfig) -> int:
+    """Parameters of which `cast_once` reads the copies only: all but norms, embedding, and a head tied to it."""
+    parts = parameters_by_component(model)
+    read = {Component.EMBEDDING, Component.NORMS, *([Component.HEAD] if model.arch is Arch.GPT2 else [])}
     return sum(elements for part, elements in parts.items() if part not in read)
+
+
+def split_parameters(config: RunConfig) -> int:
+    """Parameters with split masters."""
+    return only_copied(config.model) if config.split_masters else 0
 
 
 def saved_by_moments(config: RunConfig) -> int:

@@ -8,15 +8,16 @@ from dataclasses import replace
 
 from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Device, Mode, Profiler, RunConfig
 from cs336_systems.costs.accounting import (
-    FP32_BYTES,
-    HALF_BYTES,
     Component,
+    count_parameters,
     moment_bytes,
+    only_copied,
     parameters_by_component,
     split_parameters,
 )
 from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
+from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES
 
 LOSS_TOKENS = 8192
 """Tokens whose logits are computed at once if memory is scarce. Every part of the tokens reads and writes the head's
@@ -199,9 +200,7 @@ def _with_copies(config: RunConfig) -> int:
 
 def _read(config: RunConfig) -> int:
     """Parameters that the model reads in fp32: the embedding, which may be the head's table too, and the norms."""
-    parts = parameters_by_component(config.model)
-    tied = parts[Component.HEAD] if config.model.arch is Arch.GPT2 else 0
-    return parts[Component.EMBEDDING] + parts[Component.NORMS] + tied
+    return count_parameters(config.model) - only_copied(config.model)
 
 
 def _padded_vocabulary(config: RunConfig) -> int:

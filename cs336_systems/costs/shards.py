@@ -7,6 +7,7 @@ from cs336_systems.config import Arch, Parallel, Precision, RunConfig
 from cs336_systems.costs.forecast.parameters import axes, elements, parameter_shapes
 
 FP32_BYTES, HALF_BYTES = 4, 2
+"""Bytes of an element in fp32, and in bf16 or fp16."""
 LOOKUP, HEAD, REST = "embedding", "lm_head", "rest"
 """Names of FSDP's units besides the blocks, whose names are their indices; REST has what several units use."""
 ALIGNMENT_BYTES = 128

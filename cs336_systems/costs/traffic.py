@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from cs336_systems.config import Arch, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.costs.accounting import (
     ADAMW_BYTES,
-    FP32_BYTES,
-    HALF_BYTES,
     Component,
     count_parameters,
     forward_flops,
@@ -15,6 +13,7 @@ from cs336_systems.costs.accounting import (
     saved_by_moments,
     split_parameters,
 )
+from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES
 
 OPTIMIZER_BYTES = {
     OptimizerKind.FUSED: ADAMW_BYTES,

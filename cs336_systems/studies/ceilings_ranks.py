@@ -14,6 +14,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from cs336_systems.config import Device
 from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify
 from cs336_systems.measure.nvml import visible_gpus
@@ -22,7 +23,7 @@ from cs336_systems.parallel.group import group_of
 from cs336_systems.parallel.peers import of_all_ranks, shared_rows
 from cs336_systems.parallel.rank import Rank, devices_of
 from cs336_systems.record import Failure, Status
-from cs336_systems.studies.ceilings_records import FP32_BYTES, CeilingsGrid, CollectiveCell
+from cs336_systems.studies.ceilings_records import CeilingsGrid, CollectiveCell
 from cs336_systems.studies.loops import Loops
 from cs336_systems.studies.timing import PROBES, device_timer, host_timer, replayed
 from cs336_systems.sweep.process import die_with_forker

@@ -15,6 +15,7 @@ from cs336_systems.config import SIZES, Device, Precision
 from cs336_systems.costs.calls import Collective, sent_share
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.forecast.tape import Pass
+from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.files import CEILINGS
 from cs336_systems.record import Count, Environment, Status
 from cs336_systems.settings import ByDevice, Setting, check
@@ -27,7 +28,6 @@ MAX_SIDE = 2**20
 MAX_BYTES = 2**42
 PADDED = ", padded"
 """Suffix of the name of a matmul whose columns are those of another one, rounded up."""
-FP32_BYTES = 4
 SMALL_COLLECTIVES_BYTES = (2**12, 2**16)
 """Bytes of small collectives, such as those of a model's vectors, in addition to the sizes of passes over memory."""
 

@@ -22,8 +22,9 @@ from cs336_systems.costs.accounting import (
     component_flops,
     optimizer_work,
 )
+from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.ranges import Range
-from cs336_systems.studies.ceilings_records import FACTOR_BYTES, FP32_BYTES, ProductPrecision
+from cs336_systems.studies.ceilings_records import FACTOR_BYTES, ProductPrecision
 
 LINEAR = (Component.QKV, Component.OUTPUT, Component.FFN, Component.HEAD)
 SCORES_AND_VALUES = (Component.SCORES, Component.VALUES)

@@ -7,10 +7,11 @@ once, autograd's engine adds its gradients, in place unless the first of them is
 from collections.abc import Sequence
 
 from cs336_systems.config import Attention, RunConfig
-from cs336_systems.costs.forecast.forward import FP32_BYTES, HIDDEN, SCORES, STREAM, ForwardTape, Saved
+from cs336_systems.costs.forecast.forward import HIDDEN, SCORES, STREAM, ForwardTape, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS
 from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Form, Pass, Tape
 from cs336_systems.costs.forecast.ways import InPlace
+from cs336_systems.costs.shards import FP32_BYTES
 
 GRADIENT = "gradient of the residual stream"
 VIEWS_OF_LINEAR_BACKWARD = 6

@@ -13,10 +13,17 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.accounting import Component, parameters_by_component, saved_by_moments, split_parameters
-from cs336_systems.costs.forecast.forward import FP32_BYTES, HALF_BYTES
+from cs336_systems.costs.accounting import (
+    ADAMW_BYTES,
+    Component,
+    only_copied,
+    parameters_by_component,
+    saved_by_moments,
+    split_parameters,
+)
 from cs336_systems.costs.forecast.parameters import axes
-from cs336_systems.costs.forecast.tape import ADAMW_BYTES, Form, Tape
+from cs336_systems.costs.forecast.tape import Form, Tape
+from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES
 
 PARTIAL_ROWS = 264
 """Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (sums_kernel.py)."""
@@ -127,10 +134,9 @@ class _FastStep:
         parts = parameters_by_component(self.config.model)
         alone = parts[Component.EMBEDDING] + parts[Component.NORMS]
         tied = parts[Component.HEAD] if self.gpt2 else 0
-        copied = sum(parts.values()) - alone - tied
         self.tape.pass_of(2 * FP32_BYTES)  # the number of steps
         each = ADAMW_BYTES - saved_by_moments(self.config)
-        of_copied = each * copied - HALF_BYTES * split_parameters(self.config)
+        of_copied = each * only_copied(self.config.model) - HALF_BYTES * split_parameters(self.config)
         for moved_bytes in (of_copied, each * alone, (each + FP32_BYTES) * tied):
             if moved_bytes:
                 self.tape.pass_of(moved_bytes)

@@ -11,14 +11,13 @@ from cs336_systems.config import Arch, Attention, ModelConfig, Precision, RunCon
 from cs336_systems.costs.forecast.parameters import WEIGHTS
 from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Form, Pass, Tape
 from cs336_systems.costs.forecast.ways import InPlace
+from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and autograd's.
 
 Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on an H200 are right to the byte.
 """
-FP32_BYTES = 4
-HALF_BYTES = 2
 
 VIEWS_OF_LINEAR = 3
 """Views in a linear layer: the weight transposed, the input flattened, the result unflattened."""

@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from cs336_systems.config import Arch, Attention, Device, Mode, OptimizerKind, Phase, RunConfig
+from cs336_systems.costs.accounting import ADAMW_BYTES
 from cs336_systems.costs.forecast.backward import BackwardTape
-from cs336_systems.costs.forecast.forward import FP32_BYTES, STREAM, Saved
+from cs336_systems.costs.forecast.forward import STREAM, Saved
 from cs336_systems.costs.forecast.parameters import WEIGHTS, axes, parameter_shapes
-from cs336_systems.costs.forecast.tape import ADAMW_BYTES, LIKE_ITSELF, Category, Kind, Operation, Pass, Tape
+from cs336_systems.costs.forecast.tape import LIKE_ITSELF, Category, Kind, Operation, Pass, Tape
 from cs336_systems.costs.forecast.ways import WAYS
-from cs336_systems.costs.shards import HEAD, LOOKUP
+from cs336_systems.costs.shards import FP32_BYTES, HEAD, LOOKUP
 
 LOGITS = "batch T vocabulary"
 INT64_BYTES = 8

@@ -107,8 +107,6 @@ class Operation:
     """Number of views before the operation, and of other calls; each takes the host about as long as a launch."""
 
 
-ADAMW_BYTES = 7 * 4
-"""Per element: parameter, gradient and both moments are read, and all but the gradient written, in fp32."""
 LIKE_ITSELF = -1
 """In `reads`, stands for a tensor of the same kind as the one that is made."""
 

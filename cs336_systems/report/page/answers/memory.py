@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from cs336_systems.config import SIZES, Device, Mode, Precision, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes
+from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.entries import labels
@@ -37,7 +38,6 @@ ALONE = (Mode.INFERENCE, Mode.FORWARD)
 COURSE = {"2.7B": (128, 2048)}
 """The size and the contexts of the course's questions on memory, edition 2026."""
 ON_PAPER = {"xl": (128, 512, 2048), "2.7B": (128, 512, 2048)}
-FP32_BYTES = 4
 BATCH_SIZE = 4
 NUM_LARGEST = 1
 """How many of the largest sizes of allocations an answer names; its table has more."""
