@@ -500,9 +500,9 @@ class RunConfig:
     split_masters: Annotated[
         bool,
         Setting(
-            "Of each fp32 master store only its bf16 copy and the 16 bits that the copy lacks, which give the master to "
-            "the last bit: 2 bytes less for each parameter, and 2 bytes less to read and write in each update. Masters "
-            "that the model reads itself stay whole. Needs --cast-once.",
+            "Of each fp32 master store only its bf16 copy and the 16 bits that the copy lacks, which give the master "
+            "to the last bit: 2 bytes less for each parameter, and 2 bytes less to read and write in each update. "
+            "Masters that the model reads itself stay whole. Needs --cast-once.",
             is_shortcut=True, label=1, note="masters split",
             rules=(
                 _CAST_ONCE,
