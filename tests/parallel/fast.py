@@ -57,6 +57,16 @@ def train(way, arch, shard, device="cpu", changes=None):
     return masters, updated, losses, sent_by(counter.traffic()), copies
 
 
+def kept(way, shard):
+    """After a step, elements of copies of masters that are split, and bytes of their remainders and masters."""
+    config = config_of("gpt2", way, shard, dist.get_world_size(), split_masters=True)
+    step = TrainingStep(config, rank=dist.get_rank())
+    step(HostClock())
+    split = [weight for weight in step.optimizer._weights if weight.read is None]
+    elements = sum(weight.copy.values.numel() for weight in split)
+    return elements, sum(weight.remainder.nbytes for weight in split), sum(weight.master.nbytes for weight in split)
+
+
 def train_frozen(way, shard):
     """Names of the matrices that some steps change, where those of the second block are frozen."""
     config = config_of("cs336", way, shard, dist.get_world_size())

@@ -158,6 +158,12 @@ def test_split_masters_are_those_of_whole_ones(two, way, shard, arch):
     assert results[0][2] == pytest.approx(losses, rel=1e-2)
 
 
+@pytest.mark.parametrize(("way", "shard"), [("ddp-push", False), ("ddp-overlap", True), ("fsdp", False)])
+def test_a_rank_keeps_two_bytes_beside_each_element_of_a_copy(two, way, shard):
+    for elements, remainders, masters in two.call("tests.parallel.fast:kept", way, shard):
+        assert (remainders, masters) == (2 * elements, 0)
+
+
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared out"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bytes_sent_are_those_of_gradients_and_copies_in_low_precision(two, arch, shard):

@@ -81,6 +81,10 @@ for bits in (0x7FFFFFFF, -1, 0x7FC00000):  # NaN, of which a GPU makes the first
     nan = [[torch.full((n,), bits >> 16, dtype=torch.int16).view(torch.bfloat16)] for n in sizes]
     kernel(nan, torch.tensor(4.0), **settings)
     found[f"NaN {bits}"] = all(joined_values(c, r).isnan().all().item() for c, r in zip(copies, remainders))
+for c, r in zip(copies, remainders):  # together 0x7FFFFFFF, which a step leaves as it is
+    c.fill_(-0.0), r.fill_(-1)
+kernel(gradients, torch.tensor(5.0), **settings)
+found["NaN of a GPU"] = all(joined_values(c, r).isnan().all().item() for c, r in zip(copies, remainders))
 print(json.dumps(found))
 """
 

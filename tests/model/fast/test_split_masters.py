@@ -10,10 +10,12 @@ from torch import Tensor
 
 from cs336_systems.config import Mode, RunConfig
 from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.moments import memory_now
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.fast.weights import joined_values, split_values
+from cs336_systems.record import Moment
 from tests.model.fast.test_weights import AUTOCAST, MODELS, fast, make
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -112,6 +114,15 @@ def test_it_is_the_same_training(name: str, settings: dict[str, object]) -> None
 def losses_of(config: RunConfig, model: torch.nn.Module) -> list[float]:
     step = TrainingStep(config, model)
     return [step(HostClock())[1].item() for _ in range(8)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_bytes_less_are_kept_of_each_element_of_a_remainder(name: str) -> None:
+    whole, split = (
+        TrainingStep(replace(SPLIT, model=MODELS[name], split_masters=each), make(name)) for each in (False, True)
+    )
+    before, after = (memory_now(step, Moment.INITIALISED).parameters_bytes for step in (whole, split))
+    assert before - after == sum(w.remainder.nbytes for w in split.model.weights if w.remainder is not None) > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
