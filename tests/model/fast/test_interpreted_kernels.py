@@ -85,6 +85,7 @@ for c, r in zip(copies, remainders):  # together 0x7FFFFFFF, which a step leaves
     c.fill_(-0.0), r.fill_(-1)
 kernel(gradients, torch.tensor(5.0), **settings)
 found["NaN of a GPU"] = all(joined_values(c, r).isnan().all().item() for c, r in zip(copies, remainders))
+found["NaN in copies"] = all(c.isnan().all().item() for c in copies)
 print(json.dumps(found))
 """
 
