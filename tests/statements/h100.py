@@ -113,7 +113,8 @@ def forecasts_on_the_h100() -> Sequence[Value]:
     r"Python ([\d.]+), (\d+) CPU cores\)",
 )
 def machine_of_the_h100() -> Sequence[Value]:
-    environments = [record.environment for name in (EAGER, FAST, SDPA) for record in records(name)]
+    measured = EAGER, FAST, SDPA, "e2e_benchmark/split_xl", "ladder/h100-gpt2", "ladder/h100-gpt2-xl"
+    environments = [record.environment for name in measured for record in records(name)]
     assert {each and each.identity.device_name for each in environments} == {H100}
     ((driver, cuda, torch, python, cores),) = {
         (each.identity.driver, each.cuda, each.identity.torch, each.python.rpartition(".")[0], float(each.cpu_count))
