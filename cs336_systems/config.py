@@ -546,6 +546,28 @@ class RunConfig:
             is_shortcut=True, rules=(_OUR_MODEL, _CAST_ONCE), label=1, note="fused blocks",
         ),
     ] = False
+    fused_activations: Annotated[
+        bool,
+        Setting(
+            "Compute GELU or SwiGLU within the matmul before it, and its derivative within the matmul of backward, so "
+            "that they have no kernels of their own. On a GPU this needs QuACK's matmuls (pip install '.[fused]') and "
+            "the Hopper generation; --fast uses it where it finds both. Needs --fused-blocks.",
+            is_shortcut=True, label=1, note="activations within matmuls",
+            rules=(
+                _needs("--fused-blocks", lambda run: run.fused_blocks, "none"),
+                _needs(
+                    f"a d_model and a d_ff that are multiples of {PACKED_MULTIPLE}, which its matmuls load",
+                    lambda run: run.model.d_model % PACKED_MULTIPLE == 0 and run.model.d_ff % PACKED_MULTIPLE == 0,
+                    "{config.model.d_model} and {config.model.d_ff}",
+                ),
+                Rule(
+                    lambda run: not run.selective_checkpoints,
+                    "{flag} cannot be combined with --selective-checkpoints, which compute the activation again",
+                ),
+                Rule(lambda run: not run.fp8, "{flag} cannot be combined with --fp8, whose matmuls are others"),
+            ),
+        ),
+    ] = False
     fp8: Annotated[
         bool,
         Setting(

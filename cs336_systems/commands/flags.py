@@ -372,6 +372,8 @@ def make_fast_config(
             what = flag.removeprefix("--").replace("-", " ")
             raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
     switches: dict[str, Any] = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
+    if asked.get("fp8") or asked.get("selective_checkpoints"):
+        switches.setdefault("fused_activations", False)  # neither can be combined with it
     if asked.get("expandable_segments") and fast.is_shared:
         switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
     fast = replace(fast, **switches)

@@ -53,7 +53,7 @@ def with_checkpoints(config: RunConfig, memory_bytes: int, *, keeps_graph: bool 
     whole = replace(chunked, checkpoint_blocks=1, expandable_segments=expands, cuda_graph=graph)
     choices = [config, chunked]
     if config.model.attention is Attention.SDPA and config.model.d_model % PACKED_MULTIPLE == 0:
-        selective = replace(whole, selective_checkpoints=True)
+        selective = replace(whole, selective_checkpoints=True, fused_activations=False)
         choices += [replace(selective, keep_hidden=kept) for kept in range(config.model.num_layers, -1, -1)]
     usable_bytes = (USABLE_FIXED if is_fixed else USABLE) * (memory_bytes - CUDA_CONTEXT_BYTES)
     return next((choice for choice in choices if peak_bytes(choice) <= usable_bytes), whole)

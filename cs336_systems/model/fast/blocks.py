@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.autocast import to_autocast_dtype
+from cs336_systems.model.fast.feed_forward import feed_forward
 from cs336_systems.model.fast.fp8 import Largest, Tag
 from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu
 from cs336_systems.model.fast.lookup import lookup
@@ -167,7 +168,11 @@ class PackedSwiGLU(SwiGLU):
 
 
 class DeferringSwiGLU(PackedSwiGLU):
-    """SwiGLU that also returns the tag of its result."""
+    """SwiGLU that also returns the tag of its result; `fuses` computes the activation within matmuls."""
+
+    def __init__(self, ffn: SwiGLU, maker: CopyMaker, *, fuses: bool = False) -> None:
+        super().__init__(ffn, maker)
+        self._fuses = fuses
 
     def forward(  # type: ignore[override]
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
@@ -176,6 +181,8 @@ class DeferringSwiGLU(PackedSwiGLU):
         if self.packed is None:
             return super().forward(x), None
         with annotate(self.range):
+            if self._fuses:
+                return feed_forward(x, self.packed.weight, None, self.w2.copies.weight), None
             return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
 
@@ -192,10 +199,14 @@ class CopiedGeluMLP(GeluMLP):
 
 
 class DeferringGeluMLP(CopiedGeluMLP):
-    """GPT-2's feed-forward network, which defers w1's bias to GELU's kernel, and w2's bias to the next norm."""
+    """GPT-2's feed-forward network, which defers w1's bias to GELU's kernel, and w2's bias to the next norm.
 
-    def __init__(self, ffn: GeluMLP, maker: CopyMaker) -> None:
+    `fuses` computes the activation within matmuls.
+    """
+
+    def __init__(self, ffn: GeluMLP, maker: CopyMaker, *, fuses: bool = False) -> None:
         super().__init__(ffn, maker, defers_bias=True)
+        self._fuses = fuses
 
     def expand(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
@@ -215,6 +226,8 @@ class DeferringGeluMLP(CopiedGeluMLP):
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
         """The result, without the bias of w2, and in fp8 its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
+            if self._fuses:
+                return feed_forward(x, self.w1.copies.weight, self.w1.deferred_bias, self.w2.copies.weight), None
             return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
 
@@ -267,16 +280,20 @@ class AddNorm(nn.Module):
 
 
 class DeferredBlock(nn.Module):
-    """The reference's block, computed from copies; it defers each residual addition to the next norm."""
+    """The reference's block, computed from copies; it defers each residual addition to the next norm.
 
-    def __init__(self, block: Block, maker: CopyMaker) -> None:
+    `fuses` computes the feed-forward network's activation within its matmuls.
+    """
+
+    def __init__(self, block: Block, maker: CopyMaker, *, fuses: bool = False) -> None:
         super().__init__()
         self.range = block.range
         self.ln1 = AddNorm(block.ln1, feeds_fp8=maker.fp8)
         self.attn = DeferringAttention(block.attn, maker)
         self.ln2 = AddNorm(block.ln2, feeds_fp8=maker.fp8)
         ffn = block.ffn
-        self.ffn = DeferringSwiGLU(ffn, maker) if isinstance(ffn, SwiGLU) else DeferringGeluMLP(ffn, maker)
+        kind = DeferringSwiGLU if isinstance(ffn, SwiGLU) else DeferringGeluMLP
+        self.ffn = kind(ffn, maker, fuses=fuses)  # type: ignore[arg-type]
 
     def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:
         """The residual stream after attention, and the feed-forward network's branch, which is still to be added."""

@@ -4,12 +4,14 @@ Shape, batch, mode, steps, seed, device and data stay as they are. The result is
 `cs336 ladder` checks.
 """
 
+import importlib.metadata
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 from cs336_systems.config import (
     EAGER_STEPS_BEFORE_GRAPH,
+    PACKED_MULTIPLE,
     SETTINGS,
     Attention,
     CompileMode,
@@ -30,21 +32,25 @@ NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
 ALIGNMENT = 8
 """Elements in half precision that tensor cores load at once, 16 bytes; matmuls of other widths are far slower."""
+QUACK = "quack-kernels"
+"""The package whose matmuls compute activations too."""
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
 """Widest head of each backend."""
 _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
+_HOPPER = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
 
 
 def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     """The fastest known settings for this step on the device with this name (NVML's; None if not known).
 
     On a GPU: bf16 with weights cast once and split masters, fused attention, blocks compiled one by one with fused
-    kernels between their matmuls, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a
-    vocabulary padded where its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16 keeps its precision. A
-    user's own model gets what works for any model: bf16, compilation, fused AdamW. If PyTorch's DDP or FSDP shares the
-    step, weights are not cast once, blocks are not fused and there are no graphs. A user's own model with sharded
-    parameters is not compiled. On a CPU compilation costs more than it saves and bf16 is seldom faster, so both stay as
-    configured. The memory profiler cannot see inside a graph, so it excludes graphs.
+    kernels between their matmuls, on Hopper with QuACK activations within matmuls, fused loss and AdamW, each phase one
+    CUDA graph (from 4 warm-up steps on), and a vocabulary padded where its size is no multiple of `ALIGNMENT`. A GPU
+    known to have no bf16 keeps its precision. A user's own model gets what works for any model: bf16, compilation,
+    fused AdamW. If PyTorch's DDP or FSDP shares the step, weights are not cast once, blocks are not fused and there are
+    no graphs. A user's own model with sharded parameters is not compiled. On a CPU compilation costs more than it saves
+    and bf16 is seldom faster, so both stay as configured. The memory profiler cannot see inside a graph, so it excludes
+    graphs.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None
@@ -67,6 +73,9 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         split_masters=has_copies and config.mode is Mode.TRAIN,
         fused_loss=precision is not Precision.FP16,
         fused_blocks=has_copies,
+        fused_activations=has_copies
+        and not (config.fp8 or config.selective_checkpoints or config.is_shared)
+        and can_fuse_activations(config.model, device_name),
         cuda_graph=_can_be_a_graph(config, precision),
     )
 
@@ -81,6 +90,21 @@ def has_bf16(device_name: str | None) -> bool:
     """Whether the GPU computes in bf16; an unknown GPU is assumed to be recent, so that it does."""
     device = None if device_name is None else find_device(device_name)
     return device is None or Precision.BF16 in device.peak_flops_per_s
+
+
+def is_quack_installed() -> bool:
+    """Whether QuACK is installed; it is not imported, which takes seconds."""
+    try:
+        importlib.metadata.version(QUACK)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def can_fuse_activations(model: ModelConfig, device_name: str | None) -> bool:
+    """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if both widths fit."""
+    fits = model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0
+    return fits and device_name is not None and bool(_HOPPER.search(device_name)) and is_quack_installed()
 
 
 def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | None) -> SdpaBackend:

@@ -21,6 +21,7 @@ from cs336_systems.model.fast.blocks import (
     PaddedHead,
 )
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy
+from cs336_systems.model.fast.feed_forward import check_device
 from cs336_systems.model.fast.fp8 import update_units
 from cs336_systems.model.fast.selective import SelectiveBlock
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
@@ -43,6 +44,8 @@ class FastLM(nn.Module):
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
         super().__init__()
         self.config, self._settings = reference.config, settings
+        if settings.fused_activations:
+            check_device(reference.lm_head.weight.device)
         # with several ranks, a block's copies may be gathered only just before the block runs
         keeps_units = not settings.is_shared
         maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_units=keeps_units) if settings.cast_once else None
@@ -162,7 +165,9 @@ def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, numb
         # the last blocks keep it, because backward frees theirs first
         keeps_hidden = number >= settings.model.num_layers - settings.keep_hidden
         return SelectiveBlock(block, maker, keeps_hidden=keeps_hidden)
-    return DeferredBlock(block, maker) if settings.fused_blocks else CopiedBlock(block, maker)
+    if settings.fused_blocks:
+        return DeferredBlock(block, maker, fuses=settings.fused_activations)
+    return CopiedBlock(block, maker)
 
 
 def _run_again(

@@ -1,0 +1,129 @@
+"""The feed-forward network with its activation inside of the matmuls.
+
+Forward computes GELU or SwiGLU while the first matmul's result is still in registers, and backward multiplies by its
+derivative within the matmul that computes the gradient of the activation. So the activation has no kernels of its own,
+and its gradient is never written. On a GPU QuACK's matmuls do this (feed_forward_kernel.py), on a CPU PyTorch's
+operators compute the same.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems.model.fast.choose import QUACK, is_quack_installed
+
+HOPPER = (9, 0)
+"""Compute capability of the GPUs for which the tiles in feed_forward_kernel.py were chosen."""
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError if `feed_forward` cannot compute on this device; a CPU needs nothing."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability != HOPPER:
+        name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise ValueError(f"--fused-activations needs a Hopper GPU (compute capability 9.0), got {name} ({found})")
+    if not is_quack_installed():
+        raise ValueError(f"--fused-activations needs {QUACK}, which is not installed: pip install '.[fused]'")
+
+
+def feed_forward(
+    x: Float[Tensor, "batch seq d_model"],
+    first: Float[Tensor, "expanded d_model"],
+    bias: Float[Tensor, " d_ff"] | None,
+    second: Float[Tensor, "d_model d_ff"],
+) -> Float[Tensor, "batch seq d_model"]:
+    """act(x first^T + bias) second^T: GELU in its tanh approximation with a bias, SwiGLU without one.
+
+    For SwiGLU `first` has the rows of the gate and then as many of its other factor; for GELU it has `d_ff` rows.
+    Raises ValueError if shapes do not fit.
+    """
+    expanded = (1 if bias is not None else 2) * second.shape[1]
+    if first.shape != (expanded, x.shape[-1]) or second.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"needed weights of shapes {(expanded, x.shape[-1])} and {(x.shape[-1], second.shape[1])}, "
+            f"got {tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    if bias is not None and bias.shape != second.shape[1:]:
+        raise ValueError(f"needed a bias of {second.shape[1]} elements, got {tuple(bias.shape)}")
+    return cast(Tensor, _FeedForward.apply(x, first, bias, second))  # type: ignore[no-untyped-call]
+
+
+class _FeedForward(torch.autograd.Function):
+    """An autograd function, so that the compiler sees all matmuls but those with the activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor, bias: Tensor | None, second: Tensor) -> Tensor:  # noqa: ANN401
+        rows = x.flatten(0, -2)
+        before, hidden = _expand(rows, first, bias)
+        ctx.save_for_backward(rows, first, second, before, hidden)
+        ctx.bias_type = None if bias is None else bias.dtype
+        return F.linear(hidden, second).view(*x.shape[:-1], len(second))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # noqa: ANN401
+        rows, first, second, before, hidden = ctx.saved_tensors
+        own = gradient.flatten(0, -2)
+        of_second = own.t() @ hidden
+        of_before, of_bias = _contract_backward(own, second, before, ctx.bias_type)
+        of_x = (of_before @ first).view(*gradient.shape[:-1], first.shape[1])
+        return of_x, of_before.t() @ rows, None if ctx.bias_type is None else of_bias, of_second
+
+
+# no shapes are declared below, because PyTorch reads the schema of an operator from its types
+
+
+@torch.library.custom_op("cs336_systems::expand", mutates_args=())
+def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x weight^T + bias, and its activation."""
+    if x.is_cuda:
+        from cs336_systems.model.fast import feed_forward_kernel  # QuACK, which takes seconds to import
+
+        return feed_forward_kernel.expand(x, weight, bias)
+    before = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if bias is not None:
+        hidden = F.gelu(before, approximate="tanh")
+    else:
+        gate, up = before.chunk(2, dim=-1)
+        hidden = F.silu(gate) * up
+    return before.to(x.dtype), hidden.to(x.dtype)
+
+
+@torch.library.custom_op("cs336_systems::contract_backward", mutates_args=())
+def _contract_backward(
+    gradient: Tensor, weight: Tensor, before: Tensor, bias_type: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of what `_expand` activates, from that of the activation times weight^T; and of its bias, or empty.
+
+    `bias_type` is the type of the bias, or None without a bias.
+    """
+    if gradient.is_cuda:
+        from cs336_systems.model.fast import feed_forward_kernel
+
+        return feed_forward_kernel.contract_backward(gradient, weight, before, bias_type)
+    own, wide = gradient.float() @ weight.float(), before.float()
+    if bias_type is not None:
+        result = torch.ops.aten.gelu_backward(own, wide, approximate="tanh")
+        return result.to(before.dtype), result.sum(dim=0).to(bias_type)
+    gate, up = wide.chunk(2, dim=-1)
+    result = torch.cat((torch.ops.aten.silu_backward(own * up, gate), own * F.silu(gate)), dim=-1)
+    return result.to(before.dtype), own.new_empty(0)
+
+
+@_expand.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    factors = 1 if bias is not None else 2
+    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight) // factors)
+
+
+@_contract_backward.register_fake
+def _(gradient: Tensor, weight: Tensor, before: Tensor, bias_type: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    del gradient
+    empty = before.new_empty(0, dtype=torch.float32)
+    return before.new_empty(before.shape), empty if bias_type is None else weight.new_empty(
+        weight.shape[1], dtype=bias_type
+    )
