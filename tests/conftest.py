@@ -35,6 +35,12 @@ def ctrl_c_is_heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, previous)
 
 
+@pytest.fixture(autouse=True)
+def without_quack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What --fast chooses is the same where QuACK is installed; tests of that choice say that it is."""
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: False)
+
+
 class HostTime:
     """A clock that stands still but for those who sleep by it, so that times are exact on a busy machine."""
 

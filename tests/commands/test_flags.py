@@ -592,6 +592,21 @@ def test_a_dry_run_says_what_a_fast_step_takes(
     assert "should take" not in printed
 
 
+@pytest.mark.parametrize("flag", ["fp8", "selective-checkpoints --checkpoint-blocks 1"])
+def test_fast_leaves_fused_activations_out_for_what_cannot_be_combined_with_them(
+    monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    see(monkeypatch, H100)
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: True)
+    flags = "--device cuda --size xl --context-length 512 --fast"
+    assert one(flags).fused_activations
+    other = one(f"{flags} --{flag}")
+    assert not other.fused_activations
+    assert other.fused_blocks
+    with pytest.raises(ValueError, match="--fused-activations cannot be combined with --"):
+        one(f"{flags} --fused-activations --{flag}")
+
+
 def test_there_are_no_more_checkpoints_than_blocks() -> None:
     assert one("--size tiny --checkpoint-blocks 2").checkpoint_blocks == 2
     for flags in ("--size tiny --checkpoint-blocks 3", "--size small --num-layers 1 --checkpoint-blocks 2"):

@@ -396,6 +396,11 @@ def ladder_of_gpt2_xl_on_the_h100() -> Sequence[Value]:
     return *times, *peaks
 
 
+@claim(DATA, r"activations within matmuls, with QuACK [\d.]+, of gpt2: ([\d.]+) ms without, ([\d.]+) with")
+def activations_within_matmuls_of_gpt2() -> Sequence[Value]:
+    return [number(rung("h100-gpt2-activations", name, DATA), "step_mean_ms") for name in ("split", "activations")]
+
+
 @claim(DATA, r"(\w+) rungs, (\w+) fresh processes of each: ([\d.]+) to ([\d.]+) ms, and")
 def rungs_of_gpt2() -> Sequence[Value]:
     rows = linked(DATA, "ladder/gpt2/ladder.csv")

@@ -115,6 +115,19 @@ def test_large_models_have_a_rung_for_fp8_on_devices_that_have_it(base, device_n
         assert ladder[number].config.cast_once
 
 
+@pytest.mark.parametrize("base", [GPT2, XL], ids=["GELU", "SwiGLU"])
+def test_with_quack_hopper_has_a_rung_for_activations_that_fp8_undoes(monkeypatch, base):
+    without = names(rungs(base, H200))
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: True)
+    ladder = rungs(base, H200)
+    assert [name for name in names(ladder) if name != "activations"] == without
+    steps = {b.name: changed(a.config, b.config) for a, b in itertools.pairwise(ladder)}
+    assert steps["activations"] == {"fused_activations": True}
+    if "fp8" in steps:
+        assert steps["fp8"] == {"fp8": True, "fused_activations": False}
+    assert "activations" not in names(rungs(base, "NVIDIA A100-SXM4-80GB"))
+
+
 @pytest.mark.parametrize(
     ("base", "device_name", "left_out"),
     [

@@ -1,6 +1,7 @@
 """The operations of a step with fused blocks in CUDA graphs, as `--fast` computes it, in launch order.
 
-The list follows model/fast/ kernel by kernel. costs/fast_memory.py has the memory of such a step.
+The list follows model/fast/ kernel by kernel. A matmul with an activation in it is taken to be as long as without.
+costs/fast_memory.py has the memory of such a step.
 """
 
 from cs336_systems.config import (
@@ -93,7 +94,8 @@ class _FastStep:
             self._linear("d_model", "d_model")
             self._add_norm()
             self._linear(f"{self.factors} d_ff", "d_model")
-            tape.pass_of(HALF_BYTES * (self.factors + 1) * self.hidden)  # SwiGLU, or GELU
+            if not self.config.fused_activations:
+                tape.pass_of(HALF_BYTES * (self.factors + 1) * self.hidden)  # SwiGLU, or GELU
             self._linear("d_model", "d_ff")
         self._add_norm()
         self._linear("vocabulary", "d_model")
@@ -109,7 +111,8 @@ class _FastStep:
         self._add_norm_backward(is_last=True)
         for _ in range(self.config.model.num_layers):
             self._linear_backward("d_model", "d_ff")
-            tape.pass_of(HALF_BYTES * (2 * self.factors + 1) * self.hidden)
+            if not self.config.fused_activations:
+                tape.pass_of(HALF_BYTES * (2 * self.factors + 1) * self.hidden)
             if self.gpt2:
                 self._reduce(1, "d_ff")
             self._linear_backward(f"{self.factors} d_ff", "d_model")

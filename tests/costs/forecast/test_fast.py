@@ -75,6 +75,20 @@ def test_the_optimizer_moves_26_or_28_bytes_a_parameter_and_a_second_gradient_of
         assert moved == 28 * count_parameters(model) + 4 * tied - saved
 
 
+@pytest.mark.parametrize("arch", Arch)
+def test_fused_activations_save_two_passes_a_block(arch: Arch) -> None:
+    """Of a hidden activation h: SwiGLU reads 2 h and writes h, backward reads 3 h and writes 2 h; GELU 2 h and 3 h."""
+    plain = fast(replace(MODEL, arch=arch))
+    fused = replace(plain, fused_activations=True)
+    hidden = 2 * plain.batch_size * MODEL.context_length * MODEL.d_ff
+    of_phase = (2, 3) if arch is Arch.GPT2 else (3, 5)
+    for phase, passes in zip((Phase.FORWARD, Phase.BACKWARD), of_phase, strict=True):
+        before, after = kernels(plain)[phase], kernels(fused)[phase]
+        assert len(before) - len(after) == MODEL.num_layers
+        saved = sum(each.moved_bytes for each in before) - sum(each.moved_bytes for each in after)
+        assert saved == MODEL.num_layers * passes * hidden
+
+
 def test_a_padded_vocabulary_is_computed() -> None:
     config = fast(replace(MODEL, vocab_size=81))
     assert config.pad_vocabulary == 128

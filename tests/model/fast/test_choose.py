@@ -69,6 +69,30 @@ def test_the_rule_on_an_h200():
     assert (fast.model.attention, fast.model.sdpa_backend) == (Attention.SDPA, SdpaBackend.CUDNN)
 
 
+@pytest.mark.parametrize(
+    ("device_name", "changes", "fuses"),
+    [
+        (H200, {}, True),
+        ("NVIDIA H100 80GB HBM3", {}, True),
+        ("NVIDIA A100-SXM4-80GB", {}, False),
+        ("NVIDIA B200", {}, False),
+        (None, {}, False),
+        (H200, {"model": model_with(d_ff=3076)}, False),
+        (H200, {"model_factory": "a:b"}, False),
+        (H200, {"precision": Precision.BF16, "cast_once": True, "optimizer": OptimizerKind.FUSED, "fp8": True}, False),
+        (H200, {"parallel": Parallel.DDP_FLAT, "ranks": 2}, False),
+    ],
+    ids=["H200", "H100", "A100", "B200", "unknown", "odd width", "own model", "fp8", "two ranks"],
+)  # fmt: skip
+def test_activations_are_fused_on_hopper_with_quack(monkeypatch, device_name, changes, fuses):
+    config = replace(make("xl"), **changes)
+    assert not fastest(config, device_name).fused_activations
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: True)
+    fast = fastest(config, device_name)
+    assert fast.fused_activations is fuses
+    assert ("activations within matmuls" in describe_fast(fast)) is fuses
+
+
 @pytest.mark.parametrize(("vocab_size", "multiple"), [(50_257, 128), (10_001, 128), (10_000, 1), (50_304, 1)])
 def test_only_an_awkward_vocabulary_is_padded(vocab_size, multiple):
     config = replace(make(), model=model_with(vocab_size=vocab_size))

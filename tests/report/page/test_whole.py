@@ -228,6 +228,7 @@ def test_the_command_of_a_study_asks_for_the_grid_that_was_measured(read, direct
         ("gpt2-xl", "NVIDIA H200", False),
         ("h100-gpt2", "NVIDIA H100 80GB HBM3", True),
         ("h100-gpt2-xl", "NVIDIA H100 80GB HBM3", True),
+        ("h100-gpt2-activations", "NVIDIA H100 80GB HBM3", True),
     ],
 )
 def test_the_command_of_a_ladder_plans_the_runs_that_its_records_are_of(
@@ -238,6 +239,8 @@ def test_the_command_of_a_ladder_plans_the_runs_that_its_records_are_of(
     monkeypatch.setattr("cs336_systems.commands.ladder.visible_gpus", lambda: [SimpleNamespace(name=gpu)])
     collection, _ = read
     climbed = collection.ladders[Path("ladder", name)]
+    has_quack = name.endswith("-activations")
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: has_quack)
     _, command, *words = shlex.split(command_for(collection, Path("ladder", name)))
     arguments = parse(cli._arguments(command), command, words)
     planned = arguments.runs(arguments.ladder())
