@@ -396,7 +396,7 @@ def ladder_of_gpt2_xl_on_the_h100() -> Sequence[Value]:
     return *times, *peaks
 
 
-@claim(DATA, r"activations within matmuls, with QuACK [\d.]+, of gpt2: ([\d.]+) ms without, ([\d.]+) with")
+@claim(DATA, r"activations within matmuls, with QuACK, of gpt2: ([\d.]+) ms without, ([\d.]+) with")
 def activations_within_matmuls_of_gpt2() -> Sequence[Value]:
     return [number(rung("h100-gpt2-activations", name, DATA), "step_mean_ms") for name in ("split", "activations")]
 
