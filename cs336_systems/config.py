@@ -19,6 +19,8 @@ FP8_MULTIPLE = 16
 """All sizes of a matmul in fp8 must be multiples of this, for cuBLAS."""
 PACKED_MULTIPLE = 8
 """Parts of a packed bf16 weight and bias start at multiples of 16 bytes if d_model is a multiple of this."""
+FLASH_4_HEADS = 64, 96, 128
+"""Widths of heads for FlashAttention 4, whose gradient of the queries is wrong on Hopper for a width of 80."""
 MAX_RANKS = 2**20
 """Most ranks of one step, more than any step has had: a step of many ranks is predicted, and not measured."""
 MAX_MEASURED_RANKS = 64
@@ -565,6 +567,27 @@ class RunConfig:
                     "{flag} cannot be combined with --selective-checkpoints, which compute the activation again",
                 ),
                 Rule(lambda run: not run.fp8, "{flag} cannot be combined with --fp8, whose matmuls are others"),
+            ),
+        ),
+    ] = False
+    packed_attention: Annotated[
+        bool,
+        Setting(
+            "Compute attention with FlashAttention 4, in the place of the kernel that --sdpa-backend names. It reads "
+            "queries, keys and values where one matmul has written them side by side, and writes their gradients side "
+            "by side. On a GPU this needs the package (pip install '.[fused]') and the Hopper generation; --fast uses "
+            "it where it finds both. Needs --fused-blocks and --attention sdpa.",
+            is_shortcut=True, label=1, note="FlashAttention 4 on packed heads",
+            rules=(
+                _needs("--fused-blocks", lambda run: run.fused_blocks, "none"),
+                _needs(
+                    "--attention sdpa", lambda run: run.model.attention is Attention.SDPA,
+                    "--attention {config.model.attention}",
+                ),
+                _needs(
+                    "heads of " + " or ".join(map(str, FLASH_4_HEADS)) + ", of which FlashAttention 4 is right",
+                    lambda run: run.model.d_head in FLASH_4_HEADS, "{config.model.d_head}",
+                ),
             ),
         ),
     ] = False

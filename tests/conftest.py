@@ -36,9 +36,9 @@ def ctrl_c_is_heard() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def without_quack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What --fast chooses is the same where QuACK is installed; tests of that choice say that it is."""
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: False)
+def without_kernel_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What --fast chooses is the same where QuACK and FlashAttention 4 are installed; tests of it say that they are."""
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: False)
 
 
 class HostTime:

@@ -29,8 +29,9 @@ def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfi
             compile=CompileMode.DEFAULT, compile_blocks=True, cast_once=True,
         ),
         run(
-            size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA, precision=Precision.BF16,
-            optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True, fused_loss=True, checkpoint_blocks=1,
+            size="custom", model=replace(shape, num_heads=1, attention=Attention.SDPA), device=Device.CUDA,
+            precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True, fused_loss=True,
+            checkpoint_blocks=1,
         ),
         run(
             size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA, precision=Precision.BF16,

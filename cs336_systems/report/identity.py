@@ -45,6 +45,7 @@ OPTIONAL: tuple[Mapping[str, object], ...] = (
     MappingProxyType({"bf16_moments": False}),
     MappingProxyType({"split_masters": False}),
     MappingProxyType({"fused_activations": False}),
+    MappingProxyType({"packed_attention": False}),
 )
 """Groups of columns that CSV files have only if a run differs from these values in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")

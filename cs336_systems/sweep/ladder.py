@@ -25,7 +25,7 @@ from cs336_systems.config import (
 from cs336_systems.costs.accounting import count_parameters
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.files import LADDER, FileError, encode_json, read_json, write_atomically
-from cs336_systems.model.fast.choose import NICE_VOCABULARY, best_sdpa_backend, can_fuse_activations
+from cs336_systems.model.fast.choose import NICE_VOCABULARY, best_sdpa_backend, can_fuse_activations, can_pack_attention
 
 FORMAT_VERSION = 1
 REASON_STEPS = 3
@@ -100,15 +100,16 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     """All changes in their order, including those that do not apply here.
 
     What a change needs before it: `cast-once` and `graph` need `fused`; `cast-once` also `bf16`; `fused-loss` needs
-    `blocks`; `fused-blocks`, `split`, `fp8` and `moments` need `cast-once`; `activations` needs `fused-blocks`;
-    `update` needs `cast-once` and `graph`. A CPU has no fused AdamW that also writes copies, and no tensor cores that
-    need a padded vocabulary. A user's own model is not changed inside, and it may wait for the device, which a CUDA
-    graph cannot record. If no rule knows the device, PyTorch chooses the kernel of fused attention. fp8 is for large
-    models whose sizes fit it, on devices known to have it.
+    `blocks`; `fused-blocks`, `split`, `fp8` and `moments` need `cast-once`; `activations` and `packed` need
+    `fused-blocks`; `update` needs `cast-once` and `graph`. A CPU has no fused AdamW that also writes copies, and no
+    tensor cores that need a padded vocabulary. A user's own model is not changed inside, and it may wait for the
+    device, which a CUDA graph cannot record. If no rule knows the device, PyTorch chooses the kernel of fused
+    attention. fp8 is for large models whose sizes fit it, on devices known to have it.
     """
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
     on_gpu, ours = base.device is Device.CUDA, base.model_factory is None
+    packs = can_pack_attention(base.model, device_name)
     fuses = can_fuse_activations(base.model, device_name)
     awkward = base.model.vocab_size % NICE_VOCABULARY > 0
     is_large = count_parameters(base.model) >= MIN_FP8_PARAMETERS and not base.fp8_misfit
@@ -141,6 +142,10 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         _Change("split", "masters stored as their copies and remainders", on_gpu and ours, {"split_masters": True}),
         _Change(
             "activations", "GELU or SwiGLU within the products", on_gpu and ours and fuses, {"fused_activations": True}
+        ),
+        _Change(
+            "packed", "attention by FlashAttention 4, q, k and v side by side", on_gpu and ours and packs,
+            {"packed_attention": True},
         ),
         _Change(
             "fp8", "block products in fp8",

@@ -597,7 +597,7 @@ def test_fast_leaves_fused_activations_out_for_what_cannot_be_combined_with_them
     monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     see(monkeypatch, H100)
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: True)
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: True)
     flags = "--device cuda --size xl --context-length 512 --fast"
     assert one(flags).fused_activations
     other = one(f"{flags} --{flag}")

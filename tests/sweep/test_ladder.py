@@ -25,6 +25,7 @@ from cs336_systems.files import FileError
 from cs336_systems.measure.clock import make_clock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast import fp8
+from cs336_systems.model.fast.choose import FLASH_4, QUACK
 from cs336_systems.sweep.ladder import (
     BOUNDS,
     FP8_BOUND,
@@ -118,7 +119,7 @@ def test_large_models_have_a_rung_for_fp8_on_devices_that_have_it(base, device_n
 @pytest.mark.parametrize("base", [GPT2, XL], ids=["GELU", "SwiGLU"])
 def test_with_quack_hopper_has_a_rung_for_activations_that_fp8_undoes(monkeypatch, base):
     without = names(rungs(base, H200))
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: True)
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: package == QUACK)
     ladder = rungs(base, H200)
     assert [name for name in names(ladder) if name != "activations"] == without
     steps = {b.name: changed(a.config, b.config) for a, b in itertools.pairwise(ladder)}
@@ -126,6 +127,18 @@ def test_with_quack_hopper_has_a_rung_for_activations_that_fp8_undoes(monkeypatc
     if "fp8" in steps:
         assert steps["fp8"] == {"fp8": True, "fused_activations": False}
     assert "activations" not in names(rungs(base, "NVIDIA A100-SXM4-80GB"))
+
+
+@pytest.mark.parametrize(("d_model", "packs"), [(128, True), (160, False)], ids=["heads of 64", "heads of 80"])
+def test_with_flash_attention_4_hopper_has_a_rung_for_it(monkeypatch, d_model, packs):
+    base = replace(GPT2, model=replace(GPT2.model, d_model=d_model, num_heads=2))
+    without = names(rungs(base, H200))
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: package == FLASH_4)
+    ladder = rungs(base, H200)
+    assert [name for name in names(ladder) if name != "packed"] == without
+    steps = {b.name: changed(a.config, b.config) for a, b in itertools.pairwise(ladder)}
+    assert steps.get("packed") == ({"packed_attention": True} if packs else None)
+    assert "packed" not in names(rungs(base, "NVIDIA A100-SXM4-80GB"))
 
 
 @pytest.mark.parametrize(

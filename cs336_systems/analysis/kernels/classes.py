@@ -192,6 +192,8 @@ def _classify(name: str) -> KernelClass:
 _UNNAMED = re.compile(r"\(anonymous namespace\)::|<unnamed>::|\(anonymous\)::")
 _FUNCTION = re.compile(r"[\w:]+[<(]")
 _SHORT = re.compile(r"[\w:]+(?:<\w+>)?")
+_CUTE = re.compile(r"kernel_cutlass_[a-z\d_]+([A-Z]\w*?)_object_at_")
+"""A kernel written in CuTe DSL: module and class without dots between them, then its arguments."""
 # functions that run any operator: their template's arguments say which
 _ANY_OPERATOR = re.compile(r"elementwise|reduce_kernel|multi_tensor_apply|^Kernel2?$|device_kernel|distribution_")
 _WRAPPER = re.compile(
@@ -225,6 +227,8 @@ def _shorten(name: str) -> str:
 
 def _candidates(name: str) -> Iterator[str]:
     """Names to use for `name`, the most readable first."""
+    if cute := _CUTE.match(name):
+        yield cute[1]
     function, arguments = _split(name)
     if function:
         words = list(dict.fromkeys(match.group() for match in re.finditer(r"\w+", arguments)))[:MAX_WORDS]

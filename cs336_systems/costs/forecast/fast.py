@@ -66,6 +66,8 @@ class _FastStep:
         self.logits = self.tape.size("batch T vocabulary")
         self.factors = 1 if self.gpt2 else 2
         """Results of the feed-forward network's first matmul: w1 and w3 of SwiGLU, or one."""
+        self.rotated = 2 if config.packed_attention else 3
+        """Parts of q, k and v that RoPE's kernel reads and writes: it leaves v alone where they are packed."""
 
     def run(self) -> None:
         """One step in the configuration's mode."""
@@ -89,7 +91,7 @@ class _FastStep:
             self._add_norm()
             self._linear("3 d_model", "d_model")
             if not self.gpt2:
-                tape.pass_of(2 * HALF_BYTES * 3 * self.stream)  # heads cut, two of three rotated
+                tape.pass_of(2 * HALF_BYTES * self.rotated * self.stream)  # heads rotated, and cut if not packed
             tape.attention(Form.ATTENTION, "4 batch T d_model", HALF_BYTES)
             self._linear("d_model", "d_model")
             self._add_norm()
@@ -119,9 +121,12 @@ class _FastStep:
             self._add_norm_backward()
             self._linear_backward("d_model", "d_model")
             tape.attention(Form.ATTENTION_BACKWARD, "8 batch T d_model", HALF_BYTES)
-            tape.pass_of(2 * HALF_BYTES * 3 * self.stream)
             if self.gpt2:
+                # the sums of a bias's gradient, of heads that are packed by then or by the same kernel
+                tape.pass_of((1 if self.config.packed_attention else 2) * HALF_BYTES * 3 * self.stream)
                 self._reduce(3, "d_model")
+            else:
+                tape.pass_of(2 * HALF_BYTES * self.rotated * self.stream)
             self._linear_backward("3 d_model", "d_model")
             self._add_norm_backward()
         if self.gpt2:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.autocast import to_autocast_dtype
+from cs336_systems.model.fast.attention import packed_attention
 from cs336_systems.model.fast.feed_forward import feed_forward
 from cs336_systems.model.fast.fp8 import Largest, Tag
 from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu
@@ -117,10 +118,14 @@ def attend(
 
 
 class DeferringAttention(PackedAttention):
-    """Attention that defers its output projection's bias, if there is one, to the next norm."""
+    """Attention that defers its output projection's bias, if there is one, to the next norm.
 
-    def __init__(self, attention: SelfAttention, maker: CopyMaker) -> None:
+    `packs` computes it from q, k and v side by side.
+    """
+
+    def __init__(self, attention: SelfAttention, maker: CopyMaker, *, packs: bool = False) -> None:
         super().__init__(attention, maker, defers_bias=True)
+        self._packs = packs
 
     def forward(  # type: ignore[override]
         self,
@@ -131,7 +136,22 @@ class DeferringAttention(PackedAttention):
     ) -> tuple[Float[Tensor, "batch seq d_model"], Tag | None]:
         """Attention's branch, without its bias, and in fp8 its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
-            return self.output_proj.tagged(attend(*self.heads(x, rotations, largest), mask))
+            if self.packed is None:
+                return self.output_proj.tagged(attend(*self.heads(x, rotations), mask))
+            return self.output_proj.tagged(self.values(*self.project(x, largest), rotations, mask))
+
+    def values(
+        self,
+        projected: Float[Tensor, "batch seq thrice_d_model"],
+        tag: Tag | None,
+        rotations: Rotations | None,
+        mask: Mask | None,
+    ) -> Float[Tensor, "batch seq d_model"]:
+        """Outputs of all heads, side by side, from what `project` returned."""
+        if self._packs:
+            assert self.packed is not None
+            return packed_attention(projected, self.num_heads, rotations, self.packed.bias, tag)
+        return attend(*self.cut(projected, tag, rotations), mask)
 
 
 class PackedSwiGLU(SwiGLU):
@@ -282,14 +302,15 @@ class AddNorm(nn.Module):
 class DeferredBlock(nn.Module):
     """The reference's block, computed from copies; it defers each residual addition to the next norm.
 
-    `fuses` computes the feed-forward network's activation within its matmuls.
+    `fuses` computes the feed-forward network's activation within its matmuls, and `packs` attention from q, k and v
+    side by side.
     """
 
-    def __init__(self, block: Block, maker: CopyMaker, *, fuses: bool = False) -> None:
+    def __init__(self, block: Block, maker: CopyMaker, *, fuses: bool = False, packs: bool = False) -> None:
         super().__init__()
         self.range = block.range
         self.ln1 = AddNorm(block.ln1, feeds_fp8=maker.fp8)
-        self.attn = DeferringAttention(block.attn, maker)
+        self.attn = DeferringAttention(block.attn, maker, packs=packs)
         self.ln2 = AddNorm(block.ln2, feeds_fp8=maker.fp8)
         ffn = block.ffn
         kind = DeferringSwiGLU if isinstance(ffn, SwiGLU) else DeferringGeluMLP

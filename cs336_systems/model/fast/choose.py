@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from cs336_systems.config import (
     EAGER_STEPS_BEFORE_GRAPH,
+    FLASH_4_HEADS,
     PACKED_MULTIPLE,
     SETTINGS,
     Attention,
@@ -34,6 +35,8 @@ ALIGNMENT = 8
 """Elements in half precision that tensor cores load at once, 16 bytes; matmuls of other widths are far slower."""
 QUACK = "quack-kernels"
 """The package whose matmuls compute activations too."""
+FLASH_4 = "flash-attn-4"
+"""The package with FlashAttention 4."""
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
 """Widest head of each backend."""
 _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
@@ -44,8 +47,9 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     """The fastest known settings for this step on the device with this name (NVML's; None if not known).
 
     On a GPU: bf16 with weights cast once and split masters, fused attention, blocks compiled one by one with fused
-    kernels between their matmuls, on Hopper with QuACK activations within matmuls, fused loss and AdamW, each phase one
-    CUDA graph (from 4 warm-up steps on), and a vocabulary padded where its size is no multiple of `ALIGNMENT`. A GPU
+    kernels between their matmuls, on Hopper with the packages of `.[fused]` activations within matmuls and
+    FlashAttention 4, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded
+    where its size is no multiple of `ALIGNMENT`. A GPU
     known to have no bf16 keeps its precision. A user's own model gets what works for any model: bf16, compilation,
     fused AdamW. If PyTorch's DDP or FSDP shares the step, weights are not cast once, blocks are not fused and there are
     no graphs. A user's own model with sharded parameters is not compiled. On a CPU compilation costs more than it saves
@@ -76,6 +80,11 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         fused_activations=has_copies
         and not (config.fp8 or config.selective_checkpoints or config.is_shared)
         and can_fuse_activations(config.model, device_name),
+        packed_attention=has_copies
+        and (
+            config.packed_attention
+            or (config.model.sdpa_backend is SdpaBackend.AUTO and can_pack_attention(config.model, device_name))
+        ),
         cuda_graph=_can_be_a_graph(config, precision),
     )
 
@@ -92,10 +101,10 @@ def has_bf16(device_name: str | None) -> bool:
     return device is None or Precision.BF16 in device.peak_flops_per_s
 
 
-def is_quack_installed() -> bool:
-    """Whether QuACK is installed; it is not imported, which takes seconds."""
+def is_installed(package: str) -> bool:
+    """Whether this package is installed; it is not imported, which may take seconds."""
     try:
-        importlib.metadata.version(QUACK)
+        importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
@@ -104,7 +113,16 @@ def is_quack_installed() -> bool:
 def can_fuse_activations(model: ModelConfig, device_name: str | None) -> bool:
     """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if both widths fit."""
     fits = model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0
-    return fits and device_name is not None and bool(_HOPPER.search(device_name)) and is_quack_installed()
+    return fits and _is_hopper(device_name) and is_installed(QUACK)
+
+
+def can_pack_attention(model: ModelConfig, device_name: str | None) -> bool:
+    """Whether attention can be FlashAttention 4's: on a Hopper GPU, with its package, for the widths of its heads."""
+    return model.d_head in FLASH_4_HEADS and _is_hopper(device_name) and is_installed(FLASH_4)
+
+
+def _is_hopper(device_name: str | None) -> bool:
+    return device_name is not None and bool(_HOPPER.search(device_name))
 
 
 def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | None) -> SdpaBackend:
@@ -142,7 +160,8 @@ def describe_fast(config: RunConfig) -> str:
     """What is chosen, in one line: `bf16, sdpa attention (cudnn), compile default by block, fused AdamW, ...`."""
     model = config.model
     blocks = " by block" if config.compile_blocks else ""
-    backend = "" if model.sdpa_backend is SdpaBackend.AUTO else f" ({model.sdpa_backend})"
+    is_named = model.sdpa_backend is not SdpaBackend.AUTO and not config.packed_attention
+    backend = f" ({model.sdpa_backend})" if is_named else ""
     own = config.model_factory is not None
     words = (
         (str(config.precision), True),

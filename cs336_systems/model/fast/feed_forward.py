@@ -13,23 +13,6 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.model.fast.choose import QUACK, is_quack_installed
-
-HOPPER = (9, 0)
-"""Compute capability of the GPUs for which the tiles in feed_forward_kernel.py were chosen."""
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ValueError if `feed_forward` cannot compute on this device; a CPU needs nothing."""
-    if device.type != "cuda":
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability != HOPPER:
-        name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
-        raise ValueError(f"--fused-activations needs a Hopper GPU (compute capability 9.0), got {name} ({found})")
-    if not is_quack_installed():
-        raise ValueError(f"--fused-activations needs {QUACK}, which is not installed: pip install '.[fused]'")
-
 
 def feed_forward(
     x: Float[Tensor, "batch seq d_model"],

@@ -20,8 +20,8 @@ from cs336_systems.model.fast.blocks import (
     FusedEmbedding,
     PaddedHead,
 )
+from cs336_systems.model.fast.choose import FLASH_4, QUACK, is_installed
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy
-from cs336_systems.model.fast.feed_forward import check_device
 from cs336_systems.model.fast.fp8 import update_units
 from cs336_systems.model.fast.selective import SelectiveBlock
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
@@ -30,6 +30,8 @@ from cs336_systems.model.sdpa import attention_backend
 from cs336_systems.model.transformer import Block, Mask, TransformerLM
 from cs336_systems.ranges import Range, block_range
 
+HOPPER = (9, 0)
+"""Compute capability of the GPUs for which QuACK's tiles and FlashAttention 4's were chosen."""
 COPY_DTYPE = torch.bfloat16
 """Type of the copies of weights; the configuration allows copies with --precision bf16 only."""
 
@@ -44,8 +46,7 @@ class FastLM(nn.Module):
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
         super().__init__()
         self.config, self._settings = reference.config, settings
-        if settings.fused_activations:
-            check_device(reference.lm_head.weight.device)
+        check_packages(settings, reference.lm_head.weight.device)
         # with several ranks, a block's copies may be gathered only just before the block runs
         keeps_units = not settings.is_shared
         maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_units=keeps_units) if settings.cast_once else None
@@ -139,6 +140,20 @@ class FastLM(nn.Module):
         return Deferred(x, make(x.shape, requires_grad=needs_grad), bias, tag)
 
 
+def check_packages(settings: RunConfig, device: torch.device) -> None:
+    """Raise ValueError if a setting needs another device or a package that is missing; a CPU needs no package."""
+    needed = {"--fused-activations": settings.fused_activations, "--packed-attention": settings.packed_attention}
+    for (flag, is_needed), package in zip(needed.items(), (QUACK, FLASH_4), strict=True):
+        if not is_needed or device.type != "cuda":
+            continue
+        capability = torch.cuda.get_device_capability(device)
+        if capability != HOPPER:
+            name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+            raise ValueError(f"{flag} needs a Hopper GPU (compute capability 9.0), got {name} ({found})")
+        if not is_installed(package):
+            raise ValueError(f"{flag} needs {package}, which is not installed: pip install '.[fused]'")
+
+
 def _join_masters(model: FastLM, *_: object) -> None:
     """Make split masters whole, for values that are then loaded into them."""
     for weight in model.weights:
@@ -161,12 +176,13 @@ def _add_split_masters(model: FastLM, found: dict[str, Tensor], prefix: str, _me
 def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, number: int) -> nn.Module:
     if maker is None:
         return block
+    packs = settings.packed_attention
     if settings.selective_checkpoints:
         # the last blocks keep it, because backward frees theirs first
         keeps_hidden = number >= settings.model.num_layers - settings.keep_hidden
-        return SelectiveBlock(block, maker, keeps_hidden=keeps_hidden)
+        return SelectiveBlock(block, maker, keeps_hidden=keeps_hidden, packs=packs)
     if settings.fused_blocks:
-        return DeferredBlock(block, maker, fuses=settings.fused_activations)
+        return DeferredBlock(block, maker, fuses=settings.fused_activations, packs=packs)
     return CopiedBlock(block, maker)
 
 

@@ -1,8 +1,9 @@
 """The operations after a block's packed matmuls, written in Triton: a program handles a part of one token's row.
 
 Everything is read once and written once: SwiGLU moves 3 times the bytes of its result in forward and 5 times in
-backward, and the heads take twice the bytes of q, k and v. If q, k and v have biases, a program of the backward kernel
-handles the same columns of many rows, and sums the gradients of the biases (sums_kernel.py).
+backward, and the heads take twice the bytes of q, k and v, or only of q and k where these are rotated in place. If q, k
+and v have biases, a program of the backward kernel handles the same columns of many rows, and sums the gradients of the
+biases (sums_kernel.py).
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
@@ -55,6 +56,16 @@ def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> T
     packed = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
     _launch_rope(packed, q, k, v, rotations, back=True)
     return packed
+
+
+def rotate(packed: Tensor, rotations: Tensor, *, back: bool = False) -> None:
+    """Rotate q and k in place, or back."""
+    assert packed.is_contiguous()
+    width = packed.shape[-1] // 3
+    _rope_packed[packed.numel() // (3 * width), triton.cdiv(2 * width, BLOCK)](
+        packed, rotations.contiguous(), packed.shape[1], width,
+        D_HEAD=2 * rotations.shape[1], BACK=back, BLOCK=BLOCK, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def cut_heads_backward(
@@ -133,6 +144,20 @@ def _rope_heads(  # type: ignore[no-untyped-def]
         tl.store(whole + 2 * width, tl.load(v + part, mask=inside), mask=inside)
     else:
         tl.store(v + part, tl.load(whole + 2 * width, mask=inside), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rope_packed(  # type: ignore[no-untyped-def]
+    packed, rotations, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < 2 * width
+    cos, sin = _pairs(tl.load(rotations + (row % length) * D_HEAD + column % D_HEAD, mask=inside), BLOCK)
+    if BACK:
+        sin = -sin
+    at = packed + row * 3 * width + column
+    _rope_part(at, at, cos, sin, inside, BACK, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

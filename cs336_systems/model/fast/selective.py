@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.model.annotate import annotate
-from cs336_systems.model.fast.blocks import Deferred, DeferredBlock, attend
+from cs336_systems.model.fast.blocks import Deferred, DeferredBlock
 from cs336_systems.model.fast.fp8 import Tag
 from cs336_systems.model.fast.fused_blocks import norm
 from cs336_systems.model.fast.weights import CopyMaker
@@ -35,8 +35,8 @@ class SelectiveBlock(DeferredBlock):
     saves the result of the feed-forward network's first matmul, and does not recompute it.
     """
 
-    def __init__(self, block: Block, maker: CopyMaker, *, keeps_hidden: bool) -> None:
-        super().__init__(block, maker)
+    def __init__(self, block: Block, maker: CopyMaker, *, keeps_hidden: bool, packs: bool = False) -> None:
+        super().__init__(block, maker, packs=packs)
         self._keeps_hidden = keeps_hidden
 
     def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:
@@ -46,7 +46,7 @@ class SelectiveBlock(DeferredBlock):
         stream = stream if x.bias is None else stream + x.bias
         projected, tag = _checkpoint(self._project, stream)
         with annotate(self.attn.range):
-            values = attend(*self.attn.cut(projected, tag, rotations), None)
+            values = self.attn.values(projected, tag, rotations, None)
         if self._keeps_hidden:
             stream, hidden, tag = _checkpoint(self._expand, stream, values)
             branch = _checkpoint(self._contract, hidden, tag).view_as(stream)

@@ -148,6 +148,11 @@ ATTENTION = (
     "_attn_bwd_dkdv",
     "triton_tem_fused_flex_attention_0",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
+    # FlashAttention 4, as Kineto names its four kernels
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o11101213_tensor",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensorptrbf16",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor0000o11101213_tens",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_object_at__tensorptrf",
 )
 SOFTMAX = (
     f"{UNNAMED}softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int, int, int)",
@@ -219,6 +224,7 @@ ELEMENT_WISE = (
     "_bias_gelu_grads",
     "_swiglu_grads",
     "_rope_heads",
+    "_rope_packed",
     "void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*)",
     "triton_poi_fused_add_mul_3",
     "triton_poi_fused_gelu_view_7",
@@ -274,7 +280,8 @@ REDUCTION = (
     f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<1>, "
     "at::native::LpNormFunctor<c10::BFloat16, (at::native::NormType)2, c10::BFloat16, 1, 1, 0>, float*, int>()",
     f"{UNNAMED}lpnorm_cleanup<c10::BFloat16, (at::native::NormType)2, c10::BFloat16, true, float>(float const*)",
-    "_reduce_sums",  # this project's kernel
+    "_reduce_sums",  # this project's kernels
+    "_reduce_columns",
     "_lookup_grads",
 )
 OPTIMIZER = (
@@ -406,6 +413,7 @@ def test_a_short_name_has_the_class_of_the_whole() -> None:
         (ATTENTION[0], "flash_fwd_kernel"),
         (ATTENTION[6], "device_kernel<FlashAttnFwdSm90>"),
         (ATTENTION[7], "fmha_cutlassF_bf16_aligned_64x128_rf_sm80"),
+        (ATTENTION[-2], "FlashAttentionBackwardSm90"),
         (COMMUNICATION[0], "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>(float)", "splitKreduce_kernel"),
         ("std::enable_if<!T7, void>::type internal::gemvx::kernel<int, float>(T13)", "gemvx::kernel"),

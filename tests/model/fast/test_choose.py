@@ -19,7 +19,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.costs.hardware import DEVICES
-from cs336_systems.model.fast.choose import best_sdpa_backend, describe_fast, fastest, has_bf16
+from cs336_systems.model.fast.choose import FLASH_4, QUACK, best_sdpa_backend, describe_fast, fastest, has_bf16
 
 H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
 CHOSEN = (
@@ -87,10 +87,40 @@ def test_the_rule_on_an_h200():
 def test_activations_are_fused_on_hopper_with_quack(monkeypatch, device_name, changes, fuses):
     config = replace(make("xl"), **changes)
     assert not fastest(config, device_name).fused_activations
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: True)
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: package == QUACK)
     fast = fastest(config, device_name)
     assert fast.fused_activations is fuses
     assert ("activations within matmuls" in describe_fast(fast)) is fuses
+
+
+@pytest.mark.parametrize(
+    ("device_name", "changes", "packs"),
+    [
+        (H200, {}, True),
+        ("NVIDIA H100 80GB HBM3", {}, True),
+        (A100, {}, False),
+        ("NVIDIA B200", {}, False),
+        (None, {}, False),
+        (H200, {"model": replace(SIZES["2.7B"], context_length=128)}, False),
+        (H200, {"model": model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH)}, False),
+        (H200, {"model_factory": "a:b"}, False),
+        (H200, {"precision": Precision.BF16, "cast_once": True, "optimizer": OptimizerKind.FUSED, "fp8": True}, True),
+        (H200, {"parallel": Parallel.DDP_FLAT, "ranks": 2}, True),
+        (H200, {"parallel": Parallel.FSDP2, "ranks": 2}, False),
+        (H200, {"precision": Precision.FP16}, True),
+    ],
+    ids=["H200", "H100", "A100", "B200", "unknown", "heads of 80", "asked for flash", "own model", "fp8", "two ranks",
+         "PyTorch's FSDP", "fp16"],
+)  # fmt: skip
+def test_attention_is_packed_on_hopper_with_flash_attention_4(monkeypatch, device_name, changes, packs):
+    config = replace(make("xl"), **changes)
+    assert not fastest(config, device_name).packed_attention
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: package == FLASH_4)
+    fast = fastest(config, device_name)
+    assert fast.packed_attention is packs
+    assert ("FlashAttention 4" in describe_fast(fast)) is packs
+    assert ("cudnn" in describe_fast(fast)) is (fast.model.sdpa_backend is SdpaBackend.CUDNN and not packs)
+    assert fastest(fast, device_name) == fast
 
 
 @pytest.mark.parametrize(("vocab_size", "multiple"), [(50_257, 128), (10_001, 128), (10_000, 1), (50_304, 1)])

@@ -191,7 +191,7 @@ print(json.dumps([(mine - other).abs().max().item() for mine, other in pairs]))
 PACKED = """
 import json, torch
 from cs336_systems.model.rope import rope_rotations
-from cs336_systems.model.fast import packed, packed_kernel as kernel
+from cs336_systems.model.fast import attention, packed, packed_kernel as kernel
 
 torch.manual_seed(0)
 found = {}
@@ -207,6 +207,11 @@ for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (1, 2, 16, 64), 
     # as attention returns them: heads before tokens
     parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
     compare("heads back", kernel.rope_heads_backward(*parts, rotations), packed._rope_heads_backward(*parts, rotations))
+    for back in (False, True):
+        here, there = x.clone(), x.clone()
+        kernel.rotate(here, rotations, back=back)
+        attention._rotate(there, rotations * torch.tensor((1, -1)) if back else rotations)
+        compare("rotated in place", here, there)
     back = *parts, torch.float32
     here, there = kernel.cut_heads_backward(*back, measures=True), packed._cut_heads_backward(*back, True)
     for name, one, other in zip(("cut", "bias", "unit"), here, there):
@@ -266,6 +271,10 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
         maxima[at] = 2.0 - at
         compare("largest of programs", 448 * sums_kernel.summed(partial, None, maxima)[2], torch.tensor([2.0 - at]))
     compare("sums apart", apart, partial.sum(1)[:1])
+    of_columns, unit = sums_kernel.column_sums(gradient, torch.float32, measures=True)
+    compare("sums of columns", of_columns, gradient.sum(0))
+    compare("unit of columns", 448 * unit, gradient.abs().max()[None])
+    assert sums_kernel.column_sums(gradient, torch.float32, measures=False)[1].shape == (0,)
     assert last.dtype is torch.bfloat16 and ((last - partial.sum(1)[1]).abs() <= 2**-7 * partial.sum(1)[1].abs()).all()
     # tokens that come once, several times and not at all
     tokens, table = torch.randint(0, 9, (rows,)), torch.randn(11, width)
@@ -288,6 +297,7 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
         back = kernel.add_norm_backward(
             None, spoilt, total, made[2], gain, is_centred=is_centred, branch_bias_type=None, measures=True
         )
+        assert sums_kernel.column_sums(spoilt, torch.float32, measures=True)[1].isinf()
         assert back[4].isinf() and kernel.bias_gelu_backward(stream, bias, spoilt, measures=True)[2].isinf()
         assert kernel.bias_gelu(spoilt, bias, part, measures=True)[1].isinf().any()
 print(json.dumps(found))
@@ -377,7 +387,7 @@ def test_the_loss_and_its_gradient_are_pytorch_s(interpreted: Callable[[str], An
 
 def test_what_follows_packed_matmuls_is_what_pytorch_computes(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(PACKED)
-    assert len(found) == 7
+    assert len(found) == 8
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
@@ -400,7 +410,7 @@ def test_adamw_rounds_moments_to_one_of_their_neighbours_in_bf16_and_on_average_
 
 def test_what_is_between_matmuls_is_what_pytorch_computes(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(BLOCKS)
-    assert len(found) == 18
+    assert len(found) == 20
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 

@@ -7,8 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import Arch, Attention, ModelConfig, RunConfig, SdpaBackend
-from cs336_systems.model.fast.model import FastLM
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.model.fast.model import FastLM, check_packages
 from cs336_systems.model.transformer import TransformerLM
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=3, num_heads=2)
@@ -75,3 +84,30 @@ def test_it_has_the_reference_s_parameters_under_their_names(arch: Arch, attenti
             assert list(found) == list(expected)
             assert all(found[name] is expected[name] for name in expected)
         assert list(fast.state_dict()) == list(reference.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("flag", "package"), [("--fused-activations", "quack-kernels"), ("--packed-attention", "flash-attn-4")]
+)
+def test_a_gpu_of_another_generation_and_a_missing_package_are_named(
+    monkeypatch: pytest.MonkeyPatch, flag: str, package: str
+) -> None:
+    model = replace(SIZES["small"], attention=Attention.SDPA)
+    plain = RunConfig(
+        size="small", model=model, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True,
+        fused_blocks=True,
+    )  # fmt: skip
+    config = replace(plain, **{flag[2:].replace("-", "_"): True})
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr("cs336_systems.model.fast.model.is_installed", lambda name: name != package)
+    with pytest.raises(ValueError, match=rf"{flag} needs a Hopper GPU.*got NVIDIA A100 \(8.0\)"):
+        check_packages(config, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with pytest.raises(ValueError, match=f"{flag} needs {package}, which is not installed: pip install"):
+        check_packages(config, device)
+    check_packages(config, torch.device("cpu"))
+    check_packages(plain, device)
+    monkeypatch.setattr("cs336_systems.model.fast.model.is_installed", lambda name: name == package)
+    check_packages(config, device)

@@ -13,6 +13,7 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.commands.flags import parse
 from cs336_systems.config import Device
+from cs336_systems.model.fast.choose import QUACK
 from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.page.collection import Climbed, Collection, block_id
 from cs336_systems.report.page.commands import command_for
@@ -240,7 +241,7 @@ def test_the_command_of_a_ladder_plans_the_runs_that_its_records_are_of(
     collection, _ = read
     climbed = collection.ladders[Path("ladder", name)]
     has_quack = name.endswith("-activations")
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_quack_installed", lambda: has_quack)
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: has_quack and package == QUACK)
     _, command, *words = shlex.split(command_for(collection, Path("ladder", name)))
     arguments = parse(cli._arguments(command), command, words)
     planned = arguments.runs(arguments.ladder())
