@@ -122,8 +122,8 @@ class _FastStep:
             self._linear_backward("d_model", "d_model")
             tape.attention(Form.ATTENTION_BACKWARD, "8 batch T d_model", HALF_BYTES)
             if self.gpt2:
-                # the sums of a bias's gradient, of heads that are packed by then or by the same kernel
-                tape.pass_of((1 if self.config.packed_attention else 2) * HALF_BYTES * 3 * self.stream)
+                # a bias's gradient: of packed heads it is that of q and of the outputs summed, else heads are packed too
+                tape.pass_of((2 if self.config.packed_attention else 6) * HALF_BYTES * self.stream)
                 self._reduce(3, "d_model")
             else:
                 tape.pass_of(2 * HALF_BYTES * self.rotated * self.stream)

@@ -25,9 +25,12 @@ def packed_attention(
     """Outputs of all heads, side by side, of the q, k and v in `packed`; with `rotations` its q and k are overwritten.
 
     A `bias` has been added to `packed` already, without a gradient; backward of this function computes its gradient,
-    and the unit that is the gradient of the tag (fp8.py), which only comes with a bias. Raises ValueError if shapes do
-    not fit.
+    and the unit that is the gradient of the tag (fp8.py), which only comes with a bias. It uses that a query's weights
+    sum to 1, and that a bias of k changes no weight, which is not so after a rotation. Raises ValueError for a bias with
+    rotations, and if shapes do not fit.
     """
+    if rotations is not None and bias is not None:
+        raise ValueError("needed rotations or a bias, got both")
     if rotations is not None and packed.shape[1] != len(rotations):
         raise ValueError(f"needed rotations of {packed.shape[1]} positions, got {len(rotations)}")
     if bias is not None and bias.shape != packed.shape[-1:]:
@@ -114,14 +117,13 @@ def _attend_backward(
     """
     if packed.is_cuda:
         from cs336_systems.model.fast import attention_kernel, packed_kernel
-        from cs336_systems.model.fast.sums_kernel import column_sums
 
         of_packed = attention_kernel.attend_backward(gradient, packed, values, lse, num_heads)
         if rotations is not None:
             packed_kernel.rotate(of_packed, rotations, back=True)
         if bias_type is None:
             return of_packed, lse.new_empty(0), lse.new_empty(0)
-        return of_packed, *column_sums(of_packed, bias_type, measures=measures)
+        return of_packed, *packed_kernel.packed_bias_backward(of_packed, gradient, bias_type, measures=measures)
     by_head = (each.unflatten(-1, (num_heads, -1)).transpose(1, 2) for each in (gradient, values))
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         next(by_head), *_heads(packed, num_heads), next(by_head), lse, 0.0, True
@@ -129,7 +131,10 @@ def _attend_backward(
     of_packed = torch.stack([part.transpose(1, 2) for part in parts], dim=2).flatten(2)
     if rotations is not None:
         _rotate(of_packed, rotations * rotations.new_tensor((1, -1)))
-    of_bias = lse.new_empty(0) if bias_type is None else of_packed.float().sum(dim=(0, 1)).to(bias_type)
+    if bias_type is None:
+        return of_packed, lse.new_empty(0), own_unit(of_packed, measures)
+    of_q, of_values = (each.float().sum(dim=(0, 1)) for each in (of_packed.chunk(3, dim=-1)[0], gradient))
+    of_bias = torch.cat((of_q, torch.zeros_like(of_q), of_values)).to(bias_type)
     return of_packed, of_bias, own_unit(of_packed, measures)
 
 

@@ -1,9 +1,9 @@
 """The feed-forward network with its activation inside of the matmuls.
 
-Forward computes GELU or SwiGLU while the first matmul's result is still in registers, and backward multiplies by its
-derivative within the matmul that computes the gradient of the activation. So the activation has no kernels of its own,
-and its gradient is never written. On a GPU QuACK's matmuls do this (feed_forward_kernel.py), on a CPU PyTorch's
-operators compute the same.
+Forward computes GELU or SwiGLU and its slopes while the first matmul's result is still in registers, and backward
+multiplies by the slopes within the matmul that computes the gradient of the activation. So the activation has no
+kernels of its own, its gradient is never written, and instead of its input, which is as large, its slopes are kept. On
+a GPU QuACK's matmuls do this (feed_forward_kernel.py), on a CPU PyTorch's operators compute the same.
 """
 
 from typing import Any, cast
@@ -42,19 +42,19 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, bias: Tensor | None, second: Tensor) -> Tensor:  # noqa: ANN401
         rows = x.flatten(0, -2)
-        before, hidden = _expand(rows, first, bias)
-        ctx.save_for_backward(rows, first, second, before, hidden)
+        slopes, hidden = _expand(rows, first, bias)
+        ctx.save_for_backward(rows, first, second, slopes, hidden)
         ctx.bias_type = None if bias is None else bias.dtype
         return F.linear(hidden, second).view(*x.shape[:-1], len(second))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # noqa: ANN401
-        rows, first, second, before, hidden = ctx.saved_tensors
+        rows, first, second, slopes, hidden = ctx.saved_tensors
         own = gradient.flatten(0, -2)
         of_second = own.t() @ hidden
-        of_before, of_bias = _contract_backward(own, second, before, ctx.bias_type)
-        of_x = (of_before @ first).view(*gradient.shape[:-1], first.shape[1])
-        return of_x, of_before.t() @ rows, None if ctx.bias_type is None else of_bias, of_second
+        of_expanded, of_bias = _contract_backward(own, second, slopes, ctx.bias_type)
+        of_x = (of_expanded @ first).view(*gradient.shape[:-1], first.shape[1])
+        return of_x, of_expanded.t() @ rows, None if ctx.bias_type is None else of_bias, of_second
 
 
 # no shapes are declared below, because PyTorch reads the schema of an operator from its types
@@ -62,23 +62,28 @@ class _FeedForward(torch.autograd.Function):
 
 @torch.library.custom_op("cs336_systems::expand", mutates_args=())
 def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x weight^T + bias, and its activation."""
+    """Slopes of the activation of x weight^T + bias, and the activation.
+
+    The slopes of SwiGLU are those along its gate and then those along its other factor.
+    """
     if x.is_cuda:
         from cs336_systems.model.fast import feed_forward_kernel  # QuACK, which takes seconds to import
 
         return feed_forward_kernel.expand(x, weight, bias)
-    before = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    expanded = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if bias is not None:
-        hidden = F.gelu(before, approximate="tanh")
+        hidden = F.gelu(expanded, approximate="tanh")
+        slopes = torch.ops.aten.gelu_backward(torch.ones_like(expanded), expanded, approximate="tanh")
     else:
-        gate, up = before.chunk(2, dim=-1)
+        gate, up = expanded.chunk(2, dim=-1)
         hidden = F.silu(gate) * up
-    return before.to(x.dtype), hidden.to(x.dtype)
+        slopes = torch.cat((torch.ops.aten.silu_backward(up, gate), F.silu(gate)), dim=-1)
+    return slopes.to(x.dtype), hidden.to(x.dtype)
 
 
 @torch.library.custom_op("cs336_systems::contract_backward", mutates_args=())
 def _contract_backward(
-    gradient: Tensor, weight: Tensor, before: Tensor, bias_type: torch.dtype | None
+    gradient: Tensor, weight: Tensor, slopes: Tensor, bias_type: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """The gradient of what `_expand` activates, from that of the activation times weight^T; and of its bias, or empty.
 
@@ -87,14 +92,11 @@ def _contract_backward(
     if gradient.is_cuda:
         from cs336_systems.model.fast import feed_forward_kernel
 
-        return feed_forward_kernel.contract_backward(gradient, weight, before, bias_type)
-    own, wide = gradient.float() @ weight.float(), before.float()
-    if bias_type is not None:
-        result = torch.ops.aten.gelu_backward(own, wide, approximate="tanh")
-        return result.to(before.dtype), result.sum(dim=0).to(bias_type)
-    gate, up = wide.chunk(2, dim=-1)
-    result = torch.cat((torch.ops.aten.silu_backward(own * up, gate), own * F.silu(gate)), dim=-1)
-    return result.to(before.dtype), own.new_empty(0)
+        return feed_forward_kernel.contract_backward(gradient, weight, slopes, bias_type)
+    own = gradient.float() @ weight.float()
+    result = own.repeat(1, slopes.shape[1] // own.shape[1]) * slopes.float()
+    of_bias = own.new_empty(0) if bias_type is None else result.sum(dim=0).to(bias_type)
+    return result.to(slopes.dtype), of_bias
 
 
 @_expand.register_fake
@@ -104,9 +106,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 @_contract_backward.register_fake
-def _(gradient: Tensor, weight: Tensor, before: Tensor, bias_type: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _(gradient: Tensor, weight: Tensor, slopes: Tensor, bias_type: torch.dtype | None) -> tuple[Tensor, Tensor]:
     del gradient
-    empty = before.new_empty(0, dtype=torch.float32)
-    return before.new_empty(before.shape), empty if bias_type is None else weight.new_empty(
-        weight.shape[1], dtype=bias_type
-    )
+    of_bias = slopes.new_empty(0 if bias_type is None else weight.shape[1], dtype=bias_type or torch.float32)
+    return slopes.new_empty(slopes.shape), of_bias

@@ -20,6 +20,8 @@ BLOCK = 1024
 NUM_WARPS = 4
 BIASED_BLOCK = 256
 """Elements of a part in one program that also sums the gradients of biases."""
+SUM_TILE, SUM_WARPS = (8, 512), 2
+"""Rows and columns that a program reads at once where it sums gradients of biases alone, and its warps."""
 
 
 def swiglu(packed: Tensor) -> Tensor:
@@ -85,6 +87,29 @@ def cut_heads_backward(
         num_warps=NUM_WARPS // 4,
     )  # fmt: skip
     return packed, *summed(partial, bias_type, maxima)[1:]
+
+
+def packed_bias_backward(
+    of_packed: Tensor, gradient: Tensor, bias_type: torch.dtype, *, measures: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the bias of q, k and v from that of `packed`; with `measures` also the fp8 unit of the latter.
+
+    `gradient` is that of the outputs of all heads. A query's weights sum to 1, so its sum is that of v's gradient; a
+    bias of k adds the same to all scores of a query, which changes no weight, so that its gradient is 0.
+    """
+    assert of_packed.is_contiguous()
+    gradient = gradient.contiguous()
+    width = gradient.shape[-1]
+    rows = gradient.numel() // width
+    tile_rows, block = SUM_TILE
+    grid = num_programs(triton.cdiv(rows, tile_rows), tile_rows * block, gradient.device), triton.cdiv(width, block), 3
+    partial = gradient.new_empty(1, grid[0], 3 * width, dtype=torch.float32)
+    maxima = partial.new_empty(grid[0] * grid[1] * grid[2]) if measures else None
+    _reduce_packed[grid](
+        of_packed, gradient, partial, maxima, rows, width, MEASURES=measures, ROWS=tile_rows, BLOCK=block,
+        STAGES=STAGES, num_warps=SUM_WARPS,
+    )  # fmt: skip
+    return summed(partial, bias_type, maxima)[1:]
 
 
 def _launch_rope(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool) -> None:
@@ -197,6 +222,41 @@ def _cut_heads_grads(  # type: ignore[no-untyped-def]
     if MEASURES:
         part = program * tl.num_programs(1) + tl.program_id(1)
         tl.store(maxima + part, tl.max(largest, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reduce_packed(  # type: ignore[no-untyped-def]
+    packed, gradient, partial, maxima, rows, width,
+    MEASURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    part = tl.program_id(2)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    source = packed + part * width
+    stride = 3 * width
+    end = rows
+    if not MEASURES:
+        if part == 1:
+            end = 0
+        if part == 2:
+            source = gradient
+            stride = width
+    found = tl.zeros((ROWS, BLOCK), tl.float32)
+    largest = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.range(program * ROWS, end, programs * ROWS, num_stages=STAGES):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & is_column[None, :]
+        own = tl.load(source + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        found += own.to(tl.float32)
+        if MEASURES:
+            largest = tl.maximum(largest, magnitude(own, packed))
+    sums = tl.where(part == 1, 0.0, tl.sum(found, 0))
+    tl.store(partial + (program * 3 + part) * width + column, sums, mask=is_column)
+    if MEASURES:
+        at = (program * tl.num_programs(1) + tl.program_id(1)) * 3 + part
+        tl.store(maxima + at, tl.max(tl.max(largest, 1), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -18,8 +18,6 @@ STAGES = 3
 COLUMNS, ROWS = 16, 256
 """Columns and rows of partial sums in one program of the last kernel."""
 NUM_WARPS = 8
-BLOCK, BLOCK_WARPS = 512, 2
-"""Columns of one program that sums columns, and its warps."""
 LEAST: tl.constexpr = tl.constexpr(TINY)
 MOST: tl.constexpr = tl.constexpr(MAX)
 
@@ -50,42 +48,6 @@ def summed(
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return rows, last, unit
-
-
-def column_sums(x: Tensor, dtype: torch.dtype, *, measures: bool) -> tuple[Tensor, Tensor]:
-    """Sums of x over all rows, in `dtype`; with `measures` also the fp8 unit of x, which is empty otherwise."""
-    assert x.is_contiguous()
-    width = x.shape[-1]
-    rows, blocks = x.numel() // width, triton.cdiv(width, BLOCK)
-    programs = num_programs(rows, BLOCK, x.device)
-    partial = x.new_empty(1, programs, width, dtype=torch.float32)
-    maxima = partial.new_empty(programs * blocks) if measures else None
-    _reduce_columns[(programs, blocks)](
-        x, partial, maxima, rows, width, MEASURES=measures, BLOCK=BLOCK, STAGES=STAGES, num_warps=BLOCK_WARPS
-    )  # fmt: skip
-    return summed(partial, dtype, maxima)[1:]
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _reduce_columns(  # type: ignore[no-untyped-def]
-    x, partial, maxima, rows, width, MEASURES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    found = tl.zeros((BLOCK,), tl.float32)
-    largest = tl.zeros((BLOCK,), tl.float32)
-    at = x + program.to(tl.int64) * width + column
-    for _ in tl.range(program, rows, programs, num_stages=STAGES):
-        own = tl.load(at, mask=inside, other=0.0)
-        found += own.to(tl.float32)
-        if MEASURES:
-            largest = tl.maximum(largest, magnitude(own, x))
-        at += programs.to(tl.int64) * width
-    tl.store(partial + program * width + column, found, mask=inside)
-    if MEASURES:
-        tl.store(maxima + program * tl.num_programs(1) + tl.program_id(1), tl.max(largest, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -281,7 +281,7 @@ REDUCTION = (
     "at::native::LpNormFunctor<c10::BFloat16, (at::native::NormType)2, c10::BFloat16, 1, 1, 0>, float*, int>()",
     f"{UNNAMED}lpnorm_cleanup<c10::BFloat16, (at::native::NormType)2, c10::BFloat16, true, float>(float const*)",
     "_reduce_sums",  # this project's kernels
-    "_reduce_columns",
+    "_reduce_packed",
     "_lookup_grads",
 )
 OPTIMIZER = (

@@ -67,8 +67,11 @@ def test_result_and_gradients_are_those_of_fp64(shape: tuple[int, int, int, int]
     pairs = [(found, wanted), *zip(packed.grad.chunk(3, dim=-1), wide.grad.chunk(3, dim=-1), strict=True)]
     if bias is not None:
         assert bias.grad is not None
-        of_q, _, of_v = zip(bias.grad.chunk(3), wide.grad.sum((0, 1)).chunk(3), strict=True)
-        pairs += [of_q, of_v]  # that of the keys is 0, because softmax does not see their bias
+        of_q, (of_k, exact_of_k), of_v = zip(bias.grad.chunk(3), wide.grad.sum((0, 1)).chunk(3), strict=True)
+        pairs += [of_q, of_v]
+        # softmax does not see the keys' bias
+        assert not of_k.any()
+        assert exact_of_k.norm() < 1e-12 * of_q[1].norm()
     for one, exact in pairs:
         assert one.dtype is torch.bfloat16
         # roundings to 8 bits of inputs, weights and results, each of which loses about 2e-3
@@ -147,6 +150,8 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
 
 def test_shapes_that_do_not_fit_are_named() -> None:
     packed = torch.zeros(2, 4, 48)
+    with pytest.raises(ValueError, match="needed rotations or a bias, got both"):
+        packed_attention(packed, 2, rope_rotations(4, 8, 10_000.0), torch.zeros(48))
     with pytest.raises(ValueError, match="needed rotations of 4 positions, got 3"):
         packed_attention(packed, 2, rope_rotations(3, 8, 10_000.0))
     with pytest.raises(ValueError, match=r"needed a bias of 48 elements, got \(16,\)"):
