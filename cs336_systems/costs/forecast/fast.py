@@ -122,7 +122,7 @@ class _FastStep:
             self._linear_backward("d_model", "d_model")
             tape.attention(Form.ATTENTION_BACKWARD, "8 batch T d_model", HALF_BYTES)
             if self.gpt2:
-                # a bias's gradient: of packed heads it is that of q and of the outputs summed, else heads are packed too
+                # a bias's gradient sums, of packed heads, those of q and of the outputs; else heads are packed too
                 tape.pass_of((2 if self.config.packed_attention else 6) * HALF_BYTES * self.stream)
                 self._reduce(3, "d_model")
             else:

@@ -26,8 +26,8 @@ def packed_attention(
 
     A `bias` has been added to `packed` already, without a gradient; backward of this function computes its gradient,
     and the unit that is the gradient of the tag (fp8.py), which only comes with a bias. It uses that a query's weights
-    sum to 1, and that a bias of k changes no weight, which is not so after a rotation. Raises ValueError for a bias with
-    rotations, and if shapes do not fit.
+    sum to 1, and that a bias of k changes no weight, which is not so after a rotation. Raises ValueError for a bias
+    with rotations, and if shapes do not fit.
     """
     if rotations is not None and bias is not None:
         raise ValueError("needed rotations or a bias, got both")
