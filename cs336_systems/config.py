@@ -573,10 +573,11 @@ class RunConfig:
     packed_attention: Annotated[
         bool,
         Setting(
-            "Compute attention with FlashAttention 4, in the place of the kernel that --sdpa-backend names. It reads "
-            "queries, keys and values where one matmul has written them side by side, and writes their gradients side "
-            "by side. On a GPU this needs the package (pip install '.[fused]') and the Hopper generation; --fast uses "
-            "it where it finds both. Needs --fused-blocks and --attention sdpa.",
+            "Compute attention with FlashAttention 4, in the place of the kernel that --sdpa-backend names; only "
+            "forward with heads of 64 and contexts of 513 to 2047 is cuDNN's, which is faster there. It reads queries, "
+            "keys and values where one matmul has written them side by side, and writes their gradients side by side. "
+            "On a GPU this needs the package (pip install '.[fused]') and the Hopper generation; --fast uses it where "
+            "it finds both, unless --sdpa-backend is given. Needs --fused-blocks and --attention sdpa.",
             is_shortcut=True, label=1, note="FlashAttention 4 on packed heads",
             rules=(
                 _needs("--fused-blocks", lambda run: run.fused_blocks, "none"),
@@ -584,8 +585,12 @@ class RunConfig:
                     "--attention sdpa", lambda run: run.model.attention is Attention.SDPA,
                     "--attention {config.model.attention}",
                 ),
+                Rule(
+                    lambda run: run.model.sdpa_backend is not SdpaBackend.MATH,
+                    "{flag} cannot be combined with --sdpa-backend math, which writes attention out",
+                ),
                 _needs(
-                    "heads of " + " or ".join(map(str, FLASH_4_HEADS)) + ", of which FlashAttention 4 is right",
+                    f"heads of a width in {FLASH_4_HEADS}, for which FlashAttention 4's gradients were checked",
                     lambda run: run.model.d_head in FLASH_4_HEADS, "{config.model.d_head}",
                 ),
             ),

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import re
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from typing import Any
 
 import pytest
 
@@ -303,6 +304,30 @@ def test_the_label_says_what_is_unusual() -> None:
 def test_what_makes_a_step_faster_must_go_with_the_rest(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run(**settings)
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "said"),
+    [
+        ({}, {"fused_blocks": False}, "needs --fused-blocks, got none"),
+        ({"attention": Attention.NAIVE}, {}, "needs --attention sdpa, got --attention naive"),
+        ({"sdpa_backend": SdpaBackend.MATH}, {}, "cannot be combined with --sdpa-backend math"),
+        ({"num_heads": 4}, {}, r"needs heads of a width in \(64, 96, 128\).*, got 32"),
+    ],
+)
+def test_what_flash_attention_4_on_packed_heads_needs(
+    shape: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    model = ModelConfig(d_model=128, d_ff=8, num_layers=1, num_heads=2, attention=Attention.SDPA)
+    half: dict[str, Any] = {
+        "precision": Precision.BF16,
+        "optimizer": OptimizerKind.FUSED,
+        "cast_once": True,
+        "fused_blocks": True,
+    }
+    run(model, **half, packed_attention=True)
+    with pytest.raises(ValueError, match=f"--packed-attention {said}"):
+        run(replace(model, **shape), **half | settings, packed_attention=True)
 
 
 def test_a_choice_may_be_named_by_a_string() -> None:

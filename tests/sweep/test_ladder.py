@@ -139,6 +139,7 @@ def test_with_flash_attention_4_hopper_has_a_rung_for_it(monkeypatch, d_model, p
     steps = {b.name: changed(a.config, b.config) for a, b in itertools.pairwise(ladder)}
     assert steps.get("packed") == ({"packed_attention": True} if packs else None)
     assert "packed" not in names(rungs(base, "NVIDIA A100-SXM4-80GB"))
+    assert "packed" not in names(rungs(replace(base, model_factory="a:b"), H200))
 
 
 @pytest.mark.parametrize(

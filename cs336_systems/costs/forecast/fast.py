@@ -1,6 +1,7 @@
 """The operations of a step with fused blocks in CUDA graphs, as `--fast` computes it, in launch order.
 
-The list follows model/fast/ kernel by kernel. A matmul with an activation in it is taken to be as long as without.
+The list follows model/fast/ kernel by kernel. A matmul with an activation in it is taken to be as long as without,
+and FlashAttention 4 as long as the kernel of the ceilings, cuDNN's on a Hopper GPU, which takes longer in backward.
 costs/fast_memory.py has the memory of such a step.
 """
 
@@ -122,7 +123,7 @@ class _FastStep:
             self._linear_backward("d_model", "d_model")
             tape.attention(Form.ATTENTION_BACKWARD, "8 batch T d_model", HALF_BYTES)
             if self.gpt2:
-                # a bias's gradient sums, of packed heads, those of q and of the outputs; else heads are packed too
+                # the gradient of a bias: with packed heads two tensors are read, else q, k and v are packed as well
                 tape.pass_of((2 if self.config.packed_attention else 6) * HALF_BYTES * self.stream)
                 self._reduce(3, "d_model")
             else:

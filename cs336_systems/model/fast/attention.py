@@ -1,8 +1,8 @@
 """Causal attention whose queries, keys and values stay where one matmul has written them, side by side.
 
-FlashAttention 4 (attention_kernel.py) reads them there, RoPE rotates them there, and backward writes their gradients
-side by side too, as the matmul's own backward needs them. So nothing is copied between matmul and attention. On a CPU
-PyTorch's operators compute the same.
+FlashAttention 4 (attention_kernel.py) reads them there, and in forward cuDNN where it is faster. RoPE rotates them
+there, and backward writes their gradients side by side too, as the matmul's own backward needs them. So nothing is
+copied between matmul and attention. On a CPU PyTorch's operators compute the same.
 """
 
 from typing import Any, cast
@@ -25,9 +25,9 @@ def packed_attention(
     """Outputs of all heads, side by side, of the q, k and v in `packed`; with `rotations` its q and k are overwritten.
 
     A `bias` has been added to `packed` already, without a gradient; backward of this function computes its gradient,
-    and the unit that is the gradient of the tag (fp8.py), which only comes with a bias. It uses that a query's weights
-    sum to 1, and that a bias of k changes no weight, which is not so after a rotation. Raises ValueError for a bias
-    with rotations, and if shapes do not fit.
+    and the unit that is the gradient of the tag (fp8.py), which only comes with a bias. The bias's gradient is
+    computed from two facts: a query's weights sum to 1, and a bias of k changes no weight, which is not so after a
+    rotation. Raises ValueError for a bias with rotations, and if shapes do not fit.
     """
     if rotations is not None and bias is not None:
         raise ValueError("needed rotations or a bias, got both")

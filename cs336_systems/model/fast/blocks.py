@@ -75,15 +75,12 @@ class PackedAttention(SelfAttention):
         self.output_proj = CopiedLinear(attention.output_proj, maker, defers_bias=defers_bias)
 
     def heads(
-        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, largest: Largest | None = None
+        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each head, as (batch, seq, heads, d_head).
-
-        `largest` has the largest magnitudes of x, if they are known.
-        """
+        """Queries, keys and values of each head, as (batch, seq, heads, d_head)."""
         if self.packed is None:
             return super().heads(x, rotations)
-        return self.cut(*self.project(x, largest), rotations)
+        return self.cut(*self.project(x), rotations)
 
     def project(
         self, x: Float[Tensor, "batch seq d_model"], largest: Largest | None = None

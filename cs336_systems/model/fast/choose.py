@@ -33,10 +33,10 @@ NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
 ALIGNMENT = 8
 """Elements in half precision that tensor cores load at once, 16 bytes; matmuls of other widths are far slower."""
-QUACK = "quack-kernels"
-"""The package whose matmuls compute activations too."""
-FLASH_4 = "flash-attn-4"
-"""The package with FlashAttention 4."""
+QUACK, FLASH_4 = "quack-kernels", "flash-attn-4"
+"""The packages whose matmuls compute activations too, and of FlashAttention 4."""
+VERSIONS = {QUACK: "0.6", FLASH_4: "4.0.0b36"}
+"""How the versions begin that this project was tested with; what it calls of these packages may change in others."""
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
 """Widest head of each backend."""
 _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
@@ -47,10 +47,10 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
     """The fastest known settings for this step on the device with this name (NVML's; None if not known).
 
     On a GPU: bf16 with weights cast once and split masters, fused attention, blocks compiled one by one with fused
-    kernels between their matmuls, on Hopper with the packages of `.[fused]` activations within matmuls and
-    FlashAttention 4, fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary padded
-    where its size is no multiple of `ALIGNMENT`. A GPU
-    known to have no bf16 keeps its precision. A user's own model gets what works for any model: bf16, compilation,
+    kernels between their matmuls, on Hopper with the packages of `.[fused]` activations within matmuls and, unless
+    another kernel of attention is named, FlashAttention 4, fused loss and AdamW, each phase one CUDA graph (from 4
+    warm-up steps on), and a vocabulary padded where its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16
+    keeps its precision. A user's own model gets what works for any model: bf16, compilation,
     fused AdamW. If PyTorch's DDP or FSDP shares the step, weights are not cast once, blocks are not fused and there are
     no graphs. A user's own model with sharded parameters is not compiled. On a CPU compilation costs more than it saves
     and bf16 is seldom faster, so both stay as configured. The memory profiler cannot see inside a graph, so it excludes
@@ -102,12 +102,11 @@ def has_bf16(device_name: str | None) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether this package is installed; it is not imported, which may take seconds."""
+    """Whether this package is installed in a tested version; it is not imported, which may take seconds."""
     try:
-        importlib.metadata.version(package)
+        return f"{importlib.metadata.version(package)}.".startswith(f"{VERSIONS[package]}.")
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True
 
 
 def can_fuse_activations(model: ModelConfig, device_name: str | None) -> bool:

@@ -44,7 +44,7 @@ def _tiles(rows: int, columns: int, device: torch.device) -> GemmConfig:
 
 
 def expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Slopes of GELU of x weight^T + bias, and GELU; without a bias SwiGLU's, whose two factors' slopes are in turn."""
+    """Slopes of GELU of x weight^T + bias, and GELU; without a bias those of SwiGLU's two factors, side by side."""
     x = x.contiguous()
     tiles = _tiles(len(x), len(weight), x.device)
     slopes = x.new_empty(len(x), len(weight))

@@ -20,7 +20,7 @@ from cs336_systems.model.fast.blocks import (
     FusedEmbedding,
     PaddedHead,
 )
-from cs336_systems.model.fast.choose import FLASH_4, QUACK, is_installed
+from cs336_systems.model.fast.choose import FLASH_4, QUACK, VERSIONS, is_installed
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy
 from cs336_systems.model.fast.fp8 import update_units
 from cs336_systems.model.fast.selective import SelectiveBlock
@@ -142,16 +142,20 @@ class FastLM(nn.Module):
 
 def check_packages(settings: RunConfig, device: torch.device) -> None:
     """Raise ValueError if a setting needs another device or a package that is missing; a CPU needs no package."""
-    needed = {"--fused-activations": settings.fused_activations, "--packed-attention": settings.packed_attention}
-    for (flag, is_needed), package in zip(needed.items(), (QUACK, FLASH_4), strict=True):
-        if not is_needed or device.type != "cuda":
+    needs = (
+        ("--fused-activations", settings.fused_activations, QUACK),
+        ("--packed-attention", settings.packed_attention, FLASH_4),
+    )
+    for flag, is_set, package in needs:
+        if not is_set or device.type != "cuda":
             continue
         capability = torch.cuda.get_device_capability(device)
         if capability != HOPPER:
             name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
             raise ValueError(f"{flag} needs a Hopper GPU (compute capability 9.0), got {name} ({found})")
         if not is_installed(package):
-            raise ValueError(f"{flag} needs {package}, which is not installed: pip install '.[fused]'")
+            version = VERSIONS[package]
+            raise ValueError(f"{flag} needs {package} {version}, which is not installed: pip install '.[fused]'")
 
 
 def _join_masters(model: FastLM, *_: object) -> None:

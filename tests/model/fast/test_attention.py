@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ FLASH_4_NEEDED = pytest.mark.skipif(
     reason="needs FlashAttention 4 and a Hopper GPU",
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, FLASH_4_NEEDED])]
-SHAPES = [(2, 48, 3, 64), (1, 300, 5, 64), (2, 129, 2, 96), (2, 512, 2, 128), (4, 1024, 12, 64)]
-"""Batch, tokens, heads, width of a head; also contexts that the kernel's tiles of 128 do not divide."""
+SHAPES = [(2, 48, 3, 64), (1, 300, 5, 64), (2, 129, 2, 96), (2, 512, 2, 128), (4, 1024, 12, 64), (1, 777, 2, 64)]
+"""Batch, tokens, heads, width of a head; also contexts that the kernels' tiles of 128 do not divide."""
 
 
 def made(*shape: int, device: str) -> Tensor:
@@ -80,10 +81,9 @@ def test_result_and_gradients_are_those_of_fp64(shape: tuple[int, int, int, int]
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_gradient_of_a_bias_sums_over_all_rows(device: str) -> None:
-    """Attention to the first token alone: each of its values' elements gets the gradient of every later token."""
+    """Whatever the weights of a query are, they sum to 1: the gradient of each element is 1 from every query."""
     packed, bias = torch.zeros(3, 300, 3 * 64), torch.zeros(3 * 64)
     packed, bias = (each.to(device, torch.bfloat16).requires_grad_() for each in (packed, bias))
-    # of the same values, any weights give the same sum: 1 for each query
     packed_attention(packed.clone(), 1, None, bias).backward(torch.ones(3, 300, 64).to(packed))
     assert bias.grad is not None
     assert bias.grad.tolist() == [0.0] * 128 + [pytest.approx(900, rel=2**-8)] * 64
@@ -113,7 +113,9 @@ def test_it_compiles_whole(device: str) -> None:
     ids=["", "checkpoints", "selective", "fp8"],
 )
 @pytest.mark.parametrize("arch", Arch)
-def test_the_model_is_the_same_function(arch: Arch, changes: dict[str, Any]) -> None:
+def test_the_model_is_the_same_function(monkeypatch: pytest.MonkeyPatch, arch: Arch, changes: dict[str, Any]) -> None:
+    called = Mock(wraps=packed_attention)
+    monkeypatch.setattr("cs336_systems.model.fast.blocks.packed_attention", called)
     model = ModelConfig(
         vocab_size=37, context_length=16, d_model=128, d_ff=64, num_layers=2, num_heads=2, arch=arch,
         attention=Attention.SDPA,
@@ -129,7 +131,9 @@ def test_the_model_is_the_same_function(arch: Arch, changes: dict[str, Any]) -> 
     for packs in (False, True):
         step = FastLM(copy.deepcopy(reference), replace(config, packed_attention=packs))
         with torch.autocast("cpu", torch.bfloat16):
+            assert not called.called
             loss = F.cross_entropy(step(tokens).flatten(0, 1).float(), tokens.flatten())
+        assert called.call_count == model.num_layers * packs
         loss.backward()
         found.append([loss, *(sum(weight.gradients()).float() for weight in step.weights)])
     for plain, packed in zip(*found, strict=True):
@@ -152,9 +156,11 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     packed = torch.zeros(2, 4, 48)
     with pytest.raises(ValueError, match="needed rotations or a bias, got both"):
         packed_attention(packed, 2, rope_rotations(4, 8, 10_000.0), torch.zeros(48))
-    with pytest.raises(ValueError, match="needed rotations of 4 positions, got 3"):
-        packed_attention(packed, 2, rope_rotations(3, 8, 10_000.0))
-    with pytest.raises(ValueError, match=r"needed a bias of 48 elements, got \(16,\)"):
-        packed_attention(packed, 2, None, torch.zeros(16))
+    for wrong in (3, 5):
+        with pytest.raises(ValueError, match=f"needed rotations of 4 positions, got {wrong}"):
+            packed_attention(packed, 2, rope_rotations(wrong, 8, 10_000.0))
+    for wrong in (16, 64):
+        with pytest.raises(ValueError, match=rf"needed a bias of 48 elements, got \({wrong},\)"):
+            packed_attention(packed, 2, None, torch.zeros(wrong))
     with pytest.raises(ValueError, match="needed a width of 3 parts of 5 heads, got 48"):
         packed_attention(packed, 5, None)

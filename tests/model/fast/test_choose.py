@@ -1,8 +1,12 @@
 """`fastest` makes a valid step of every other one, changes nothing that was asked for, and follows its rule."""
 
+import importlib.metadata
+import tomllib
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from cs336_systems.config import (
     SIZES,
@@ -19,7 +23,15 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.costs.hardware import DEVICES
-from cs336_systems.model.fast.choose import FLASH_4, QUACK, best_sdpa_backend, describe_fast, fastest, has_bf16
+from cs336_systems.model.fast.choose import (
+    FLASH_4,
+    QUACK,
+    best_sdpa_backend,
+    describe_fast,
+    fastest,
+    has_bf16,
+    is_installed,
+)
 
 H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
 CHOSEN = (
@@ -93,6 +105,18 @@ def test_activations_are_fused_on_hopper_with_quack(monkeypatch, device_name, ch
     assert ("activations within matmuls" in describe_fast(fast)) is fuses
 
 
+def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
+    """The project asks for no other: its requirements allow the tested versions, and none of those beside them."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    asked = {each.name: each.specifier for each in map(Requirement, project["optional-dependencies"]["fused"])}
+    near = {QUACK: ("0.6.5", "0.6.9", "0.5.9", "0.7.0"), FLASH_4: ("4.0.0b36", "4.0.0b35", "4.0.0b37", "4.0.0")}
+    for package, version in ((package, version) for package, versions in near.items() for version in versions):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, known=(package, version): dict([known])[name])
+        assert is_installed(package) is asked[package].contains(version, prereleases=True), version
+    monkeypatch.undo()
+    assert not is_installed("no-such-package")
+
+
 @pytest.mark.parametrize(
     ("device_name", "changes", "packs"),
     [
@@ -102,6 +126,8 @@ def test_activations_are_fused_on_hopper_with_quack(monkeypatch, device_name, ch
         ("NVIDIA B200", {}, False),
         (None, {}, False),
         (H200, {"model": replace(SIZES["2.7B"], context_length=128)}, False),
+        (H200, {"model": replace(SIZES["small"], num_heads=8)}, True),
+        (H200, {"model": replace(SIZES["small"], num_heads=6)}, True),
         (H200, {"model": model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH)}, False),
         (H200, {"model_factory": "a:b"}, False),
         (H200, {"precision": Precision.BF16, "cast_once": True, "optimizer": OptimizerKind.FUSED, "fp8": True}, True),
@@ -109,8 +135,8 @@ def test_activations_are_fused_on_hopper_with_quack(monkeypatch, device_name, ch
         (H200, {"parallel": Parallel.FSDP2, "ranks": 2}, False),
         (H200, {"precision": Precision.FP16}, True),
     ],
-    ids=["H200", "H100", "A100", "B200", "unknown", "heads of 80", "asked for flash", "own model", "fp8", "two ranks",
-         "PyTorch's FSDP", "fp16"],
+    ids=["H200", "H100", "A100", "B200", "unknown", "heads of 80", "heads of 96", "heads of 128", "asked for flash",
+         "own model", "fp8", "two ranks", "PyTorch's FSDP", "fp16"],
 )  # fmt: skip
 def test_attention_is_packed_on_hopper_with_flash_attention_4(monkeypatch, device_name, changes, packs):
     config = replace(make("xl"), **changes)

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from cs336_systems.config import Arch, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.model.fast.choose import QUACK, is_installed
-from cs336_systems.model.fast.feed_forward import feed_forward
+from cs336_systems.model.fast.feed_forward import _contract_backward, _expand, feed_forward
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.transformer import TransformerLM
 
@@ -42,7 +42,7 @@ def arguments(device, d_model, d_ff, tokens, gelu):
 @pytest.mark.parametrize("gelu", [True, False])
 @pytest.mark.parametrize(
     ("d_model", "d_ff", "tokens"),
-    [(64, 256, 32), (72, 200, 77), (256, 1024, 300), (64, 640, 4096), (64, 384, 4096)],
+    [(64, 256, 32), (72, 200, 77), (256, 1024, 300), (64, 640, 4096), (64, 384, 4000)],
 )
 def test_result_and_gradients_are_those_of_fp64(device, gelu, d_model, d_ff, tokens):
     """With the last two the GPU's tiles have 160 and 192 columns, else 128."""
@@ -68,6 +68,30 @@ def test_the_bias_gradient_sums_over_all_rows(device):
         first.zero_(), bias.fill_(20.0), second.fill_(1 / 64)
     feed_forward(x, first, bias, second).backward(torch.ones_like(x))
     assert bias.grad.tolist() == [600.0] * 128
+
+
+@pytest.mark.parametrize("gelu", [True, False])
+def test_in_fp32_nothing_is_approximated(gelu):
+    low = [
+        None if each is None else each.detach().float().requires_grad_() for each in arguments("cpu", 64, 96, 8, gelu)
+    ]
+    leaves = [each for each in low if each is not None]
+    results = feed_forward(*low), oracle(*low)
+    gradient = torch.randn_like(results[0])
+    found, exact = ([each, *torch.autograd.grad(each, leaves, gradient)] for each in results)
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gelu", [True, False])
+def test_pytorch_finds_the_operators_well_made(device, gelu):
+    x, first, bias, second = (None if each is None else each.detach() for each in arguments(device, 64, 128, 16, gelu))
+    rows = x.flatten(0, 1)
+    torch.library.opcheck(_expand, (rows, first, bias))
+    slopes, _ = _expand(rows, first, bias)
+    for bias_type in (torch.bfloat16, torch.float32) if gelu else (None,):
+        torch.library.opcheck(_contract_backward, (torch.ones_like(rows), second, slopes, bias_type))
 
 
 @pytest.mark.parametrize("device", DEVICES)

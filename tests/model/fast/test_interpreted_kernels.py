@@ -218,7 +218,7 @@ for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (1, 2, 16, 64), 
         compare(name, one, other)
 # rows of one tile, of several programs and of several tiles in each; columns of one block, and more
 for batch, seq, width in ((1, 3, 24), (2, 23, 768), (1, 70, 512)):
-    of_packed, gradient = torch.randn(batch, seq, 3 * width), torch.randn(batch, seq, width)
+    of_packed, gradient = torch.randn(batch, seq, 3 * width), torch.randn(batch, width, seq).mT
     of_q, _, of_v = of_packed.sum((0, 1)).chunk(3)
     for measures, last in ((False, gradient.sum((0, 1))), (True, of_v)):
         of_bias, unit = kernel.packed_bias_backward(of_packed, gradient, torch.float32, measures=measures)

@@ -99,15 +99,27 @@ def test_a_gpu_of_another_generation_and_a_missing_package_are_named(
     )  # fmt: skip
     config = replace(plain, **{flag[2:].replace("-", "_"): True})
     device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr("cs336_systems.model.fast.model.is_installed", lambda name: name != package)
-    with pytest.raises(ValueError, match=rf"{flag} needs a Hopper GPU.*got NVIDIA A100 \(8.0\)"):
-        check_packages(config, device)
+    for name, capability in (("NVIDIA A100", (8, 0)), ("NVIDIA B200", (10, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, found=name: found)
+        with pytest.raises(ValueError, match=rf"{flag} needs a Hopper GPU.*got {name} \({capability[0]}.0\)"):
+            check_packages(config, device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    with pytest.raises(ValueError, match=f"{flag} needs {package}, which is not installed: pip install"):
+    with pytest.raises(ValueError, match=rf"{flag} needs {package} \S+, which is not installed: pip install"):
         check_packages(config, device)
-    check_packages(config, torch.device("cpu"))
+    both = replace(config, fused_activations=True, packed_attention=True)
+    with pytest.raises(ValueError, match=f"{flag} needs {package}"):
+        check_packages(both, device)
+    check_packages(both, torch.device("cpu"))
     check_packages(plain, device)
     monkeypatch.setattr("cs336_systems.model.fast.model.is_installed", lambda name: name == package)
     check_packages(config, device)
+
+
+def test_packages_are_looked_for_when_the_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("cs336_systems.model.fast.model.check_packages", lambda *given: seen.append(given))
+    settings = RunConfig(size="custom", model=MODEL)
+    FastLM(TransformerLM(MODEL), settings)
+    assert seen == [(settings, torch.device("cpu"))]
