@@ -113,7 +113,7 @@ def forecasts_on_the_h100() -> Sequence[Value]:
     r"Python ([\d.]+), (\d+) CPU cores\)",
 )
 def machine_of_the_h100() -> Sequence[Value]:
-    ladders = [f"ladder/h100-{name}" for name in ("gpt2", "gpt2-xl", "gpt2-activations")]
+    ladders = [f"ladder/h100-{name}" for name in ("gpt2", "gpt2-xl", "gpt2-packed")]
     measured = EAGER, FAST, SDPA, "e2e_benchmark/split_xl", *ladders
     environments = [record.environment for name in measured for record in records(name)]
     assert {each and each.identity.device_name for each in environments} == {H100}

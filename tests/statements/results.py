@@ -396,9 +396,12 @@ def ladder_of_gpt2_xl_on_the_h100() -> Sequence[Value]:
     return *times, *peaks
 
 
-@claim(DATA, r"activations within matmuls, with QuACK, of gpt2: ([\d.]+) ms without, ([\d.]+) with")
-def activations_within_matmuls_of_gpt2() -> Sequence[Value]:
-    return [number(rung("h100-gpt2-activations", name, DATA), "step_mean_ms") for name in ("split", "activations")]
+@claim(
+    DATA, r"activations within matmuls, then packed attention, of gpt2: ([\d.]+) ms without, ([\d.]+) and ([\d.]+) with"
+)
+def activations_and_packed_attention_of_gpt2() -> Sequence[Value]:
+    names = "split", "activations", "packed"
+    return [number(rung("h100-gpt2-packed", name, DATA), "step_mean_ms") for name in names]
 
 
 @claim(DATA, r"(\w+) rungs, (\w+) fresh processes of each: ([\d.]+) to ([\d.]+) ms, and")

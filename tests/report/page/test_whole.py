@@ -13,7 +13,6 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.commands.flags import parse
 from cs336_systems.config import Device
-from cs336_systems.model.fast.choose import QUACK
 from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.page.collection import Climbed, Collection, block_id
 from cs336_systems.report.page.commands import command_for
@@ -229,7 +228,7 @@ def test_the_command_of_a_study_asks_for_the_grid_that_was_measured(read, direct
         ("gpt2-xl", "NVIDIA H200", False),
         ("h100-gpt2", "NVIDIA H100 80GB HBM3", True),
         ("h100-gpt2-xl", "NVIDIA H100 80GB HBM3", True),
-        ("h100-gpt2-activations", "NVIDIA H100 80GB HBM3", True),
+        ("h100-gpt2-packed", "NVIDIA H100 80GB HBM3", True),
     ],
 )
 def test_the_command_of_a_ladder_plans_the_runs_that_its_records_are_of(
@@ -240,8 +239,7 @@ def test_the_command_of_a_ladder_plans_the_runs_that_its_records_are_of(
     monkeypatch.setattr("cs336_systems.commands.ladder.visible_gpus", lambda: [SimpleNamespace(name=gpu)])
     collection, _ = read
     climbed = collection.ladders[Path("ladder", name)]
-    has_quack = name.endswith("-activations")
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: has_quack and package == QUACK)
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: name.endswith("-packed"))
     _, command, *words = shlex.split(command_for(collection, Path("ladder", name)))
     arguments = parse(cli._arguments(command), command, words)
     planned = arguments.runs(arguments.ladder())
