@@ -186,11 +186,12 @@ def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
 def chosen(ladder: Sequence[Rung], names: Sequence[str]) -> tuple[Rung, ...]:
     """The first rung and those named; the change of a rung includes the changes of rungs left out before it.
 
-    Raises ValueError for a name that the ladder does not have.
+    Raises ValueError for a name that the ladder does not have, and says so if other ladders have it.
     """
     known = [rung.name for rung in ladder]
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"no rung {unknown[0]!r} here; there are: {', '.join(known)}")
+        why = " for this model, on this device and with what is installed" if unknown[0] in RUNG_NAMES else ""
+        raise ValueError(f"there is no rung {unknown[0]!r}{why}; there are: {', '.join(known)}")
     found: list[Rung] = []
     changes: list[str] = []
     for rung in ladder:

@@ -193,8 +193,10 @@ def test_chosen_rungs_keep_all_changes_below_them():
     between = names(ladder)[names(ladder).index("bf16") + 1 : names(ladder).index("cast-once") + 1]
     assert some[2].change == ", ".join(by_name[name].change for name in between)
     assert chosen(ladder, names(ladder)) == ladder
-    with pytest.raises(ValueError, match=r"no rung 'fp8' here; there are: fp32, tf32, bf16, "):
+    with pytest.raises(ValueError, match=r"no rung 'fp8' for this model.*installed; there are: fp32, tf32, bf16, "):
         chosen(ladder, ["bf16", "fp8"])
+    with pytest.raises(ValueError, match=r"no rung 'fp9'; there are: fp32, tf32, bf16, "):
+        chosen(ladder, ["fp9"])
 
 
 def test_runs_beside_the_rungs():
