@@ -573,11 +573,11 @@ class RunConfig:
     packed_attention: Annotated[
         bool,
         Setting(
-            "Compute attention with FlashAttention 4, in the place of the kernel that --sdpa-backend names; only "
-            "forward with heads of 64 and contexts of 513 to 2047 is cuDNN's, which is faster there. It reads queries, "
-            "keys and values where one matmul has written them side by side, and writes their gradients side by side. "
-            "On a GPU this needs the package (pip install '.[fused]') and the Hopper generation; --fast uses it where "
-            "it finds both, unless --sdpa-backend is given. Needs --fused-blocks and --attention sdpa.",
+            "Compute attention with FlashAttention 4, in the place of the kernel that --sdpa-backend names; in forward "
+            "cuDNN computes the shapes for which it is faster. Queries, keys and values are read where one matmul has "
+            "written them side by side, and their gradients are written side by side. On a GPU this needs the package "
+            "(pip install '.[fused]') and the Hopper generation; --fast uses it where it finds both, unless "
+            "--sdpa-backend is given. Needs --fused-blocks and --attention sdpa.",
             is_shortcut=True, label=1, note="FlashAttention 4 on packed heads",
             rules=(
                 _needs("--fused-blocks", lambda run: run.fused_blocks, "none"),
