@@ -220,6 +220,8 @@ class Environment:
     device_memory_bytes: Count | None = None
     cuda: str | None = None
     cudnn: str | None = None
+    quack: str | None = None
+    flash_attention_4: str | None = None
     python: str
     platform: str
     host: str

@@ -114,9 +114,10 @@ FULL = RunRecord(
     telemetry=Telemetry(before=STATE, after=replace(STATE, power_w=0.1), energy_per_step_j=0.3),
     environment=Environment(
         identity=Identity(device_name="NVIDIA H100", driver="580.1", torch="2.13.0", code="0123456789abcdef"),
-        device_uuid="GPU-1", device_memory_bytes=2**36, cuda="13.0", cudnn="91002", python="3.11.7", platform="Linux",
-        host="node-1", cpu="AMD", cpu_count=2, load_1min=0.5, torch_threads=1, float32_matmul_precision="highest",
-        allow_tf32_matmul=False, allow_tf32_cudnn=True, git_commit="f" * 40, git_dirty=True, package_version="1.0",
+        device_uuid="GPU-1", device_memory_bytes=2**36, cuda="13.0", cudnn="91002", quack="0.6.5",
+        flash_attention_4="4.0.0b36", python="3.11.7", platform="Linux", host="node-1", cpu="AMD", cpu_count=2,
+        load_1min=0.5, torch_threads=1, float32_matmul_precision="highest", allow_tf32_matmul=False,
+        allow_tf32_cudnn=True, git_commit="f" * 40, git_dirty=True, package_version="1.0",
     ),
     inputs=(Input(name="source of a.b:c", state="0123456789abcdef"), Input(name="token file t.npy", state=None)),
     durations=Durations(setup_s=1.0, warmup_s=2.0, measured_s=3.0, total_s=6.5),

@@ -12,6 +12,7 @@ from pathlib import Path
 import cs336_systems
 from cs336_systems.config import Device
 from cs336_systems.measure.nvml import Gpu, visible_gpus
+from cs336_systems.model.fast.choose import FLASH_4, QUACK, version_of
 from cs336_systems.record import Environment, Identity
 
 PACKAGE = Path(cs336_systems.__file__).parent
@@ -65,13 +66,16 @@ def environment(device: Device, gpu: Gpu | None) -> Environment:
     from cs336_systems.measure.precision import math_modes
 
     commit, dirty = git_state()
-    cudnn = torch.backends.cudnn.version() if device is Device.CUDA else None
+    on_gpu = device is Device.CUDA
+    cudnn = torch.backends.cudnn.version() if on_gpu else None
     return Environment(
         identity=identity(device, gpu),
         device_uuid=gpu.uuid if gpu else None,
         device_memory_bytes=gpu.memory_bytes if gpu else None,
         cuda=torch.version.cuda,
         cudnn=None if cudnn is None else str(cudnn),
+        quack=version_of(QUACK) if on_gpu else None,
+        flash_attention_4=version_of(FLASH_4) if on_gpu else None,
         python=platform.python_version(),
         platform=platform.platform(),
         host=platform.node(),

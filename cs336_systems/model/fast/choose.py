@@ -103,10 +103,16 @@ def has_bf16(device_name: str | None) -> bool:
 
 def is_installed(package: str) -> bool:
     """Whether this package is installed in a tested version; it is not imported, which may take seconds."""
+    found = version_of(package)
+    return found is not None and f"{found}.".startswith(f"{VERSIONS[package]}.")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of this package; None if there is none."""
     try:
-        return f"{importlib.metadata.version(package)}.".startswith(f"{VERSIONS[package]}.")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return None
 
 
 def can_fuse_activations(model: ModelConfig, device_name: str | None) -> bool:

@@ -227,7 +227,7 @@ def _environment(environment: Environment) -> Iterator[tuple[str, str]]:
     yield "Device", f"{identity.device_name}{'' if memory is None else f', {size(memory)}'}"
     software = {
         "driver": identity.driver, "PyTorch": identity.torch, "CUDA": environment.cuda, "cuDNN": environment.cudnn,
-        "Python": environment.python,
+        "QuACK": environment.quack, "FlashAttention 4": environment.flash_attention_4, "Python": environment.python,
     }  # fmt: skip
     yield "Software", ", ".join(f"{name} {value}" for name, value in software.items() if value)
     load = "" if environment.load_1min is None else f", load {environment.load_1min:.2f}"

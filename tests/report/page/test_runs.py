@@ -42,9 +42,14 @@ def times_of(run):
 def test_the_record_of_a_run_is_whole(grid):
     for block, run in grid:
         record = json.loads(dict(block.texts)["Record"])
-        assert {name: record[name] for name in run if name != "config"} == {
-            n: v for n, v in run.items() if n != "config"
-        }
+        assert fields_of(run, record) == run
+
+
+def fields_of(older, record):
+    """The fields of `record` that a record written before others were added has, which `older` is."""
+    return {
+        name: fields_of(old, record[name]) if isinstance(old, dict) else record[name] for name, old in older.items()
+    }
 
 
 def test_the_figure_of_a_run_has_every_step_in_order_after_its_warm_up(grid):
