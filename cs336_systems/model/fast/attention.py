@@ -124,17 +124,17 @@ def _attend_backward(
         if bias_type is None:
             return of_packed, lse.new_empty(0), lse.new_empty(0)
         return of_packed, *packed_kernel.packed_bias_backward(of_packed, gradient, bias_type, measures=measures)
-    by_head = (each.unflatten(-1, (num_heads, -1)).transpose(1, 2) for each in (gradient, values))
+    of_values, by_head = (each.unflatten(-1, (num_heads, -1)).transpose(1, 2) for each in (gradient, values))
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        next(by_head), *_heads(packed, num_heads), next(by_head), lse, 0.0, True
+        of_values, *_heads(packed, num_heads), by_head, lse, 0.0, True
     )
     of_packed = torch.stack([part.transpose(1, 2) for part in parts], dim=2).flatten(2)
     if rotations is not None:
         _rotate(of_packed, rotations * rotations.new_tensor((1, -1)))
     if bias_type is None:
         return of_packed, lse.new_empty(0), own_unit(of_packed, measures)
-    of_q, of_values = (each.float().sum(dim=(0, 1)) for each in (of_packed.chunk(3, dim=-1)[0], gradient))
-    of_bias = torch.cat((of_q, torch.zeros_like(of_q), of_values)).to(bias_type)
+    of_q, of_v = (each.float().sum(dim=(0, 1)) for each in (of_packed.chunk(3, dim=-1)[0], gradient))
+    of_bias = torch.cat((of_q, torch.zeros_like(of_q), of_v)).to(bias_type)
     return of_packed, of_bias, own_unit(of_packed, measures)
 
 
