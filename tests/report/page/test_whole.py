@@ -227,7 +227,7 @@ def test_the_command_of_a_study_asks_for_the_grid_that_was_measured(read, direct
         ("gpt2", "NVIDIA H200", False),
         ("gpt2-xl", "NVIDIA H200", False),
         ("h100-gpt2", "NVIDIA H100 80GB HBM3", True),
-        ("h100-gpt2-xl", "NVIDIA H100 80GB HBM3", True),
+        ("h100-gpt2-xl-packed", "NVIDIA H100 80GB HBM3", True),
         ("h100-gpt2-packed", "NVIDIA H100 80GB HBM3", True),
     ],
 )
