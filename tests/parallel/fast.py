@@ -25,8 +25,9 @@ def sent_by(traffic):
 
 
 def config_of(arch, way="none", shard=False, ranks=1, device="cpu", **changes):
+    d_head = 64 if changes.get("packed_attention") else 16  # which packed attention does not take
     model = ModelConfig(
-        arch=Arch(arch), vocab_size=90, context_length=16, d_model=32, d_ff=64, num_layers=3, num_heads=2,
+        arch=Arch(arch), vocab_size=90, context_length=16, d_model=2 * d_head, d_ff=64, num_layers=3, num_heads=2,
         attention=Attention.SDPA,
     )  # fmt: skip
     return RunConfig(
@@ -83,16 +84,16 @@ def train_frozen(way, shard):
     return [name for name, each in before.items() if not torch.equal(after[name], each)]
 
 
-def train_alone(arch, ranks, axes_in_fp32=None):
+def train_alone(arch, ranks, axes_in_fp32=None, changes=None):
     """The masters after the same steps in one process; losses by rank.
 
     It averages in the gradients' own types; or it adds up those with so many axes or more in fp32, for an optimizer
     that knows of masters only.
     """
-    config = config_of(arch)
+    config = config_of(arch, **(changes or {}))
     torch.manual_seed(0)
     step = TrainingStep(config)
-    batches = [make_batches(config_of(arch, "ddp-flat", ranks=ranks), rank) for rank in range(ranks)]
+    batches = [make_batches(config_of(arch, "ddp-flat", ranks=ranks, **(changes or {})), rank) for rank in range(ranks)]
     read = [weight.copy.leaf for weight in step.model.weights if weight.copy]
     leaves = list({id(leaf): leaf for leaf in (*step.model.parameters(), *read)}.values())
     of_masters = MasterAdamW([whole(weight.master) for weight in step.model.weights], LEARNING_RATE)
