@@ -10,6 +10,7 @@ import torch
 
 from cs336_systems.config import Device, Parallel
 from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.model.fast.choose import FLASH_4, is_installed
 from cs336_systems.record import Status
 from cs336_systems.sweep.run import run_sweep
 from tests.faults.harness import eventually, processes_in
@@ -49,12 +50,20 @@ def test_ten_steps_on_two_gpus_are_ten_with_the_whole_batch(two, kind):
                 assert distance(found, expected) < 1e-5, (way, shard)
 
 
+@pytest.mark.parametrize(
+    "packed",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.skipif(not is_installed(FLASH_4), reason="needs FlashAttention 4")),
+    ],
+)
 @pytest.mark.parametrize("arch", ["cs336", "gpt2"])
-def test_steps_in_graphs_are_those_of_data_parallelism(two, arch):
+def test_steps_in_graphs_are_those_of_data_parallelism(two, arch, packed):
     """In low precision, whose rounding AdamW makes much of; a copy that came too late would leave other weights."""
-    wanted = two.call("tests.parallel.fast:train", "ddp-flat", arch, False, "cuda")
+    changes = {"packed_attention": packed}
+    wanted = two.call("tests.parallel.fast:train", "ddp-flat", arch, False, "cuda", changes)
     for way, shard in (("fsdp", False), ("fsdp-push", False), ("ddp-push", False), ("ddp-push", True)):
-        results = two.call("tests.parallel.fast:train", way, arch, shard, "cuda")
+        results = two.call("tests.parallel.fast:train", way, arch, shard, "cuda", changes)
         for (expected, _, losses, *_), (found, _, own_losses, *_) in zip(wanted, results, strict=True):
             assert own_losses == pytest.approx(losses, rel=2e-3)
             assert distance(found, expected) < 2e-2
