@@ -122,9 +122,10 @@ def test_packed_attention_trains_on_two_ranks_as_in_one_process(two, way, axes, 
     changes = {"packed_attention": True}
     expected, losses = two.call("tests.parallel.fast:train_alone", arch, 2, axes, changes)[0]
     results = two.call("tests.parallel.fast:train", way, arch, way.startswith("ddp"), "cpu", changes)
+    of_losses, of_masters = (1e-3, 1e-2) if arch == "gpt2" and way.endswith("push") else (1e-6, 1e-6)
     for rank, (masters, _, own_losses, *_) in enumerate(results):
-        assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-4)
-        assert distance(masters, expected) < 1e-3
+        assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=of_losses)
+        assert distance(masters, expected) < of_masters
 
 
 @pytest.mark.parametrize(("way", "shard"), [("ddp-push", False), ("ddp-overlap", True), ("fsdp", False)])
