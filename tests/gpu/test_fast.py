@@ -14,19 +14,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import json, sys, torch
-from dataclasses import replace
+from cs336_systems.commands.flags import make_fast_config
+from cs336_systems.config import Arch, Device, ModelConfig
 from cs336_systems.measure.clock import make_clock
-from cs336_systems.config import Arch, Attention, Device, ModelConfig, RunConfig
-from cs336_systems.model.fast.choose import fastest
-from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.transformer import TransformerLM
 
-arch, fp8 = Arch(sys.argv[1]), sys.argv[2] == "fp8"
-plain = ModelConfig(vocab_size=1001, context_length=128, d_model=256, d_ff=1024, num_layers=4, num_heads=4, arch=arch)
+shape = {"vocab_size": 1001, "context_length": 128, "d_model": 256, "d_ff": 1024, "num_layers": 4, "num_heads": 4}
+shape["arch"] = Arch(sys.argv[1])
 torch.manual_seed(1)
-reference = TransformerLM(plain).cuda()
-fast = fastest(RunConfig(size="custom", model=plain, device=Device.CUDA), torch.cuda.get_device_name())
-config = replace(fast, fp8=fp8)
+reference = TransformerLM(ModelConfig(**shape)).cuda()
+config = make_fast_config(Device.CUDA, {"fp8": sys.argv[2] == "fp8"}, size="small", **shape)
 assert config.cuda_graph and config.compile_blocks and config.cast_once and config.fused_loss
 assert config.fused_blocks
 step, clock = TrainingStep(config), make_clock(config)
@@ -69,17 +67,17 @@ def test_a_loaded_checkpoint_gives_the_reference_s_logits_and_loss(arch: str, fp
 
 CHANGED = """
 import json, sys, torch
-from dataclasses import replace
-from cs336_systems.config import Device, ModelConfig, RunConfig
+from cs336_systems.commands.flags import make_fast_config
+from cs336_systems.config import Device, ModelConfig
 from cs336_systems.costs.fast_memory import peak_bytes
 from cs336_systems.measure.clock import make_clock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.fast.choose import fastest
+from cs336_systems.model.transformer import TransformerLM
 
+shape = {"vocab_size": 1024, "context_length": 4096, "d_model": 1024, "d_ff": 2816, "num_layers": 6, "num_heads": 8}
+plain = {"size": "small", "batch_size": 2, "learning_rate": 1e-5, **shape}
 changes = json.loads(sys.argv[1])
-model = ModelConfig(vocab_size=1024, context_length=4096, d_model=1024, d_ff=2816, num_layers=6, num_heads=8)
-fast = fastest(RunConfig(size="custom", model=model, batch_size=2, device=Device.CUDA), torch.cuda.get_device_name())
-config = replace(fast, learning_rate=1e-5, **changes)
+config = make_fast_config(Device.CUDA, changes, **plain, **changes)
 torch.manual_seed(0)
 step, clock = TrainingStep(config), make_clock(config)
 losses = [step(clock)[1].item() for _ in range(6)]
@@ -94,7 +92,7 @@ others = [event.time_range for event in kernels if "adamw" not in event.name]
 beside = sum(any(a.start < b.end and b.start < a.end for b in others) for a in updates)
 peaks = {"peak": step.graph.peak_bytes, "foretold": peak_bytes(config)}
 print(json.dumps({"losses": losses, "graphs": graphs, "attention": attention, "updates_beside": beside,
-                  "parameters": sum(p.numel() for p in step.model.parameters()), **peaks}))
+                  "parameters": sum(p.numel() for p in TransformerLM(ModelConfig(**shape)).parameters()), **peaks}))
 """
 
 
