@@ -140,7 +140,7 @@ def test_both_profilers_tell_the_same_of_each_rank(tmp_path: Path) -> None:
                 continue  # the host's time, which a profiler lengthens
             kernels = statistics.median(computing_s(one, phase))
             assert kernels > 1e-3
-            assert kernels == pytest.approx(statistics.median(computing_s(other, same)), rel=0.01)
+            assert kernels == pytest.approx(statistics.median(computing_s(other, same)), rel=0.02)
             assert statistics.median(phase.wall_s) == pytest.approx(statistics.median(same.wall_s), rel=0.02, abs=1e-3)
     # what the collectives take where no rank waits: the shorter one of the two ranks' kernels
     shortest = [min(statistics.median(sent_s(rank, "total_s")) - statistics.median(rank.waited_s) for rank in own.ranks)

@@ -118,7 +118,11 @@ def test_selective_checkpoints_change_no_step(two, way, arch, shard):
 @pytest.mark.parametrize(("way", "axes"), [("ddp-push", 1), ("ddp-overlap", None), ("fsdp", None), ("fsdp-push", 2)])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_packed_attention_trains_on_two_ranks_as_in_one_process(two, way, axes, arch):
-    """A sum in another order may round an element of a copy in bf16 the other way, which later steps show."""
+    """The table of gpt2 is the head too and has two gradients; where they are pushed, they are added in another order.
+
+    The table then differs by 4e-9 at first. Once an element of its copy in bf16 is rounded the other way, all weights
+    differ by more.
+    """
     changes = {"packed_attention": True}
     expected, losses = two.call("tests.parallel.fast:train_alone", arch, 2, axes, changes)[0]
     results = two.call("tests.parallel.fast:train", way, arch, way.startswith("ddp"), "cpu", changes)

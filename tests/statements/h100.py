@@ -47,9 +47,8 @@ def times_as_long(way: str) -> tuple[float, float]:
 @claim(
     README,
     r"On the H100 a step takes ([\d.]+) to ([\d.]+) times as long in fp32 and ([\d.]+) to ([\d.]+) times with "
-    r"`--fast`, which there only split masters and had the kernels of `\.\[fused\]`\. In bf16 the CPU limits most "
-    r"steps, and those on the H100 are "
-    r"`unstable`",
+    r"`--fast`\. The `--fast` grid of the H200 is older,\s+without split masters and without the kernels of "
+    r"`\.\[fused\]`\. In bf16 the CPU limits most steps, and those on the H100 are `unstable`",
 )
 def longer_on_the_h100() -> Sequence[Value]:
     assert {(run.config.split_masters, run.config.fused_activations) for run in records(FAST)} == {(True, True)}

@@ -395,12 +395,14 @@ def ladder_of_gpt2_on_the_h100() -> Sequence[Value]:
     r"activations and attention of `\.\[fused\]`, ([\d.]+) and ([\d.]+) with",
 )
 def ladder_of_gpt2_xl_on_the_h100() -> Sequence[Value]:
-    named = {row["rung"]: row for row in linked(DATA, "ladder/h100-gpt2-xl-packed/ladder.csv")}
-    peaks = [number(named[name], "peak_allocated_gib") for name in ("split", "fused-blocks")]
-    fp32, moments, *ways = (
-        number(named[name], "step_mean_ms") for name in ("fp32", "moments", "split", "activations", "packed")
+    def values(column: str, *rungs: str) -> list[Value]:
+        return [number(rung("h100-gpt2-xl-packed", name, DATA), column) for name in rungs]
+
+    return (
+        *values("step_mean_ms", "fp32", "moments"),
+        *values("peak_allocated_gib", "split", "fused-blocks"),
+        *values("step_mean_ms", "split", "activations", "packed"),
     )
-    return fp32, moments, *peaks, *ways
 
 
 @claim(
