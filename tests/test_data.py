@@ -1,4 +1,4 @@
-"""Every table in data/ is what the code makes of the committed records, to the byte; every picture is made too."""
+"""Every row of a table in data/ is what the code makes of the committed records, to the byte; pictures are made too."""
 
 import csv
 import shutil
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 INPUTS = ("runs", "kernels", "memory", "examples")
 """Folders of what was measured and explained; JSON files are such too."""
-NOT_COMMITTED = {"index.html", ".lock"}
 OF_ANOTHER_PROGRAM = {"nvtx_kern_sum_small_ctx512.csv"}
 PARTLY_KEPT = DATA / "memory_profiles/h200"
 """Of 48 recorded runs ten kept their explained profile: its tables of memory are those of the commit that measured.
@@ -30,15 +29,21 @@ MEMORY = ("peaks", "categories", "boundaries", "largest")
 
 
 def outputs(directory: Path) -> dict[str, bytes]:
-    """The tables and pictures of a results directory, by their path in it; of a picture only that it is there."""
-    found = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+    """The tables and pictures of a results directory, by their path in it."""
+    found = {path.relative_to(directory): path for path in directory.rglob("*.*") if path.is_file()}
     return {
-        name: b"" if path.suffix == ".png" else path.read_bytes()
+        str(name): rows_of(path)
         for name, path in found.items()
-        if name.partition("/")[0] not in INPUTS
-        and path.suffix != ".json"
-        and name not in OF_ANOTHER_PROGRAM | NOT_COMMITTED
-    }
+        if name.parts[0] not in INPUTS and path.suffix in (".csv", ".md", ".png")
+        and name.name not in OF_ANOTHER_PROGRAM | {"answers.md"}
+    }  # fmt: skip
+
+
+def rows_of(path: Path) -> bytes:
+    """All of a CSV file, of Markdown the rows without the sentences around them; nothing of a picture."""
+    begin = {".csv": b"", ".md": b"|"}.get(path.suffix)
+    lines = [] if begin is None else path.read_bytes().splitlines(keepends=True)
+    return b"".join(line for line in lines if line.startswith(begin or b""))
 
 
 def inputs_alone(directory: Path, data: Path) -> Path:
@@ -71,11 +76,7 @@ def test_committed_tables_are_those_of_the_committed_records(directory: Path, tm
 
 
 def is_of_memory(name: str) -> bool:
-    return (
-        name == "answers.md"
-        or name.startswith((*(f"{stem}." for stem in MEMORY), "plots/peaks"))
-        or "_timeline" in name
-    )
+    return name.startswith((*(f"{stem}." for stem in MEMORY), "plots/peaks")) or "_timeline" in name
 
 
 @pytest.mark.parametrize("name", MEMORY)

@@ -55,8 +55,6 @@ class Compared:
     json: Mapping[str, Any]
     left_out: Sequence[str] = ()
     """Sentences on runs that are not compared."""
-    sentences: Sequence[str] = ()
-    """The verdict in words, and what puts it in doubt; only where each side is one configuration."""
 
     @property
     def verdicts(self) -> list[tuple[str, float | None]]:
@@ -94,18 +92,15 @@ def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_f
         if len(own) < len(side)
     ]
     is_one = all(len({record.config.configuration for record in side}) == 1 for side in plain)
-    sentences: Sequence[str] = ()
     if is_one and (are_alternate or are_files or min(map(len, plain)) > 1):
-        section, row, json, sentences = pair_section(sides.names, plain)
+        section, row, json = pair_section(sides.names, plain)
         rows = [row]
     else:
         section = sweeps_section(sides.names, plain, allow_mixed=is_mixed, are_alternate=are_alternate)
         rows = [*map(dict, section.rows)]
         listed = [{"side": side, "configuration": name} for side, name in zip("AB", sides.names, strict=True)]
         json = {"sides": listed, "results": section.json}
-    return Compared(
-        sides=sides, records=plain, section=section, rows=rows, json=json, left_out=left_out, sentences=sentences
-    )
+    return Compared(sides=sides, records=plain, section=section, rows=rows, json=json, left_out=left_out)
 
 
 def compare_paths(sides: Sides, paths: Sequence[Path]) -> Compared:

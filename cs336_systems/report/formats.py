@@ -134,18 +134,6 @@ def inert_markdown(text: str) -> str:
     return inert_line(text).translate(_MARKDOWN)
 
 
-def answers_markdown(title: str, sections: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> str:
-    """The title and questions as headings, and each answer as a paragraph, after its label in bold if it has one."""
-    parts = [f"# {inert_markdown(title)}"]
-    for question, paragraphs in sections:
-        parts.append(f"## {question}")
-        parts += [
-            f"**{inert_markdown(name)}**: {inert_markdown(text)}" if name else inert_markdown(text)
-            for name, text in paragraphs
-        ]
-    return "\n\n".join(parts) + "\n"
-
-
 def _markdown_paragraph(text: str) -> str:
     escaped = inert_markdown(text).strip()
     return f"\\{escaped}" if escaped[:1] in ("-", "+", "=") else escaped

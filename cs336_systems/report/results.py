@@ -7,7 +7,6 @@ from pathlib import Path
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.plots.steps import write_plots
-from cs336_systems.report.section import write_files
 from cs336_systems.report.sections.kernels.communication import by_configuration
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled, replayed
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
@@ -15,7 +14,6 @@ from cs336_systems.report.sections.kernels.files import write_kernels
 from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memory
 from cs336_systems.report.sections.memory.files import memory_tables, write_memory
 from cs336_systems.report.sections.steps import results_section, write_tables
-from cs336_systems.report.sections.steps_answers import answers_text
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.report.table import Table
 from cs336_systems.studies.ceilings_files import Ceilings
@@ -86,8 +84,6 @@ class Results:
             status("writing tables and plots")
             write_tables(self.published, output, ceilings, by_configuration(self.kernels))
             write_plots(self.published, output)
-        if len(self.published) == len(self.records):  # a profiled sweep has other questions in this file
-            write_files({"answers.md": answers_text(self.published, ceilings)}, output)
         if self.kernels:
             status("writing tables of kernels")
             write_kernels(replayed(self.kernels, ceilings), output, status=status)

@@ -81,7 +81,7 @@ def test_every_subject_is_written_in_every_format(snapshot: Path, tmp_path: Path
     assert memory(snapshot, "--output", tmp_path / "a" / "b") == 0
     out = tmp_path / "a" / "b"
     names = {path.name for path in out.iterdir()}
-    assert {"memory.json", "answers.md", "findings.md", "plots"} <= names
+    assert {"memory.json", "findings.md", "plots"} <= names
     for name in TABLES[1:]:
         endings = {path.suffix.removeprefix(".") for path in out.glob(f"{name}.*")}
         assert endings == ({"csv"} if name == "saved" else {"csv", *WRITERS}), name

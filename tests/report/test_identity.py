@@ -26,13 +26,9 @@ from cs336_systems.report.plots import draw, drawing
 from cs336_systems.report.plots import steps as plots
 from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
-from cs336_systems.report.sections.kernels.answers import answers as kernel_answers
 from cs336_systems.report.sections.kernels.entries import Profiled
-from cs336_systems.report.sections.kernels.shares import classes
-from cs336_systems.report.sections.memory.answers import answers as memory_answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections
-from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.sections.steps import results_table, write_tables
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
@@ -40,7 +36,7 @@ from tests.neighbours import neighbours as pairs_of
 from tests.report.making import make_record
 from tests.report.reading import csv_rows
 from tests.report.sections.kernels.profiles import FORWARD, make_gather, make_profile, make_ranks, make_shared
-from tests.report.sections.memory.profiles import MIB, make_memory, make_moment
+from tests.report.sections.memory.profiles import make_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,48 +210,7 @@ def test_settings_that_all_share_are_said_of_any_valid_configuration() -> None:
     assert "momentum" not in said
 
 
-# Sentences and files
-
-
-VARIED = [{"warmup_steps": 1}, {"seed": 3}, {"batch_size": 8}, {"ranges": False}, {"offload": True}]
-
-
-@pytest.mark.parametrize("change", VARIED, ids=str)
-def test_shares_in_sentences_are_the_least_and_the_largest_of_the_rows(change) -> None:
-    """One of two configurations has more of every kernel that is no matrix product."""
-    base = replace(BASES[0], profiler=Profiler.KINETO)
-    plain = make_profile()
-    slower = tuple(replace(row, total_s=row.total_s * (1 if "matrix" in row.kind else 1.7)) for row in plain.classes)
-    entries = [kernel_entry(base), kernel_entry(replace(base, **change), classes=slower)]
-    text = kernel_answers(entries)
-    for phase, sentence in (
-        ("forward", r"Matrix products take ([\d.]+) % \((.*?)\) to ([\d.]+) % \((.*?)\) of a forward"),
-        ("step", r" and ([\d.]+) % \(([^()]*?)\) to ([\d.]+) % \(([^()]*?)\) of the whole"),
-    ):
-        rows = [row for row in csv_rows(classes(entries)) if row["phase"] == phase]
-        shares = [100 * float(row["matrix_product_share"]) for row in rows]
-        assert len(shares) == 2
-        low, low_name, high, high_name = re.search(sentence, text).groups()
-        assert [float(low), float(high)] == pytest.approx([min(shares), max(shares)], rel=1e-2)
-        named = dict(zip(labels(entries), shares, strict=True))
-        assert [low_name, high_name] == [min(named, key=named.get), max(named, key=named.get)]
-
-
-def test_a_range_of_one_value_is_one_value() -> None:
-    base = replace(BASES[0], profiler=Profiler.KINETO)
-    text = kernel_answers([kernel_entry(base), kernel_entry(replace(base, seed=3))])
-    assert "Matrix products take 60.0 % of a forward" in text
-
-
-@pytest.mark.parametrize("change", VARIED, ids=str)
-def test_each_peak_in_sentences_is_its_own_configurations(change) -> None:
-    base = replace(BASES[0], profiler=Profiler.MEMORY)
-    peaks = [make_moment("backward", 13, 900, counted=False, saved=saved) for saved in (300, 500)]
-    entries = [memory_entry(config, peak=peak)
-               for config, peak in zip((base, replace(base, **change)), peaks, strict=True)]  # fmt: skip
-    text = memory_answers(entries)
-    for name, saved in zip(report_entries.labels(entries), (300, 500), strict=True):
-        assert f"**{name}**: The peak is {size(saved * MIB)}," in text.replace("\\", "")
+# Files
 
 
 def test_a_profiled_sweep_over_warm_up_has_a_picture_and_a_row_of_each(tmp_path, monkeypatch) -> None:

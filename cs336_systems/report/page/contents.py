@@ -5,12 +5,11 @@ from pathlib import Path
 
 from cs336_systems.record import RunRecord
 from cs336_systems.report.page.commands import sweep_command
-from cs336_systems.report.page.findings import findings
 from cs336_systems.report.page.provenance import places, provenance
 from cs336_systems.report.page.refusals import separated, warmup_reasons
 from cs336_systems.report.page.runs import runs_chapter
 from cs336_systems.report.page.subjects import Subjects
-from cs336_systems.report.page.write import LONGEST_LINE, Chapter, Page
+from cs336_systems.report.page.write import LONGEST_LINE, Chapter, Page, Prose
 from cs336_systems.report.results import Results
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import inert_line
@@ -58,7 +57,9 @@ def sweep_chapters(
     ]
     refused = [*apart.reasons, *(text for own in apart.groups for text in warmup_reasons(own.published))]
     source = provenance(results.records, place_of)
-    chapters = [Chapter(id=f"{prefix}findings", title="Findings", blocks=findings(found, refused), source=source)]
+    told = [[(text, block.id) for text in block.table.findings] for own in found for block in own.steps]
+    blocks = [Prose(paragraphs=texts) for texts in (*told, [(text, "") for text in refused]) if texts]
+    chapters = [Chapter(id=f"{prefix}findings", title="Findings", blocks=blocks, source=source)]
     chapters += [
         Chapter(
             id=f"{prefix}{name}{own.ending}",

@@ -10,7 +10,6 @@ from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.page.comparison import comparison_chapters
 from cs336_systems.report.page.contents import sweep_chapters
-from cs336_systems.report.page.questions import questions_chapter
 from cs336_systems.report.page.studies import (
     attention_chapters,
     ceilings_chapters,
@@ -27,7 +26,7 @@ SELF = Path()
 
 
 def collection_page(collection: Collection, on_progress: Callable[[Path, int, int], object] = lambda *_: None) -> Page:
-    """The page of all results: the course's questions, then a chapter for each subject with its directories, closed.
+    """The page of all results: a chapter for each subject with its directories, closed.
 
     A collection of one directory, which is its root, has the chapters of that alone. Before each directory
     `on_progress` gets it, how many are done, and how many there are.
@@ -41,7 +40,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
     if directories == [SELF]:
         title = SUBJECTS[_subject(collection, SELF)].title
         return Page(title=f"{title}: {name}", source=_source(collection, SELF, made[SELF]), chapters=made[SELF])
-    chapters = [questions_chapter(collection)]
+    chapters = []
     for kind, subject in SUBJECTS.items():
         own = [directory for directory in directories if _subject(collection, directory) == kind]
         if own:

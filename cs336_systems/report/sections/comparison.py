@@ -51,10 +51,8 @@ WIDEST = 10.0
 """Factor around the ratios within which intervals are shown whole."""
 
 
-def pair_section(
-    names: Sequence[str], sides: Sequence[Sequence[RunRecord]]
-) -> tuple[Section, Row, Mapping[str, Any], Sequence[str]]:
-    """The verdict on two configurations by the processes that ended well: as table, values, JSON and sentences.
+def pair_section(names: Sequence[str], sides: Sequence[Sequence[RunRecord]]) -> tuple[Section, Row, Mapping[str, Any]]:
+    """The verdict on two configurations by the processes that ended well: as table, values and JSON.
 
     Raises SweepError for a side of which none ended well, and ValueError for too few processes.
     """
@@ -77,7 +75,7 @@ def pair_section(
     table = comparison_table(names, means, comparison, codes)
     section = Section(name="comparison", tables=(table,), pictures=(processes_chart(names, means),))
     json = {"sides": listed, "verdict": comparison.verdict, "comparison": comparison}
-    return section, row, json, [comparison.sentence, *_doubts(codes)]
+    return section, row, json
 
 
 def comparison_table(
@@ -96,8 +94,9 @@ def comparison_table(
         for side, name, own in sides
     ]
     spread = " ± standard deviation" if max(map(len, means_s)) >= FEWEST else ""
-    notes = f"Mean{spread} over fresh processes, run alternately.", comparison.sentence, *_doubts(codes)
-    return make_table("A against B", known([column(key) for key in PAIR], rows), rows, notes)
+    found = comparison.sentence, *_doubts(codes)
+    notes = *found, f"Mean{spread} over fresh processes, run alternately."
+    return make_table("A against B", known([column(key) for key in PAIR], rows), rows, notes, findings=found)
 
 
 def _over_processes(means_ms: Sequence[float]) -> dict[str, object]:
@@ -153,13 +152,13 @@ def sweeps_section(
         row["name"] = inert_line(name)
     columns = [*identity_columns(rows, always), *known([column(key) for key in SWEEPS], rows)]
     shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
+    told = [*_what_is_what(names, found, matching, are_alternate), *_counted(rows)]
     notes = [
-        *_what_is_what(names, found, matching, are_alternate),
-        *_counted(rows),
+        *told,
         *_rules(rows),
         *([f"{shared}."] if shared else []),
     ]
-    table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED))
+    table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told)
     apart = [f"{name}_{side}" for name in matching.differing for side in "ab"]
     keys = (*without_unused(identities), *apart, *VALUES)
     pictures = ratio_charts(rows, f"A is {names[0]}, B is {names[1]}; {shared}")

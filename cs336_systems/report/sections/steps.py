@@ -1,6 +1,7 @@
 """The section of a sweep's step times: the tables that people read, and results.csv with every column."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 
@@ -9,14 +10,25 @@ import pandas as pd
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.columns import Row, column
-from cs336_systems.report.frame import RESULTS, SHARED, SPEED_UPS, describe, over_warmup, rows_of, to_frame
-from cs336_systems.report.identity import UNLISTED, identity_columns, trailing
-from cs336_systems.report.numbers import DOUBT
+from cs336_systems.record import RunRecord, Status, WarningCode
+from cs336_systems.report.columns import Row, column, three_digits
+from cs336_systems.report.frame import (
+    RESULTS,
+    SHARED,
+    SPEED_UPS,
+    apart_from,
+    codes_of,
+    describe,
+    over_warmup,
+    rows_of,
+    steady,
+    to_frame,
+)
+from cs336_systems.report.identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
+from cs336_systems.report.numbers import DOUBT, between, mean_and_std, milliseconds, significant
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.table import Table, known, make_table
-from cs336_systems.report.words import warning_counts
+from cs336_systems.report.words import status_text, warning_counts
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import text_of
 
@@ -32,20 +44,13 @@ DERIVED = (
 ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
 """First columns of results.csv; all other settings come after them."""
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
-CEILING = "Of ceiling: of the highest rate that matrix products were measured to reach."
-FORETOLD = (
-    "Predicted (ms): the step, by its configuration and the measured ceilings of its device alone. Where it is empty, "
-    "there is no forecast."
-)
-PREDICTED = (
-    "Collectives, predicted: the time of all of them one after the other, by the measured ceilings. The phase "
-    "communication has only what is left of them after backward, and copying and waiting besides."
-)
+MOST_NAMED = 8
+"""Most configurations that a finding names one by one."""
 DOUBTED = f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."
 
 
 def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
-    """The table of step times: a row for each configuration, failed ones too, and the shared settings in a note.
+    """The table of step times: a row for each configuration, failed ones too; the notes have the findings.
 
     With `has_csv`, a note counts the warnings and points to the CSV, which has them in each row.
     """
@@ -54,13 +59,10 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         "Times are mean ± standard deviation over the measured steps of a process.",
         *interval_notes(frame["processes"]),
         *mfu_notes(frame),
-        *([CEILING] if frame["ceiling_share"].notna().any() else []),
-        *([FORETOLD] if frame["predicted_step_ms"].notna().any() else []),
-        *([PREDICTED] if frame["predicted_collectives_ms"].notna().any() else []),
         *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
         *([DOUBTED] if frame[[f"{key}_is_doubted" for key in SPEED_UPS]].any(axis=None) else []),
     ]
-    return _table("Time of a step", frame, ("step_ci95_low_ms", *PHASES, *DERIVED), notes)
+    return _table("Time of a step", frame, ("step_ci95_low_ms", *PHASES, *DERIVED), notes, step_findings(frame))
 
 
 def warmup_table(frame: pd.DataFrame) -> Table | None:
@@ -70,7 +72,9 @@ def warmup_table(frame: pd.DataFrame) -> Table | None:
     return None if frame.empty else _table("Time of a step by warm-up", frame, keys, [])
 
 
-def _table(title: str, frame: pd.DataFrame, keys: Sequence[str], notes: Sequence[str]) -> Table:
+def _table(
+    title: str, frame: pd.DataFrame, keys: Sequence[str], notes: Sequence[str], findings: Sequence[str] = ()
+) -> Table:
     """A table of distinguishing settings, the step, the columns of `keys` that are not empty, and any failures."""
     rows, shared = rows_of(frame), describe(frame)
     columns = [column("step_mean_ms"), *known([column(key) for key in keys], rows)]
@@ -79,9 +83,75 @@ def _table(title: str, frame: pd.DataFrame, keys: Sequence[str], notes: Sequence
         title,
         [*identity_columns(rows, ALWAYS), *columns, *status],
         rows,
-        [*([f"{shared}."] if shared else []), *notes],
+        [*([f"{shared}."] if shared else []), *findings, *notes],
         lambda row: bool(row["status"] != Status.OK),
+        findings,
     )
+
+
+def step_findings(frame: pd.DataFrame) -> list[str]:
+    """Sentences on what limits steps or ended them, speed-ups, the best checkpoints, and steps far from their forecast.
+
+    Of rows that differ only in warm-up, the one with the most counts. Each number has the name of its row.
+    """
+    rows = rows_of(steady(frame))
+    timed = [row for row in rows if row["step_mean_ms"]]
+    return [*_limits(rows), *_speed_ups(timed), *_checkpoints(timed), *_off_forecast(timed)]
+
+
+def _limits(rows: Sequence[Row]) -> Iterator[str]:
+    """Which of several configurations the host's launches limit, and which ended without a time."""
+    groups: dict[str, list[str]] = {}
+    for name, row in zip(_names(rows), rows, strict=True):
+        if row["status"] != Status.OK:
+            groups.setdefault(status_text(row["status"]).capitalize(), []).append(name)
+        elif WarningCode.LAUNCH_BOUND in codes_of(row):
+            groups.setdefault("Limited by the host's launches", []).append(name)
+    for what, named in groups.items() if len(rows) > 1 else ():
+        more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+        yield f"{what}: {len(named)} of {len(rows)} configurations ({', '.join(named[:MOST_NAMED])}{more})."
+
+
+def _speed_ups(rows: Sequence[Row]) -> Iterator[str]:
+    """For each value of a setting with a baseline: the least and the largest speed-up."""
+    for key, (setting, *_) in SPEED_UPS.items():
+        known = [row for row in rows if row[key]]
+        for value in dict.fromkeys(row[setting] for row in known):
+            own = [row for row in known if row[setting] == value]
+            baseline = next(iter(type(settings_of(own[0]["config"])[setting])))
+            number = sum(bool(row[f"{key}_is_doubted"]) for row in own)
+            doubt = f"; in {number} of {len(own)} a time is in doubt ({DOUBT})" if number else ""
+            gains = between(by_name(own, itemgetter(key)), three_digits)
+            yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."
+
+
+def _checkpoints(rows: Sequence[Row]) -> Iterator[str]:
+    """For each configuration in several groups of checkpointed blocks: the one with the least peak."""
+    groups: dict[object, list[Row]] = {}
+    for row in rows:
+        if row["peak_allocated_gib"]:
+            groups.setdefault(apart_from(row["config"], "checkpoint_blocks"), []).append(row)
+    best = [min(own, key=itemgetter("peak_allocated_gib")) for own in groups.values() if len(own) > 1]
+    for name, row in zip(_names(best), best, strict=True):
+        peak, time = significant(row["peak_allocated_gib"], 3), mean_and_std(row["step_mean_ms"], row["step_std_ms"])
+        yield f"{name}: the least peak, {peak} GiB, is with checkpoint_blocks {row['checkpoint_blocks']} ({time} ms)."
+
+
+def _off_forecast(rows: Sequence[Row]) -> Iterator[str]:
+    """The steps that are far from a trusted forecast, the slower ones first, with their warnings."""
+    off: dict[bool, list[str]] = {True: [], False: []}
+    for name, row in zip(_names(rows), rows, strict=True):
+        if row["is_off_forecast"]:
+            told = [milliseconds(row["step_mean_ms"]), f"forecast {milliseconds(row['predicted_step_ms'])}"]
+            text = f"{name} ({', '.join([*told, *filter(None, codes_of(row))])})"
+            off[row["predicted_step_error"] < 0].append(text)
+    for is_slower, named in off.items():
+        if named:
+            yield f"{'Slower' if is_slower else 'Faster'} than forecast from the measured ceilings: {'; '.join(named)}."
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return names_of([row["identity"] for row in rows])
 
 
 def write_tables(

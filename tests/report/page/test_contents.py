@@ -20,7 +20,6 @@ from cs336_systems.report.results import Results
 from cs336_systems.report.status_line import StatusLine
 from tests.committed import DATA, committed_runs
 from tests.report.making import make_config, make_record
-from tests.report.sections.kernels.profiles import make_entry
 
 MOST_S = 3.0
 """Of processor time, for the page of the grid."""
@@ -78,27 +77,6 @@ def test_a_page_holds_the_chapters_of_several_sweeps(tmp_path):
     to_html(Page(title="two sweeps", chapters=chapters))
     with pytest.raises(ValueError, match="identifier"):
         to_html(Page(title="two sweeps", chapters=[*sweep_chapters(apart, tmp_path), *sweep_chapters(apart, tmp_path)]))
-
-
-def test_a_slowdown_by_the_profiler_is_not_given_against_a_run_under_other_conditions(tmp_path):
-    entry = make_entry()
-    other = replace(entry.plain.environment, identity=replace(entry.plain.environment.identity, code="other"))
-    plain = replace(entry.plain, environment=other)
-
-    def kernel_cells(plain_run):
-        own = replace(entry, plain=plain_run)
-        page = sweep_page(Results(records=[plain_run, own.profiled], kernels=[own]), tmp_path)
-        to_html(page)
-        tables = [b.table for c in page.chapters if c.id.startswith("kernels") for b in c.blocks if b.kind == "table"]
-        return {cell for table in tables for row in table.rows for cell in row}, refused(page)
-
-    plain_ms = "25.00"  # mean of 24 and 26
-    cells, _ = kernel_cells(entry.plain)
-    assert plain_ms in cells
-    cells, reasons = kernel_cells(plain)
-    assert cells
-    assert plain_ms not in cells
-    assert entry.config.label in reasons
 
 
 def test_no_committed_sweep_contradicts_itself():

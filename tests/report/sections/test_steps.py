@@ -8,12 +8,15 @@ import rich.console
 import scipy.stats
 
 from cs336_systems.config import Mode, Phase, Precision
+from cs336_systems.costs.time import step_time
 from cs336_systems.record import Measurement, Status, WarningCode
 from cs336_systems.report.formats import WRITERS, to_rich
 from cs336_systems.report.frame import QUANTITIES, RESULTS, describe, to_frame
-from cs336_systems.report.sections.steps import OFFERED, results_table, warmup_table, write_tables
+from cs336_systems.report.sections.steps import OFFERED, results_table, step_findings, warmup_table, write_tables
 from cs336_systems.report.terminal import print_run
 from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS
+from cs336_systems.studies.ceilings_files import Ceilings
+from tests.report.ceilings import make_rates
 from tests.report.making import CODES, HOSTILE, make_config, make_failure, make_record
 from tests.report.reading import column
 
@@ -263,3 +266,60 @@ def test_processes_that_failed_are_not_counted():
     assert "95 % interval" not in names(table)
     assert any("--repeats 3" in note for note in table.notes)
     assert to_frame([make_failure(config)])["processes"].tolist() == [0]
+
+
+def numbers(text):
+    return [float(number.replace(",", "")) for number in re.findall(r"(?<![\w.])\d[\d,]*\.?\d*", text)]
+
+
+def test_speed_ups_are_told_by_their_ends_and_against_the_first_value() -> None:
+    gains = {("small", 128): 0.5, ("small", 512): 2, ("xl", 128): 3, ("xl", 512): 5}
+    records = [
+        make_record(make_config(size, context, precision=precision), (1.5 if precision == "fp32" else 1.5 / gain,))
+        for (size, context), gain in gains.items()
+        for precision in (Precision.FP32, Precision.BF16)
+    ]
+    (text,) = step_findings(to_frame(records))
+    assert numbers(text) == [0.5, 128, 5, 512]
+    assert "0.500 (small ctx 128)" in text
+    others = make_config(compile="default"), make_config(model={"attention": "sdpa"})
+    chosen = [
+        make_record(config, (time_s,)) for config, time_s in zip((make_config(), *others), (6, 2, 3), strict=True)
+    ]
+    assert [numbers(text) for text in step_findings(to_frame(chosen))] == [[2.0], [3.0]]
+
+
+def test_what_limits_steps_or_ended_them_is_counted_and_named() -> None:
+    configs = [make_config(context_length=2**n) for n in range(7, 17)]
+    records = [make_record(config, (0.1,), codes=["launch-bound"]) for config in configs[:9]]
+    bound, ended = step_findings(to_frame([*records, make_failure(configs[9])]))
+    assert numbers(bound) == [9, 10, *(2**n for n in range(7, 15)), 1]
+    assert numbers(ended) == [1, 10, 2**16]
+    assert step_findings(to_frame(records[:1])) == [], "the only run has its warning beside it"
+
+
+def test_the_checkpoints_of_the_least_peak_are_told_with_their_time() -> None:
+    measured = {0: (1.0, 8), 1: (1.6, 5), 2: (1.5, 4), 4: (1.7, 6)}
+    records = [
+        make_record(make_config("xl", checkpoint_blocks=blocks), (time_s,), peak_bytes=peak * 2**30)
+        for blocks, (time_s, peak) in measured.items()
+    ]
+    (text,) = step_findings(to_frame(records))
+    assert numbers(text) == [128, 4, 2, 1500]
+    assert step_findings(to_frame(records[:1])) == []
+
+
+def test_a_step_far_from_its_forecast_is_told_with_both_times_and_its_warnings() -> None:
+    """The first takes twice its forecast, the second exactly as long, the third half as long."""
+    ceilings = Ceilings((make_rates(1e-3),))
+    configs = [make_config("tiny", 16, batch_size=size) for size in (1, 2, 3)]
+    times_s = [step_time(config, ceilings.curves("NVIDIA H200")).step_s for config in configs]
+    records = [
+        make_record(config, [factor * time_s], codes=codes)
+        for config, time_s, factor, codes in zip(configs, times_s, (2, 1, 0.5), (CODES[:1], (), ()), strict=True)
+    ]
+    *_, slower, faster = step_findings(to_frame(records, ceilings))
+    assert numbers(slower)[1:4] == pytest.approx([1, 2e3 * times_s[0], 1e3 * times_s[0]], rel=1e-3)
+    assert str(CODES[0]) in slower
+    assert numbers(faster)[1:4] == pytest.approx([3, 0.5e3 * times_s[2], 1e3 * times_s[2]], rel=1e-3)
+    assert not any("forecast" in text for text in step_findings(to_frame(records)))

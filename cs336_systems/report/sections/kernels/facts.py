@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import (
     AttentionTimes,
@@ -101,15 +100,6 @@ def is_launch_bound(profile: StepProfile) -> bool:
     return idle(profile, IdleCause.LATE_LAUNCH).total_s >= MIN_LATE_SHARE * wall_s(profile) > 0
 
 
-def forward_wall_s(profile: StepProfile) -> float | None:
-    """Mean wall time of forward on the device, with a loss that is a phase of its own; None without forward.
-
-    That is what the records' own forward holds.
-    """
-    found = [phase for phase in profile.phases if phase.phase in (LaunchPhase.FORWARD, LaunchPhase.LOSS)]
-    return sum(sum(phase.wall_s) for phase in found) / profile.num_steps if found else None
-
-
 def top_kernel(profile: StepProfile, chosen: Collection[LaunchPhase]) -> KernelTimes | None:
     """The kernel with the most time in the phases together, with its count and time there; None if nothing ran."""
     rows = [row for row in profile.kernels if row.phase in chosen]
@@ -117,12 +107,3 @@ def top_kernel(profile: StepProfile, chosen: Collection[LaunchPhase]) -> KernelT
         row = next(row for row in rows if row.name == name)
         return replace(row, phase=None, count=own.count, total_s=own.total_s)
     return None
-
-
-def class_shares(
-    profile: StepProfile, chosen: Collection[LaunchPhase] = tuple(LaunchPhase)
-) -> dict[KernelClass, float]:
-    """Share of each class in the kernels' time of some phases, or of the whole step; the largest first."""
-    sums = grouped((row for row in profile.classes if row.phase in chosen), lambda row: row.kind)
-    whole_s = sum(part.total_s for part in sums.values())
-    return {kind: part.total_s / whole_s for kind, part in sums.items()} if whole_s else {}

@@ -11,7 +11,6 @@ from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.draw import png_of
 from cs336_systems.report.section import Section, texts_of, write_files
-from cs336_systems.report.sections.kernels.answers import answers
 from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
@@ -73,7 +72,7 @@ def write_kernels(
     top: int | None = None,
     status: Callable[[str, int, int], None] | None = None,
 ) -> list[Path]:
-    """Write each table as CSV, Markdown, LaTeX and Typst, answers.md and pictures; return the paths.
+    """Write each table as CSV, Markdown, LaTeX and Typst, and pictures; return the paths.
 
     With `top`, which needs a single entry, also profile.json, findings.md and the sections of details.py, with so many
     kernels and idle times in a table. Of a sweep, pictures have the name of the run; `status` shows which is drawn.
@@ -82,7 +81,7 @@ def write_kernels(
     """
     if not entries:
         return []
-    files: dict[str, str | bytes] = {"answers.md": answers(entries)}
+    files: dict[str, str | bytes] = {}
     sections, note = [make(entries) for make in SUBJECTS], ""
     if top is None:
         names = labels(entries)

@@ -12,7 +12,6 @@ from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.draw import png_of
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.memory.allocations import at_peak, blocks, largest, saved
-from cs336_systems.report.sections.memory.answers import answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.findings import findings
 from cs336_systems.report.sections.memory.peak_bars import peak_charts
@@ -45,7 +44,7 @@ def memory_tables(entries: Sequence[Snapshot], top: int = TOP) -> list[Table]:
 
 
 def write_memory(entries: Sequence[Snapshot], directory: Path, top: int = TOP) -> list[Path]:
-    """Write each section as CSV, Markdown, LaTeX and Typst, answers.md and plots/ into the directory; return the paths.
+    """Write each section as CSV, Markdown, LaTeX and Typst, and plots/ into the directory; return the paths.
 
     A single snapshot also gets memory.json and findings.md; its picture is plots/timeline.png. Runs of a sweep have
     their timelines in plots/<key>_timeline.png and a bar each in plots/peaks.png, continued in peaks2.png. The
@@ -54,7 +53,7 @@ def write_memory(entries: Sequence[Snapshot], directory: Path, top: int = TOP) -
     if not entries:
         return []
     runs = _in_order(entries)
-    files: dict[str, str | bytes] = {"answers.md": answers(runs or entries)}
+    files: dict[str, str | bytes] = {}
     if not runs:
         profile = entries[0].profile
         files |= {"memory.json": encode_memory_profile(profile), "findings.md": to_markdown(_findings(profile))}

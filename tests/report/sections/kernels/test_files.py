@@ -80,7 +80,7 @@ def test_share_columns_to_read_add_up(make):
 
 READABLE = ("csv", *WRITERS)
 OF_ANY = {f"{name}.{ending}" for name in ("phases", "classes", "products", "attention", "top_kernels")
-          for ending in READABLE} | {"answers.md"}  # fmt: skip
+          for ending in READABLE}  # fmt: skip
 OF_ONE = {f"{name}.{ending}" for name in ("kernels", "modules", "blocks", "idle", "host_calls") for ending in READABLE}
 OF_ONE |= {"gaps.csv", "findings.md", "profile.json", "plots/classes.png", "plots/timeline.png"}
 NOT_OF_A_CPU = ("idle", "gaps", "host_calls", "attention", "blocks", "plots/timeline")
@@ -98,7 +98,7 @@ def test_files_of_one_trace(tmp_path):
     assert {path.relative_to(directory).as_posix() for path in paths} == names(directory) == OF_ANY | OF_ONE
     assert decode_profile((directory / "profile.json").read_bytes()) == make_profile()
     for path in directory.glob("*.[mt][dey]*"):
-        assert path.name == "answers.md" or "small.nsys-rep" in path.read_text(), path
+        assert "small.nsys-rep" in path.read_text(), path
     write_kernels([of_file(make_cpu_profile)], directory, 3)
     kept = {name for name in OF_ANY | OF_ONE if not name.startswith(NOT_OF_A_CPU)}
     assert names(directory) == kept, "files of the trace before are removed"
@@ -148,7 +148,7 @@ def test_hostile_names_are_inert_in_every_file_of_a_sweep(tmp_path):
     for ending in ("md", "tex", "typ"):
         text = (tmp_path / f"top_kernels.{ending}").read_text()
         assert not any(character in text for character in "\r\t\0\x1b")
-    assert "<" not in (tmp_path / "top_kernels.md").read_text() + (tmp_path / "answers.md").read_text()
+    assert "<" not in (tmp_path / "top_kernels.md").read_text()
     assert r"\input{" not in (tmp_path / "top_kernels.tex").read_text()
     with (tmp_path / "top_kernels.csv").open(newline="") as file:
         assert all(found["name"].startswith("'=HYPERLINK") for found in csv.DictReader(file))

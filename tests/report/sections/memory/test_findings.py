@@ -1,21 +1,17 @@
-"""Known causes in hand-made memory profiles (see profiles.py), each named with its numbers; and the answers."""
+"""Known causes in hand-made memory profiles (see profiles.py), each named with its numbers."""
 
 from dataclasses import replace
 
 import pytest
 
 from cs336_systems.analysis.memory.profile import Category, Place
-from cs336_systems.report.sections.memory.answers import QUESTIONS, answers
-from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.findings import findings
 from cs336_systems.report.sections.memory.words import largest_words
 from tests.report.sections.memory.profiles import (
     MIB,
     WEIGHTS,
     make_bare,
-    make_block,
     make_boundaries,
-    make_inference,
     make_like,
     make_memory,
     make_moment,
@@ -23,8 +19,6 @@ from tests.report.sections.memory.profiles import (
     make_phase,
     make_phases,
 )
-
-TIMELINE, PEAK, PRECISION, RESIDUAL, LARGEST, BLOCK = QUESTIONS
 
 
 def said(profile):
@@ -189,62 +183,3 @@ def test_what_nothing_is_known_of_is_told() -> None:
     )
     sighted = make_moment("forward", 6, 2000, parameters=500, held=1000)
     assert f"{held}: most likely workspaces of libraries." in said(make_memory(peak=sighted))
-
-
-def test_the_answers_of_a_training_step() -> None:
-    profile = make_memory()
-    assert TIMELINE.alone(profile) == (
-        "Step 1 begins with 310.0 MiB; forward ends with 710.0 MiB after a peak of 710.0 MiB, backward ends with "
-        "410.0 MiB after a peak of 780.0 MiB, optimizer ends with 310.0 MiB after a peak of 415.0 MiB."
-    )
-    peak = PEAK.alone(replace(profile, timeline=make_bare().timeline))
-    assert peak.startswith("The peak is 780.0 MiB, 13.0 ms after the first event")
-    assert "At most 900.0 MiB are reserved. By phase: forward 710.0 MiB, backward 780.0 MiB, optimizer 415.0" in peak
-    assert "out of memory" not in peak
-    assert "ran out of memory" in PEAK.alone(make_oom())
-    # 10 x 20, 20 x 10 and 50 of 780 MiB
-    assert "float32 450.0 MiB (57.7 %)" in PRECISION.alone(profile)
-    assert RESIDUAL.alone(profile).startswith("6.25 MiB")
-    assert BLOCK.alone(profile).startswith(
-        "block.1 saves 60.00 MiB (62,914,560 bytes); most of it attention > attention.softmax 4 x 5 x 512 x 512 "
-        "float32 20.00 MiB (33.3 %), ffn 4 x 512 x 2304 float32 18.00 MiB (30.0 %), ffn float32 12.00 MiB (20.0 %), "
-        "attention float32 6.00 MiB (10.0 %), norm float32 3.00 MiB (5.00 %). Its gradients take 10.00 MiB "
-        "(10,485,760 bytes), as many"
-    )
-
-
-def test_gradients_of_other_size_than_the_parameters_are_not_called_expected() -> None:
-    profile = make_memory()
-    halved = replace(profile, blocks=tuple(replace(block, gradient_bytes=5 * 2**20) for block in profile.blocks))
-    assert "as expected" in BLOCK.alone(profile)
-    assert "as expected" not in BLOCK.alone(halved)
-    assert "5.00 MiB" in BLOCK.alone(halved)
-    assert "10.00 MiB" in BLOCK.alone(halved)
-
-
-def test_a_phase_that_ran_out_of_memory_has_no_end() -> None:
-    assert TIMELINE.alone(make_oom()) == "Step 1 begins with 310.0 MiB; forward runs out of memory at 530.0 MiB."
-    assert "optimizer 415.0 MiB." in PEAK.alone(make_oom())
-
-
-def test_what_a_checkpoint_computes_again_is_told() -> None:
-    """All but 6 and 3 of the 60 MiB."""
-    block = make_block(0)
-    again = replace(block, saved=tuple(replace(t, is_recomputed=t.name in ("ffn", "", "attention > attention.softmax"))
-                                       for t in block.saved))  # fmt: skip
-    text = BLOCK.alone(make_memory(blocks=(again,)))
-    assert "Of that, 51.00 MiB are there only while backward computes the block again." in text
-    assert "again" not in BLOCK.alone(make_memory())
-
-
-def test_a_bare_snapshot_says_what_it_does_not_tell() -> None:
-    assert "does not say when phases ended" in TIMELINE.alone(make_bare())
-    assert "does not tell the shape" in RESIDUAL.alone(make_bare())
-    assert "names no data types" in PRECISION.alone(make_bare())
-
-
-def test_a_snapshot_answers_every_question_once() -> None:
-    for make in (make_memory, make_inference, make_bare, make_oom, first_steps):
-        text = answers([Snapshot(profile=make())])
-        headings, *_ = zip(*(part.split("\n\n") for part in text.split("\n## ")[1:]), strict=True)
-        assert headings == tuple(question.text for question in QUESTIONS)

@@ -1,7 +1,6 @@
-"""Tables, answers and files over several recorded runs, made of hand-made profiles."""
+"""Tables and files over several recorded runs, made of hand-made profiles."""
 
 import csv
-import re
 
 import pytest
 from matplotlib.image import imread
@@ -10,7 +9,6 @@ from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Mode, Precision, Profiler
 from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.sections.memory import peak_bars
-from cs336_systems.report.sections.memory.answers import answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import memory_tables, write_memory
 from tests.report.making import HOSTILE, make_config, make_record
@@ -47,17 +45,12 @@ def read(directory, name):
         return list(csv.DictReader(file))
 
 
-def labels_of(text):
-    """The runs whose answers are told one by one, as often as they are."""
-    return [name for label in re.findall(r"^\*\*(.*?)\*\*: ", text, re.M) for name in label.split(", ")]
-
-
 def test_every_file_is_written(tmp_path) -> None:
     paths = write_memory(grid(), tmp_path / "sweep")
     names = {path.relative_to(tmp_path / "sweep").as_posix() for path in paths}
     timelines = {f"plots/{one.config.key}_timeline.png" for one in grid()}
     tables = {f"{name}.{ending}" for name in TABLES for ending in ("csv", *WRITERS)}
-    assert names == tables | timelines | {"answers.md", "plots/peaks.png"}
+    assert names == tables | timelines | {"plots/peaks.png"}
     assert imread(tmp_path / "sweep" / "plots" / "peaks.png").ndim == 3
 
 
@@ -103,60 +96,6 @@ def test_categories_add_up_in_every_row(tmp_path) -> None:
         assert sum(float(value) for name, value in row.items() if name.endswith("_share")) == pytest.approx(1)
         parts = [int(value) for name, value in row.items() if name.removesuffix("_bytes") in NAMES]
         assert sum(parts) == int(row["peak_allocated_bytes"])
-
-
-def test_answers_of_each_configuration_below_what_they_share() -> None:
-    text = answers(grid())
-    assert text.count("\n## ") == 6
-    assert labels_of(text).count("small ctx 128 train fp32") == 6
-    assert len(labels_of(text)) == 6 * 5, "five runs"
-    assert ("small train fp32: 780.0 MiB at context 128, out of memory after 780.0 MiB at context 512.") in text
-    assert (
-        "small train bf16: the peak over that in fp32 is 0.500 at context 128. At context 128: optimizer state "
-        "0 bytes for 200.0 MiB, saved activations 190.0 MiB for 380.0 MiB, temporary 0 bytes for 50.00 MiB, gradients "
-        "80.00 MiB for 40.00 MiB, held throughout 20.00 MiB for 10.00 MiB."
-    ) in text
-    assert "At context 512" not in text, "there the run in fp32 ran out of memory"
-
-
-def test_of_many_runs_some_are_answered_for_one_by_one() -> None:
-    """Three sizes in three modes at two contexts; the longer one was too long for all but inference of small."""
-    failed = {("small", Mode.INFERENCE): make_inference()}
-    runs = [
-        entry(make_inference(), size, mode=mode)
-        for size in ("small", "medium", "large") for mode in (Mode.INFERENCE, Mode.FORWARD, Mode.TRAIN)
-    ] + [
-        entry(failed.get((size, mode), make_oom()), size, context_length=512, mode=mode)
-        for size in ("small", "medium", "large") for mode in (Mode.INFERENCE, Mode.FORWARD, Mode.TRAIN)
-    ]  # fmt: skip
-    text = answers(runs)
-    assert set(labels_of(text)) == {
-        f"{size} ctx 128 {mode}" for size in ("small", "medium", "large") for mode in ("inference", "train")
-    }
-    assert "6 of the runs" in text
-
-
-def test_the_largest_of_all_is_told_with_all_of_its_size() -> None:
-    """3 and 2 of 31 MiB, which is more than the 30 of the other run."""
-    rows = (make_like(31, 3, phase="backward"), make_like(31, 2, phase="forward"), make_like(30, 9))
-    text = answers([entry(make_inference(largest=rows)), entry(make_inference(), "medium")])
-    assert (
-        "The largest of all, in small ctx 128: 5 times 32,505,856 bytes (31.00 MiB): 3 temporary in backward, 2 "
-        "temporary in forward."
-    ) in text
-
-
-def test_copies_that_nothing_names_are_told_in_mixed_precision() -> None:
-    """Two weights of 40 MiB, three temporary blocks of 20, so two of these may be copies; one weight is bf16."""
-    weights = make_like(40, 2, 2, Category.PARAMETERS, dtype="float32")
-    half = make_like(60, 1, 1, Category.PARAMETERS, dtype="bfloat16")
-    peak = make_moment("forward", 6, 200, counted=False, parameters=100, temporary=130)
-    mixed = make_inference(peak=peak, at_peak=(weights, half, make_like(20, 9, 3), make_like(30, 3, 1)))
-    runs = [entry(make_inference(), mode=Mode.INFERENCE), entry(mixed, mode=Mode.INFERENCE, precision=Precision.BF16)]
-    text = answers(runs)
-    assert (
-        "At context 128: temporary 130.0 MiB for 60.00 MiB; of the temporary blocks 40.00 MiB have half the sizes"
-    ) in text
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -228,6 +167,6 @@ def test_hostile_names_are_inert_in_every_file(tmp_path) -> None:
     for ending in ("md", "tex", "typ"):
         text = (tmp_path / f"largest.{ending}").read_text()
         assert not any(character in text for character in "\r\t\0\x1b")
-    assert "<" not in (tmp_path / "largest.md").read_text() + (tmp_path / "answers.md").read_text()
+    assert "<" not in (tmp_path / "largest.md").read_text()
     assert r"\input{" not in (tmp_path / "largest.tex").read_text()
     assert all(row["name"].startswith("'=HYPERLINK") for row in read(tmp_path, "largest"))

@@ -278,7 +278,7 @@ def test_every_file_is_written_and_read_again(make, tmp_path) -> None:
     assert len(paths) == len(set(paths))
     assert all(path.stat().st_size for path in paths)
     assert read_memory_profile(tmp_path / "out" / "memory.json") == make()
-    assert {path.name for path in paths} >= {"memory.json", "findings.md", "answers.md", "peak.md", "timeline.png"}
+    assert {path.name for path in paths} >= {"memory.json", "findings.md", "peak.md", "timeline.png"}
 
 
 def test_files_of_another_profile_are_removed(tmp_path) -> None:
