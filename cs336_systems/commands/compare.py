@@ -22,8 +22,7 @@ from cs336_systems.commands.outcome import (
     load_ceilings_or_warn,
     load_records_or_warn,
 )
-from cs336_systems.commands.pages import write_collection_page
-from cs336_systems.commands.results import PAGE_FILE
+from cs336_systems.commands.pages import PAGE_FILE, write_collection_page
 from cs336_systems.commands.sides import both_on_disk, grids_of_flags, grids_of_records, name_of, pairs
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import RunConfig
@@ -166,9 +165,9 @@ def write_comparison(compared: "Compared", directory: Path, status: "StatusLine"
     compared.write(directory)
     collection = Collection(root=directory, comparisons={Path(): compared})
     if compared.sides.records is None:
-        results = Results.load(load_records(directory / "runs")[0], directory)
         ceilings = load_ceilings_or_warn(ceilings_beside(directory))
-        collection = replace(collection, sweeps={Path(): results}, beside={Path(): ceilings})
+        results = Results.load(load_records(directory / "runs")[0], directory, ceilings)
+        collection = replace(collection, sweeps={Path(): results})
     write_collection_page(collection, status)
 
 

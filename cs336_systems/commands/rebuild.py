@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from cs336_systems.commands import ceilings, ladder
 from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
-from cs336_systems.commands.pages import write_collection_page
-from cs336_systems.commands.results import PAGE_FILE
+from cs336_systems.commands.pages import PAGE_FILE, write_collection_page
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import RunRecord, load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
@@ -162,8 +161,8 @@ def _write_sweep(results: Results, found: Collection, path: Path, status: "Statu
     if results.lost:
         kept = f"warning: {directory}: {results.lost}, and the tables of profiles stay as they were"
         print(inert_line(kept), file=sys.stderr)
-        results = Results(records=results.records)
-    results.write(directory, found.ceilings_of(path), status)
+        results = Results(records=results.records, ceilings=results.ceilings)
+    results.write(directory, status)
 
 
 def is_study(directory: Path) -> bool:
@@ -183,8 +182,7 @@ def _sweep(place: _Place) -> Collection:
     is_compared = (directory / COMPARISON_FILE).is_file()
     return Collection(
         root=place.root,
-        sweeps={path: Results.load(records, directory)},
-        beside={path: place.beside},
+        sweeps={path: Results.load(records, directory, place.beside)},
         comparisons=_comparison(place, records).comparisons if is_compared else {},
     )
 
@@ -196,7 +194,7 @@ def _comparison(place: _Place, records: Sequence[RunRecord] | None = None) -> Co
 
 def _ladder(place: _Place) -> Collection:
     climbed, path = ladder.load(place.directory, place.beside), place.path
-    return Collection(root=place.root, ladders={path: climbed}, beside={path: place.beside})
+    return Collection(root=place.root, ladders={path: climbed})
 
 
 def _of_ceilings(place: _Place) -> Collection:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands.outcome import PrintJson, UsageError, load_ceilings_or_warn, print_profile_paths
+from cs336_systems.commands.pages import write_collection_page
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
 from cs336_systems.studies.ceilings_files import ceilings_beside
@@ -16,9 +17,6 @@ from cs336_systems.text import inert_line
 if TYPE_CHECKING:
     from cs336_systems.report.results import Results
     from cs336_systems.report.status_line import StatusLine
-
-PAGE_FILE = "index.html"
-"""The page for a browser, beside the tables."""
 
 
 def show_results(
@@ -36,11 +34,11 @@ def show_results(
     anything is written; without it, the tables of profiles stay as they are if the raw profile is missing too.
     """
     status("reading records and profiles")
-    from cs336_systems.report.page.contents import sweep_page
-    from cs336_systems.report.page.write import write_page
+    from cs336_systems.report.page.collection import Collection
     from cs336_systems.report.results import Results
     from cs336_systems.report.terminal import print_line, print_sweep
 
+    ceilings = load_ceilings_or_warn(ceilings_beside(output))
     several = {directory: Results.load(own, directory) for directory, own in found.items()}
     is_lost = False
     for directory, results in several.items():
@@ -50,19 +48,16 @@ def show_results(
             is_lost = True
             what = "raw profiles too; the tables of profiles stay as they were, and --fresh measures these runs again"
             print(inert_line(f"warning: {directory}: {results.lost}, {what}"), file=sys.stderr)
-    together = Results.together(several.values())
-    ceilings = load_ceilings_or_warn(ceilings_beside(output))
+    together = Results.together(several.values(), ceilings)
     written = replace(together, kernels=(), memory=()) if is_lost else together
-    written.write(output, ceilings, status)
-    page = output / PAGE_FILE
+    written.write(output, status)
     if written.records:
-        status("writing the page")
-        write_page(sweep_page(written, output, ceilings, found), page)
+        page = write_collection_page(Collection(root=output, sweeps={Path(): written}), status)
     status.end()
     if print_json is None:
-        print_sweep(together.tables(ceilings), together.records, output)
+        print_sweep(together.tables(), together.records, output)
     else:
-        print_json(encode_json({"directory": str(output), **together.json(ceilings)}))
+        print_json(encode_json({"directory": str(output), **together.json()}))
         print_line(f"results: {output}")
     if written.records:
         print_line(f"page: {page}")

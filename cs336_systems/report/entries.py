@@ -19,7 +19,7 @@ from cs336_systems.report.identity import (
     trailing,
 )
 from cs336_systems.report.section import Section
-from cs336_systems.report.table import make_table
+from cs336_systems.report.table import FINDING, finding_rows, make_table
 from cs336_systems.text import inert_line
 
 
@@ -122,3 +122,9 @@ def over_configurations(
     before_csv = [name for name in LEADING if rows and name in rows[0]["identity"]]
     keys = (*before_csv, *csv, *trailing([row["identity"] for row in rows]))
     return Section(name=name, tables=(table,) if kept else (), rows=every, keys=keys)
+
+
+def findings_section(name: str, entries: Sequence[E], find: Callable[[E], Iterable[str]]) -> Section:
+    """What `find` says of each profile, in rows."""
+    rows = rows_of(entries, lambda entry: finding_rows(find(entry)))
+    return over_configurations(name, "Findings", rows, FINDING, [column.key for column in FINDING], ())

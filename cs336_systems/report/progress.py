@@ -95,7 +95,7 @@ class TerminalListener(Listener):
 
     def importing(self) -> None:
         """Import meanwhile what writes the tables and plots at the end, which takes a second."""
-        import cs336_systems.report.page.contents
+        import cs336_systems.report.page.chapters
         import cs336_systems.report.results  # noqa: F401
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:

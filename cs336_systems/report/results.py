@@ -1,45 +1,61 @@
-"""The results of sweeps: records and explained profiles, from which files, tables and JSON are made."""
+"""The results of sweeps: records and explained profiles, their one frame, and the sections that are made of both."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.plots.steps import write_plots
+from cs336_systems.report.entries import findings_section
+from cs336_systems.report.frame import to_frame
+from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.kernels.communication import by_configuration
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled, replayed
+from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
-from cs336_systems.report.sections.kernels.files import write_kernels
+from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memory
-from cs336_systems.report.sections.memory.files import memory_tables, write_memory
-from cs336_systems.report.sections.steps import results_section, write_tables
+from cs336_systems.report.sections.memory.files import memory_tables
+from cs336_systems.report.sections.memory.files import sections_of as memory_sections
+from cs336_systems.report.sections.memory.findings import findings as memory_findings
+from cs336_systems.report.sections.steps import results_section
 from cs336_systems.report.status_line import StatusLine
-from cs336_systems.report.table import Table
-from cs336_systems.studies.ceilings_files import Ceilings
+from cs336_systems.report.table import Table, rows_with
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+STEPS, KERNELS, MEMORY = "Time of a step", "Kernels", "Memory"
+"""Subjects of a sweep."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Results:
-    """The records of sweeps, and an entry for each explained profile of kernels or memory."""
+    """The records of sweeps, an entry for each explained profile of kernels or memory, and ceilings for forecasts."""
 
     records: Sequence[RunRecord]
     kernels: Sequence[Profiled] = ()
     memory: Sequence[MemoryEntry] = ()
+    ceilings: Ceilings = NO_CEILINGS
 
     @classmethod
-    def load(cls, records: Sequence[RunRecord], directory: Path) -> "Results":
+    def load(cls, records: Sequence[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> "Results":
         """The records with the explained profiles in the sweep's directory; a missing profile is a warning."""
-        return cls(records=records, kernels=load_profiled(records, directory), memory=load_memory(records, directory))
+        kernels, memory = load_profiled(records, directory), load_memory(records, directory)
+        return cls(records=records, kernels=kernels, memory=memory, ceilings=ceilings)
 
     @classmethod
-    def together(cls, several: Iterable["Results"]) -> "Results":
+    def together(cls, several: Iterable["Results"], ceilings: Ceilings) -> "Results":
         """The results of several sweeps taken together, as if they were one."""
         found = list(several)
         return cls(
             records=[record for results in found for record in results.records],
             kernels=[entry for results in found for entry in results.kernels],
             memory=[entry for results in found for entry in results.memory],
+            ceilings=ceilings,
         )
 
     @property
@@ -65,28 +81,63 @@ class Results:
         words = f"the profiles of {num_missing} of {len(self._profiled)} runs that ended well are missing"
         return words if num_missing else ""
 
-    def tables(self, ceilings: Ceilings) -> list[Table]:
-        """The tables for a terminal."""
-        steps = results_section(self.published, ceilings).tables if self.published else ()
-        return [*steps, *kernel_tables(replayed(self.kernels, ceilings)), *memory_tables(self.memory)]
+    @cached_property
+    def frame(self) -> "pd.DataFrame":
+        """A row for each configuration without a profiler, with its forecast; tables and pictures are made of it."""
+        return to_frame(self.published, self.ceilings)
 
-    def json(self, ceilings: Ceilings) -> dict[str, object]:
+    @cached_property
+    def steps(self) -> Section:
+        """The section of step times, which are those of runs without a profiler."""
+        return results_section(self.frame, by_configuration(self.kernels))
+
+    @cached_property
+    def _replayed(self) -> list[Profiled]:
+        return replayed(self.kernels, self.ceilings)
+
+    @cached_property
+    def sections(self) -> Mapping[str, Sequence[Section]]:
+        """The sections of each subject that these results have: findings first, then tables and pictures."""
+        found = {}
+        if self.published:
+            found[STEPS] = [self.steps]
+        if self.kernels:
+            entries = self._replayed
+            told = findings_section(
+                "kernel_findings", entries, lambda own: kernel_findings(own.profile, own.config, own.what_if)
+            )
+            found[KERNELS] = [told, *kernel_sections(entries)]
+        if self.memory:
+            told = findings_section("memory_findings", self.memory, lambda own: memory_findings(own.profile))
+            found[MEMORY] = [told, *memory_sections(self.memory)]
+        return found
+
+    def tables(self) -> list[Table]:
+        """The tables for a terminal, with the first finding of each profile."""
+        told = [section.tables[0] for name in (KERNELS, MEMORY) for section in self.sections.get(name, ())[:1]]
+        first = [rows_with(table, "number", {1}) for table in told]
+        steps = self.steps.tables if self.published else ()
+        return [*steps, *first, *kernel_tables(self._replayed), *memory_tables(self.memory)]
+
+    def json(self) -> dict[str, object]:
         """The rows of results.csv in SI units, and the explained profiles by the keys of their runs."""
         return {
-            "results": results_section(self.published, ceilings, by_configuration(self.kernels)).json,
+            "results": self.steps.json,
             "kernels": [{"key": entry.config.key, "profile": entry.profile} for entry in self.kernels],
             "memory": [{"key": entry.config.key, "profile": entry.profile} for entry in self.memory if entry.config],
         }
 
-    def write(self, output: Path, ceilings: Ceilings, status: StatusLine) -> None:
-        """Write the tables and plots that the records and profiles support together."""
-        if self.published:
-            status("writing tables and plots")
-            write_tables(self.published, output, ceilings, by_configuration(self.kernels))
-            write_plots(self.published, output)
-        if self.kernels:
-            status("writing tables of kernels")
-            write_kernels(replayed(self.kernels, ceilings), output, status=status)
-        if self.memory:
-            status("writing tables and plots of memory")
-            write_memory(self.memory, output)
+    def write(self, output: Path, status: StatusLine) -> None:
+        """Write the tables and pictures that the records and profiles support together."""
+        from cs336_systems.report.plots.draw import (
+            png_of,  # matplotlib is slow to import, and printing does not need it
+        )
+
+        sections = [section for own in self.sections.values() for section in own]
+        pictures = [picture for section in sections for picture in section.pictures]
+        status("writing tables and pictures")
+        for section in sections:
+            write_files(texts_of(section), output)
+        for done, picture in enumerate(pictures):
+            status(f"drawing {picture.name}", done, len(pictures))
+            write_files({f"plots/{picture.name}.png": png_of(picture)}, output)

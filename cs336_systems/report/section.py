@@ -11,7 +11,7 @@ from cs336_systems.report.formats import WRITERS, to_csv
 from cs336_systems.report.table import Table, with_note
 
 if TYPE_CHECKING:
-    from cs336_systems.report.plots.charts import Chart
+    from cs336_systems.report.plots.draw import Picture
 
 T = TypeVar("T")
 
@@ -33,8 +33,8 @@ class Section:
     """The values by key, in the units of the CSV file; empty if nothing is known of the subject."""
     keys: Sequence[str] = ()
     """Keys of the CSV file's columns, in order; if empty, all keys of the first row."""
-    pictures: "Sequence[Chart]" = ()
-    """What is shown as pictures, in files of their names in plots/ and on the page."""
+    pictures: "Sequence[Picture]" = ()
+    """Pictures in files of their names in plots/, and on the page."""
 
     @property
     def values(self) -> list[dict[str, object]]:
@@ -65,7 +65,7 @@ def pngs_of(section: Section) -> dict[str, bytes]:
     """The PNG of each picture of the section by its file."""
     from cs336_systems.report.plots.draw import png_of  # matplotlib is slow to import, and printing does not need it
 
-    return {f"plots/{chart.name}.png": png_of(chart) for chart in section.pictures}
+    return {f"plots/{picture.name}.png": png_of(picture) for picture in section.pictures}
 
 
 def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]:

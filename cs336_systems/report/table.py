@@ -44,14 +44,18 @@ class Table:
         return pd.DataFrame([{key: row[key] for key in keys} for row in self.values], columns=keys, dtype=object)
 
 
+FINDING = Column("no.", key="number", write=str), Column("finding", key="finding", numeric=False, write=str)
+
+
+def finding_rows(findings: Iterable[str]) -> list[Row]:
+    """A row for each finding, with its number."""
+    return [{"number": number, "finding": text} for number, text in enumerate(findings, 1)]
+
+
 def findings_table(findings: Sequence[str], none: str = "") -> Table:
     """A table of numbered findings; if there are none, its note is `none`."""
-    columns: list[Column] = [
-        Column("no.", key="number", write=str),
-        Column("finding", key="finding", numeric=False, write=str),
-    ]
-    rows = [{"number": number, "finding": text} for number, text in enumerate(findings, 1)]
-    return make_table("Findings", columns, rows, () if rows or not none else (none,))
+    rows = finding_rows(findings)
+    return make_table("Findings", FINDING, rows, () if rows or not none else (none,))
 
 
 def with_note(table: Table, note: str) -> Table:

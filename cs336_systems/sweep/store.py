@@ -2,6 +2,8 @@
 
 import datetime
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ PROFILE_DIRECTORIES = {
     Profiler.MEMORY: "memory_profiles",
 }
 """Directories for results, below the output directory."""
+ENVIRONMENT_FILE = "environment.json"
 _RAW_PROFILES = {
     Profiler.NSYS: ("reports", ".nsys-rep"),
     Profiler.KINETO: ("traces", ".json.gz"),
@@ -207,8 +210,24 @@ def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
 
 
 def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
-    """Write environment.json, the environment of the latest record that has one."""
+    """Write environment.json: the environment of the latest record that has one, and the command line."""
     known = [record for record in records if record.environment is not None]
     if known:
         latest = max(known, key=lambda record: record.started_at)
-        write_atomically(directory / "environment.json", encode_json(latest.environment))
+        argv = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        found = {**msgspec.to_builtins(latest.environment), "argv": argv}
+        write_atomically(directory / ENVIRONMENT_FILE, encode_json(found))
+
+
+def command_in(directory: Path) -> str:
+    """The command that measured last in this directory; empty where its environment.json does not have it."""
+    try:
+        return shlex.join(msgspec.json.decode((directory / ENVIRONMENT_FILE).read_bytes(), type=_Argv).argv)
+    except (OSError, msgspec.MsgspecError):
+        return ""
+
+
+class _Argv(msgspec.Struct):
+    """What this module reads of environment.json."""
+
+    argv: list[str]

@@ -101,7 +101,7 @@ def test_what_takes_longer_says_what_it_does(
         (cs336_systems.report.sections.ceilings.summary, "write_ceilings", do_not),
         (cs336_systems.report.sections.fusion, "write_fusion", do_not),
         (cs336_systems.report.sections.ladder.tables, "write_ladder_report", do_not),
-        (cs336_systems.report.results, "write_plots", do_not),
+        (cs336_systems.report.results, "write_files", do_not),
         (cs336_systems.sweep.cluster.ray_nodes, "is_installed", lambda: True),
         (cs336_systems.sweep.cluster.ray_nodes, "look", lambda *_: Look(machines=(machine(node(0)),))),
     ):

@@ -12,12 +12,12 @@ import pytest
 from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, Profiler, RunConfig
 from cs336_systems.costs.communication import sent_bytes
 from cs336_systems.record import Status, WarningCode, read_record
-from cs336_systems.report.sections.steps import write_tables
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.run import run_sweep
 from tests.faults.harness import eventually, processes_in
 from tests.parallel.models import SLEEP_S
+from tests.report.writing import write_tables
 
 pytestmark = pytest.mark.timeout(280)
 SHAPE = ModelConfig(vocab_size=37, context_length=8, d_model=24, d_ff=40, num_layers=2, num_heads=2)

@@ -11,7 +11,7 @@ from cs336_systems.report.columns import Row
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.results import Results
 from cs336_systems.studies.attention_records import AttentionStudy
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.fusion_records import FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
@@ -54,8 +54,6 @@ class Collection:
     attention: Mapping[Path, AttentionStudy] = field(default_factory=dict)
     fusion: Mapping[Path, FusionStudy] = field(default_factory=dict)
     precision: Mapping[Path, PrecisionStudy] = field(default_factory=dict)
-    beside: Mapping[Path, Ceilings] = field(default_factory=dict)
-    """The ceilings that were measured beside a sweep or a ladder, of which its rates are given as shares."""
     unreadable: Mapping[Path, str] = field(default_factory=dict)
     """Why the results of a directory cannot be read."""
 
@@ -80,8 +78,8 @@ class Collection:
         return directory if directory != Path() else Path(self.root.resolve().name)
 
     def ceilings_of(self, directory: Path) -> Ceilings:
-        """The ceilings that were measured beside this directory."""
-        return self.beside.get(directory, NO_CEILINGS)
+        """The ceilings that were measured beside a sweep, of which its rates are given as shares."""
+        return self.sweeps[directory].ceilings
 
     @property
     def directories(self) -> list[Path]:

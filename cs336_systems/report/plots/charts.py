@@ -1,4 +1,4 @@
-"""Pictures as data: bars and lines in panels. `draw.py` makes PNGs of them, `page/figures.py` figures of the page."""
+"""Pictures as data: bars and lines in panels. `draw.py` makes PNGs of them, and the same as SVGs of the page."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,8 @@
-"""A chart as a PNG."""
+"""A picture as a PNG, and as an SVG of the page."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -10,7 +11,6 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import NullLocator
 
 from cs336_systems.report.numbers import significant
@@ -32,9 +32,30 @@ BAR_INCHES = 3.6
 """Approximate length of the longest horizontal bar."""
 
 
-def png_of(chart: Chart) -> bytes:
-    """The chart as a PNG file."""
-    return drawing.to_png(draw(chart))
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A picture that is no chart, such as one over time; it is drawn when it is asked for."""
+
+    name: str
+    """Name of its file, without an ending."""
+    make: Callable[[], Figure]
+
+
+Picture = Chart | Drawing
+
+
+def png_of(picture: Picture) -> bytes:
+    """The picture as a PNG file."""
+    return drawing.to_png(_figure(picture))
+
+
+def svg_of(picture: Picture, name: str) -> str:
+    """The picture as an element of a page; `name` is its identifier there."""
+    return drawing.to_svg(_figure(picture), name)
+
+
+def _figure(picture: Picture) -> Figure:
+    return draw(picture) if isinstance(picture, Chart) else picture.make()
 
 
 def draw(chart: Chart) -> Figure:
@@ -248,7 +269,7 @@ def _write_upright(axes: Axes, x: float, words: str) -> None:
     axes.plot(x, 0, transform=axes.get_xaxis_transform(), clip_on=False, **drawing.CROSS)
     axes.annotate(
         drawing.inert(words), (x, 0), (0, 9), textcoords="offset points", rotation=90, ha="center", va="bottom",
-        fontsize=8, color=FAILURE_COLOUR, path_effects=[withStroke(linewidth=2.5, foreground="white")],
+        fontsize=8, color=FAILURE_COLOUR,
     )  # fmt: skip
 
 

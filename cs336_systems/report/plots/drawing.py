@@ -1,17 +1,21 @@
-"""What the pictures have in common: fonts, legends, failed runs, files. No global state of matplotlib is touched."""
+"""What the pictures have in common: fonts, legends, failed runs, and files of them."""
 
+import hashlib
 import io
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
+import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.collections import Collection
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from cs336_systems.report.plots.palette import FAILURE_COLOUR
+from cs336_systems.report.plots.palette import FAILURE_COLOUR, on_dark
 from cs336_systems.text import inert_line, shorten
 
 CROSS: Final[dict[str, Any]] = {
@@ -19,6 +23,8 @@ CROSS: Final[dict[str, Any]] = {
     "zorder": 5, "markeredgecolor": "white",
 }  # fmt: skip
 DPI = 160
+MOST_POINTS = 400
+"""Most points of a line or an area that is drawn as such on a page."""
 LONGEST_TEXT = 60
 LONGEST_SOURCE = 70
 LONGEST_SETTINGS = 500
@@ -84,3 +90,33 @@ def to_png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
     return buffer.getvalue()
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an element of a page, in which words are texts, and colours those of the page's theme.
+
+    Its identifiers differ from those of pictures of other names. What has more points than MOST_POINTS is an image.
+    """
+    for artist in figure.findobj(lambda artist: isinstance(artist, Collection | Line2D | Patch)):
+        paths: Any = artist.get_paths() if isinstance(artist, Collection) else [artist.get_path()]  # type: ignore[attr-defined]
+        num_points = sum(len(path.vertices) for path in paths)
+        artist.set_rasterized(num_points > MOST_POINTS)
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        unnamed = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=unnamed, transparent=True, dpi=DPI)
+    text = re.sub(r"[ \n]+", " ", buffer.getvalue().decode().partition("<svg")[2]).replace("> <", "><")
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), re.sub(_OF_FILES, "", text))
+    digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
+    own = {old: f"p{digest}-{n}" for n, old in enumerate(dict.fromkeys(re.findall(r' id="(.*?)"', text)))}
+    text = re.sub(r'(?<= id=")[^"]+|(?<=url\(#)[^)]+|(?<=href="#)[^"]+', lambda old: own.get(old[0], old[0]), text)
+    return "<svg" + re.sub(r"#[0-9a-f]{6}(?=[;\"])", _themed, text)
+
+
+_OF_FILES = r"<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id=\"[^\"]*\"|font-family: [^\";]*;? ?"
+"""What a file needs beside the picture, and a page has in its own style."""
+
+
+def _themed(colour: re.Match[str]) -> str:
+    dark = on_dark(colour[0])
+    return colour[0] if dark.lower() == colour[0] else f"light-dark({colour[0]}, {dark})"

@@ -48,6 +48,9 @@ REST_COLOUR: Final = "#BBBBBB"
 FAILURE_COLOUR: Final = "#B00020"
 GREY: Final = "#777777"
 """Colour of values from data sheets, and of other lines that are not measured."""
+BLACK, WHITE, DARK_PAPER, GREY_INK = "#000000", "#FFFFFF", "#14171B", "#E6E9ED"
+INKS = ("#000001", "#FFFFFE")
+"""Black and white of words on colours, which are the same on dark paper."""
 _VIRIDIS = ("#440154", "#3B528B", "#21918C", "#5EC962", "#FDE725")
 """Colours of matplotlib's map of this name, equally far apart."""
 
@@ -70,8 +73,32 @@ def tints(colour: str, count: int) -> list[str]:
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever is easier to read on the colour (relative luminance of WCAG 2)."""
+    """Black or white, whichever is easier to read on the colour; on dark paper it changes where the colour does."""
+    light, dark = (BLACK, WHITE) if is_grey(colour) else INKS
+    return light if contrast(colour, BLACK) > contrast(colour, WHITE) else dark
+
+
+def on_dark(colour: str) -> str:
+    """The colour on the page's dark paper: greys from white to black turn around, too dark colours get lighter."""
+    if is_grey(colour):
+        return blend(GREY_INK, DARK_PAPER, int(colour[1:3], 16) / 255)
+    weights = (step / 20 for step in range(21))
+    lighter = (blend(colour.upper(), WHITE, weight) for weight in weights)
+    return colour if colour.upper() in INKS else next(own for own in lighter if contrast(own, DARK_PAPER) >= 3)
+
+
+def is_grey(colour: str) -> bool:
+    """Whether it has no hue."""
+    return len(set(bytes.fromhex(colour[1:]))) == 1
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast of two colours by WCAG 2, from 1 to 21; a line needs 3."""
+    low, high = sorted(map(_luminance, (first, second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
     shares = [value / 255 for value in bytes.fromhex(colour[1:])]
     channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
-    luminance = sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
-    return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"
+    return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))

@@ -4,19 +4,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
-from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
 
 from cs336_systems.config import SETTINGS, Mode, Precision
-from cs336_systems.files import write_atomically
-from cs336_systems.record import RunRecord, Status
+from cs336_systems.record import Status
 from cs336_systems.report.columns import Row
-from cs336_systems.report.frame import SPEED_UPS, apart_from, describe, numbered, over_warmup, rows_of, steady, to_frame
+from cs336_systems.report.frame import SPEED_UPS, apart_from, describe, numbered, over_warmup, rows_of, steady
 from cs336_systems.report.identity import distinguishing, file_name, identities, names_of, rows_without
 from cs336_systems.report.numbers import significant
-from cs336_systems.report.plots import draw
 from cs336_systems.report.plots.charts import (
     MARKERS,
     Axis,
@@ -159,16 +156,6 @@ def _pair_failure(full: Status, precision: Precision, status: Status) -> str | N
         return None if status is Status.OK else f"both {status_text(status)}"
     ends = {Precision.FP32: full, precision: status}
     return ", ".join(f"{which} {status_text(end)}" for which, end in ends.items() if end is not Status.OK)
-
-
-def write_plots(records: Iterable[RunRecord], directory: Path) -> list[Path]:
-    """Write the charts that the records support into `directory`/plots and return their paths."""
-    paths: list[Path] = []
-    for chart in step_charts(to_frame(records)):
-        (directory / "plots").mkdir(parents=True, exist_ok=True)
-        paths.append(directory / "plots" / f"{chart.name}.png")
-        write_atomically(paths[-1], draw.png_of(chart))
-    return paths
 
 
 def step_charts(frame: pd.DataFrame) -> Iterator[Chart]:

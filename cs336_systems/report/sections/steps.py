@@ -1,8 +1,8 @@
 """The section of a sweep's step times: the tables that people read, and results.csv with every column."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from operator import itemgetter
-from pathlib import Path
 from types import MappingProxyType
 
 import pandas as pd
@@ -10,7 +10,7 @@ import pandas as pd
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.record import RunRecord, Status, WarningCode
+from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.columns import Row, column, three_digits
 from cs336_systems.report.frame import (
     RESULTS,
@@ -22,14 +22,13 @@ from cs336_systems.report.frame import (
     over_warmup,
     rows_of,
     steady,
-    to_frame,
 )
 from cs336_systems.report.identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
 from cs336_systems.report.numbers import DOUBT, between, mean_and_std, milliseconds, significant
-from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.report.plots.steps import step_charts
+from cs336_systems.report.section import Section
 from cs336_systems.report.table import Table, known, make_table
 from cs336_systems.report.words import status_text, warning_counts
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import text_of
 
 ALWAYS = ("size", "context_length", "precision")
@@ -118,7 +117,8 @@ def _speed_ups(rows: Sequence[Row]) -> Iterator[str]:
         known = [row for row in rows if row[key]]
         for value in dict.fromkeys(row[setting] for row in known):
             own = [row for row in known if row[setting] == value]
-            baseline = next(iter(type(settings_of(own[0]["config"])[setting])))
+            values: type[StrEnum] = type(settings_of(own[0]["config"])[setting])
+            baseline = next(iter(values))
             number = sum(bool(row[f"{key}_is_doubted"]) for row in own)
             doubt = f"; in {number} of {len(own)} a time is in doubt ({DOUBT})" if number else ""
             gains = between(by_name(own, itemgetter(key)), three_digits)
@@ -154,26 +154,11 @@ def _names(rows: Sequence[Row]) -> list[str]:
     return names_of([row["identity"] for row in rows])
 
 
-def write_tables(
-    records: Iterable[RunRecord],
-    directory: Path,
-    ceilings: Ceilings = NO_CEILINGS,
-    of_profiles: Mapping[RunConfig, Row] = MappingProxyType({}),
-) -> list[Path]:
-    """Write results.csv with everything, the readable tables as results.md, .tex and .typ; return their paths."""
-    return write_files(texts_of(results_section(records, ceilings, of_profiles)), directory)
-
-
-def results_section(
-    records: Iterable[RunRecord],
-    ceilings: Ceilings = NO_CEILINGS,
-    of_profiles: Mapping[RunConfig, Row] = MappingProxyType({}),
-) -> Section:
-    """The tables of step times, and for results.csv a row with every value of each configuration.
+def results_section(frame: pd.DataFrame, of_profiles: Mapping[RunConfig, Row] = MappingProxyType({})) -> Section:
+    """The tables and pictures of step times, and for results.csv a row with every value of each configuration.
 
     `of_profiles` has, by configuration, what profiles of the same runs add to these rows.
     """
-    frame = to_frame(records, ceilings)
     added_keys = tuple(dict.fromkeys(key for row in of_profiles.values() for key in row))
     unknown: Row = dict.fromkeys(added_keys)
     rows = [
@@ -183,7 +168,8 @@ def results_section(
     added = [name for name in trailing([row["identity"] for row in rows]) if name not in ALL_COLUMNS]
     tables = tuple(table for table in (results_table(frame), warmup_table(frame)) if table is not None)
     shared = SHARED if any(config.is_shared for config in frame.index) else ()
-    return Section(name="results", tables=tables, rows=rows, keys=(*ALL_COLUMNS, *shared, *added_keys, *added))
+    keys = (*ALL_COLUMNS, *shared, *added_keys, *added)
+    return Section(name="results", tables=tables, rows=rows, keys=keys, pictures=list(step_charts(frame)))
 
 
 def interval_notes(counts: Iterable[int]) -> list[str]:

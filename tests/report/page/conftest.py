@@ -1,12 +1,13 @@
 """The page of the committed grid of 30 runs, made once."""
 
 import time
+from pathlib import Path
 
 import pytest
 
-from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import load_records
-from cs336_systems.report.page.contents import sweep_page
+from cs336_systems.report.page.chapters import collection_page
+from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.page.write import to_html
 from cs336_systems.report.results import Results
 from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
@@ -16,15 +17,7 @@ from tests.report.page.grid import GRID
 @pytest.fixture(scope="session")
 def grid_page():
     """The page as text, and the processor time that it took."""
-    records, _ = load_records(GRID / "runs")
-    ceilings = load_ceilings(ceilings_beside(GRID))
+    results = Results.load(load_records(GRID / "runs")[0], GRID, load_ceilings(ceilings_beside(GRID)))
     begin_s = time.process_time()
-    page = to_html(sweep_page(Results.load(records, GRID), GRID, ceilings))
+    page = to_html(collection_page(Collection(root=GRID, sweeps={Path(): results})))
     return page, time.process_time() - begin_s
-
-
-@pytest.fixture
-def two_gpus(monkeypatch):
-    """Two GPUs that commands see: the committed runs on several ranks had them."""
-    gpus = [Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_bytes=2**37, driver="580.1") for i in range(2)]
-    monkeypatch.setattr("cs336_systems.commands.flags.visible_gpus", lambda: gpus)

@@ -4,11 +4,11 @@ from html.parser import HTMLParser
 
 
 class Parsed(HTMLParser):
-    """The tables of a page by identifier, with headings and cells, and the links to parts of the page."""
+    """The tables of a page by identifier, with headings and cells."""
 
     def __init__(self, page):
         super().__init__()
-        self.headings, self.cells, self.links = {}, {}, []
+        self.headings, self.cells = {}, {}
         self._into, self._table, self._row, self._column = None, "", -1, 0
         self.feed(page)
 
@@ -16,8 +16,6 @@ class Parsed(HTMLParser):
         found = dict(attrs)
         if tag == "div" and "table" in (found.get("class") or "").split():
             self._table, self._row = found["id"], -2  # the row of headings comes first
-        elif tag == "table" and found.get("class") == "parts":
-            self._table = ""
         elif tag == "tr":
             self._row, self._column = self._row + 1, -1
         elif tag == "th":
@@ -25,15 +23,10 @@ class Parsed(HTMLParser):
             self.headings.setdefault(self._table, []).append(self._into)
         elif tag == "td" and self._table:
             self._column += 1
-            name = f"{self._table}.{self._row}.{self._column}"
-            assert found.get("id", name) == name
-            self._into = self.cells[name] = ["", found.get("data-order")]
-        elif tag == "a" and (found.get("href") or "").startswith("#"):
-            self._into = ["", found["href"].removeprefix("#")]
-            self.links.append(self._into)
+            self._into = self.cells[f"{self._table}.{self._row}.{self._column}"] = ["", found.get("data-order")]
 
     def handle_endtag(self, tag):
-        if tag in ("th", "td", "tr", "a"):  # a cell may have no end of its own
+        if tag in ("th", "td", "tr"):  # a cell may have no end of its own
             self._into = None
 
     def handle_data(self, data):

@@ -76,7 +76,7 @@ def check(text, numbers, mark, where):
 
 def test_every_number_of_every_table_is_that_of_its_run(grid_page):
     page = Parsed(grid_page[0])
-    assert list(page.headings) == ["results"], "a further table needs an oracle here"
+    assert list(page.headings) == ["results", "runs-table"], "a further table needs an oracle here"
     rows, ceilings, num_numbers = page.rows("results"), measured_ceilings(), 0
     seen = set()
     for row in rows:
@@ -106,4 +106,9 @@ def test_every_number_of_every_table_is_that_of_its_run(grid_page):
     doubted = sum(row["speed-up vs fp32"][0].endswith("?") for row in rows)
     # of each run four times with deviations and eight other values; of half of them a speed-up, some with a deviation
     assert num_numbers == 30 * (4 * 2 + 8) + 15 + doubted
-    assert len(page.cells) == 30 * (len(SETTINGS) + 4 + 8 + 1)
+    assert sum(name.startswith("results.") for name in page.cells) == 30 * (len(SETTINGS) + 4 + 8 + 1)
+    of_runs = {row["record"][0]: float(row["step ms"][1]) for row in page.rows("runs-table")}
+    for path in (GRID / "runs").iterdir():
+        step_s = times_s(json.loads(path.read_text()), "step")
+        assert of_runs.pop(f"runs/{path.name}") == pytest.approx(1e3 * statistics.fmean(step_s))
+    assert not of_runs

@@ -24,17 +24,17 @@ from cs336_systems.report.plots.steps import (
     speed_up_chart,
     speed_up_lines,
     split,
-    write_plots,
 )
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
+from tests.report.writing import write_plots
 
 
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that are written, in order; no file is rendered, which takes most of the time."""
     found = []
-    monkeypatch.setattr(drawing, "to_png", lambda figure: found.append(figure) or b"")
+    monkeypatch.setattr(drawing, "to_png", lambda figure: found.append(figure) or b"a picture")
     return found
 
 

@@ -10,7 +10,6 @@ import scipy.stats
 from cs336_systems.analysis.compare import compare
 from cs336_systems.record import WarningCode, load_records
 from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.page.figures import spec_of
 from cs336_systems.report.plots.draw import draw
 from cs336_systems.report.section import texts_of
 from cs336_systems.report.sections.comparison import comparison_table, processes_chart, ratio_charts, sweeps_section
@@ -190,9 +189,9 @@ def test_an_interval_that_says_nothing_leaves_the_others_visible():
     assert 0.01 < low < 0.4
     assert 3.0 < high < 100
     assert draw(chart).axes[0].get_ylim() == pytest.approx((low, high))
-    for trace in spec_of(chart)["data"]:
-        below = trace.get("error_y", {}).get("arrayminus", ())
-        assert all(0 < y - down < y for y, down in zip(trace["y"], below, strict=False) if down)
+    points = [point for curve in chart.panels[0].curves for point in curve.line.known if point.error_below]
+    assert points
+    assert all(0 < point.value - point.error_below < point.value for point in points)
 
 
 def test_one_ratio_is_no_picture():

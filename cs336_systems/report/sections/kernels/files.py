@@ -1,21 +1,22 @@
 """Kernel traces as tables for a terminal and as files of a directory: one trace in full, several beside each other."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, encode_profile
 from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.identity import file_names
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.plots.draw import png_of
-from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.report.plots.draw import Drawing
+from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
 from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.plots import class_chart, communication_chart, configuration_chart
+from cs336_systems.report.sections.kernels.plots import communication_chart, configuration_chart
 from cs336_systems.report.sections.kernels.shares import attention, classes, products
 from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
 from cs336_systems.report.sections.kernels.timeline import draw_timeline
@@ -66,49 +67,41 @@ def _findings(entry: Explained) -> Table:
     return findings_table(findings(entry.profile, entry.config, entry.what_if), "Nothing stands out.")
 
 
-def write_kernels(
-    entries: Sequence[Explained],
-    directory: Path,
-    top: int | None = None,
-    status: Callable[[str, int, int], None] | None = None,
-) -> list[Path]:
+def sections_of(entries: Sequence[Explained], top: int | None = None) -> list[Section]:
+    """All sections of these traces, with their pictures; with `top`, of a single trace as in `write_kernels`."""
+    found = [make(entries) for make in SUBJECTS]
+    if top is not None:
+        profile = entries[0].profile
+        return [*found, *details(profile, top), Section(name="timeline", pictures=_timeline("timeline", profile))]
+    pairs = [(name, entry.profile) for name, entry in zip(labels(entries), entries, strict=True)]
+    stems = file_names(name for name, _ in pairs)
+    timelines = [_timeline(f"{stem}_timeline", own, name) for stem, (name, own) in zip(stems, pairs, strict=True)]
+    charts = [chart for make in (configuration_chart, communication_chart) if (chart := make(pairs)) is not None]
+    return [*found, Section(name="plots", pictures=[*charts, *itertools.chain.from_iterable(timelines)])]
+
+
+def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
+    """The picture of one step, unless it takes no time, as that of an empty trace."""
+    has_timeline = profile.pictured is not None and profile.pictured.wall_s
+    return [Drawing(file, partial(draw_timeline, profile, name))] if has_timeline else []
+
+
+def write_kernels(entries: Sequence[Explained], directory: Path, top: int | None = None) -> list[Path]:
     """Write each table as CSV, Markdown, LaTeX and Typst, and pictures; return the paths.
 
     With `top`, which needs a single entry, also profile.json, findings.md and the sections of details.py, with so many
-    kernels and idle times in a table. Of a sweep, pictures have the name of the run; `status` shows which is drawn.
-    The directory is made if need be. Without entries nothing is written. A subject that these entries have nothing of
-    has no files: those of earlier entries are removed.
+    kernels and idle times in a table. The directory is made if need be. Without entries nothing is written. A subject
+    that these entries have nothing of has no files: those of earlier entries are removed.
     """
     if not entries:
         return []
-    files: dict[str, str | bytes] = {}
-    sections, note = [make(entries) for make in SUBJECTS], ""
-    if top is None:
-        names = labels(entries)
-        profiles = [entry.profile for entry in entries]
-        for done, (name, stem, profile) in enumerate(zip(names, file_names(names), profiles, strict=True)):
-            if status is not None:
-                status(f"drawing {name}", done, len(names))
-            files |= _pictures(profile, f"{stem}_", name)
-        pairs = list(zip(names, profiles, strict=True))
-        charts = (configuration_chart(pairs), communication_chart(pairs))
-        files |= {f"plots/{chart.name}.png": png_of(chart) for chart in charts if chart is not None}
-    else:
+    files: dict[str, str | bytes] = {} if top is None else {"plots/timeline.png": b""}
+    note = ""
+    if top is not None:
         (entry,) = entries
         note = about(entry.profile)
         files["profile.json"] = encode_profile(entry.profile)
         files["findings.md"] = to_markdown(with_note(_findings(entry), note))
-        files |= _pictures(entry.profile)
-        sections += details(entry.profile, top)
-    for section in sections:
-        files |= texts_of(section, note)
+    for section in sections_of(entries, top):
+        files |= {**texts_of(section, note), **pngs_of(section)}
     return write_files(files, directory)
-
-
-def _pictures(profile: StepProfile, prefix: str = "", name: str = "") -> dict[str, bytes]:
-    """The pictures by file; empty for the timeline of a profile that has none."""
-    has_timeline = profile.pictured is not None and profile.pictured.wall_s  # that of an empty trace takes no time
-    return {
-        f"plots/{prefix}classes.png": png_of(class_chart(profile, name=name)),
-        f"plots/{prefix}timeline.png": drawing.to_png(draw_timeline(profile, name)) if has_timeline else b"",
-    }

@@ -1,11 +1,10 @@
-"""Charts of the time of a step by class of kernel: a bar for each phase of one trace, or for each configuration."""
+"""Charts of the time of a step by class of kernel, and of its communication: a bar for each configuration."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.report.columns import Row
 from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style, distinct
@@ -14,7 +13,7 @@ from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import collectives_s, exposed_s
 from cs336_systems.report.sections.kernels.shares import CLASS_KEYS, class_rows
 from cs336_systems.report.sections.kernels.tables import is_shown, phase_rows
-from cs336_systems.report.sections.kernels.timeline import describe_devices, describe_source, describe_steps
+from cs336_systems.report.sections.kernels.timeline import describe_devices
 
 COPIES = "copy by the driver"
 IDLE = "idle"
@@ -65,36 +64,13 @@ def _time_bar(row: Row, classes: Row) -> TimeBar:
     return TimeBar(row, {name: time_ms for name, time_ms in parts_ms.items() if time_ms > 0})
 
 
-def class_chart(profile: StepProfile, file: str = "classes", name: str = "") -> Chart:
-    """A bar for each phase: its kernels by class, then the time in which the device was idle, up to the wall time."""
-    *phases, step = time_bars(profile)
-    device = "GPU" if profile.work is Work.KERNELS else "CPU"
-    words = [*([name] if name else []), *describe_source(profile), describe_steps(profile)]
-    if step.overlap_ms > OVERLAP * step.row["wall_mean_ms"]:
-        words.append(f"{significant(step.overlap_ms, 3)} ms of kernels ran beside others")
-    sums = {part: f"{part}, {rounded(time_ms, step.length_ms)} ms" for part, time_ms in step.parts_ms.items()}
-    bars = []
-    for bar in phases:
-        busy = "" if bar.row["busy_share"] is None else f"\n{100 * bar.row['busy_share']:.0f} % busy"
-        label = f"{bar.row['phase']}, {_count(bar.row['kernels_per_step'])} {profile.work}"
-        wall = f"{significant(bar.row['wall_mean_ms'], 3)} ms wall{busy}"
-        bars.append(Bar(name=label, parts=bar.parts_ms, words=wall))
-    y = Axis(label="time (ms)" if profile.is_whole_trace else "time per step (ms)", unit="ms")
-    return Chart(
-        name=file, title=f"{device} time by phase and class of {profile.work.removesuffix('s')}",
-        settings=", ".join(words), size=(6.0, 0.0), legend=3, is_lying=True,
-        styles={part: replace(style, label=sums.get(part)) for part, style in STYLES.items()},
-        panels=[Panel(x=Axis(names=[bar.name for bar in bars]), y=y, bars=bars)],
-    )  # fmt: skip
-
-
-def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart:
+def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
     """A bar for each labelled profile: the part of its step that each class of kernel took, and that was idle.
 
-    The whole is the step's wall time, and longer where kernels ran side by side. Raise ValueError for no profile.
+    The whole is the step's wall time, and longer where kernels ran side by side. None for fewer than two profiles.
     """
-    if not profiles:
-        raise ValueError("a picture of configurations needs at least one profile, got none")
+    if len(profiles) < 2:
+        return None
     bars = []
     labels = distinct(label for label, _ in profiles)
     for label, (_, profile) in zip(labels, profiles, strict=True):
@@ -122,7 +98,7 @@ COMMUNICATION = {
 def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
     """A bar for each labelled profile of a run on several ranks: when its device computed, communicated, or did both.
 
-    None if none of them has collectives.
+    None if fewer than two of them have collectives.
     """
     shared = [(name, profile) for name, profile in profiles if profile.communication]
     bars = []
@@ -138,7 +114,7 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         }
         words = f"{significant(step['wall_mean_ms'], 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
         bars.append(Bar(name=label, parts=parts, words=words))
-    if not bars:
+    if len(bars) < 2:
         return None
     return Chart(
         name="communication", title="How much of the communication is hidden behind computing",
@@ -146,14 +122,3 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         styles=COMMUNICATION, is_lying=True,
         panels=[Panel(x=Axis(names=labels), y=Axis(label="time of a step on the device (ms)", unit="ms"), bars=bars)],
     )  # fmt: skip
-
-
-def rounded(value: float, whole: float) -> str:
-    """The value with the decimals that four digits of the whole leave, such as `0.12` of 43.26; `< 0.01` below them."""
-    decimals = max(0, 4 - math.ceil(math.log10(whole)))
-    unit = 10.0**-decimals
-    return f"{value:,.{decimals}f}" if value >= unit / 2 else f"< {unit:.{decimals}f}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"

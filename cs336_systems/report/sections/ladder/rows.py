@@ -50,12 +50,15 @@ def ladder_rows(
     before it, whose name is `last`, and with the first.
     """
     references = _reference_losses(ladder[0], records)
+    measured: dict[RunConfig, Row] = {}
+    for row in rows_of(to_frame(records, ceilings)):
+        measured.setdefault(row["config"], row)
     rows: list[Row] = []
     means_s: dict[str, list[float]] = {}
     for rung in ladder:
         own = _records_of(rung.config, records)
         done = [record for record in own if record.status is Status.OK]
-        frame = rows_of(to_frame(own, ceilings))[0] if own else dict.fromkeys(RESULTS)
+        frame = measured.get(rung.config.configuration, dict.fromkeys(RESULTS))
         gate = judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8)
         means_s[rung.name] = process_means(own)
         credited = [row for row in rows if row["is_credited"]]

@@ -1,6 +1,7 @@
 """Memory profiles as tables for a terminal, and as files of a directory: of one snapshot, or of the runs of a sweep."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import MemoryProfile, encode_memory_profile
@@ -8,9 +9,8 @@ from cs336_systems.report.entries import labels, settings
 from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.plots.draw import png_of
-from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.report.plots.draw import Drawing
+from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
 from cs336_systems.report.sections.memory.allocations import at_peak, blocks, largest, saved
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.findings import findings
@@ -25,41 +25,47 @@ TOP = 10
 """Default number of allocations of a single snapshot that a table lists."""
 
 
-def sections(entries: Sequence[Snapshot], top: int = TOP) -> list[Section]:
-    """All sections in reading order; a single snapshot also has sections on its allocations, blocks and allocator."""
-    found = [peaks(entries), categories(entries), boundaries(entries), phases(entries)]
-    if recorded_runs(entries):
-        return [*found, largest(entries)]
+def sections_of(entries: Sequence[Snapshot], top: int = TOP) -> list[Section]:
+    """All sections in reading order, then pictures; a single snapshot also has its allocations, blocks and allocator.
+
+    The picture of a single snapshot is `timeline`. Runs have theirs as `<key>_timeline`, and several a bar each in
+    `peaks`, continued in `peaks2`.
+    """
+    runs = _in_order(entries)
+    every = runs or entries
+    found = [peaks(every), categories(every), boundaries(every), phases(every)]
+    if runs:
+        return [*found, largest(runs), Section(name="plots", pictures=[*peak_charts(runs), *_timelines(runs)])]
     profile = entries[0].profile
+    timeline = Section(name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))])
     details = [at_peak(profile, top), largest(entries, top), blocks(profile), saved(profile), allocator(profile)]
-    return [*found, *details]
+    return [*found, *details, timeline]
 
 
 def memory_tables(entries: Sequence[Snapshot], top: int = TOP) -> list[Table]:
     """Tables for a terminal: peaks and categories of runs; findings and all sections of a single snapshot."""
     if runs := _in_order(entries):
         return [table for make in (peaks, categories) for table in make(runs).tables]
-    details = [table for section in sections(entries, top) for table in section.tables] if entries else []
+    details = [table for section in sections_of(entries, top) for table in section.tables] if entries else []
     return [*(_findings(entry.profile) for entry in entries), *details]
 
 
 def write_memory(entries: Sequence[Snapshot], directory: Path, top: int = TOP) -> list[Path]:
     """Write each section as CSV, Markdown, LaTeX and Typst, and plots/ into the directory; return the paths.
 
-    A single snapshot also gets memory.json and findings.md; its picture is plots/timeline.png. Runs of a sweep have
-    their timelines in plots/<key>_timeline.png and a bar each in plots/peaks.png, continued in peaks2.png. The
-    directory is made. Without entries nothing is written. The files of an empty section are removed.
+    A single snapshot also gets memory.json and findings.md. The directory is made. Without entries nothing is written.
+    The files of an empty section are removed.
     """
     if not entries:
         return []
-    runs = _in_order(entries)
     files: dict[str, str | bytes] = {}
-    if not runs:
+    is_single = not recorded_runs(entries)
+    if is_single:
         profile = entries[0].profile
         files |= {"memory.json": encode_memory_profile(profile), "findings.md": to_markdown(_findings(profile))}
-    for section in sections(runs or entries, top):
-        files |= texts_of(section, "" if runs else about(entries[0].profile))
-    return write_files(files | (_pictures(runs) if runs else _picture(entries[0])), directory)
+    for section in sections_of(entries, top):
+        files |= {**texts_of(section, about(entries[0].profile) if is_single else ""), **pngs_of(section)}
+    return write_files(files, directory)
 
 
 def _in_order(entries: Sequence[Snapshot]) -> list[MemoryEntry]:
@@ -72,15 +78,10 @@ def _findings(profile: MemoryProfile) -> Table:
     return with_note(findings_table(findings(profile)), about(profile))
 
 
-def _picture(entry: Snapshot) -> dict[str, str | bytes]:
-    return {"plots/timeline.png": drawing.to_png(draw_memory(entry.profile))}
-
-
-def _pictures(entries: Sequence[MemoryEntry]) -> dict[str, str | bytes]:
-    pictures: dict[str, str | bytes] = {f"plots/{chart.name}.png": png_of(chart) for chart in peak_charts(entries)}
+def _timelines(entries: Sequence[MemoryEntry]) -> list[Drawing]:
     titles = labels(entries, always=("size", "context_length", "mode", "precision"))
     stems = file_names(entry.config.key for entry in entries)
-    for entry, title, stem in zip(entries, titles, stems, strict=True):
-        picture = draw_memory(entry.profile, settings([entry]), title)
-        pictures[f"plots/{stem}_timeline.png"] = drawing.to_png(picture)
-    return pictures
+    return [
+        Drawing(f"{stem}_timeline", partial(draw_memory, entry.profile, settings([entry]), title))
+        for entry, title, stem in zip(entries, titles, stems, strict=True)
+    ]

@@ -25,7 +25,9 @@ LONGEST_PHASE = 16
 
 
 def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
-    """A bar for each run; a second chart, `peaks2`, has those that the first has no room for."""
+    """A bar for each of several runs; a second chart, `peaks2`, has those that the first has no room for."""
+    if len(entries) < 2:
+        return []
     pages = _pages(list(zip(labels(entries), entries, strict=True)))
     words = settings(entries)
     return [

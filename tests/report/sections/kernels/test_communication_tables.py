@@ -12,7 +12,6 @@ from cs336_systems.report.sections.kernels.communication import communication, g
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.report.sections.kernels.tables import phases
-from cs336_systems.studies.ceilings_files import NO_CEILINGS
 from tests.report.making import make_config, make_record
 from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
@@ -146,12 +145,12 @@ def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
     entry = make_entry(profile, parallel=Parallel.FSDP, ranks=2)
     alone = make_record(make_config("tiny"), (0.1, 0.1))
     results = Results(records=[entry.plain, entry.profiled, alone], kernels=[entry])
-    values = {row["size"]: row for row in results.json(NO_CEILINGS)["results"]}
+    values = {row["size"]: row for row in results.json()["results"]}
     assert values["small"]["collective_mean_s"] == pytest.approx(0.009)
     assert values["small"]["exposed_mean_s"] == pytest.approx(0.0035)
     assert values["small"]["exposed_share"] == pytest.approx((5 / 28 + 2 / 28) / 2)
     assert values["tiny"]["exposed_mean_s"] is None
-    assert "exposed_share" not in Results(records=[alone]).json(NO_CEILINGS)["results"][0]
+    assert "exposed_share" not in Results(records=[alone]).json()["results"][0]
 
 
 @pytest.mark.parametrize(("profile", "clock_ms"), [(make_profile(), "14"), (make_shared(), "10")])

@@ -82,7 +82,7 @@ READABLE = ("csv", *WRITERS)
 OF_ANY = {f"{name}.{ending}" for name in ("phases", "classes", "products", "attention", "top_kernels")
           for ending in READABLE}  # fmt: skip
 OF_ONE = {f"{name}.{ending}" for name in ("kernels", "modules", "blocks", "idle", "host_calls") for ending in READABLE}
-OF_ONE |= {"gaps.csv", "findings.md", "profile.json", "plots/classes.png", "plots/timeline.png"}
+OF_ONE |= {"gaps.csv", "findings.md", "profile.json", "plots/timeline.png"}
 NOT_OF_A_CPU = ("idle", "gaps", "host_calls", "attention", "blocks", "plots/timeline")
 """A CPU is its own host, and this trace has no ranges."""
 
@@ -108,7 +108,7 @@ def test_files_of_one_trace(tmp_path):
 def test_files_of_several_traces(tmp_path):
     paths = write_kernels([make_entry(), make_entry(context_length=512)], tmp_path)
     expected = OF_ANY | {f"slowdown.{ending}" for ending in READABLE} | {"plots/configurations.png"}
-    expected |= {f"plots/small_ctx_{context}_{kind}.png" for context in (128, 512) for kind in ("classes", "timeline")}
+    expected |= {f"plots/small_ctx_{context}_timeline.png" for context in (128, 512)}
     assert {path.relative_to(tmp_path).as_posix() for path in paths} == names(tmp_path) == expected
     assert imread(tmp_path / "plots" / "configurations.png").ndim == 3
     write_kernels([make_entry(make_profile(attention=()))], tmp_path)

@@ -1,0 +1,12 @@
+"""Files of step times, of records without profiles."""
+
+from cs336_systems.report.results import Results
+from cs336_systems.report.section import pngs_of, texts_of, write_files
+
+
+def write_tables(records, directory):
+    return write_files(texts_of(Results(records=list(records)).steps), directory)
+
+
+def write_plots(records, directory):
+    return write_files(pngs_of(Results(records=list(records)).steps), directory)
