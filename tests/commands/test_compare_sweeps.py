@@ -17,7 +17,7 @@ from cs336_systems.report.compared import COMPARISON_FILE
 from tests.report.making import make_config, make_record
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[2] / "data" / "published"
 GRID = "--device cpu --sizes tiny --context-lengths 8 16"
 
 

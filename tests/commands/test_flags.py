@@ -62,7 +62,7 @@ from tests.neighbours import make_bases, neighbours, settings_of
 from tests.report.ceilings import FP32, lasting, make_ceilings, product_at, square, stream_at
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "data"
+DATA = ROOT / "data" / "published"
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
 
 

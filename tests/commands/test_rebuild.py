@@ -12,7 +12,7 @@ from cs336_systems.report.page import whole
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[2] / "data" / "published"
 
 
 @pytest.fixture

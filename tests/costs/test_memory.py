@@ -42,7 +42,7 @@ from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.record import RunRecord, Status, read_record
 from tests.costs.live import real_bytes, tape_bytes, use_tensors_of_a_gpu
 
-MEASURED = Path(__file__).parents[2] / "data" / "e2e_benchmark"
+MEASURED = Path(__file__).parents[2] / "data" / "published" / "e2e_benchmark"
 MATH = {"attention": Attention.SDPA, "sdpa_backend": SdpaBackend.MATH}
 UNEQUAL = ModelConfig(vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=3, num_heads=3)
 

@@ -25,7 +25,7 @@ def test_the_smallest_measured_peak_runs_first() -> None:
     measured = {
         record.config: record.memory.peak_allocated_bytes
         for name in ("train", "inference")
-        for record in load_records(ROOT / "data/e2e_benchmark" / name / "runs")[0]
+        for record in load_records(ROOT / "data/published/e2e_benchmark" / name / "runs")[0]
         if record.memory is not None
     }
     assert len(measured) >= 60
@@ -38,7 +38,9 @@ def test_the_smallest_measured_peak_runs_first() -> None:
 
 def test_what_ran_out_of_memory_is_foretold_and_comes_last() -> None:
     records = [
-        record for path in sorted((ROOT / "data/e2e_benchmark").glob("*/runs")) for record in load_records(path)[0]
+        record
+        for path in sorted((ROOT / "data/published/e2e_benchmark").glob("*/runs"))
+        for record in load_records(path)[0]
     ]
     cuda = {record.config: record.status for record in records if record.config.device is Device.CUDA}
     plain = [found for found in cuda if found.compile is CompileMode.NONE and found.model_factory is None]

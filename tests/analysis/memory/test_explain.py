@@ -28,7 +28,7 @@ from cs336_systems.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.programs import BATCH, BEFORE, MODEL, STACK, Program, Training
 from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write
 
-EXAMPLES = Path(__file__).parents[3] / "data" / "memory_profiles" / "h200" / "examples"
+EXAMPLES = Path(__file__).parents[3] / "data" / "published" / "memory_profiles" / "h200" / "examples"
 
 
 @pytest.fixture

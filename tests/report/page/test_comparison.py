@@ -20,7 +20,7 @@ from tests.report.making import HOSTILE, make_config, make_failure, make_record
 from tests.report.page.pages import HOSTILE_TEXTS
 from tests.report.page.parsed import Parsed
 
-DATA = Path(__file__).parents[3] / "data/e2e_benchmark"
+DATA = Path(__file__).parents[3] / "data/published/e2e_benchmark"
 PATHS = {"A": DATA / "train_fp32", "B": DATA / "train_bf16"}
 SETTINGS = ("size", "context")
 ELSEWHERE = ("there/a", "there/b")

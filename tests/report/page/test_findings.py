@@ -20,7 +20,7 @@ from tests.report.ceilings import make_rates
 from tests.report.making import make_config, make_record
 from tests.report.page.grid import GRID, grid_runs, grid_values
 
-DATA = Path(__file__).parents[3] / "data"
+DATA = Path(__file__).parents[3] / "data" / "published"
 MOST_SENTENCES = 12
 PHASES = ("forward", "backward", "optimizer")
 

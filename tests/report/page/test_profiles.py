@@ -8,7 +8,7 @@ import pytest
 from cs336_systems.analysis.memory.profile import read_memory_profile
 from cs336_systems.report.page.profiles import memory_picture, peak_parts
 
-PROFILES = sorted((Path(__file__).parents[3] / "data" / "memory_profiles" / "h200" / "memory").glob("*.json"))
+PROFILES = sorted((Path(__file__).parents[3] / "data/published/memory_profiles/h200/memory").glob("*.json"))
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 

@@ -15,7 +15,7 @@ from tests.report.making import make_config, make_failure, make_record
 from tests.report.page.grid import GRID
 from tests.report.page.pages import HOSTILE_TEXTS
 
-DATA = Path(__file__).parents[3] / "data"
+DATA = Path(__file__).parents[3] / "data" / "published"
 
 
 def runs_of(directory):

@@ -16,7 +16,7 @@ from cs336_systems.report.section import texts_of
 from cs336_systems.report.sections.comparison import comparison_table, processes_chart, ratio_charts, sweeps_section
 from tests.report.making import HOSTILE, make_config, make_environment, make_failure, make_record
 
-DATA = Path(__file__).parents[3] / "data/e2e_benchmark"
+DATA = Path(__file__).parents[3] / "data/published/e2e_benchmark"
 
 
 @pytest.mark.parametrize(("num_a", "num_b"), [(2, 2), (2, 5), (5, 5)])
