@@ -7,6 +7,7 @@ import pytest
 
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import DEVICES, bare_name, find_device
+from cs336_systems.record import load_records
 
 ROOT = Path(__file__).parents[2]
 

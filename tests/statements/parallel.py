@@ -152,7 +152,7 @@ def exposed() -> Sequence[Value]:
 
 @claim(
     RESULTS,
-    r"without waits for the other rank, within (\d+) %, and of `ddp-naive`, whose calls are small, (\d+) % too long, from",
+    r"without waits for the other rank, within (\d+) %, and of `ddp-naive`, whose calls are small, (\d+) % too long",
 )
 def foretold_collectives() -> Sequence[Value]:
     full = measured_over_foretold(PROFILED)
