@@ -117,7 +117,7 @@ def test_results_lie_at_most_three_folders_deep(tmp_path: Path) -> None:
                                        ("e2e_benchmark/two", "group/e2e_benchmark/three", "one")]  # fmt: skip
     assert results_below(DATA / "e2e_benchmark/train") == [DATA / "e2e_benchmark/train"]
     assert {path.parent.name for path in results_below(DATA)} == {
-        "published", "e2e_benchmark", "nsys_profiles", "kineto_profiles", "memory_profiles", "ladder", "attention", "fusion",
-        "ceilings", "comparisons",
+        "published", "e2e_benchmark", "nsys_profiles", "kineto_profiles", "memory_profiles", "ladder", "attention",
+        "fusion", "ceilings", "comparisons",
     }  # fmt: skip
     assert results_below(DATA.parent / "tests") == []
