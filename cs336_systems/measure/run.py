@@ -31,7 +31,7 @@ from cs336_systems.measure.progress import Progress, Say, say_nothing
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.measure.watchers import annotator_of, make_watch
 from cs336_systems.model.annotate import annotate, set_annotator
-from cs336_systems.parallel.group import group_of, meet_on_host
+from cs336_systems.parallel.collectives import group_of, meet_on_host
 from cs336_systems.parallel.rank import Rank
 from cs336_systems.ranges import Range, rank_range
 from cs336_systems.record import Memory, MemoryMoment, Moment, RunRecord, Status, Telemetry, Traffic, WarningCode
@@ -292,7 +292,7 @@ def _look_inside(
     """
     if step.way is None:
         return None
-    from cs336_systems.parallel.traffic import TrafficCounter
+    from cs336_systems.parallel.collectives import TrafficCounter
 
     step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
