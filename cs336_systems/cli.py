@@ -20,7 +20,7 @@ from cs336_systems.sweep.locks import LockedError
 from cs336_systems.text import inert_line
 
 COMMANDS = (
-    "benchmark", "sweep", "kernels", "memory", "account", "napkin", "scale", "precision", "fusion", "attention",
+    "benchmark", "sweep", "kernels", "memory", "account", "scale", "precision", "fusion", "attention",
     "ceilings", "ladder", "compare", "report", "cluster",
 )  # fmt: skip
 """The subcommands of `cs336`. Each is a module of commands/, imported only when it is called."""
@@ -76,8 +76,6 @@ def precision(argv: Sequence[str] | None = None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `cs336`: the first word names the command, and the others are its arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["account"] and words[1:2] in (["napkin"], ["scale"]):  # other spellings of `cs336 napkin`, `scale`
-        return _run(words[1], f"cs336 account {words[1]}", words[2:])
     if words and words[0] in COMMANDS:
         return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
     import tyro

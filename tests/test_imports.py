@@ -22,7 +22,7 @@ def status(command, argv):
         return end.code
 
 assert status(cli.main, ["account"]) == 0
-assert status(cli.main, ["account", "napkin", "--memory-gb", "80"]) == 0
+assert status(cli.main, ["account", "--parameters", "7e9", "--memory-gib", "80"]) == 0
 assert status(cli.main, ["--help"]) == 0  # which imports the flags of every command
 for command in (cli.benchmark, cli.sweep, cli.precision):
     assert status(command, ["--help"]) == 0

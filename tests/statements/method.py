@@ -58,7 +58,7 @@ def cost_of_the_profiler() -> Sequence[Value]:
 
 @claim(METHOD, r"takes (\d+) FLOPs for each parameter and token at (\w+) of the peak: ([\d.]+) days")
 def days_of_training() -> Sequence[Value]:
-    command = r'napkin --parameters (\S+) --tokens (\S+) --device-name "([^"]*)" --count (\d+)'
+    command = r'account --parameters (\S+) --tokens (\S+) --device-name "([^"]*)" --count (\d+)'
     ((parameters, tokens, name, devices),) = re.findall(command, (ROOT / METHOD).read_text())
     device = find_device(name)
     assert device is not None
