@@ -5,10 +5,11 @@ Flags of settings are made from the declarations in config.py.
 
 import contextlib
 import difflib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -44,14 +45,72 @@ Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
 """A group of flags, under its own heading in the help and without a prefix."""
 
 
+COMMON = frozenset({
+    "size", "sizes", "context_length", "context_lengths", "batch_size", "mode", "modes", "precision", "precisions",
+    "mixed_precision", "attention", "optimizer", "compile", "model", "parallel", "ranks", "device", "warmup_steps",
+    "measured_steps", "fast", "profile", "nsys", "memory", "repeats", "name", "output", "dry_run", "json", "fit",
+    "memory_gib", "device_name", "parameters", "tokens", "step_ms", "rungs", "network_gb_per_s",
+})  # fmt: skip
+"""Flags that `--help` shows of a command with more than FEW; `--help-all` shows all."""
+FEW = 20
+HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+
+
 def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None) -> T:
     """The arguments in `argv`; raise UsageError where a value contradicts another, exit where it does not parse."""
     config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
+    words = list(sys.argv[1:] if argv is None else argv)
+    names = _flag_names(kind)
+    if HELP_ALL in words:
+        words = [HELP[-1]]
+    elif len(names) > FEW and not set(words).isdisjoint(HELP):
+        kind = _with_common_flags(kind)
+        description = f"{description or inspect.getdoc(kind)}\n\n{prog} {HELP_ALL} shows {len(names)} flags."
     try:
         with _defaults_not_checked():
-            return tyro.cli(kind, prog=prog, args=argv, description=description, config=config)
+            return tyro.cli(kind, prog=prog, args=_as_declared(words, names), description=description, config=config)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _flag_names(kind: Callable[..., object]) -> frozenset[str]:
+    """The fields of a class of arguments, and of its groups."""
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return frozenset()
+    groups = {each.name: _group_of(each) for each in fields(kind)}
+    return frozenset().union(*({name} if group is None else _flag_names(group) for name, group in groups.items()))
+
+
+def _group_of(each: Field[Any]) -> type | None:
+    """The class of arguments that the field holds, or None if it is a flag."""
+    kind = get_args(each.type)[0] if get_origin(each.type) is Annotated else each.type
+    return kind if isinstance(kind, type) and is_dataclass(kind) else None
+
+
+def _as_declared(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """The words, with `--size` for `--sizes` and the other way round where the command has only the other one."""
+    return [_other_number(word, names) if word.startswith("--") else word for word in words]
+
+
+def _other_number(word: str, names: Collection[str]) -> str:
+    flag, equals, value = word.partition("=")
+    name = flag.removeprefix("--").replace("-", "_")
+    other = name.removesuffix("s") if name.endswith("s") else f"{name}s"
+    return f"--{other.replace('_', '-')}{equals}{value}" if name not in names and other in names else word
+
+
+def _with_common_flags(kind: Any) -> Any:  # noqa: ANN401 (a class of arguments)
+    """The class of arguments without the flags of specialists, for its help."""
+    own: dict[str, Any] = {"__annotations__": {}, "__doc__": kind.__doc__}
+    for each in fields(kind):
+        if (group := _group_of(each)) is not None:
+            shown: Any = _with_common_flags(group)
+            own["__annotations__"][each.name] = Annotated[shown, tyro.conf.OmitArgPrefixes]
+            own[each.name] = field(default_factory=shown)
+        elif each.name not in COMMON:
+            own["__annotations__"][each.name] = Annotated[each.type, tyro.conf.Suppress]
+            own[each.name] = each.default
+    return dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), own))
 
 
 @contextlib.contextmanager

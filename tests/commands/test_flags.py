@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tyro
 
 from cs336_systems.cli import sweep
 from cs336_systems.commands import device as device_module
@@ -24,6 +23,7 @@ from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.ceilings import CeilingsArguments
 from cs336_systems.commands.compare import CompareArguments
 from cs336_systems.commands.flags import (
+    FIELDS,
     MAX_NAME_LENGTH,
     MeasuringArguments,
     ModelArguments,
@@ -56,6 +56,7 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.model.factory import call_factory
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import load_records
+from cs336_systems.settings import flag_of
 from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.neighbours import make_bases, neighbours, settings_of
@@ -83,7 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
 
 @cache
 def parse(kind: type, flags: str) -> object:
-    return tyro.cli(kind, args=shlex.split(flags), config=(tyro.conf.EnumChoicesFromValues,))
+    return flags_module.parse(kind, "command", shlex.split(flags))
 
 
 def one(flags: str = "") -> RunConfig:
@@ -788,3 +789,30 @@ def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str
 def test_fast_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep(["--fast", "--sizes", "tiny", "--dry-run"]) == 0
     assert "fast: fp32, sdpa attention, fused AdamW\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [BenchmarkArguments, SweepArguments], ids=["benchmark", "sweep"])
+def test_help_shows_common_flags_and_help_all_every_one(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(word: str) -> set[str]:
+        with pytest.raises(SystemExit, match="0"):
+            parse(kind, word)
+        return set(re.findall(r"(?m)^. (--[a-z0-9-]+)", capsys.readouterr().out))
+
+    common, every = shown("--help"), shown("--help-all")
+    assert common < every
+    assert len(common) <= 26
+    parts_of_fast = {flag_of(name, setting) for name, (_, setting) in FIELDS.items() if setting.is_shortcut}
+    assert parts_of_fast & common == {"--compile"}
+    assert parts_of_fast <= every
+
+
+@pytest.mark.parametrize(
+    ("kind", "plural", "declared"),
+    [
+        (BenchmarkArguments, "--sizes small --context-lengths=64", "--size small --context-length 64"),
+        (SweepArguments, "--size tiny small --mode train", "--sizes tiny small --modes train"),
+    ],
+    ids=["benchmark", "sweep"],
+)
+def test_singular_and_plural_are_the_same_flag(kind: type, plural: str, declared: str) -> None:
+    assert parse(kind, plural) == parse(kind, declared) != parse(kind, "")
