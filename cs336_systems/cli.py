@@ -48,7 +48,8 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             message = error_in_words(error) if isinstance(error, OSError) else error
             print(inert_line(f"error: {message}"), file=sys.stderr)
             return FAILED
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # a run in a worker was stopped
+            print("interrupted", file=sys.stderr)
             return INTERRUPTED
 
     return run

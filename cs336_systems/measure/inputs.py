@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import cs336_systems
+from cs336_systems import find_modules_of_the_user
 from cs336_systems.config import RunConfig
 from cs336_systems.record import Input
 
@@ -155,10 +156,11 @@ def _locations(module: str) -> list[Path]:
 
 def _find(module: str) -> ModuleSpec | None:
     """Find a top-level module, in the current directory too, as `load_factory` does."""
-    here = str(Path.cwd())
-    path = sys.path if here in sys.path else [here, *sys.path]
+    if module == cs336_systems.__name__:
+        find_modules_of_the_user()
+        return cs336_systems.__spec__
     with contextlib.suppress(ImportError, ValueError):  # a loaded module may have no __spec__
-        return PathFinder.find_spec(module, path) or importlib.util.find_spec(module)
+        return PathFinder.find_spec(module, [*sys.path, str(Path.cwd())]) or importlib.util.find_spec(module)
     return None
 
 

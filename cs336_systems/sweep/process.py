@@ -125,8 +125,11 @@ def die_with(supervisor: int) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, with PYTHONPATH set so that a child imports the package from the same place."""
-    environment = dict(os.environ)
+    """This process's environment, changed so that a child imports the package from the same place.
+
+    A child that Python starts by -c or -m would import a package of this name in the current directory otherwise.
+    """
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
     root = str(Path(cs336_systems.__file__).parents[1])
     if root != sysconfig.get_path("purelib"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))

@@ -1,0 +1,48 @@
+"""The first module that every command imports: from here on Ctrl-C ends the program with one line.
+
+Python's own answer, an exception in the middle of whatever is being imported, is swallowed by packages that try to
+import something and go on without it.
+"""
+
+import os
+import signal
+from types import FrameType
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    """End the process now. Files are written atomically, and the kernel ends the processes that this one started."""
+    clear = b"\r\x1b[K" if os.isatty(2) else b""  # a status line
+    os.write(2, clear + b"interrupted\n")
+    os._exit(130)
+
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a worker, nor under nohup
+    signal.signal(signal.SIGINT, _end)
+
+
+def main() -> int:
+    """Entry point of `cs336`."""
+    from cs336_systems import cli
+
+    return cli.main()
+
+
+def benchmark() -> int:
+    """Entry point of `benchmark.py`."""
+    from cs336_systems import cli
+
+    return cli.benchmark()
+
+
+def sweep() -> int:
+    """Entry point of `benchmark_sweep.py`."""
+    from cs336_systems import cli
+
+    return cli.sweep()
+
+
+def precision() -> int:
+    """Entry point of `precision.py`."""
+    from cs336_systems import cli
+
+    return cli.precision()
