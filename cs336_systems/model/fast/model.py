@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import RunConfig, SdpaBackend
 from cs336_systems.model.annotate import annotate
+from cs336_systems.model.attention import Rotations, attention_backend
 from cs336_systems.model.fast.blocks import (
     AddNorm,
     CopiedBlock,
@@ -25,8 +26,6 @@ from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy
 from cs336_systems.model.fast.fp8 import update_units
 from cs336_systems.model.fast.selective import SelectiveBlock
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
-from cs336_systems.model.rope import Rotations
-from cs336_systems.model.sdpa import attention_backend
 from cs336_systems.model.transformer import Block, Mask, TransformerLM
 from cs336_systems.ranges import Range, block_range
 

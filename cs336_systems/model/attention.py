@@ -1,9 +1,14 @@
-"""Rotary position embeddings: pairs of features of queries and keys, rotated by angles that grow with the position."""
+"""What the models' attention is made of: rotary position embeddings, autocast's type, and PyTorch's fused kernels."""
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cs336_systems.config import SdpaBackend
 
 Rotations = Float[Tensor, "seq pairs 2"]
 """Cosine and sine of the angle by which RoPE rotates each pair of features at each position."""
@@ -28,3 +33,22 @@ def rotate_pairs(
     else:  # one kernel
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotations))
     return rotated.flatten(-2).to(x.dtype)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """x, cast once to autocast's type if autocast is on. Autocast itself casts and saves a copy for each matmul."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+_BACKENDS = {
+    SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
+    SdpaBackend.CUDNN: SDPBackend.CUDNN_ATTENTION,
+    SdpaBackend.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    SdpaBackend.MATH: SDPBackend.MATH,
+}
+
+
+def attention_backend(backend: SdpaBackend) -> AbstractContextManager[object]:
+    """While open, PyTorch's fused attention uses this backend alone."""
+    return nullcontext() if backend is SdpaBackend.AUTO else sdpa_kernel(_BACKENDS[backend])
