@@ -14,7 +14,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 CHECKED = (
-    "model.transformer", "model.rope", "model.optimizer", "model.batches", "model.fast.blocks", "model.fast.lookup",
+    "model.transformer", "model.attention", "model.optimizer", "model.batches", "model.fast.blocks", "model.fast.lookup",
     "model.fast.cross_entropy", "measure.step", "studies.fusion_ops", "studies.precision",
 )  # fmt: skip
 """Modules whose annotated shapes are checked. The compiler cannot trace checked functions, so tests that compile use
