@@ -31,12 +31,12 @@ from tests.report.sections.memory.profiles import make_memory
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 ROOT = Path(__file__).parents[1]
-SMALL = [
-    "--device", "cpu", "--vocab-size", "11", "--d-model", "8", "--d-ff", "12", "--num-layers", "1", "--num-heads", "2",
-    "--batch-size", "1", "--measured-steps", "2",
+STEP = [
+    "--device", "cpu", "--vocab-size", "11", "--batch-size", "1", "--measured-steps", "2", "--warmup-steps", "2",
 ]  # fmt: skip
-ONE = [*SMALL, "--context-length", "8", "--warmup-steps", "2"]
-GRID = [*SMALL, "--context-lengths", "8", "--warmup-steps", "2"]
+SMALL = [*STEP, "--d-model", "8", "--d-ff", "12", "--num-layers", "1", "--num-heads", "2"]
+ONE, ONE_OF_OWN = [*SMALL, "--context-length", "8"], [*STEP, "--context-length", "8", "--model"]
+GRID = [*SMALL, "--context-lengths", "8"]
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +253,7 @@ def test_json_is_the_record_and_nothing_else(capsys: pytest.CaptureFixture[str],
 
 
 def test_json_is_alone_though_the_model_prints(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    assert cli.benchmark([*ONE, "--json", "--model", "tests.own_models:talkative"]) == 0
+    assert cli.benchmark([*ONE_OF_OWN, "tests.own_models:talkative", "--json"]) == 0
     printed = capsys.readouterr()
     assert msgspec.json.decode(printed.out, type=RunRecord).status is Status.OK
     assert "hello from the factory" in printed.err
@@ -303,7 +303,7 @@ def test_the_same_run_again_keeps_the_earlier_one(capsys: pytest.CaptureFixture[
 def test_the_exit_status_says_how_it_ended(
     factory: str, status: int, record_status: str | None, empty_directory: Path, ctrl_c_is_heard: None
 ) -> None:
-    assert cli.benchmark([*ONE, "--model", f"tests.own_models:{factory}"]) == status
+    assert cli.benchmark([*ONE_OF_OWN, f"tests.own_models:{factory}"]) == status
     statuses = [json.loads(path.read_text())["status"] for path in empty_directory.rglob("*.json")]
     assert statuses == ([record_status] if record_status else [])
 
@@ -321,13 +321,13 @@ def test_a_model_that_raises_is_shown_with_the_line_that_raised(
     capsys: pytest.CaptureFixture[str], empty_directory: Path
 ) -> None:
     (empty_directory / "raising.py").write_text(RAISES)
-    assert cli.benchmark([*ONE, "--model", "raising:make"]) == 1
+    assert cli.benchmark([*ONE_OF_OWN, "raising:make"]) == 1
     shown = capsys.readouterr().out
     assert 'File "raising.py", line 6, in helper\n    raise ValueError("too small")' in shown
     assert 'File "raising.py", line 3, in make' in shown
     assert "cs336_systems" not in shown
     assert str(empty_directory) not in shown
-    assert cli.sweep([*GRID, "--model", "raising:make"]) == 1
+    assert cli.sweep([*STEP, "--context-lengths", "8", "--model", "raising:make"]) == 1
     assert "ValueError: too small (raising.py, line 6)" in capsys.readouterr().out
 
 

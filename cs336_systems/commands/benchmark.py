@@ -20,6 +20,7 @@ from cs336_systems.commands.flags import (
     Switch,
     batch_of_each,
     check_timeout,
+    checked_factory,
     checked_ranks,
     default_on,
     make_config,
@@ -89,8 +90,9 @@ class BenchmarkArguments(Flags):
             if self._profiler() is Profiler.MEMORY:
                 raise ValueError("torchrun cannot be combined with --memory yet: use --ranks in its place")
         if self.global_batch_size is not None:
-            settings["batch_size"] = batch_of_each(self.global_batch_size, settings["ranks"])
+            settings["batch_size"] = batch_of_each(self.global_batch_size, settings.get("ranks", 1))
         plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
+        plain = checked_factory(plain, asked)
         return checked_ranks(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
 
     def _profiler(self) -> Profiler:

@@ -27,12 +27,13 @@ from cs336_systems.config import (
     Attention,
     Device,
     ModelConfig,
+    Parallel,
     Precision,
     Profiler,
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.measure.inputs import check_factory
+from cs336_systems.measure.inputs import check_factory, parameters_of
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.settings import Setting, declared, flag_of
 
@@ -353,6 +354,9 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
         close = difflib.get_close_matches(size, SIZES, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise ValueError(f"unknown size {size!r}{hint} Sizes: {', '.join(SIZES)}")
+    parallel = settings.get("parallel", Parallel.NONE)
+    if parallel is not Parallel.NONE and "ranks" not in settings:
+        raise ValueError(f"--parallel {parallel} needs --ranks, the number of processes that share a step, got none")
     preset = SIZES[size]
     if context_length is None:
         usual = default_on(device, "context_length") if preset.arch is Arch.CS336 else preset.context_length
@@ -372,6 +376,35 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
     if config.model_factory is not None:
         check_factory(config.model_factory)
     return config
+
+
+def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = False) -> RunConfig:
+    """The run itself; raise ValueError for a flag of the model's shape that the user's own factory does not take.
+
+    `given` are the names of the settings that the user gave, with `many` by the flags of a sweep. The vocabulary and
+    the context shape the tokens of any model, so they always have an effect. A factory whose source does not tell its
+    parameters is accepted.
+    """
+    taken = None if config.model_factory is None else parameters_of(config.model_factory)
+    if taken is None:
+        return config
+    values = {name: getattr(config.model, name) for name in OF_MODEL if name not in ("model_factory", "vocab_size")}
+    ignored = {name: value for name, value in values.items() if name not in taken and value != FIELDS[name][0].default}
+    preset = SIZES.get(config.size)
+    if preset and preset.vocab_size == FIELDS["vocab_size"][0].default and not taken & {*values}:
+        ignored |= {"size": config.size} if config.size != default_on(config.device, "size") else {}
+    for name in [name for name in ignored if name in given]:
+        raise ValueError(
+            f"{_typed(name, many)} {ignored[name]} would do nothing: the factory {config.model_factory} does not take "
+            f"{'any dimension of the model' if name == 'size' else name}; leave it out"
+        )
+    return config
+
+
+def _typed(name: str, many: bool) -> str:
+    """The flag of a setting as it is typed, with `many` that of a sweep."""
+    setting = FIELDS[name][1]
+    return flag_of(setting.plural if many and setting.plural else name, setting)
 
 
 def checked_ranks(config: RunConfig) -> RunConfig:
@@ -427,7 +460,7 @@ def make_fast_config(
     for name, (_, setting) in FIELDS.items():
         chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
         if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
-            flag = flag_of(setting.plural if many and setting.plural else name, setting)
+            flag = _typed(name, many)
             what = flag.removeprefix("--").replace("-", " ")
             raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
     switches: dict[str, Any] = {name: asked[name] for name in NOT_ALONE if asked.get(name)}

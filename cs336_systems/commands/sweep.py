@@ -28,6 +28,7 @@ from cs336_systems.commands.flags import (
     Switch,
     batch_of_each,
     check_repeats,
+    checked_factory,
     checked_name,
     checked_ranks,
     make_config,
@@ -210,10 +211,11 @@ class SweepArguments(Flags):
         given = self._given()
         settings = {**given, **point}
         if self.global_batch_size is not None:
-            settings["batch_size"] = batch_of_each(self.global_batch_size, settings["ranks"])
+            settings["batch_size"] = batch_of_each(self.global_batch_size, settings.get("ranks", 1))
         if not self.fast:
-            return make_config(device, **settings)
-        return make_fast_config(device, {name: settings[name] for name in given}, many=True, **settings)
+            return checked_factory(make_config(device, **settings), given, many=True)
+        asked = {name: settings[name] for name in given}
+        return checked_factory(make_fast_config(device, asked, many=True, **settings), given, many=True)
 
     def _profiled(self, plain: RunConfig) -> RunConfig:
         return profiled_config(plain, self.profiler, first_step=self.memory_first_step)
