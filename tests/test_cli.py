@@ -22,7 +22,17 @@ from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
 from cs336_systems.config import SIZES, Device, OptimizerKind, Profiler, RunConfig
-from cs336_systems.record import Durations, Environment, Failure, Identity, Measurement, RunRecord, Status, write_record
+from cs336_systems.record import (
+    Durations,
+    Environment,
+    Failure,
+    Identity,
+    Measurement,
+    RunRecord,
+    Status,
+    read_record,
+    write_record,
+)
 from cs336_systems.report.sections.memory.entries import load_memory
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.report.sections.kernels.profiles import make_profile
@@ -306,6 +316,24 @@ def test_the_exit_status_says_how_it_ended(
     assert cli.benchmark([*ONE_OF_OWN, f"tests.own_models:{factory}"]) == status
     statuses = [json.loads(path.read_text())["status"] for path in empty_directory.rglob("*.json")]
     assert statuses == ([record_status] if record_status else [])
+
+
+def test_a_step_that_the_machine_cannot_hold_is_refused_and_a_grid_goes_on(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    """The scores of half a million tokens need 4 TiB in each head of one block; nothing of them may be made."""
+    assert cli.benchmark([*SMALL, "--context-length", str(2**19)]) == 2
+    needed = r"error: this step needs at least \d{4,}\.\d GiB of memory, and this machine has .* GiB.*\n"
+    assert re.fullmatch(needed, capsys.readouterr().err)
+    assert [*empty_directory.iterdir()] == []
+    grid = [*SMALL, "--context-lengths", "8", str(2**19)]
+    assert cli.sweep([*grid, "--dry-run"]) == 0
+    assert "will not fit: custom ctx 524288" in capsys.readouterr().out
+    assert cli.sweep(grid) == 0
+    records = [read_record(path) for path in empty_directory.glob("data/*/*/runs/*.json")]
+    small, huge = sorted(records, key=lambda record: record.config.model.context_length)
+    assert (huge.status, small.status) == (Status.OOM, Status.OK)
+    assert "GiB of memory" in huge.failure.message
 
 
 RAISES = """

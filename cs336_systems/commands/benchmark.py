@@ -31,6 +31,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
 from cs336_systems.config import Device, Parallel, Profiler, RunConfig
+from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.parallel.rank import Rank, rank_from_environment
 from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
@@ -93,6 +94,8 @@ class BenchmarkArguments(Flags):
             settings["batch_size"] = batch_of_each(self.global_batch_size, settings.get("ranks", 1))
         plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
         plain = checked_factory(plain, asked)
+        if (lacking := lacking_memory(plain)) is not None:
+            raise ValueError(f"this step {lacking}: choose a smaller --size, --batch-size or --context-length")
         return checked_ranks(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
 
     def _profiler(self) -> Profiler:

@@ -57,6 +57,7 @@ from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
 from cs336_systems.costs.hardware import devices_called
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
+from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
 from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
 from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.studies.ceilings_files import ceilings_beside
@@ -152,7 +153,7 @@ class SweepArguments(Flags):
         device = self.device()
         on_gpu = device is Device.CUDA
         once = [self._config(device, point) for point in self._grid(on_gpu)]
-        plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
+        plan = make_plan(list(dict.fromkeys(once)), self._memory_bytes(on_gpu))
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
         if self.profiler is not Profiler.NONE:
@@ -161,6 +162,12 @@ class SweepArguments(Flags):
         if self.cluster is None:
             repeats = list(map(checked_ranks, repeats))
         return replace(plan, configs=tuple(repeats))
+
+    def _memory_bytes(self, on_gpu: bool) -> int | None:
+        """Memory of the device; None if it is not known, as that of other machines' CPUs."""
+        if on_gpu:
+            return usable_gpu_bytes()
+        return host_memory_bytes() if self.cluster is None else None
 
     def device(self) -> Device:
         """The device to measure on; with --cluster, a device named by --device need not be in this machine."""
@@ -276,7 +283,7 @@ def run(arguments: SweepArguments) -> int:
                 _print_plan(plan, directory, expected)
         return OK
     for config in plan.too_large:
-        print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
+        print(f"{config.label} {_outlook(config)}", file=sys.stderr)
     missing = _why_no_profile(arguments)
     if missing is not None:
         print(inert_line(f"error: no profile: {missing}. The times are measured all the same."), file=sys.stderr)
@@ -292,8 +299,6 @@ def _expected(arguments: SweepArguments, plan: Plan, directory: Path) -> Expecte
     gpus = alike(visible_gpus()) if arguments.cluster is None and not on_cpu else ()
     here = [gpu.name for gpu in gpus[:1]]
     if arguments.cluster is None and on_cpu:
-        from cs336_systems.measure.environment import cpu_name
-
         here = [cpu_name()]
     meant = [] if arguments.require_device is None else devices_called(arguments.require_device)
     names = here or [name for device in meant for name in device.names]
@@ -322,10 +327,17 @@ def _print_plan(plan: Plan, directory: Path, expected: Expected) -> None:
         step = "" if step_s is None else f", predicted step {1e3 * step_s:.4g} ms"
         print(f"{config.key}: {config.label}, {steps}{step}{_predicted(config)}")
     for config in plan.too_large:
-        print(f"will not fit: {config.label}")
+        print(f"will not fit: {config.label} {_outlook(config)}")
     total_s = expected.sweep_s(plan.configs)
     took = "" if total_s is None else f", which should take {timedelta(seconds=round(total_s))} (h:mm:ss)"
     print(inert_line(f"{counted(len(plan.configs), 'run')} into {directory}{took}"))
+
+
+def _outlook(config: RunConfig) -> str:
+    """What becomes of a run that will not fit: a GPU fails at once, and a machine would hardly answer any more."""
+    if (lacking := lacking_memory(config)) is not None:
+        return f"is not run, and gets a row that says so: it {lacking}"
+    return f"will not fit on this GPU, and comes last{_predicted(config)}"
 
 
 def _predicted(config: RunConfig) -> str:
