@@ -21,8 +21,9 @@ from cs336_systems.commands.flags import (
     batch_of_each,
     check_timeout,
     checked_factory,
-    checked_ranks,
+    checked_here,
     default_on,
+    explain_fast,
     make_config,
     make_fast_config,
     one_precision,
@@ -96,7 +97,7 @@ class BenchmarkArguments(Flags):
         plain = checked_factory(plain, asked)
         if (lacking := lacking_memory(plain)) is not None:
             raise ValueError(f"this step {lacking}: choose a smaller --size, --batch-size or --context-length")
-        return checked_ranks(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
+        return checked_here(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
 
     def _profiler(self) -> Profiler:
         asked = [self.profile, self.memory, self.memory_first_step, is_under_nsys()]
@@ -128,9 +129,7 @@ def run(arguments: BenchmarkArguments) -> int:
         return _run_as_rank(config, arguments, rank)
     explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
-        from cs336_systems.model.fast.choose import describe_fast
-
-        print(f"fast: {describe_fast(config)}", file=sys.stderr)
+        explain_fast([config])
     if config.is_shared and is_under_nsys():
         print(
             f"note: nsys records ranks only with {FORKED}, and whole with {' '.join(CAPTURED_STEPS)}", file=sys.stderr

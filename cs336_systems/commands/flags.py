@@ -8,7 +8,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -35,7 +35,9 @@ from cs336_systems.config import (
 )
 from cs336_systems.measure.inputs import check_factory, parameters_of
 from cs336_systems.measure.nvml import alike, visible_gpus
+from cs336_systems.model.fast.choose import check_packages, describe_fast, fastest, missing_packages
 from cs336_systems.settings import Setting, declared, flag_of
+from cs336_systems.text import inert_line
 
 MAX_NAME_LENGTH = 100
 
@@ -407,8 +409,11 @@ def _typed(name: str, many: bool) -> str:
     return flag_of(setting.plural if many and setting.plural else name, setting)
 
 
-def checked_ranks(config: RunConfig) -> RunConfig:
-    """The run itself; raise ValueError if it has too many ranks, or more than this process sees GPUs of one kind."""
+def checked_here(config: RunConfig) -> RunConfig:
+    """The run itself; raise ValueError if it cannot run here.
+
+    It then has too many ranks, or more than this process sees GPUs of one kind, or needs a package that cannot be used.
+    """
     if config.ranks > MAX_MEASURED_RANKS:
         raise ValueError(f"--ranks must be at most {MAX_MEASURED_RANKS} for a step that is run, got {config.ranks}")
     if config.ranks > 1 and config.device is Device.CUDA and (found := len(alike(visible_gpus()))) < config.ranks:
@@ -416,6 +421,7 @@ def checked_ranks(config: RunConfig) -> RunConfig:
             f"--ranks {config.ranks} needs as many GPUs of one kind that this process can see (CUDA_VISIBLE_DEVICES), "
             f"found {found}"
         )
+    check_packages(config)
     return config
 
 
@@ -449,7 +455,6 @@ def make_fast_config(
     are checkpoints where the step does not fit the GPU without.
     """
     from cs336_systems.costs.fast_memory import with_checkpoints
-    from cs336_systems.model.fast.choose import fastest
 
     # a switch that needs other settings is valid only once --fast has chosen these, so it is set at the end
     first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
@@ -473,6 +478,17 @@ def make_fast_config(
     if memory_bytes is None or "checkpoint_blocks" in asked:
         return fast
     return with_checkpoints(fast, memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
+
+
+def explain_fast(configs: Iterable[RunConfig]) -> None:
+    """Print on standard error what --fast chose, and what it does without because a package cannot be used."""
+    configs = list(configs)
+    for chosen in dict.fromkeys(map(describe_fast, configs)):
+        print(f"fast: {chosen}", file=sys.stderr)
+    gpus = visible_gpus()
+    missing = (line for config in configs for line in missing_packages(config, gpus[0].name if gpus else None))
+    for line in dict.fromkeys(missing):
+        print(inert_line(f"note: {line}"), file=sys.stderr)
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:

@@ -29,8 +29,9 @@ from cs336_systems.commands.flags import (
     batch_of_each,
     check_repeats,
     checked_factory,
+    checked_here,
     checked_name,
-    checked_ranks,
+    explain_fast,
     make_config,
     make_fast_config,
     one_precision,
@@ -59,7 +60,6 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
 from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
-from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
@@ -160,7 +160,7 @@ class SweepArguments(Flags):
             pairs = ((plain, self._profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats)
             repeats = list(itertools.chain.from_iterable(pairs))
         if self.cluster is None:
-            repeats = list(map(checked_ranks, repeats))
+            repeats = list(map(checked_here, repeats))
         return replace(plan, configs=tuple(repeats))
 
     def _memory_bytes(self, on_gpu: bool) -> int | None:
@@ -270,8 +270,8 @@ def run(arguments: SweepArguments) -> int:
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
     explain_cpu_fallback(arguments.step.device)
-    for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
-        print(f"fast: {chosen}", file=sys.stderr)
+    if arguments.fast:
+        explain_fast(configs)
     expected = _expected(arguments, plan, directory)
     if arguments.dry_run:
         if expected is NOTHING_EXPECTED and arguments.cluster is None:
