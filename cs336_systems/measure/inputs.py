@@ -113,18 +113,19 @@ def parameters_of(name: str) -> set[str] | None:
         spec = spec and _submodule(spec, part)
     if spec is None or _names(spec) is None:
         return None
-    tree = ast.parse(Path(spec.origin or "").read_bytes()) if spec.origin else ast.Module([], [])
-    (made, *others) = [node for node in ast.walk(tree) if attribute in _bound_by(node)] or [None]
-    if others or made not in tree.body:
+    tree = ast.parse(Path(spec.origin).read_bytes()) if spec.origin else ast.Module([], [])
+    bound = [node for node in ast.walk(tree) if attribute in _bound_by(node)]
+    if len(bound) != 1 or bound[0] not in tree.body:
         return None
+    (made,) = bound
     if isinstance(made, ast.ImportFrom):
         package = spec.name if spec.submodule_search_locations else spec.parent
         source = importlib.util.resolve_name("." * made.level + (made.module or ""), package)
-        (known,) = [each.name for each in made.names if attribute in (each.name, each.asname)]
+        (known,) = [each.name for each in made.names if attribute == (each.asname or each.name)]
         return parameters_of(f"{source}:{known}")
-    if isinstance(made, ast.ClassDef) and not (made.decorator_list or made.keywords):
-        own = [node for node in made.body if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "__new__")]
-        made = own[0] if len(own) == 1 else None
+    if isinstance(made, ast.ClassDef) and not made.keywords and not made.decorator_list:
+        makers = [each for each in made.body if {"__init__", "__new__"} & {*_bound_by(each)}]
+        made = makers[0] if len(makers) == 1 else made
     if not isinstance(made, ast.FunctionDef) or made.decorator_list:
         return None
     return {each.arg for each in (*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs)}

@@ -79,17 +79,19 @@ def fault_of(function: Callable[..., Any], inputs: Inputs) -> str | None:
         return fault
     if not output.requires_grad:
         return "returned an output without gradients: use operations of PyTorch, or a torch.autograd.Function"
-    gradients: tuple[Tensor | None, ...]
-    try:
-        gradients = torch.autograd.grad(output, inputs.forward, inputs.upstream, allow_unused=True)
-    except NotImplementedError as error:
-        raise NoBackwardError from error
-    for name, gradient in zip("qkv", gradients, strict=True):
+    for name, gradient in zip("qkv", _gradients(output, inputs), strict=True):
         if gradient is None:
             return f"returned an output that has no gradient with respect to {name}"
         if fault := _not_finite(f"a gradient of {name}", gradient):
             return fault
     return None
+
+
+def _gradients(output: Tensor, inputs: Inputs) -> tuple[Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(output, inputs.forward, inputs.upstream, allow_unused=True)
+    except NotImplementedError as error:
+        raise NoBackwardError from error
 
 
 def why_gpu_needed(error: BaseException) -> str | None:
