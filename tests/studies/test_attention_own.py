@@ -165,7 +165,7 @@ def test_products_in_tf32_are_told_from_fp32_and_from_nonsense() -> None:
 
 def test_a_published_kernel_is_right_in_every_shape() -> None:
     """FlexAttention on an H200, up to a context of 65,536: by sums over the context alone it is 16 times as far off."""
-    study = read_study(Path(__file__).parents[2] / "data/attention/own_flex/attention.json", AttentionStudy)
+    study = read_study(Path(__file__).parents[2] / "data/published/attention/own_flex/attention.json", AttentionStudy)
     kernels = {Precision.FP32: Implementation.EFFICIENT, Precision.BF16: Implementation.FLASH}
     errors = {(each.cell.implementation, each.cell): each.errors for each in study.results if each.errors}
     judged = 0

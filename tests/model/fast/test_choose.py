@@ -315,7 +315,7 @@ def test_a_package_whose_imports_are_missing_is_done_without_and_refused_where_a
 
 
 def test_the_cost_of_a_missing_package_is_that_of_its_rung():
-    with (ROOT / "data/ladder/h100-gpt2-packed/ladder.csv").open() as file:
+    with (ROOT / "data/published/ladder/h100-gpt2-packed/ladder.csv").open() as file:
         times = {row["rung"]: float(row["step_mean_ms"]) for row in csv.DictReader(file)}
     assert COST[QUACK] == round(times["split"] / times["activations"], 2)
     assert COST[FLASH_4] == round(times["activations"] / times["packed"], 2)
