@@ -733,8 +733,9 @@ class RunConfig:
         int,
         Setting(
             "Processes that share a step, each with a GPU of its own, or all on the CPU. The batch size is that of "
-            "each. In a sweep of several ways, none is one process.",
-            plural="ranks", least=1, most=MAX_RANKS, label=1, note="{} ranks", axis="ranks",
+            "each. In a sweep of several ways, none is one process. One rank exchanges with itself.",
+            default="1, to be given with --parallel", plural="ranks", least=1, most=MAX_RANKS, label=1,
+            note="{} ranks", axis="ranks",
             rules=(
                 _needs(
                     "a way to share a step, as in --parallel ddp-overlap",

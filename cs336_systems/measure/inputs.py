@@ -100,6 +100,46 @@ def check_factory(name: str, flag: str = "--model") -> None:
         raise ValueError(f"{flag} {name}: needed something that can be called, got {constant}")
 
 
+def parameters_of(name: str) -> set[str] | None:
+    """Names of the parameters of `package.module:factory`, read from its source; None if the source cannot tell.
+
+    It tells for a function or a class with `__init__` that the module defines once, without a decorator, or imports
+    by name from a module where that holds.
+    """
+    module, _, attribute = name.partition(":")
+    first, *below = module.split(".")
+    spec = _find(first)
+    for part in below:
+        spec = spec and _submodule(spec, part)
+    if spec is None or _names(spec) is None:
+        return None
+    tree = ast.parse(Path(spec.origin).read_bytes()) if spec.origin else ast.Module([], [])
+    bound = [node for node in ast.walk(tree) if attribute in _bound_by(node)]
+    if len(bound) != 1 or bound[0] not in tree.body:
+        return None
+    (made,) = bound
+    if isinstance(made, ast.ImportFrom):
+        package = spec.name if spec.submodule_search_locations else spec.parent
+        source = importlib.util.resolve_name("." * made.level + (made.module or ""), package)
+        (known,) = [each.name for each in made.names if attribute == (each.asname or each.name)]
+        return parameters_of(f"{source}:{known}")
+    if isinstance(made, ast.ClassDef) and not made.keywords and not made.decorator_list:
+        makers = [each for each in made.body if {"__init__", "__new__"} & {*_bound_by(each)}]
+        made = makers[0] if len(makers) == 1 else made
+    if not isinstance(made, ast.FunctionDef) or made.decorator_list:
+        return None
+    return {each.arg for each in (*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs)}
+
+
+def _bound_by(node: ast.AST) -> Iterable[str | None]:
+    """Names that this one node binds, leaving out those within it."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [each.asname or each.name for each in node.names]
+    if isinstance(node, ast.Name):
+        return [node.id] if isinstance(node.ctx, ast.Store) else []
+    return [node.name] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
+
+
 def _meant(wanted: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(wanted, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

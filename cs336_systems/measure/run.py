@@ -20,7 +20,7 @@ from cs336_systems.analysis.warnings import launched_phases, timing_warnings
 from cs336_systems.config import Device, Mode, Profiler, RunConfig
 from cs336_systems.measure.clock import Beat, BeatingClock, Clock, StepTimes, make_clock
 from cs336_systems.measure.counters import compilation, compiled_graphs, read_counters
-from cs336_systems.measure.environment import environment
+from cs336_systems.measure.environment import environment, lacking_memory
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.inputs import inputs_of
 from cs336_systems.measure.moments import MomentClock, memory_now
@@ -88,6 +88,9 @@ def measure(
 
 def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat | None) -> RunRecord:
     config = progress.config
+    # a machine without enough memory would hardly answer any more, or end any of its processes
+    if model is None and (lacking := lacking_memory(config)) is not None:
+        raise MemoryError(f"not run: {lacking}")
     monitor = _find_gpu(progress)
     if config.expandable_segments:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -1,6 +1,8 @@
 """Oracles: peaks measured on an H200, live tensors of real steps on the CPU, and what autograd really saves."""
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +21,7 @@ from cs336_systems.config import (
     Mode,
     ModelConfig,
     OptimizerKind,
+    Parallel,
     Phase,
     Precision,
     Profiler,
@@ -30,6 +33,7 @@ from cs336_systems.costs.forecast.tape import Category
 from cs336_systems.costs.memory import (
     CUDA_CONTEXT_BYTES,
     fits,
+    host_bytes,
     largest_batch,
     largest_context,
     predict_memory,
@@ -277,3 +281,38 @@ def test_each_phase_holds_what_a_real_step_holds(arch, attention, precision, mod
 def test_checkpoints_hold_what_a_real_step_with_them_holds(arch, precision, blocks) -> None:
     config = run_config(replace(UNEQUAL, arch=arch), batch_size=3, precision=precision, checkpoint_blocks=blocks)
     assert tape_bytes(config)[1:] == real_bytes(config)[1:]
+
+
+GROWS = """
+import resource, sys
+from cs336_systems.config import Device, ModelConfig, RunConfig
+from cs336_systems.costs.memory import host_bytes
+from cs336_systems.measure.run import measure
+
+def run(width):
+    model = ModelConfig(context_length=128, d_model=width, d_ff=4 * width, num_layers=4, num_heads=8,
+                        attention=sys.argv[1])
+    config = RunConfig(size="custom", model=model, mode=sys.argv[2], warmup_steps=2, measured_steps=1)
+    assert measure(config).status == "ok"
+    return config, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+_, before = run(16)
+config, after = run(768)
+print((after - before) / host_bytes(config))
+"""
+
+
+@pytest.mark.parametrize(("attention", "mode"), [("naive", "train"), ("sdpa", "train"), ("naive", "inference")])
+def test_a_cpu_process_grows_by_what_the_step_needs(attention: str, mode: str) -> None:
+    """By the kernel's own account of the process; it must not need less, or a run that fits would be refused."""
+    argv = [sys.executable, "-c", GROWS, attention, mode]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True)
+    assert 0.97 < float(done.stdout) < 1.5
+
+
+def test_the_memory_of_a_user_s_own_model_on_a_cpu_is_not_known() -> None:
+    plain = run_config(UNEQUAL)
+    assert host_bytes(replace(plain, model_factory="package.module:make")) is None
+    assert host_bytes(replace(plain, device=Device.CUDA)) is None
+    shared = replace(plain, parallel=Parallel.DDP, ranks=3)
+    assert host_bytes(shared) == 3 * predict_memory(shared).peak.allocated_bytes

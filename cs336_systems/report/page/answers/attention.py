@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cs336_systems.config import Device, Precision
+from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.numbers import DOUBT, between, scientific, significant
@@ -216,7 +216,13 @@ def _best(material: Material, name: Implementation) -> tuple[Path, AttentionStud
     found = [
         (directory, study, timed)
         for directory, study in material.collection.attention.items()
-        if (timed := [each.cell for each in study.results if each.cell.implementation is name and each.measurements])
+        if (
+            timed := [
+                each.cell
+                for each in study.results
+                if each.cell.implementation is name and each.measurement(Phase.STEP) is not None
+            ]
+        )
     ]
     if not found:
         return None
