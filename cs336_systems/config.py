@@ -646,27 +646,9 @@ class RunConfig:
         ),
     ] = False
     update_in_backward: Annotated[
-        bool,
-        Setting(
-            "Update each weight as soon as backward has its gradient, beside backward's kernels. The time of the "
-            "optimizer is then what is left of it after backward. Needs --cast-once and --cuda-graph.",
-            is_shortcut=True, label=1, note="weights updated during backward",
-            rules=(
-                _CAST_ONCE,
-                _needs("--cuda-graph", lambda run: run.cuda_graph, "none"),
-                _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}"),
-                Rule(
-                    lambda run: not run.is_shared,
-                    "{flag} cannot be combined with --parallel {config.parallel}, whose ranks wait for each other's "
-                    "gradients",
-                ),
-                Rule(
-                    lambda run: not run.sync_phases,
-                    "{flag} cannot be combined with --sync-phases: one graph holds backward and optimizer",
-                ),
-            ),
-        ),
+        bool, Setting(is_shortcut=True, label=1, note="weights updated during backward")
     ] = False
+    """In records of earlier versions only: no flag asks for it, and no step does it."""
     expandable_segments: Annotated[
         bool,
         Setting(
@@ -871,8 +853,8 @@ class RunConfig:
 
     @property
     def without_graph(self) -> "RunConfig":
-        """The same run without CUDA graphs, and without what needs them."""
-        return self.with_defaults("cuda_graph", "update_in_backward")
+        """The same run without CUDA graphs."""
+        return self.with_defaults("cuda_graph")
 
     @property
     def needs_fast_model(self) -> bool:

@@ -259,7 +259,7 @@ def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: True)
     bases = make_bases(RunConfig, ModelConfig)
     for where, field in settings_of(bases[0]):
-        if field.name not in ("size", "profiler", "repeat", "arch"):
+        if field.name not in ("size", "profiler", "repeat", "arch", "update_in_backward"):
             pair, *_ = neighbours(bases, where, field.name)
             assert tuple(one(typed(config)) for config in pair) == pair
 
@@ -279,12 +279,10 @@ def test_a_graph_is_asked_for_by_a_flag() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_needs_a_graph_goes_with_it_where_memory_is_recorded() -> None:
-    plain, recorded = grid("--fast --update-in-backward --sizes small --context-lengths 128 --memory")
-    assert plain.update_in_backward
-    assert recorded == replace(
-        plain, cuda_graph=False, update_in_backward=False, profiler=Profiler.MEMORY, measured_steps=2
-    )
+def test_graphs_go_where_memory_is_recorded() -> None:
+    plain, recorded = grid("--fast --sizes small --context-lengths 128 --memory")
+    assert plain.cuda_graph
+    assert recorded == replace(plain, cuda_graph=False, profiler=Profiler.MEMORY, measured_steps=2)
 
 
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
@@ -882,7 +880,9 @@ def test_help_shows_common_flags_and_help_all_every_one(kind: type, capsys: pyte
     common, every = shown("--help"), shown("--help-all")
     assert common < every
     assert len(common) <= 26
-    parts_of_fast = {flag_of(name, setting) for name, (_, setting) in FIELDS.items() if setting.is_shortcut}
+    parts_of_fast = {
+        flag_of(name, setting) for name, (_, setting) in FIELDS.items() if setting.is_shortcut and setting.help
+    }
     assert parts_of_fast & common == {"--compile"}
     assert parts_of_fast <= every
 
