@@ -50,7 +50,8 @@ def _run_flags(config: RunConfig) -> Iterator[str]:
             default = each.default if usual is None else getattr(usual, name)
             has_flag = bool(setting.help or setting.plural) or name == "device"
             is_chosen = is_first_step and name in ("warmup_steps", "measured_steps")
-            if has_flag and not is_chosen and (values[name] != default or name in RUN_ALWAYS):
+            is_named = name in RUN_ALWAYS or (name == "ranks" and config.is_shared)
+            if has_flag and not is_chosen and (values[name] != default or is_named):
                 yield _flag(flag_of(name, setting), [values[name]])
     if config.profiler in (Profiler.KINETO, Profiler.MEMORY):
         yield "--memory-first-step" if is_first_step else PROFILERS[config.profiler]
@@ -120,7 +121,8 @@ def _sweep_flags(records: Sequence[RunRecord]) -> Iterator[str]:
             own_values = [config.ranks for config in plain if config.is_shared] or own_values
         found = list(dict.fromkeys(_in_order(own_values)))
         is_flag = bool(setting.help) and all(value is not None for value in found)
-        if is_flag and (name in ALWAYS or any(own[name] != usual[name] for own, usual in values)):
+        is_named = name in ALWAYS or (name == "ranks" and any(config.is_shared for config in plain))
+        if is_flag and (is_named or any(own[name] != usual[name] for own, usual in values)):
             yield _flag(_plural(name, setting), found)
     repeats = len({config.repeat for config in plain})
     if repeats > 1:

@@ -10,7 +10,7 @@ from cs336_systems import cli
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.results import show_results
-from cs336_systems.config import Device, Profiler
+from cs336_systems.config import Device, Parallel, Profiler
 from cs336_systems.record import load_records
 from cs336_systems.report.page.commands import command_of
 from cs336_systems.report.page.contents import sweep_chapters, sweep_page
@@ -36,6 +36,7 @@ def test_the_page_of_the_grid_takes_three_seconds_at_most(grid_page):
 @pytest.mark.parametrize("runs", committed_runs(), ids=lambda path: str(path.parent.relative_to(DATA)))
 def test_the_command_line_of_a_run_makes_its_configuration_again(runs, two_gpus, monkeypatch):
     monkeypatch.setattr("cs336_systems.commands.benchmark.resolve_device", lambda asked: Device(asked))
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: True)
     for record in load_records(runs)[0]:
         argv = shlex.split(command_of(record.config))
         begin = argv.index("benchmark.py") + 1
@@ -45,6 +46,12 @@ def test_the_command_line_of_a_run_makes_its_configuration_again(runs, two_gpus,
         if under_nsys:
             again = replace(again, profiler=Profiler.NSYS)
         assert again == record.config.configuration
+
+
+def test_the_command_line_of_one_rank_that_exchanges_with_itself_says_so():
+    config = replace(make_config(parallel=Parallel.DDP_FLAT), device=Device.CPU)
+    again = parse(BenchmarkArguments, "benchmark.py", shlex.split(command_of(config))[2:]).config()
+    assert again == config
 
 
 # What cannot be compared
