@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cs336_systems.analysis.advice import against_launches
-from cs336_systems.analysis.statistics import lag1_autocorrelation, modified_z_scores, slope
+from cs336_systems.analysis.statistics import lag1_autocorrelation, outliers, slope
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.costs.time import MIN_LAUNCHED_SHARE, limited_by_launches
 from cs336_systems.record import Measurement, RunWarning, WarningCode
@@ -18,8 +18,8 @@ from cs336_systems.record import Measurement, RunWarning, WarningCode
 MAX_CV = 0.05
 """Largest coefficient of variation. A quiet machine stays below 1 to 2 % after warm-up; above 5 %, the mean of 10 steps
 is not known to 3 %."""
-MAX_MODIFIED_Z = 3.5
-"""Modified z-score above which a step may be an outlier, as Iglewicz and Hoaglin (1993) advise."""
+OUTLIER_ALPHA = 0.005
+"""Share of runs of independent normal steps that the test of outliers names, whatever their number."""
 MIN_OUTLIER = 0.05
 """Least distance of an outlier from the median, relative to it; smaller ones do not matter."""
 MIN_DRIFT = 0.01
@@ -132,9 +132,9 @@ def _cv(times_s: Sequence[float]) -> float:
 def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
     median_s = statistics.median(times_s)
     found = [
-        f"{repeated.name} {i} {_signed_percent(time_s / median_s - 1)}"
-        for i, (time_s, z) in enumerate(zip(times_s, modified_z_scores(times_s), strict=True), start=1)
-        if abs(z) > MAX_MODIFIED_Z and abs(time_s / median_s - 1) >= MIN_OUTLIER
+        f"{repeated.name} {i + 1} {_signed_percent(times_s[i] / median_s - 1)}"
+        for i in outliers(times_s, OUTLIER_ALPHA)
+        if abs(times_s[i] / median_s - 1) >= MIN_OUTLIER
     ]
     if not found:
         return None

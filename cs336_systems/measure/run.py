@@ -45,6 +45,10 @@ LEAST_TRAIN_WARMUP_STEPS = 2
 """The optimizer makes its state at the end of the first step, so the second step is the first in the steady state."""
 
 
+FULL_CLOCK = 0.995
+"""Share of the maximal SM clock from which on a GPU is not throttled, whatever reason it names."""
+
+
 def measure(
     config: RunConfig,
     model: nn.Module | None = None,
@@ -335,9 +339,11 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
             f"the allocator asked the driver for {memory.segments_allocated} segment(s) and flushed its cache "
             f"{memory.alloc_retries} time(s) while timing; use more --warmup-steps or a smaller batch",
         )
-    if telemetry and (reasons := {*telemetry.before.throttle_reasons, *telemetry.after.throttle_reasons}):
-        clock = telemetry.after.sm_clock_hz / telemetry.after.max_sm_clock_hz
-        progress.warn(WarningCode.THROTTLED, f"{', '.join(sorted(reasons))}: SM clock at {clock:.0%} of its maximum")
+    slowed = [state for state in (telemetry.before, telemetry.after) if state.throttle_reasons] if telemetry else []
+    clock = min((state.sm_clock_hz / state.max_sm_clock_hz for state in slowed), default=1.0)
+    if clock < FULL_CLOCK:
+        reasons = sorted({reason for state in slowed for reason in state.throttle_reasons})
+        progress.warn(WarningCode.THROTTLED, f"{', '.join(reasons)}: SM clock at {clock:.0%} of its maximum")
     already = any(warning.code is WarningCode.GPU_SHARED for warning in progress.warnings)
     if telemetry and not already and (others := max(telemetry.before.other_processes, telemetry.after.other_processes)):
         progress.warn(

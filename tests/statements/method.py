@@ -174,9 +174,9 @@ def unstable() -> Sequence[Value]:
     return (100 * warnings.MAX_CV,)
 
 
-@claim(METHOD, r"more than ([\d.]+) robust standard deviations, and (\d+) %, from the median")
+@claim(METHOD, r"outlier by a test that names ([\d.]+) % of runs of pure noise, and (\d+) % or more")
 def outliers() -> Sequence[Value]:
-    return warnings.MAX_MODIFIED_Z, 100 * warnings.MIN_OUTLIER
+    return 100 * warnings.OUTLIER_ALPHA, 100 * warnings.MIN_OUTLIER
 
 
 @claim(METHOD, r"that noise does not explain, of (\d+) % or more")
