@@ -21,7 +21,7 @@ MAX_FREEDOM = 1e6
 """Degrees of freedom from which on Student's t is the normal distribution."""
 
 
-def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Comparison:
+def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement], *, are_alternate: bool = False) -> Comparison:
     """Compare B with A, each at least one process, by the times of the same phase in each process.
 
     Uses Welch's interval over the processes if each side has FEWEST or more; otherwise the interval of this module, or
@@ -29,7 +29,7 @@ def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Com
     """
     means_a, means_b = ([measured.mean_s for measured in side] for side in (a, b))
     if min(len(a), len(b)) >= FEWEST:
-        return compare(means_a, means_b)
+        return compare(means_a, means_b, between=0.0 if are_alternate else PROCESS_DEVIATION)
     for name, means in (("A", means_a), ("B", means_b)):
         if not means or not all(0 < mean_s < math.inf for mean_s in means):
             raise ValueError(f"{name} needs mean step times that are positive and finite seconds, got {means}")
@@ -47,10 +47,10 @@ def _half_width(*sides: Sequence[Measurement]) -> float | None:
 
     known, estimated = 0.0, []
     for side in sides:
+        known += PROCESS_DEVIATION**2  # shared by the processes of one time, so more of them do not reduce it
         for measured in side:
             if measured.cv is None:
                 return None
-            known += (PROCESS_DEVIATION / len(side)) ** 2
             estimated.append(((STEP_FACTOR * measured.cv / len(side)) ** 2, len(measured.times_s) - 1))
     variance = known + sum(own for own, _ in estimated)
     share = sum((own / variance) ** 2 / of_steps for own, of_steps in estimated)

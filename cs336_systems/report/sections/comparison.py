@@ -52,7 +52,7 @@ WIDEST = 10.0
 
 
 def pair_section(
-    names: Sequence[str], sides: Sequence[Sequence[RunRecord]]
+    names: Sequence[str], sides: Sequence[Sequence[RunRecord]], *, are_alternate: bool = False
 ) -> tuple[Section, Row, Mapping[str, Any], Sequence[str]]:
     """The verdict on two configurations by the processes that ended well: as table, values, JSON and sentences.
 
@@ -63,7 +63,7 @@ def pair_section(
         if records and not own:
             ended = STATUS_WORDS[records[0].status]
             raise SweepError(f"{name} cannot be compared: {ended} in {len(records)} of {len(records)} processes")
-    comparison = compare(*means)
+    comparison = compare(*means, between=0.0 if are_alternate else PROCESS_DEVIATION)
     codes = [[[w.code for w in record.warnings] for record in side if record.status is Status.OK] for side in sides]
     listed = [
         {"side": side, "configuration": name, "process_means_s": own, "process_warnings": warned}
@@ -143,9 +143,9 @@ def sweeps_section(
     times = [_times(side) for side in sides]
     a, b = found
     rows = [
-        *(_row(a[i], b[j], times, matching.differing) for i, j in matching.pairs),
-        *(_row(a[i], None, times, matching.differing) for i in matching.only_a),
-        *(_row(None, b[j], times, matching.differing) for j in matching.only_b),
+        *(_row(a[i], b[j], times, matching.differing, are_alternate) for i, j in matching.pairs),
+        *(_row(a[i], None, times, matching.differing, are_alternate) for i in matching.only_a),
+        *(_row(None, b[j], times, matching.differing, are_alternate) for j in matching.only_b),
     ]
     always = [name for name in ALWAYS if name not in matching.differing]
     identities = [row["identity"] for row in rows]
@@ -197,7 +197,11 @@ def _times(side: Sequence[RunRecord]) -> dict[RunConfig, list[Measurement]]:
 
 
 def _row(
-    a: Row | None, b: Row | None, times: Sequence[Mapping[RunConfig, list[Measurement]]], differing: Sequence[str]
+    a: Row | None,
+    b: Row | None,
+    times: Sequence[Mapping[RunConfig, list[Measurement]]],
+    differing: Sequence[str],
+    are_alternate: bool,
 ) -> Row:
     """What is known of one configuration, which may be missing on one side."""
     whole = a or b
@@ -216,7 +220,7 @@ def _row(
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
-    found = compare_processes(*measured)
+    found = compare_processes(*measured, are_alternate=are_alternate)
     doubted = in_doubt([*codes_of(a), *codes_of(b)])
     ratio = {"ratio": found.ratio, "ratio_low": found.low, "ratio_high": found.high, "ratio_is_doubted": doubted}
     return row | ratio | {"verdict": str(found.verdict)}
