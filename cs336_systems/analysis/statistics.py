@@ -63,7 +63,7 @@ def slope(values: Sequence[float]) -> tuple[float, float]:
 def outliers(values: Sequence[float], alpha: float) -> list[int]:
     """Positions of outliers among normal values, in order, by the generalized extreme studentized deviate test.
 
-    Of samples without outliers, about a share `alpha` has one, for any number of values (Rosner 1983). Fewer than half
+    Of samples without outliers, about a share `alpha` has one, from about 10 values on (Rosner 1983). Fewer than half
     of the values can be outliers; fewer than 3 values have none.
     """
     from scipy.special import stdtrit  # slow to import, and few commands need it

@@ -16,7 +16,7 @@ import pynvml
 import torch
 from torch import nn
 
-from cs336_systems.analysis.warnings import launched_phases, timing_warnings
+from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import Device, Mode, Profiler, RunConfig
 from cs336_systems.measure.clock import Beat, BeatingClock, Clock, StepTimes, make_clock
 from cs336_systems.measure.counters import compilation, compiled_graphs, read_counters
@@ -43,10 +43,6 @@ MAX_EXTRA_SKIPPED_STEPS = 20
 """Steps that GradScaler may skip in addition to the number of steps wanted: it halves its factor of 2^16 each time."""
 LEAST_TRAIN_WARMUP_STEPS = 2
 """The optimizer makes its state at the end of the first step, so the second step is the first in the steady state."""
-
-
-FULL_CLOCK = 0.995
-"""Share of the maximal SM clock from which on a GPU is not throttled, whatever reason it names."""
 
 
 def measure(
@@ -339,11 +335,8 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
             f"the allocator asked the driver for {memory.segments_allocated} segment(s) and flushed its cache "
             f"{memory.alloc_retries} time(s) while timing; use more --warmup-steps or a smaller batch",
         )
-    slowed = [state for state in (telemetry.before, telemetry.after) if state.throttle_reasons] if telemetry else []
-    clock = min((state.sm_clock_hz / state.max_sm_clock_hz for state in slowed), default=1.0)
-    if clock < FULL_CLOCK:
-        reasons = sorted({reason for state in slowed for reason in state.throttle_reasons})
-        progress.warn(WarningCode.THROTTLED, f"{', '.join(reasons)}: SM clock at {clock:.0%} of its maximum")
+    if telemetry and (slowed := throttled(telemetry)) is not None:
+        progress.warn(WarningCode.THROTTLED, slowed)
     already = any(warning.code is WarningCode.GPU_SHARED for warning in progress.warnings)
     if telemetry and not already and (others := max(telemetry.before.other_processes, telemetry.after.other_processes)):
         progress.warn(

@@ -134,15 +134,21 @@ def fewest_processes_of_both_sides() -> Sequence[Value]:
     return (FEWEST,)
 
 
-@claim(METHOD, r"a standard deviation of ([\d.]+) %, and besides of (\w+) that of its steps, and the (\d+) % interval")
+@claim(
+    METHOD,
+    r"deviation of ([\d.]+) % between times .* deviation of ([\d.]+) %, and besides of (\w+) that of its steps, and "
+    r"the (\d+) % interval .* below ([\d.]+) %\. `data",
+)
 def rule_for_few_processes() -> Sequence[Value]:
-    return 100 * few_processes.PROCESS_DEVIATION, few_processes.STEP_FACTOR, 100 * compare.CONFIDENCE
+    assumed = (few_processes.TIME_DEVIATION, few_processes.PROCESS_DEVIATION)
+    least = few_processes.least_difference()
+    return *(100 * each for each in assumed), few_processes.STEP_FACTOR, 100 * compare.CONFIDENCE, 100 * least
 
 
 @claim(
     METHOD,
-    r"it holds more than (\d+) pairs of processes of one configuration under the same conditions, more than (\d+) of "
-    r"them from different sweeps, and none of them is told apart. An interval over the steps alone would tell more "
+    r"`data/published` holds more than (\d+) pairs of processes of one configuration under the same conditions, more "
+    r"than (\d+) of them from different sweeps, and none of them is told apart. An interval over the steps alone would tell more "
     r"than a (\w+) of them apart",
 )
 def pairs_of_processes() -> Sequence[Value]:

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cs336_systems.analysis.compare import CONFIDENCE, Comparison, Verdict, compare, process_means
-from cs336_systems.analysis.few_processes import PROCESS_DEVIATION, STEP_FACTOR, compare_processes
+from cs336_systems.analysis.few_processes import (
+    PROCESS_DEVIATION,
+    STEP_FACTOR,
+    TIME_DEVIATION,
+    compare_processes,
+    least_difference,
+)
 from cs336_systems.analysis.matching import Matching, match
 from cs336_systems.analysis.statistics import FEWEST, mean_interval
 from cs336_systems.analysis.warnings import STEPS, in_doubt
@@ -63,7 +69,7 @@ def pair_section(
         if records and not own:
             ended = STATUS_WORDS[records[0].status]
             raise SweepError(f"{name} cannot be compared: {ended} in {len(records)} of {len(records)} processes")
-    comparison = compare(*means, between=0.0 if are_alternate else PROCESS_DEVIATION)
+    comparison = compare(*means, between=0.0 if are_alternate else TIME_DEVIATION)
     codes = [[[w.code for w in record.warnings] for record in side if record.status is Status.OK] for side in sides]
     listed = [
         {"side": side, "configuration": name, "process_means_s": own, "process_warnings": warned}
@@ -256,7 +262,9 @@ def _rules(rows: Sequence[Row]) -> Iterator[str]:
     if any(number < FEWEST for number in numbers):
         yield (
             f"{level} where a side has fewer than {FEWEST} processes: a process's mean is taken to have a standard "
-            f"deviation of {100 * PROCESS_DEVIATION:g} % and {STEP_FACTOR:g} times that of its steps."
+            f"deviation of {100 * PROCESS_DEVIATION:g} % and {STEP_FACTOR:g} times that of its steps, and a time of "
+            f"measurement one of {100 * TIME_DEVIATION:g} %. One process of each side cannot tell differences below "
+            f"{100 * least_difference():.1f} %: repeats can (--repeats {FEWEST})."
         )
 
 
