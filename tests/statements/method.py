@@ -148,8 +148,8 @@ def rule_for_few_processes() -> Sequence[Value]:
 @claim(
     METHOD,
     r"`data/published` holds more than (\d+) pairs of processes of one configuration under the same conditions, more "
-    r"than (\d+) of them from different sweeps, and none of them is told apart. An interval over the steps alone would tell more "
-    r"than a (\w+) of them apart",
+    r"than (\d+) of them from different sweeps, and none of them is told apart. An interval over the steps alone would "
+    r"tell more than a (\w+) of them apart",
 )
 def pairs_of_processes() -> Sequence[Value]:
     """The interval over the steps alone is Welch's, as SciPy computes it."""
