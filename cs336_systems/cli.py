@@ -1,7 +1,4 @@
-"""The command line: argv goes to a command, and how the command ends becomes an exit status (commands/outcome.py).
-
-The parser is imported where a command line is parsed, because every worker of a sweep imports this module.
-"""
+"""The command line: argv goes to a command, and how the command ends becomes an exit status (commands/outcome.py)."""
 
 import functools
 import importlib
@@ -14,8 +11,9 @@ from typing import Annotated, Any
 from cs336_systems import __version__
 from cs336_systems.analysis.kernels.nsys_export import NsysError
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError
-from cs336_systems.commands.outputs import guard_outputs
+from cs336_systems.commands.outputs import guard_outputs, print_last
 from cs336_systems.files import FileError, error_in_words
+from cs336_systems.interrupt import LINE
 from cs336_systems.sweep.locks import LockedError
 from cs336_systems.text import inert_line
 
@@ -37,7 +35,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
         guard_outputs()
         if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
-            print(f"cs336-systems {__version__}")
+            print(f"cs336-systems-benchmark {__version__}")
             return OK
         try:
             return main(argv)
@@ -49,7 +47,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             print(inert_line(f"error: {message}"), file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:  # a run in a worker was stopped
-            print("interrupted", file=sys.stderr)
+            print_last(LINE)
             return INTERRUPTED
 
     return run

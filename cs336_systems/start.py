@@ -4,20 +4,12 @@ Python's own answer, an exception in the middle of whatever is being imported, i
 import something and go on without it.
 """
 
-import os
 import signal
-from types import FrameType
 
-
-def _end(_number: int, _frame: FrameType | None) -> None:
-    """End the process now. Files are written atomically, and the kernel ends the processes that this one started."""
-    clear = b"\r\x1b[K" if os.isatty(2) else b""  # a status line
-    os.write(2, clear + b"interrupted\n")
-    os._exit(130)
-
+from cs336_systems.interrupt import end_at_once
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a worker, nor under nohup
-    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGINT, end_at_once)
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ _DYNAMIC = re.compile(
 
 `setattr(self, ...)` is none: it sets an attribute of an object, such as a layer of a model.
 """
+_OWN_PACKAGE = cs336_systems.__path__[:1]
 _FIRST_NAMES = re.compile(rb"(?:^|,)\s*(\w+)", re.ASCII)
 
 
@@ -186,6 +187,8 @@ def _constant(spec: ModuleSpec, name: str) -> str | None:
 
 def _locations(module: str) -> list[Path]:
     """The file or the directories from which a worker would import a top-level module."""
+    if module == cs336_systems.__name__:
+        return [Path(each) for each in _packages_of_the_user() or _OWN_PACKAGE]
     spec = _find(module)
     if spec is None:
         return []
@@ -197,11 +200,18 @@ def _locations(module: str) -> list[Path]:
 def _find(module: str) -> ModuleSpec | None:
     """Find a top-level module, in the current directory too, as `load_factory` does."""
     if module == cs336_systems.__name__:
-        find_modules_of_the_user()
-        return cs336_systems.__spec__
+        found = ModuleSpec(module, None, is_package=True)
+        found.submodule_search_locations = [*_OWN_PACKAGE, *_packages_of_the_user()]
+        return found
     with contextlib.suppress(ImportError, ValueError):  # a loaded module may have no __spec__
         return PathFinder.find_spec(module, [*sys.path, str(Path.cwd())]) or importlib.util.find_spec(module)
     return None
+
+
+def _packages_of_the_user() -> list[str]:
+    """The directories of other packages that have this package's name."""
+    find_modules_of_the_user()
+    return [path for path in cs336_systems.__path__ if not Path(path).samefile(_OWN_PACKAGE[0])]
 
 
 def _sources(location: Path) -> list[tuple[str, bytes]]:
@@ -218,9 +228,9 @@ def _sources(location: Path) -> list[tuple[str, bytes]]:
 
 def _beside(root: Path, source: bytes) -> list[Path]:
     """Modules and packages in `root` that the source imports, without this package, which has its own digest."""
-    names = sorted(_imported(source) - {cs336_systems.__name__})
+    names, own = sorted(_imported(source)), Path(*_OWN_PACKAGE)
     there = (name for name in names if (root / name).is_dir() or (root / f"{name}.py").is_file())
-    return [path for name in there for path in _locations(name) if path.parent == root]
+    return [path for name in there for path in _locations(name) if path.parent == root and path != own]
 
 
 def _imported(source: bytes) -> set[str]:

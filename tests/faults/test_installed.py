@@ -14,9 +14,14 @@ SMALL = "--device cpu --vocab-size 11 --d-model 8 --num-heads 2 --num-layers 1 -
 THEIRS = {
     "cs336_systems/__init__.py": "raise RuntimeError('the package of the project has been imported')\n",
     "cs336_systems/cli.py": "raise RuntimeError('the module of the project has been imported')\n",
+    "multiprocessing.py": "raise RuntimeError('the module of the project has been imported')\n",
     "cs336_systems/their_model.py": (
+        "import os\n"
         "from torch import nn\n"
-        "def make(vocab_size, d_model):\n"
+        "assert 'PYTHONSAFEPATH' not in os.environ, 'which is for our processes and not for theirs'\n"
+        "def fail(vocab_size, d_model, num_layers, num_heads):\n"
+        "    raise ArithmeticError\n"
+        "def make(vocab_size, d_model, num_layers, num_heads):\n"
         "    return nn.Sequential(nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size))\n"
         "def attend(q, k, v, is_causal):\n"
         "    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)\n"
@@ -53,7 +58,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        f"sweep {SMALL} --context-lengths 4 8",
+        f"sweep {SMALL} --context-lengths 4 8 --model cs336_basics.model:make",
         f"benchmark {SMALL} --context-length 4 --parallel ddp-overlap --ranks 2",
         f"benchmark {SMALL} --context-length 4 --profile",
         f"benchmark {SMALL} --context-length 4 --model cs336_basics.model:make",
@@ -64,8 +69,28 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda words: " ".join([words.split()[0], *words.split()[-1:]]),
 )
 def test_every_process_runs_the_program_and_not_the_project(cs336: Path, project: Path, words: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [cs336, *words.split()], cwd=project, env=environment, capture_output=True, text=True, timeout=200
-    )
+    done = run([cs336, *words.split()], project)
     assert (done.returncode, "of the project has been imported" in done.stdout + done.stderr) == (0, False), done.stderr
+
+
+def test_results_are_read_there_too(cs336: Path, project: Path) -> None:
+    done = run([cs336, *f"sweep {SMALL} --context-lengths 4 --profile --name read".split()], project)
+    assert done.returncode == 0, done.stderr
+    directory = project / "data/kineto_profiles/read"
+    (trace,) = directory.glob("traces/*")
+    for words in (["report", directory], ["compare", directory, directory], ["kernels", trace]):
+        done = run([cs336, *words], project)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_line_that_fails_in_the_projects_package_is_shown(cs336: Path, project: Path) -> None:
+    done = run(
+        [cs336, *f"benchmark {SMALL} --context-length 4 --model cs336_systems.their_model:fail".split()], project
+    )
+    assert done.returncode == 1
+    assert 'File "./cs336_systems/their_model.py", line 5' in done.stdout
+
+
+def run(words: list[str | Path], project: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=200)

@@ -13,6 +13,8 @@ from time import monotonic
 
 import pytest
 
+from tests.faults.harness import eventually
+
 ROOT = Path(__file__).parents[2]
 PROFILE = next((ROOT / "data/published/nsys_profiles/train/kernels").glob("small_ctx128*.json"))
 COMMANDS = {
@@ -76,3 +78,30 @@ def test_ctrl_c_at_any_moment_is_one_line(name: str, place: Path) -> None:
         assert all(line.startswith("[") for line in said[:-1]), "the status of a sweep that has begun"
         assert took_s < 10, "it takes well below a second, and a busy machine longer"
     assert missed <= MOMENTS // 2
+
+
+def test_a_users_module_cannot_catch_ctrl_c_while_it_is_imported_even_where_nobody_reads_the_line(place: Path) -> None:
+    """As `| tee` ends by the same Ctrl-C; libraries catch it so too, and go on without half of their names."""
+    (place / "catches.py").write_text(
+        "try:\n    import sends\nexcept BaseException:\n    pass\nfrom torch.nn import Linear\n"
+    )
+    (place / "sends.py").write_text(
+        "import os, signal\nreader, writer = os.pipe()\nos.dup2(writer, 2)\nos.close(reader)\nos.close(writer)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    words = [sys.executable, "benchmark.py", "--device", "cpu", "--model", "catches:Linear"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(words, cwd=place, env=environment, capture_output=True, timeout=100).returncode == 130
+
+
+def test_a_study_that_is_interrupted_leaves_no_temporary_directory(place: Path) -> None:
+    temporary = place / "temporary"
+    temporary.mkdir()
+    words = [sys.executable, "-m", "cs336_systems", "attention", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    study = subprocess.Popen(words, cwd=place, env=environment, stderr=subprocess.PIPE, start_new_session=True)
+    assert eventually(lambda: [*temporary.glob("pymp-*/cs336-systems.lock")])
+    os.killpg(study.pid, signal.SIGINT)
+    _, said = study.communicate(timeout=100)
+    assert study.returncode == 130, said
+    assert eventually(lambda: not [*temporary.glob("pymp-*")], patience_s=5)
