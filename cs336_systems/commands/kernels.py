@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.commands.flags import Flat, Switch, unset
-from cs336_systems.commands.outcome import OK, UsageError, checked, existing, load_ceilings_or_warn, show
+from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
 from cs336_systems.record import RecordError, RunRecord, read_record
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, ceilings_beside
 
 if TYPE_CHECKING:
     from cs336_systems.analysis.kernels.parts import AttentionNames
@@ -64,10 +63,6 @@ class RangeArguments:
 class KernelsArguments:
     """Say where the time of profiled steps went: by phase, kind of work, module and kernel, and when the GPU was idle.
 
-    A step of which each kernel is kept is also replayed with changes: what it would take as a CUDA graph, compiled,
-    with fused attention, a fused optimizer, at another precision (if ceilings are measured beside the results), and
-    without exposed communication.
-
     FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, a trace of torch.profiler (.json, .json.gz), or
     what this command or a sweep has kept of one (profile.json, kernels/*.json).
     A kernel belongs to the phase in which it was launched, by whatever thread. A trace of a CPU has operators in the
@@ -100,7 +95,7 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.analysis.kernels.explain import explain
     from cs336_systems.analysis.kernels.phases import UnknownRangeError
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
-    from cs336_systems.report.sections.kernels.entries import explained, replayed
+    from cs336_systems.report.sections.kernels.entries import explained
     from cs336_systems.report.sections.kernels.files import tables_of_one, write_kernels
     from cs336_systems.report.status_line import StatusLine
 
@@ -112,9 +107,8 @@ def run(arguments: KernelsArguments) -> int:
                 profile = explain(arguments.file, None if record is None else record.config, phases, attention)
             except UnknownRangeError as error:
                 raise UsageError(f"{arguments.file}: {error}") from error
-        ceilings = NO_CEILINGS if path is None else load_ceilings_or_warn(ceilings_beside(path.parent.parent))
         plain = [] if record is None or path is None else _plain_run(record, path)
-        (entry,) = replayed([explained(profile, record, plain)], ceilings)
+        entry = explained(profile, record, plain)
         if arguments.output is not None:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)

@@ -20,13 +20,11 @@ from cs336_systems.report.sections.kernels.plots import class_chart, communicati
 from cs336_systems.report.sections.kernels.shares import attention, classes, products
 from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
 from cs336_systems.report.sections.kernels.timeline import draw_timeline
-from cs336_systems.report.sections.kernels.what_if import what_if_section
 from cs336_systems.report.sections.kernels.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 
 _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
     phases,
-    what_if_section,
     communication,
     ranks,
     gathers,
@@ -64,7 +62,7 @@ def _noted_once(tables: Iterable[Table]) -> list[Table]:
 
 
 def _findings(entry: Explained) -> Table:
-    return findings_table(findings(entry.profile, entry.config, entry.what_if), "Nothing stands out.")
+    return findings_table(findings(entry.profile, entry.config), "Nothing stands out.")
 
 
 def write_kernels(

@@ -3,16 +3,16 @@
 All numbers are per step. A finding is reported only if it costs at least the share that its threshold below gives.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cs336_systems.analysis.advice import OF_PRECISION, Remedy
+from cs336_systems.analysis.advice import OF_PRECISION, Remedy, remedies
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, StepProfile, Work
-from cs336_systems.analysis.kernels.what_if import WhatIf, faster_than_now, full_precision_kernels, unknown_gains
-from cs336_systems.config import Precision, RunConfig
-from cs336_systems.costs.hardware import find_device
+from cs336_systems.config import Attention, Precision, RunConfig
+from cs336_systems.costs.hardware import faster_precisions, find_device
 from cs336_systems.report.numbers import label, percent_of
 from cs336_systems.report.sections.kernels.facts import (
     MIN_LATE_SHARE,
@@ -27,7 +27,6 @@ from cs336_systems.report.sections.kernels.facts import (
     wall_s,
 )
 from cs336_systems.report.sections.kernels.one_offs import OneOff, find_one_offs, without
-from cs336_systems.report.sections.kernels.what_if import proposals
 from cs336_systems.report.sections.kernels.words import WHERE, items, launches, ms, path_text, terms, times, us
 from cs336_systems.text import counted
 
@@ -60,6 +59,18 @@ MIN_MAIN_SHARE = 0.25
 _WAITING = tuple(phase for phase in WHERE if phase not in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED))
 """Phases in which the host has no reason to wait; a timed step synchronises only before and after them."""
 _MOVING = (KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL, KernelClass.NORMALISATION, KernelClass.REDUCTION)
+_BOUNDS = {
+    IdleCause.LATE_LAUNCH: ("waiting for launches", Remedy.GRAPHS),
+    IdleCause.HOST_WAITED: ("waits of the host for the device", None),
+    IdleCause.HOST_PAUSE: ("pauses of the host", None),
+    IdleCause.BETWEEN_KERNELS: ("idle time between kernels", Remedy.COMPILE),
+    IdleCause.END_OF_STEP: ("idle time after the last kernel", None),
+}
+"""What the step would be without, for each cause of idle time, and the remedy against it."""
+_FULL_PRECISION = re.compile(r"sgemm|f32f32_f32f32_f32")
+"""Part of the names of fp32 products of cuBLAS and CUTLASS: ampere_sgemm_, simt_sgemm, xmma_gemm_f32f32_f32f32_f32_."""
+_HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
+"""Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32 and bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +81,15 @@ class _Finding:
     text: str
 
 
-def findings(profile: StepProfile, config: RunConfig | None = None, replayed: WhatIf | None = None) -> tuple[str, ...]:
+def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
     """Sentences in order: one-offs, what limits the step, what would shorten it, idle times, other findings.
 
     Idle times and other findings are sorted by cost, the largest first. With the `config` of the run, the advice leaves
-    out what the run does already. `replayed` has the step's times with changes; without it, the gain of each change is
-    not known.
+    out what the run does already.
     """
     one_offs = find_one_offs(profile)
     found, steady = _Findings(profile, config), _Findings(without(profile, one_offs), config)
-    ways = replayed or unknown_gains(profile, config)
-    first = [*found.one_offs(one_offs), *found.limit(), *steady.main_operators(), *steady.proposals(ways)]
+    first = [*found.one_offs(one_offs), *found.limit(), *steady.main_operators(), *found.bounds(), *steady.proposals()]
     idle = [*found.late_phases(), *found.waits(), *found.pauses(), *found.between()]
     long = [*steady.unknown(), *steady.unattributed(), *steady.recomputed(), *steady.communication(),
             *steady.full_precision(), *found.optimizer(), *steady.moving()]  # fmt: skip
@@ -335,12 +344,23 @@ class _Findings:
         )
 
     def faster(self) -> tuple[Precision, ...]:
-        """Faster precisions of the device, for a run in fp32."""
-        is_full = self.config is None or self.config.precision is Precision.FP32
-        return faster_than_now(self.profile, self.config) if self.on_device and is_full else ()
+        """Precisions with tensor cores on the device, for a run in fp32; empty if that is not known."""
+        rows = self.full_precision_kernels()
+        is_full = bool(rows) if self.config is None else self.config.precision is Precision.FP32
+        device = next(filter(None, map(find_device, self.profile.device_names)), None)
+        if not self.on_device or not is_full:
+            return ()
+        if device is not None:
+            return faster_precisions(device)
+        return (Precision.TF32, Precision.BF16) if any(_HAS_TF32.search(row.name) for row in rows) else ()
+
+    def full_precision_kernels(self) -> list[KernelTimes]:
+        """The matmuls in true fp32."""
+        matmuls = (row for row in self.kernels if row.kind is KernelClass.MATMUL)
+        return [row for row in matmuls if _FULL_PRECISION.search(row.name) and "tf32" not in row.name]
 
     def full_precision_s(self) -> float:
-        return added(full_precision_kernels(self.profile)).total_s
+        return added(self.full_precision_kernels()).total_s
 
     def optimizer_s(self) -> float:
         """Wall time of the optimizer."""
@@ -372,28 +392,56 @@ class _Findings:
             "goes to element-wise work, norms, sums and copies, which move values more than they compute.",
         )
 
-    def proposals(self, ways: WhatIf) -> Iterator[str]:
-        """What would shorten the step, with the flags that do it."""
-        if text := proposals(ways, self.config, self.evident()):
-            yield text
+    def bounds(self) -> Iterator[str]:
+        """How much shorter the step could be at most without the idle time of each cause."""
+        lost_s = {cause: idle(self.profile, cause).total_s for cause in _BOUNDS}
+        told = []
+        for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
+            if lost_s[cause] >= MIN_PAUSE_SHARE * self.wall_s > 0:
+                without_what, remedy = _BOUNDS[cause]
+                flags = "" if remedy is None else remedies(self.config, remedy)
+                told.append(f"{self.ms(lost_s[cause])} less without {without_what}{f' ({flags})' if flags else ''}")
+        if told:
+            yield f"The step would take at most {', '.join(told)}."
+
+    def proposals(self) -> Iterator[str]:
+        """What may shorten the step besides, with the flags that do it."""
+        evident = self.evident()
+        if named := remedies(self.config, *(remedy for remedy in Remedy if remedy in evident)):
+            yield f"What may shorten the step, by how much this profile does not tell: {named}."
 
     def evident(self) -> set[Remedy]:
         """Ways that would shorten the step according to these sums, which do not show by how much."""
-        found: set[Remedy] = set()
-        if is_launch_bound(self.profile):
-            found |= {Remedy.COMPILE, Remedy.ATTENTION, Remedy.OPTIMIZER, Remedy.GRAPHS}
-        if idle(self.profile, IdleCause.BETWEEN_KERNELS).total_s >= MIN_BETWEEN_SHARE * self.wall_s:
-            found |= {Remedy.COMPILE, Remedy.OPTIMIZER}
-        if self.full_precision_s() >= MIN_FULL_PRECISION_SHARE * self.kernel_s:
-            found |= {OF_PRECISION[precision] for precision in self.faster()}
-        if self.optimizer_s() >= MIN_OPTIMIZER_SHARE * self.wall_s:
-            found.add(Remedy.OPTIMIZER)
-        moving_s, whole_s = self.moving_s()
-        if moving_s >= MIN_MOVING_SHARE * whole_s:
-            found.add(Remedy.COMPILE)
-        if exposed_s(self.profile) >= MIN_EXPOSED_SHARE * self.wall_s:
-            found.add(Remedy.OVERLAP)
-        return found
+        moving_s, computed_s = self.moving_s()
+        late_s, between_s = (
+            idle(self.profile, cause).total_s for cause in (IdleCause.LATE_LAUNCH, IdleCause.BETWEEN_KERNELS)
+        )
+        fewer = {Remedy.COMPILE, Remedy.OPTIMIZER}
+        least_s = [
+            (late_s, MIN_LATE_SHARE * self.wall_s, fewer | {Remedy.ATTENTION}),
+            (between_s, MIN_BETWEEN_SHARE * self.wall_s, fewer),
+            (moving_s, MIN_MOVING_SHARE * computed_s, {Remedy.COMPILE}),
+            (self.optimizer_s(), MIN_OPTIMIZER_SHARE * self.wall_s, {Remedy.OPTIMIZER}),
+            (
+                self.full_precision_s(),
+                MIN_FULL_PRECISION_SHARE * self.kernel_s,
+                set(map(OF_PRECISION.__getitem__, self.faster())),
+            ),
+            (exposed_s(self.profile), MIN_EXPOSED_SHARE * self.wall_s, {Remedy.OVERLAP}),
+        ]
+        ways = {way for cost_s, floor_s, ways in least_s if cost_s and cost_s >= floor_s for way in ways}
+        return ways.difference(self.useless())
+
+    def useless(self) -> Iterator[Remedy]:
+        """Ways that would change none of these kernels."""
+        compute = {row.kind for row in self.profile.classes if row.phase is not LaunchPhase.OPTIMIZER}
+        if compute.isdisjoint((*_MOVING, KernelClass.SOFTMAX)):
+            yield Remedy.COMPILE
+        if not self.profile.attention and (self.config is None or self.config.model.attention is not Attention.NAIVE):
+            yield Remedy.ATTENTION
+        own = [row for row in self.profile.classes if row.phase is LaunchPhase.OPTIMIZER]
+        if added(row for row in own if row.kind is KernelClass.OPTIMIZER).total_s >= added(own).total_s / 2:
+            yield Remedy.OPTIMIZER
 
 
 def _median_s(kernels: Iterable[KernelTimes]) -> float:
