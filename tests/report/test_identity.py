@@ -26,7 +26,7 @@ from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.answers import answers as kernel_answers
 from cs336_systems.report.sections.kernels.entries import Profiled
-from cs336_systems.report.sections.kernels.shares import classes
+from cs336_systems.report.sections.kernels.tables import classes
 from cs336_systems.report.sections.memory.answers import answers as memory_answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections

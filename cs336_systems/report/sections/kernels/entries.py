@@ -30,15 +30,15 @@ class Explained:
         """None if no record names the device."""
         return None if self.profiled is None else self.profiled.device_name
 
-    def clock_s(self, phase: Phase) -> float | None:
-        """Mean time of the phase without a profiler; None if it is not known.
+    def clock_s(self, phase: Phase, record: RunRecord | None) -> float | None:
+        """Mean time of the phase by the clock of this run, with a profiler or without; None if it is not known.
 
         Backward's time includes communication if the trace cannot tell them apart, as in one CUDA graph of both.
         """
         phases = [phase]
         if phase is Phase.BACKWARD and all(own.phase is not LaunchPhase.COMMUNICATION for own in self.profile.phases):
             phases.append(Phase.COMMUNICATION)
-        found = [None if self.plain is None else self.plain.measurement(each) for each in phases]
+        found = [None if record is None else record.measurement(each) for each in phases]
         means_s = [measured.mean_s for measured in found if measured is not None]
         return sum(means_s) if found[0] is not None else None
 

@@ -12,13 +12,12 @@ from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.draw import png_of
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.kernels.answers import answers
-from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
+from cs336_systems.report.sections.kernels.communication import communication, ranks
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.report.sections.kernels.plots import class_chart, communication_chart, configuration_chart
-from cs336_systems.report.sections.kernels.shares import attention, classes, products
-from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
+from cs336_systems.report.sections.kernels.tables import attention, classes, phases, top_kernels
 from cs336_systems.report.sections.kernels.timeline import draw_timeline
 from cs336_systems.report.sections.kernels.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
@@ -27,13 +26,10 @@ _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
     phases,
     communication,
     ranks,
-    gathers,
     classes,
-    products,
-    slowdown,
 )
 SUBJECTS = (*_PRINTED, attention, top_kernels)
-"""Sections about any number of traces."""
+"""Sections about any number of traces; those in details.py have more of the kernels of a single one."""
 
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:
@@ -81,7 +77,7 @@ def write_kernels(
     if not entries:
         return []
     files: dict[str, str | bytes] = {"answers.md": answers(entries)}
-    sections, note = [make(entries) for make in SUBJECTS], ""
+    sections, note = [make(entries) for make in (SUBJECTS if top is None else SUBJECTS[:-1])], ""
     if top is None:
         names = labels(entries)
         profiles = [entry.profile for entry in entries]

@@ -12,8 +12,7 @@ from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style, di
 from cs336_systems.report.plots.palette import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import collectives_s, exposed_s
-from cs336_systems.report.sections.kernels.shares import CLASS_KEYS, class_rows
-from cs336_systems.report.sections.kernels.tables import is_shown, phase_rows
+from cs336_systems.report.sections.kernels.tables import CLASS_KEYS, class_rows, is_shown, phase_rows
 from cs336_systems.report.sections.kernels.timeline import describe_devices, describe_source, describe_steps
 
 COPIES = "copy by the driver"
