@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment
 from cs336_systems.config import Mode
@@ -25,6 +26,9 @@ from cs336_systems.report.sections.memory.words import (
 )
 from cs336_systems.report.table import Table, known, make_table
 
+Lines: TypeAlias = tuple[Table, list[Row]]
+"""A table of a single snapshot with a value on each line, and its rows in the CSV file."""
+_LINE_KEYS = ("quantity", "value", "unit", "share", "requested_bytes", "blocks")
 WHOLE = "allocated"
 """Name of the row for all categories together."""
 _ALONE = (
@@ -39,7 +43,7 @@ _FULL_NAMES = {"peak_allocated_bytes": "peak allocated", "peak_reserved_bytes": 
 
 
 def _peak(entry: Snapshot) -> Iterator[Row]:
-    """One row with all values of the peak apart from its categories."""
+    """One row with all values of the peak."""
     profile, peak, blocks = entry.profile, entry.profile.peak, entry.profile.blocks
     yield {
         "status": str(Status.OOM if profile.work.out_of_memory else Status.OK),
@@ -61,16 +65,26 @@ def _peak(entry: Snapshot) -> Iterator[Row]:
         "block_gradient_bytes": typical(blocks).gradient_bytes if blocks else None,
         "gpu_index": profile.device,
         "recorded_steps": profile.num_steps,
+        **category_values(peak),
     }
 
 
 def peaks(entries: Sequence[Snapshot]) -> Section:
-    """Peaks of the runs, first by mode, then one row for each run; for a single snapshot one line for each value."""
+    """Peaks of the runs, first by mode, then one row for each run, then by category.
+
+    A single snapshot has a line for each value, for each category, and for each count of the allocator's work.
+    """
     rows, runs = rows_of(entries, _peak), recorded_runs(entries)
     if not runs:
         profile = entries[0].profile
         notes = [f"The peak is {when(profile.peak)}.", *profile.notes]
-        return _value_lines("peak", "Peak", {key: rows[0][key] for key in _ALONE}, notes)
+        parts = (
+            _value_lines("Peak", {key: rows[0][key] for key in _ALONE}, notes),
+            _categories_alone(profile.peak),
+            _allocator(profile),
+        )
+        lines = [dict.fromkeys(_LINE_KEYS) | line for _, own in parts for line in own]
+        return Section(name="peak", tables=tuple(table for table, _ in parts), rows=lines, keys=_LINE_KEYS)
     columns = [
         in_unit("peak_allocated_bytes", GIB_CELL),
         column("peak_phase", drop_order=3),
@@ -84,10 +98,13 @@ def peaks(entries: Sequence[Snapshot]) -> Section:
     ]
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_rank_notes(runs), *_failure_notes(runs)]
     every = over_configurations("peaks", "Peaks of memory", rows, columns, tuple(next(_peak(runs[0]))), notes)
-    return replace(every, tables=(*_by_mode(runs), *every.tables))
+    of = [*category_columns(rows, GIB_CELL, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", GIB_CELL),
+          column("peak_phase", drop_order=2), column("status")]  # fmt: skip
+    parts = over_configurations("", "What the peaks consist of", rows, of, (), _failure_notes(runs))
+    return replace(every, tables=(*_by_mode(runs), *every.tables, *parts.tables))
 
 
-def allocator(profile: MemoryProfile) -> Section:
+def _allocator(profile: MemoryProfile) -> Lines:
     """The allocator's requests to the device during one recording, and the first request that failed."""
     work = profile.work
     values = {
@@ -108,11 +125,11 @@ def allocator(profile: MemoryProfile) -> Section:
             "failed_after_events": failure.event,
         }
     notes = [f"Memory first ran out {failure_words(failure)}, of {work.events:,} events in all."] if failure else []
-    return _value_lines("allocator", "Work of the allocator", values, notes)
+    return _value_lines("Work of the allocator", values, notes)
 
 
-def _value_lines(name: str, title: str, values: Row, notes: Iterable[str]) -> Section:
-    """A section with one value on each line, and the explanation of its column; `values` are by the keys of columns."""
+def _value_lines(title: str, values: Row, notes: Iterable[str]) -> Lines:
+    """A table with one value on each line, and the explanation of its column; `values` are by the keys of columns."""
 
     def cell(line: Row) -> str:
         if line["value"] is None:
@@ -133,8 +150,7 @@ def _value_lines(name: str, title: str, values: Row, notes: Iterable[str]) -> Se
         column("value", name="exact", drop_order=1, text=exact),
         column("about"),
     ]
-    table = make_table(title, known(columns, rows), rows, notes)
-    return Section(name=name, tables=(table,), rows=rows, keys=("quantity", "value", "unit"))
+    return make_table(title, known(columns, rows), rows, notes), rows
 
 
 def _rank_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
@@ -181,34 +197,13 @@ def _peak_cell(entry: MemoryEntry) -> str:
     return f"{'above ' if entry.is_out_of_memory else ''}{GIB_CELL.cell(entry.profile.peak.allocated_bytes)}"
 
 
-def categories(entries: Sequence[Snapshot]) -> Section:
-    """Categories at the peak: a column for each, or for a single snapshot one line for each."""
-    if not (runs := recorded_runs(entries)):
-        return _categories_alone(entries[0].profile.peak)
-    rows = rows_of(runs, _categories)
-    columns = [
-        *category_columns(rows, GIB_CELL, "peak_allocated_bytes"),
-        in_unit("peak_allocated_bytes", GIB_CELL),
-        column("peak_phase", drop_order=2),
-        column("status"),
-    ]
-    keys, notes = tuple(next(_categories(runs[0]))), _failure_notes(runs)
-    return over_configurations("categories", "What the peaks consist of", rows, columns, keys, notes)
-
-
-def _categories(entry: MemoryEntry) -> Iterator[Row]:
-    (peak,) = _peak(entry)
-    yield {key: peak[key] for key in ("status", "peak_phase", "peak_allocated_bytes")} | category_values(
-        entry.profile.peak
-    )
-
-
-def _categories_alone(peak: Moment) -> Section:
+def _categories_alone(peak: Moment) -> Lines:
+    """A line for each category, and for all together."""
     kept = sorted((row for row in peak.categories if row.num_bytes), key=lambda row: [*Category].index(row.category))
     parts = [(str(row.category), row.num_bytes, row.requested_bytes, row.count) for row in kept]
     parts.append((WHOLE, peak.allocated_bytes, peak.requested_bytes, sum(row.count for row in kept)))
     rows = [
-        {"category": name, "bytes": num_bytes, "gib": num_bytes / GIB, "share": ratio(num_bytes, peak.allocated_bytes),
+        {"category": name, "bytes": num_bytes, "share": ratio(num_bytes, peak.allocated_bytes),
          "requested_bytes": requested, "blocks": blocks}
         for name, num_bytes, requested, blocks in parts
     ]  # fmt: skip
@@ -221,4 +216,6 @@ def _categories_alone(peak: Moment) -> Section:
         column("blocks"),
     ]
     table = make_table("Categories at the peak", columns, rows, rounding_words([peak]))
-    return Section(name="categories", tables=(table,), rows=rows)
+    return table, [
+        row | {"quantity": f"{row['category']} at the peak", "value": row["bytes"], "unit": "bytes"} for row in rows
+    ]
