@@ -12,7 +12,7 @@ from cs336_systems.commands.outcome import OK, UsageError, checked, existing, sh
 from cs336_systems.record import RecordError, RunRecord, read_record
 
 if TYPE_CHECKING:
-    from cs336_systems.analysis.kernels.parts import AttentionNames
+    from cs336_systems.analysis.kernels.modules import AttentionNames
     from cs336_systems.analysis.kernels.phases import PhaseNames
 
 
@@ -53,7 +53,7 @@ class RangeArguments:
 
     def attention(self) -> "AttentionNames":
         """Names of the parts of attention; raise ValueError for a name that is given to two of them."""
-        from cs336_systems.analysis.kernels.parts import AttentionNames
+        from cs336_systems.analysis.kernels.modules import AttentionNames
 
         given = {f.name: getattr(self, f.name) for f in fields(AttentionNames)}
         return AttentionNames(**{name: (value,) for name, value in given.items() if value is not None})
@@ -127,7 +127,7 @@ def _record_path(arguments: KernelsArguments) -> Path | None:
     """The record of the run that was profiled: the one given, or the one that its sweep keeps."""
     if arguments.record is not None:
         return existing(arguments.record, "a record of a run, in JSON")
-    from cs336_systems.analysis.kernels.ranks import without_rank
+    from cs336_systems.analysis.kernels.communication import without_rank
 
     stem = without_rank(arguments.file.name).removesuffix(".gz").removesuffix(".json").removesuffix(".nsys-rep")
     beside = arguments.file.parent.parent / "runs" / f"{stem}.json"

@@ -25,7 +25,7 @@ from cs336_systems.report.sections.kernels.plots import class_chart, communicati
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
-from cs336_systems.report.sections.memory.peak_bars import peak_charts
+from cs336_systems.report.sections.memory.plots import peak_charts
 from cs336_systems.report.sections.memory.words import when
 from cs336_systems.report.sections.steps import results_section
 from cs336_systems.report.table import Table

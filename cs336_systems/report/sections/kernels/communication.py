@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from cs336_systems.analysis.kernels.collectives import Collective
+from cs336_systems.analysis.kernels.classes import Collective
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile
 from cs336_systems.config import RunConfig
@@ -16,8 +16,7 @@ from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
-from cs336_systems.report.sections.kernels.facts import last_ranks
-from cs336_systems.report.sections.kernels.words import WHOLE_STEP
+from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, last_ranks
 from cs336_systems.report.table import Table
 
 ALL_KINDS = "all"

@@ -13,8 +13,7 @@ from cs336_systems.ranges import Range
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.numbers import label, percent, ratio, rounded
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, wall_s
-from cs336_systems.report.sections.kernels.words import WHOLE_STEP, path_text, terms
+from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, Sum, added, grouped, path_text, terms, wall_s
 from cs336_systems.report.table import Table, make_table
 
 MAX_MODULES = 20

@@ -15,11 +15,15 @@ from cs336_systems.report.sections.kernels.answers import answers
 from cs336_systems.report.sections.kernels.communication import communication, ranks
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
+from cs336_systems.report.sections.kernels.facts import about
 from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.plots import class_chart, communication_chart, configuration_chart
+from cs336_systems.report.sections.kernels.plots import (
+    class_chart,
+    communication_chart,
+    configuration_chart,
+    draw_timeline,
+)
 from cs336_systems.report.sections.kernels.tables import attention, classes, phases, top_kernels
-from cs336_systems.report.sections.kernels.timeline import draw_timeline
-from cs336_systems.report.sections.kernels.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 
 _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (

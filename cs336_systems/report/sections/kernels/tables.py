@@ -18,15 +18,16 @@ from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import (
     NOTICEABLE,
+    WHOLE_STEP,
     Sum,
     added,
     grouped,
     kernel_s,
     num_launches,
+    terms,
     top_kernel,
     wall_s,
 )
-from cs336_systems.report.sections.kernels.words import WHOLE_STEP, terms
 
 _PHASE_CSV = (
     "phase", "kernels_per_step", "kernel_mean_ms", "kernel_std_ms", "share", "wall_mean_ms", "wall_std_ms",

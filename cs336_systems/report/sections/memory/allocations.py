@@ -10,8 +10,17 @@ from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import label, percent, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import Snapshot
-from cs336_systems.report.sections.memory.facts import fields_of, typical
-from cs336_systems.report.sections.memory.words import MIB, MIB_CELL, in_unit, innermost, shape_text, size, unit_for
+from cs336_systems.report.sections.memory.words import (
+    MIB,
+    MIB_CELL,
+    fields_of,
+    in_unit,
+    innermost,
+    shape_text,
+    size,
+    typical,
+    unit_for,
+)
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import counted
 

@@ -15,10 +15,8 @@ from cs336_systems.report.sections.memory.allocations import blocks, largest
 from cs336_systems.report.sections.memory.answers import answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.findings import findings
-from cs336_systems.report.sections.memory.peak_bars import peak_charts
-from cs336_systems.report.sections.memory.peaks import peaks
-from cs336_systems.report.sections.memory.phases import boundaries, phases
-from cs336_systems.report.sections.memory.plots import draw_memory
+from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
+from cs336_systems.report.sections.memory.tables import boundaries, peaks, phases
 from cs336_systems.report.sections.memory.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 

@@ -15,7 +15,6 @@ from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import SUBJECTS, tables_of, tables_of_one, write_kernels
-from cs336_systems.report.sections.kernels.words import about
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (
     FORWARD,
@@ -32,17 +31,6 @@ ALL_PROFILES = (make_profile, make_inference, make_cpu_profile)
 
 def of_file(make=make_profile, **changes):
     return Explained(profile=make(**changes))
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [({}, "small.nsys-rep, NVIDIA H200, 2 steps."),
-     ({"is_warmup": True}, "small.nsys-rep, NVIDIA H200, 2 warm-up steps."),
-     ({"is_whole_trace": True, "device_names": ()},
-      "small.nsys-rep, no steps in the file, so the whole of it counts as one.")],
-)  # fmt: skip
-def test_what_the_tables_are_of(change, text):
-    assert about(make_profile(**change)) == text
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Mode, Precision, Profiler
 from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.sections.memory import peak_bars
+from cs336_systems.report.sections.memory import plots as peak_bars
 from cs336_systems.report.sections.memory.answers import answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import memory_tables, write_memory

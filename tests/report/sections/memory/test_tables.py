@@ -8,11 +8,18 @@ from cs336_systems.analysis.memory.profile import Category, read_memory_profile
 from cs336_systems.report.sections.memory.allocations import blocks, largest
 from cs336_systems.report.sections.memory.compare import compare_memory
 from cs336_systems.report.sections.memory.entries import Snapshot
-from cs336_systems.report.sections.memory.facts import fragmentation_bytes, typical
 from cs336_systems.report.sections.memory.files import write_memory
-from cs336_systems.report.sections.memory.peaks import peaks
-from cs336_systems.report.sections.memory.phases import boundaries, phases
-from cs336_systems.report.sections.memory.words import Unit, milliseconds, peak_words, place_text, size, unit_for
+from cs336_systems.report.sections.memory.tables import boundaries, peaks, phases
+from cs336_systems.report.sections.memory.words import (
+    Unit,
+    fragmentation_bytes,
+    milliseconds,
+    peak_words,
+    place_text,
+    size,
+    typical,
+    unit_for,
+)
 from tests.report.reading import column, csv_rows
 from tests.report.sections.memory.profiles import (
     GRADIENTS,
