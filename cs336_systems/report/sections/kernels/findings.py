@@ -130,7 +130,7 @@ MIN_BUSY_SHARE = 0.8
 MIN_PAUSE_SHARE = 0.01
 """Smallest share of the wall time of a reported pause. A single hiccup of a millisecond in ten steps stays below."""
 MIN_BETWEEN_SHARE = 0.05
-"""Smallest reported share of the wall time that the device spends between kernels, a microsecond or two each time."""
+"""Smallest share of the wall time between kernels for which fewer kernels are advised."""
 MIN_UNKNOWN_SHARE = 0.02
 """Smallest reported share of the kernels' time in kernels of unknown class. Less would change no other share much."""
 MIN_LEFT_SHARE = 0.01
@@ -185,7 +185,7 @@ def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str
     one_offs = find_one_offs(profile)
     found, steady = _Findings(profile, config), _Findings(without(profile, one_offs), config)
     first = [*found.one_offs(one_offs), *found.limit(), *steady.main_operators(), *found.bounds(), *steady.proposals()]
-    idle = [*found.late_phases(), *found.waits(), *found.pauses(), *found.between()]
+    idle = [*found.late_phases(), *found.waits(), *found.pauses()]
     long = [*steady.unknown(), *steady.unattributed(), *steady.recomputed(), *steady.communication(),
             *steady.full_precision(), *found.optimizer(), *steady.moving()]  # fmt: skip
     return (*first, *_texts(idle), *_texts(long))
@@ -342,18 +342,6 @@ class _Findings:
                 f"{idles} while the host pauses{longest}. The host made no CUDA call meanwhile: it slept, read data, "
                 "compiled or computed on the CPU.",
             )
-
-    def between(self) -> Sequence[_Finding]:
-        """The time that the device takes from one kernel to the next."""
-        lost = idle(self.profile, IdleCause.BETWEEN_KERNELS)
-        each = us(lost.total_s / max(lost.count, 1))
-        return _from(
-            MIN_BETWEEN_SHARE * self.wall_s,
-            lost.total_s,
-            f"Between kernels that were launched in time the GPU idles {self.ms(lost.total_s)}, "
-            f"{self.of_wall(lost.total_s)} of the step: {each} each, {self.times(lost.count)}. Fewer and longer "
-            "kernels have less of it.",
-        )
 
     def unknown(self) -> Sequence[_Finding]:
         """Kernels of unknown class, if they matter, with the longest by name."""

@@ -217,12 +217,6 @@ def test_a_hiccup_is_no_finding() -> None:
     assert len(findings(quiet(idle=(make_idle(FORWARD, IdleCause.HOST_PAUSE, 1, 0.4),)))) == 1
 
 
-def test_time_between_kernels() -> None:
-    """3 ms of 50 in 1,000 pieces."""
-    *_, text = findings(quiet(idle=(make_idle(BACKWARD, IdleCause.BETWEEN_KERNELS, 1000, 3),)))
-    assert "idles 1.50 ms, 6.00 % of the step: 3.00 µs each, 500 times" in text
-
-
 def test_kernels_in_no_phase() -> None:
     profile = quiet()
     stray = make_phase(UNATTRIBUTED, (3, 3), (2, 2), (0, 0), (0, 0))
