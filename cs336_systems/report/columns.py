@@ -400,8 +400,6 @@ COLUMNS: dict[str, Column] = {
     "time_s": Column("at", "ms", "Time from the first recorded event.", drop_order=4),
     "allocated_bytes": Column("allocated", "", "All categories together, in blocks."),
     "counted_bytes": Column("PyTorch's count", "", "What PyTorch's allocator itself counted.", drop_order=2),
-    "counted_requested_bytes": Column("PyTorch's count", "", "What PyTorch's allocator counted as asked for.",
-                                      drop_order=2),
     "reserved_bytes": Column("reserved", "", "Segments that PyTorch held then.", drop_order=3),
     "begin_s": Column("begins", "ms", "Time from the first recorded event to the phase's start.", drop_order=3),
     "duration_s": Column("takes", "ms", "Time from the phase's start to its end.", drop_order=3),

@@ -82,39 +82,23 @@ def category_columns(rows: Sequence[Row], unit: Unit, whole: str, quantity: str 
 def boundaries(entries: Sequence[Snapshot]) -> Section:
     """Memory at the end of each phase, beside the allocator's own count; the tables of runs have the last step alone.
 
-    The table of a single snapshot includes the peak; a second one has the requested bytes if they differ visibly.
+    The table of a single snapshot includes the peak. The CSV has the requested bytes too.
     """
     runs, rows = recorded_runs(entries), rows_of(entries, _moments)
     moments = [moment for entry in entries for moment in entry.profile.boundaries]
     unit = GIB_CELL if runs else unit_for(max(row["reserved_bytes"] for row in rows))
-    names = [*_step_column(rows), column("moment"), column("time_s", write=milliseconds)]
     columns = [
-        *names,
+        *_step_column(rows),
+        column("moment"),
+        column("time_s", write=milliseconds),
         *category_columns(rows, unit, "allocated_bytes"),
         in_unit("allocated_bytes", unit),
         in_unit("counted_bytes", unit),
         in_unit("reserved_bytes", unit),
     ]
-    rounding = list(rounding_words([*moments, *(entry.profile.peak for entry in entries)]))
+    rounding = rounding_words([*moments, *(entry.profile.peak for entry in entries)])
     notes, title = [check_words(moments), *rounding], "Memory from phase to phase"
-    found = over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
-    if runs or not rounding or not moments:
-        return found
-    return replace(found, tables=(*found.tables, *_requested(rows, names, unit, moments).tables))
-
-
-def _requested(rows: Sequence[Row], names: Sequence[Column], unit: Unit, moments: Sequence[Moment]) -> Section:
-    """The same moments by the bytes that the program asked for."""
-    columns = [
-        *names,
-        *category_columns(rows, unit, "requested_bytes", "requested_bytes"),
-        in_unit("requested_bytes", unit, name="together"),
-        in_unit("counted_requested_bytes", unit),
-    ]
-    notes = ["What the program asked for: the sizes of its tensors."]
-    if not any(difference_bytes(moment, requested=True) for moment in moments):  # another stream may still use some
-        notes.append(check_words(moments, requested=True))
-    return over_configurations("", "Memory asked for, from phase to phase", rows, columns, (), notes)
+    return over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
 
 
 def _moments(entry: Snapshot) -> Iterable[Row]:

@@ -37,12 +37,9 @@ def fields_of(part: "DataclassInstance") -> dict[str, Any]:
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
-def by_category(moment: Moment, *, requested: bool = False) -> dict[Category, int]:
-    """Bytes of each category at the moment, counted in blocks or as `requested`; 0 for an absent category."""
-    found = dict.fromkeys(Category, 0)
-    for row in moment.categories:
-        found[row.category] += row.requested_bytes if requested else row.num_bytes
-    return found
+def by_category(moment: Moment) -> dict[Category, int]:
+    """Bytes of each category at the moment, counted in blocks; 0 for an absent category."""
+    return dict.fromkeys(Category, 0) | {row.category: row.num_bytes for row in moment.categories}
 
 
 def bytes_of(moment: Moment, category: Category) -> int:
@@ -55,11 +52,8 @@ def fragmentation_bytes(profile: MemoryProfile) -> int:
     return profile.peak.reserved_bytes - profile.peak.allocated_bytes
 
 
-def difference_bytes(moment: Moment, *, requested: bool = False) -> int | None:
-    """Bytes by which the snapshot exceeds the allocator's count, in blocks or as `requested`; None if not counted."""
-    if requested:
-        counted = moment.counted_requested_bytes
-        return None if counted is None else moment.requested_bytes - counted
+def difference_bytes(moment: Moment) -> int | None:
+    """Bytes by which the snapshot's blocks exceed the allocator's count; None if not counted."""
     return None if moment.counted_bytes is None else moment.allocated_bytes - moment.counted_bytes
 
 
@@ -166,9 +160,9 @@ def peak_words(profile: MemoryProfile) -> str:
     return f"The peak is {size(peak.allocated_bytes)}, {when(peak)}; it consists of {of}."
 
 
-def check_words(moments: Iterable[Moment], *, requested: bool = False) -> str:
+def check_words(moments: Iterable[Moment]) -> str:
     """Whether categories, which add up to what is allocated, agree with the allocator's own count, as a sentence."""
-    found = [difference_bytes(moment, requested=requested) for moment in moments]
+    found = [difference_bytes(moment) for moment in moments]
     differences = [difference for difference in found if difference is not None]
     if not differences:
         return "Check: categories add up to what is allocated; no count of the allocator is known beside it."

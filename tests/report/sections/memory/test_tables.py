@@ -125,15 +125,11 @@ def test_boundaries_in_time_with_the_peak_among_them() -> None:
     assert peak["counted_requested_bytes"] == ""
 
 
-def test_rounding_that_shows_has_a_table_and_a_sentence_of_its_own() -> None:
+def test_rounding_that_shows_is_told() -> None:
     """20 of 100 MiB of gradients, and 3 of 47 temporary; of 400 MiB saved only 1, which no cell shows."""
     whole = make_memory()
-    blocks, requested = boundaries(alone(whole)).tables
-    assert blocks.notes[1].endswith(": temporary 50.00 MiB for 47.00 MiB.")
-    assert column(requested, "temporary")[2] == "47.00"
-    assert column(requested, "together")[2] == "777.00"
-    assert column(requested, "PyTorch's count")[:4] == ["310.00", "710.00", "", "410.00"]
-    assert requested.notes[1].startswith("Check: at all 8 boundaries")
+    (table,) = boundaries(alone(whole)).tables
+    assert table.notes[1].endswith(": temporary 50.00 MiB for 47.00 MiB.")
     start, _, _, *others = whole.boundaries
     rounded = make_moment("backward", 20, 900, rounding={"gradients": 20}, parameters=100, optimizer_state=200,
                           gradients=100, held=10)  # fmt: skip
@@ -143,10 +139,6 @@ def test_rounding_that_shows_has_a_table_and_a_sentence_of_its_own() -> None:
     changed = replace(whole, boundaries=(start, saved, rounded, *others))
     words = ": gradients 100.0 MiB for 80.00 MiB, temporary 50.00 MiB for 47.00 MiB."
     assert boundaries(alone(changed)).tables[0].notes[1].endswith(words)
-    counted = replace(rounded, counted_requested_bytes=rounded.requested_bytes + 1)
-    differs = replace(whole, boundaries=(start, saved, counted, *others))
-    assert not any("Check" in note for note in boundaries(alone(differs)).tables[1].notes)
-    assert len(boundaries(alone(make_bare())).tables) == 1
 
 
 def test_each_phase_has_its_own_peak() -> None:
