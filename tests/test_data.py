@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 INPUTS = ("runs", "kernels", "memory", "examples")
 """Folders of what was measured and explained; JSON files are such too."""
 COMMITTED = (".csv", ".md")
-NOT_COMPARED = {"nvtx_kern_sum_small_ctx512.csv", "answers.md", "what_if.csv", "what_if.md"}
+NOT_COMPARED = {"nvtx_kern_sum_small_ctx512.csv", "answers.md"}
 """Tables of another program, and what will not be written any more."""
 
 

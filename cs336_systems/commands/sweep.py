@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
-from cs336_systems.analysis.kernels.nsys_export import NsysError, find_nsys
+from cs336_systems.analysis.kernels.nsys import NsysError, find_nsys
 from cs336_systems.commands.cluster import ANY_DEVICE, check_address, check_ray
 from cs336_systems.commands.device import device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (

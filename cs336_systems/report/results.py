@@ -9,7 +9,7 @@ from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.plots.steps import write_plots
 from cs336_systems.report.section import write_files
 from cs336_systems.report.sections.kernels.communication import by_configuration
-from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled, replayed
+from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
 from cs336_systems.report.sections.kernels.files import write_kernels
 from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memory
@@ -70,7 +70,7 @@ class Results:
     def tables(self, ceilings: Ceilings) -> list[Table]:
         """The tables for a terminal."""
         steps = results_section(self.published, ceilings).tables if self.published else ()
-        return [*steps, *kernel_tables(replayed(self.kernels, ceilings)), *memory_tables(self.memory)]
+        return [*steps, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
     def json(self, ceilings: Ceilings) -> dict[str, object]:
         """The rows of results.csv in SI units, and the explained profiles by the keys of their runs."""
@@ -90,7 +90,7 @@ class Results:
             write_files({"answers.md": answers_text(self.published, ceilings)}, output)
         if self.kernels:
             status("writing tables of kernels")
-            write_kernels(replayed(self.kernels, ceilings), output, status=status)
+            write_kernels(self.kernels, output, status=status)
         if self.memory:
             status("writing tables and plots of memory")
             write_memory(self.memory, output)

@@ -94,7 +94,7 @@ def _limit_memory() -> None:
 
 def _in_words(error: Exception) -> str:
     """The error in one line; for a defect of the analysis, with its place in the source."""
-    from cs336_systems.analysis.kernels.nsys_export import NsysError
+    from cs336_systems.analysis.kernels.nsys import NsysError
 
     if isinstance(error, FileError | NsysError):
         return inert_line(str(error))

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from cs336_systems.analysis.kernels.nsys_export import NsysError
+from cs336_systems.analysis.kernels.nsys import NsysError
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.failure import describe

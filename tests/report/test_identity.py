@@ -14,9 +14,7 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.analysis.kernels.what_if import WhatIf
 from cs336_systems.config import Arch, Mode, ModelConfig, Profiler, RunConfig
-from cs336_systems.costs.time import Limit
 from cs336_systems.record import write_record
 from cs336_systems.report import entries as report_entries
 from cs336_systems.report.entries import labels
@@ -28,7 +26,7 @@ from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.answers import answers as kernel_answers
 from cs336_systems.report.sections.kernels.entries import Profiled
-from cs336_systems.report.sections.kernels.shares import classes
+from cs336_systems.report.sections.kernels.tables import classes
 from cs336_systems.report.sections.memory.answers import answers as memory_answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections
@@ -83,9 +81,8 @@ def kernel_entry(config, **changes):
         "gathers": (make_gather("layers.0", FORWARD, (2, 2), (-1, 3), (1, 0)),),
     }
     profile = make_shared(**of_ranks | changes)
-    replayed = WhatIf(step_s=0.02, limit=Limit.LAUNCHES, is_host_of_profiler=False, changed=())
     plain = make_record(config, (0.02,))
-    return Profiled(config=config, profile=profile, plain=plain, profiled=record, what_if=replayed)
+    return Profiled(config=config, profile=profile, plain=plain, profiled=record)
 
 
 def memory_entry(config, **changes):

@@ -17,8 +17,7 @@ from cs336_systems.report.page.limits import limits, recorded_runs
 from cs336_systems.report.page.rows import Named, between, linked, named_rows
 from cs336_systems.report.page.subjects import Subjects
 from cs336_systems.report.page.write import Linked, Part, Prose
-from cs336_systems.report.sections.memory.facts import by_category
-from cs336_systems.report.sections.memory.words import parts_of, size
+from cs336_systems.report.sections.memory.words import by_category, parts_of, size
 from cs336_systems.report.sections.steps_answers import (
     checkpoint_answers,
     choice_answers,

@@ -13,10 +13,9 @@ from cs336_systems.report.numbers import milliseconds, percent_of
 from cs336_systems.report.page.rows import Named, Parts, between, linked, listed, named_rows
 from cs336_systems.report.page.subjects import Subjects
 from cs336_systems.report.page.write import Block, Linked, Part
-from cs336_systems.report.sections.kernels.facts import is_launch_bound
+from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, is_launch_bound, terms
 from cs336_systems.report.sections.kernels.findings import MIN_BUSY_SHARE
-from cs336_systems.report.sections.kernels.shares import CLASS_KEYS
-from cs336_systems.report.sections.kernels.words import WHOLE_STEP, terms
+from cs336_systems.report.sections.kernels.tables import CLASS_KEYS
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.words import size
 from cs336_systems.report.words import status_text

@@ -12,7 +12,7 @@ from cs336_systems.analysis.kernels.step_profile import IdleSpans, PicturedStep,
 from cs336_systems.report.page.figures import Spec
 from cs336_systems.report.page.write import Integers
 from cs336_systems.report.plots import palette
-from cs336_systems.report.sections.kernels.timeline import gap_words
+from cs336_systems.report.sections.kernels.plots import gap_words
 
 IDLE = "idle"
 """Class of the times in which a device had no kernel."""

@@ -7,8 +7,7 @@ from markupsafe import Markup
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.page.figures import Spec, text
 from cs336_systems.report.plots import palette
-from cs336_systems.report.sections.memory.facts import by_category
-from cs336_systems.report.sections.memory.words import size, unit_for
+from cs336_systems.report.sections.memory.words import by_category, size, unit_for
 
 PHASES = ("#9BA3AD", "#C3C9D0")
 """Phases beside each other alternate between these, behind the memory over time."""

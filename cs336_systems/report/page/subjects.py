@@ -18,14 +18,14 @@ from cs336_systems.report.plots.steps import step_charts
 from cs336_systems.report.results import Results
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.communication import by_configuration
-from cs336_systems.report.sections.kernels.entries import Profiled, replayed
+from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import SUBJECTS
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.kernels.plots import class_chart, communication_chart, configuration_chart
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import sections as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
-from cs336_systems.report.sections.memory.peak_bars import peak_charts
+from cs336_systems.report.sections.memory.plots import peak_charts
 from cs336_systems.report.sections.memory.words import when
 from cs336_systems.report.sections.steps import results_section
 from cs336_systems.report.table import Table
@@ -48,10 +48,8 @@ class Subjects:
         self.results, self.directory, self.ceilings = results, directory, ceilings
         self.place_of, self.prefix, self.ending, self.conditions = place_of, prefix, ending, conditions
         self.source = provenance(results.records, place_of)
-        self.profiled = replayed(results.kernels, ceilings)
-        self.of_kernels = self._told(
-            self.profiled, lambda entry: kernel_findings(entry.profile, entry.config, entry.what_if)
-        )
+        self.profiled = results.kernels
+        self.of_kernels = self._told(self.profiled, lambda entry: kernel_findings(entry.profile, entry.config))
         self.of_memory = self._told(results.memory, lambda entry: memory_findings(entry.profile))
         self.steps = self._steps()
         self.time = self._time()

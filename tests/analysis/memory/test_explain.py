@@ -10,10 +10,17 @@ import pytest
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.allocations import replay
-from cs336_systems.analysis.memory.categories import NOT_SIGHTED, resolve
 from cs336_systems.analysis.memory.explain import MAX_LARGEST, MAX_POINTS, explain_memory
-from cs336_systems.analysis.memory.notes import Kind, MemoryNotes, Position, notes_path, write_notes
-from cs336_systems.analysis.memory.positions import NOWHERE, moments_of
+from cs336_systems.analysis.memory.groups import NOT_SIGHTED, resolve
+from cs336_systems.analysis.memory.notes import (
+    NOWHERE,
+    Kind,
+    MemoryNotes,
+    Position,
+    moments_of,
+    notes_path,
+    write_notes,
+)
 from cs336_systems.analysis.memory.profile import (
     MIN_LATER,
     Category,

@@ -8,8 +8,8 @@ from itertools import accumulate
 import pytest
 
 from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.step_profile import IdleSpans, Work
-from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.report.page.pictured import IDLE, Lane, step_picture, step_title
 from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, make_trace
 from tests.report.page.pages import large_step

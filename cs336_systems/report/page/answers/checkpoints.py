@@ -21,8 +21,7 @@ from cs336_systems.report.page.answers.answer import (
     with_several,
 )
 from cs336_systems.report.page.answers.memory import residual_bytes
-from cs336_systems.report.sections.memory.facts import typical
-from cs336_systems.report.sections.memory.words import size
+from cs336_systems.report.sections.memory.words import size, typical
 from cs336_systems.report.sections.steps_answers import checkpoint_answers, texts
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import counted

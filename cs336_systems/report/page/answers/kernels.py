@@ -14,10 +14,8 @@ from cs336_systems.report.page.commands import command_for
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.answers import Question, answer, facts_of
 from cs336_systems.report.sections.kernels.entries import Explained
-from cs336_systems.report.sections.kernels.facts import class_shares
-from cs336_systems.report.sections.kernels.shares import attention, classes
-from cs336_systems.report.sections.kernels.tables import phases, top_kernels
-from cs336_systems.report.sections.kernels.words import WHOLE_STEP
+from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, class_shares
+from cs336_systems.report.sections.kernels.tables import attention, classes, phases, top_kernels
 from cs336_systems.report.table import rows_with
 
 LEAST_CONTEXT = 128

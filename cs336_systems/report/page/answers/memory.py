@@ -27,8 +27,7 @@ from cs336_systems.report.sections.memory.allocations import contributors
 from cs336_systems.report.sections.memory.allocations import largest as largest_section
 from cs336_systems.report.sections.memory.answers import block_answer, largest_answers, mixed_answers, timeline_answer
 from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.facts import typical
-from cs336_systems.report.sections.memory.words import largest_words, size
+from cs336_systems.report.sections.memory.words import largest_words, size, typical
 from cs336_systems.report.sections.study import across, pivoted
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.report.words import status_text

@@ -217,7 +217,7 @@ def _gathers_in_words(runs: Runs) -> Iterator[str]:
         yield "Whether each gather ends before it is needed is told by a profile of the same runs (--profile)."
     names = names_of(identities_of(entries))
     for name, entry in zip(names, entries, strict=True):
-        rows = list(gather_rows(entry))
+        rows = list(gather_rows(entry.profile))
         count, late, waited_ms = (
             sum(row[key] for row in rows) for key in ("gathers_per_step", "late_per_step", "gather_waited_ms")
         )

@@ -18,9 +18,17 @@ from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import answers_markdown
 from cs336_systems.report.numbers import between, label, percent_of, significant
 from cs336_systems.report.sections.kernels.entries import Explained
-from cs336_systems.report.sections.kernels.facts import class_shares, forward_wall_s, idle, kernel_s, top_kernel
-from cs336_systems.report.sections.kernels.shares import attention_rows
-from cs336_systems.report.sections.kernels.words import launches, ms, terms
+from cs336_systems.report.sections.kernels.facts import (
+    class_shares,
+    forward_wall_s,
+    idle,
+    kernel_s,
+    launches,
+    ms,
+    terms,
+    top_kernel,
+)
+from cs336_systems.report.sections.kernels.tables import attention_rows
 
 FORWARD, BACKWARD, BOTH, OPTIMIZER, STEP = "forward", "backward", "forward and backward", "optimizer", "step"
 PARTS: Mapping[str, Sequence[LaunchPhase]] = {
@@ -88,7 +96,7 @@ def _facts(entry: Explained) -> Row:
     found: Row = {
         "wall": forward_wall_s(profile),
         "in kernels": kernel_s(profile, (LaunchPhase.FORWARD, LaunchPhase.LOSS)) / steps,
-        "clock": entry.clock_s(Phase.FORWARD) or None,
+        "clock": entry.clock_s(Phase.FORWARD, entry.plain) or None,
         "late": idle(profile, IdleCause.LATE_LAUNCH, LaunchPhase.FORWARD).total_s / steps,
     }
     for part, chosen in PARTS.items():

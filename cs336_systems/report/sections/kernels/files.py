@@ -12,30 +12,28 @@ from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.draw import png_of
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.kernels.answers import answers
-from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
+from cs336_systems.report.sections.kernels.communication import communication, ranks
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
+from cs336_systems.report.sections.kernels.facts import about
 from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.plots import class_chart, communication_chart, configuration_chart
-from cs336_systems.report.sections.kernels.shares import attention, classes, products
-from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
-from cs336_systems.report.sections.kernels.timeline import draw_timeline
-from cs336_systems.report.sections.kernels.what_if import what_if_section
-from cs336_systems.report.sections.kernels.words import about
+from cs336_systems.report.sections.kernels.plots import (
+    class_chart,
+    communication_chart,
+    configuration_chart,
+    draw_timeline,
+)
+from cs336_systems.report.sections.kernels.tables import attention, classes, phases, top_kernels
 from cs336_systems.report.table import Table, findings_table, with_note
 
 _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
     phases,
-    what_if_section,
     communication,
     ranks,
-    gathers,
     classes,
-    products,
-    slowdown,
 )
 SUBJECTS = (*_PRINTED, attention, top_kernels)
-"""Sections about any number of traces."""
+"""Sections about any number of traces; those in details.py have more of the kernels of a single one."""
 
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:
@@ -64,7 +62,7 @@ def _noted_once(tables: Iterable[Table]) -> list[Table]:
 
 
 def _findings(entry: Explained) -> Table:
-    return findings_table(findings(entry.profile, entry.config, entry.what_if), "Nothing stands out.")
+    return findings_table(findings(entry.profile, entry.config), "Nothing stands out.")
 
 
 def write_kernels(
@@ -83,7 +81,7 @@ def write_kernels(
     if not entries:
         return []
     files: dict[str, str | bytes] = {"answers.md": answers(entries)}
-    sections, note = [make(entries) for make in SUBJECTS], ""
+    sections, note = [make(entries) for make in (SUBJECTS if top is None else SUBJECTS[:-1])], ""
     if top is None:
         names = labels(entries)
         profiles = [entry.profile for entry in entries]

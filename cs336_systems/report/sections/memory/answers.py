@@ -11,8 +11,18 @@ from cs336_systems.report.formats import answers_markdown
 from cs336_systems.report.numbers import label, percent_of, significant
 from cs336_systems.report.sections.memory.allocations import NUM_CONTRIBUTORS
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
-from cs336_systems.report.sections.memory.facts import by_category, peaks_by, typical
-from cs336_systems.report.sections.memory.words import MIB, largest_words, parts_of, peak_words, shape_text, size, when
+from cs336_systems.report.sections.memory.words import (
+    MIB,
+    by_category,
+    largest_words,
+    parts_of,
+    peak_words,
+    peaks_by,
+    shape_text,
+    size,
+    typical,
+    when,
+)
 
 NUM_LARGEST = 5
 """How many of the largest sizes of allocations an answer names."""

@@ -11,14 +11,12 @@ from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots import drawing
 from cs336_systems.report.plots.draw import png_of
 from cs336_systems.report.section import Section, texts_of, write_files
-from cs336_systems.report.sections.memory.allocations import at_peak, blocks, largest, saved
+from cs336_systems.report.sections.memory.allocations import blocks, largest
 from cs336_systems.report.sections.memory.answers import answers
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.findings import findings
-from cs336_systems.report.sections.memory.peak_bars import peak_charts
-from cs336_systems.report.sections.memory.peaks import allocator, categories, peaks
-from cs336_systems.report.sections.memory.phases import boundaries, phases
-from cs336_systems.report.sections.memory.plots import draw_memory
+from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
+from cs336_systems.report.sections.memory.tables import boundaries, peaks, phases
 from cs336_systems.report.sections.memory.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 
@@ -27,19 +25,17 @@ TOP = 10
 
 
 def sections(entries: Sequence[Snapshot], top: int = TOP) -> list[Section]:
-    """All sections in reading order; a single snapshot also has sections on its allocations, blocks and allocator."""
-    found = [peaks(entries), categories(entries), boundaries(entries), phases(entries)]
+    """All sections in reading order; a single snapshot also has one on the blocks of its model."""
+    found = [peaks(entries), boundaries(entries), phases(entries)]
     if recorded_runs(entries):
         return [*found, largest(entries)]
-    profile = entries[0].profile
-    details = [at_peak(profile, top), largest(entries, top), blocks(profile), saved(profile), allocator(profile)]
-    return [*found, *details]
+    return [*found, largest(entries, top), blocks(entries[0].profile)]
 
 
 def memory_tables(entries: Sequence[Snapshot], top: int = TOP) -> list[Table]:
-    """Tables for a terminal: peaks and categories of runs; findings and all sections of a single snapshot."""
+    """Tables for a terminal: peaks of runs; findings and all sections of a single snapshot."""
     if runs := _in_order(entries):
-        return [table for make in (peaks, categories) for table in make(runs).tables]
+        return list(peaks(runs).tables)
     details = [table for section in sections(entries, top) for table in section.tables] if entries else []
     return [*(_findings(entry.profile) for entry in entries), *details]
 

@@ -25,10 +25,10 @@ from cs336_systems.report.sections.kernels.plots import (
     class_chart,
     communication_chart,
     configuration_chart,
+    draw_timeline,
     rounded,
     time_bars,
 )
-from cs336_systems.report.sections.kernels.timeline import draw_timeline
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (

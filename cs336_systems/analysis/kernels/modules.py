@@ -1,21 +1,197 @@
-"""Which matmul kernels belong to linear layers and which to attention, and the time of attention's parts."""
+"""Kernels by module and by class, and which matmuls belong to linear layers and which to attention."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Ints, Mask, groups
-from cs336_systems.analysis.kernels.attribution import Attribution
-from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
-from cs336_systems.analysis.kernels.frames import by_phase
-from cs336_systems.analysis.kernels.kernel_times import CLASSES
-from cs336_systems.analysis.kernels.parts import NO_PART, PARTS, RangeParts
-from cs336_systems.analysis.kernels.phases import CODES, LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import AttentionPart, AttentionTimes, MatmulCounts
+from cs336_systems.analysis.kernels.attribution import Attribution, by_phase, totals
+from cs336_systems.analysis.kernels.classes import MAX_NAME, KernelClass, classify_kernel, short_name
+from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import (
+    AttentionPart,
+    AttentionTimes,
+    ClassTimes,
+    KernelTimes,
+    MatmulCounts,
+    ModuleTimes,
+)
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.accounting import AttentionFlops, attention_backward_flops, attention_forward_flops
+from cs336_systems.ranges import Range
+
+MAX_DEPTH = 64
+"""Largest number of names in a path; ranges nested deeper share the path, since longer ones could fill the memory."""
+
+PARTS = tuple(AttentionPart)
+NO_PART = -1
+Parts = NDArray[np.int8]
+"""Indices into `PARTS`, NO_PART for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNames:
+    """Names that the ranges around the parts of attention may have, in upper or lower case.
+
+    They are this project's, those of the course's handout, and those of a published solution. As `softmax` and `matmul`
+    may occur elsewhere, ranges count only where scores, softmax and values follow each other inside one range.
+    """
+
+    scores: tuple[str, ...] = (Range.SCORES, "computing attention scores", "attention scores")
+    softmax: tuple[str, ...] = (Range.SOFTMAX, "computing softmax", "softmax")
+    values: tuple[str, ...] = (Range.VALUES, "final matmul", "matmul")
+
+    def __post_init__(self) -> None:
+        names = [name.casefold() for name in (*self.scores, *self.softmax, *self.values)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"each part of attention needs range names of its own, got {', '.join(names)}")
+
+    def part(self, name: str) -> int:
+        """Index into `PARTS` of the part that a range of this name may be; NO_PART for none."""
+        accepted = (self.scores, self.softmax, self.values)
+        found = (part for part, names in enumerate(accepted) if name.casefold() in map(str.casefold, names))
+        return next(found, NO_PART)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeParts:
+    """The module path and the part of attention of each range; the last element of each column means no range."""
+
+    path: Ints
+    """Index into `paths`."""
+    paths: tuple[tuple[int, str], ...]
+    """For each path, the path around it and its last name; path 0 is empty."""
+    part: Parts
+    """The part of attention that the range is, or that it is inside."""
+    part_range: Ints
+    """The range that is that part of attention; -1 for none."""
+    in_attention: Mask
+    """Inside a range with the name of attention's own range; in backward attention has no other range."""
+
+    def names(self, path: int) -> tuple[str, ...]:
+        """The names of a path, the outermost first."""
+        names = []
+        while path > 0:
+            path, name = self.paths[path]
+            names.append(name)
+        return tuple(reversed(names))
+
+
+def range_parts(attribution: Attribution, names: AttentionNames) -> RangeParts:
+    """Find the parts of all ranges, from the outermost to the innermost, in time linear in their number."""
+    ranges, strings, parent = attribution.trace.ranges, attribution.trace.strings, attribution.parent
+    own = _attention_ranges(attribution, names)
+    around = parent[own == PARTS.index(AttentionPart.SCORES)]
+    attention_names = np.unique(ranges.name[around[around >= 0]])
+    is_attention = np.append(np.isin(ranges.name, attention_names), False).tolist()
+    part_range = np.append(np.where(own == NO_PART, -1, np.arange(len(own))), -1).tolist()
+    path, depth = [0] * len(part_range), [0]
+    known: dict[tuple[int, int], int] = {}
+    paths = [(0, "")]
+    name_of, parent_of = ranges.name.tolist(), parent.tolist()
+    for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
+        outer = parent_of[index]  # -1 for none, which indexes the last element
+        path[index] = path[outer]
+        if depth[path[outer]] < MAX_DEPTH:
+            key = path[outer], name_of[index]
+            if key not in known:
+                known[key] = len(paths)
+                paths.append((path[outer], strings[name_of[index]]))
+                depth.append(depth[path[outer]] + 1)
+            path[index] = known[key]
+        if part_range[index] < 0:
+            part_range[index] = part_range[outer]
+        is_attention[index] |= is_attention[outer]
+    return RangeParts(
+        path=np.array(path, dtype=np.int64),
+        paths=tuple(paths),
+        part=np.append(own, np.int8(NO_PART))[part_range],
+        part_range=np.array(part_range, dtype=np.int64),
+        in_attention=np.array(is_attention, dtype=np.bool_),
+    )
+
+
+def _attention_ranges(attribution: Attribution, names: AttentionNames) -> Parts:
+    """The part that each range is: scores, the softmax that follows them inside the same range, then the values."""
+    ranges = attribution.trace.ranges
+    used, index = np.unique(ranges.name, return_inverse=True)
+    wanted = np.array([names.part(attribution.trace.strings[name]) for name in used.tolist()], dtype=np.int8)
+    label = wanted[index]
+    rows = np.flatnonzero((label != NO_PART) & ranges.is_nested)
+    rows = rows[np.lexsort((ranges.start_ns[rows], attribution.parent[rows], ranges.thread[rows]))]
+    label = label[rows]
+    is_sibling = np.zeros(len(rows), dtype=np.bool_)
+    thread, parent = ranges.thread[rows], attribution.parent[rows]
+    is_sibling[1:] = (thread[1:] == thread[:-1]) & (parent[1:] == parent[:-1])
+    previous = np.append(np.int8(NO_PART), label)[:-1]
+    is_scores, is_softmax = label == 0, (label == 1) & (previous == 0) & is_sibling
+    is_values = (label == 2) & is_sibling & np.append(False, is_softmax)[:-1]
+    accepted = is_scores | is_softmax | is_values
+    own = np.full(len(ranges), NO_PART, dtype=np.int8)
+    own[rows[accepted]] = label[accepted]
+    return own
+
+
+def module_times(kernels: pd.DataFrame, parts: RangeParts) -> tuple[ModuleTimes, ...]:
+    """Kernels by module path and phase, the longest first."""
+    with_paths = kernels.assign(path=parts.path[kernels["module"]])
+    return tuple(
+        ModuleTimes(path=parts.names(row.path), phase=PHASES[row.phase], count=row.count, total_s=row.total_ns / 1e9)
+        for row in totals(with_paths, "path", "phase")
+    )
+
+
+CLASSES = tuple(KernelClass)
+
+
+def kernel_classes(names: Ints, strings: Sequence[str]) -> Codes:
+    """The class of each kernel, as an index into `CLASSES`."""
+    used, index = np.unique(names, return_inverse=True)
+    codes = {kind: code for code, kind in enumerate(CLASSES)}
+    kinds = np.array([codes[classify_kernel(strings[name])] for name in used.tolist()], dtype=np.int8)
+    return kinds[index]
+
+
+def kernel_times(kernels: pd.DataFrame, strings: Sequence[str]) -> tuple[KernelTimes, ...]:
+    """Times of each kernel in the whole step, then in each phase; the longest total first."""
+    rows = list(_kernel_times(kernels, strings, None))
+    for phase, in_phase in by_phase(kernels):
+        rows += _kernel_times(in_phase, strings, phase)
+    return tuple(rows)
+
+
+def _kernel_times(kernels: pd.DataFrame, strings: Sequence[str], phase: LaunchPhase | None) -> Iterator[KernelTimes]:
+    found = kernels.groupby("name")["duration_ns"].agg(["count", "sum", "median", "min", "max", "std"])
+    rows: Iterable[Any] = found.sort_values("sum", ascending=False, kind="stable").itertuples(name=None)
+    for index, count, total_ns, *times_ns, stdev_ns in rows:
+        median_s, min_s, max_s = (time / 1e9 for time in times_ns)
+        yield KernelTimes(
+            name=strings[index][:MAX_NAME],
+            short_name=short_name(strings[index]),
+            kind=classify_kernel(strings[index]),
+            phase=phase,
+            count=count,
+            total_s=total_ns / 1e9,
+            mean_s=total_ns / count / 1e9,
+            median_s=median_s,
+            min_s=min_s,
+            max_s=max_s,
+            stdev_s=None if count == 1 else stdev_ns / 1e9,
+        )
+
+
+def class_times(kernels: pd.DataFrame) -> tuple[ClassTimes, ...]:
+    """Times of each class in each phase where it occurs; by phase, the longest first."""
+    return tuple(
+        ClassTimes(kind=CLASSES[row.kind], phase=PHASES[row.phase], count=row.count, total_s=row.total_ns / 1e9)
+        for row in sorted(totals(kernels, "phase", "kind"), key=lambda row: row.phase)
+    )
+
 
 # helpers that sum the parts of a matmul or apply its epilogue, and PyTorch's operators that call another one
 _NO_MATMUL = re.compile(

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.matmuls import is_matmul_itself
-from cs336_systems.analysis.kernels.parts import MAX_DEPTH, AttentionNames
+from cs336_systems.analysis.kernels.explain import summarise
+from cs336_systems.analysis.kernels.modules import MAX_DEPTH, AttentionNames, is_matmul_itself
 from cs336_systems.analysis.kernels.phases import PHASES
 from cs336_systems.analysis.kernels.step_profile import AttentionTimes, MatmulCounts, StepProfile
-from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.accounting import attention_backward_flops, attention_forward_flops
 from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Kernel, Recording, Span, make_trace, random_recording
