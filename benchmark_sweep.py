@@ -8,7 +8,7 @@ python benchmark_sweep.py --help
 
 import sys
 
-from cs336_systems.cli import sweep
+from cs336_systems.start import sweep
 
 if __name__ == "__main__":
     sys.exit(sweep())

@@ -17,7 +17,7 @@ gradients themselves say what they are.
 
 import sys
 
-from cs336_systems.cli import precision
+from cs336_systems.start import precision
 
 if __name__ == "__main__":
     sys.exit(precision())

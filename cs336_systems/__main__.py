@@ -2,7 +2,7 @@
 
 import sys
 
-from cs336_systems.cli import main
+from cs336_systems.start import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,4 @@
-"""The command line: argv goes to a command, and how the command ends becomes an exit status (commands/outcome.py).
-
-The parser is imported where a command line is parsed, because every worker of a sweep imports this module.
-"""
+"""The command line: argv goes to a command, and how the command ends becomes an exit status (commands/outcome.py)."""
 
 import functools
 import importlib
@@ -12,15 +9,16 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from cs336_systems import __version__
-from cs336_systems.analysis.kernels.nsys_export import NsysError
+from cs336_systems.analysis.kernels.nsys import NsysError
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError
-from cs336_systems.commands.outputs import guard_outputs
+from cs336_systems.commands.outputs import guard_outputs, print_last
 from cs336_systems.files import FileError, error_in_words
+from cs336_systems.interrupt import LINE
 from cs336_systems.sweep.locks import LockedError
 from cs336_systems.text import inert_line
 
 COMMANDS = (
-    "benchmark", "sweep", "kernels", "memory", "account", "napkin", "scale", "precision", "fusion", "attention",
+    "benchmark", "sweep", "kernels", "memory", "account", "scale", "precision", "fusion", "attention",
     "ceilings", "ladder", "compare", "report", "cluster",
 )  # fmt: skip
 """The subcommands of `cs336`. Each is a module of commands/, imported only when it is called."""
@@ -37,7 +35,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
         guard_outputs()
         if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
-            print(f"cs336-systems {__version__}")
+            print(f"cs336-systems-benchmark {__version__}")
             return OK
         try:
             return main(argv)
@@ -48,7 +46,8 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             message = error_in_words(error) if isinstance(error, OSError) else error
             print(inert_line(f"error: {message}"), file=sys.stderr)
             return FAILED
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # a run in a worker was stopped
+            print_last(LINE)
             return INTERRUPTED
 
     return run
@@ -76,8 +75,6 @@ def precision(argv: Sequence[str] | None = None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `cs336`: the first word names the command, and the others are its arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["account"] and words[1:2] in (["napkin"], ["scale"]):  # other spellings of `cs336 napkin`, `scale`
-        return _run(words[1], f"cs336 account {words[1]}", words[2:])
     if words and words[0] in COMMANDS:
         return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
     import tyro

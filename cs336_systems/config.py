@@ -646,27 +646,9 @@ class RunConfig:
         ),
     ] = False
     update_in_backward: Annotated[
-        bool,
-        Setting(
-            "Update each weight as soon as backward has its gradient, beside backward's kernels. The time of the "
-            "optimizer is then what is left of it after backward. Needs --cast-once and --cuda-graph.",
-            is_shortcut=True, label=1, note="weights updated during backward",
-            rules=(
-                _CAST_ONCE,
-                _needs("--cuda-graph", lambda run: run.cuda_graph, "none"),
-                _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}"),
-                Rule(
-                    lambda run: not run.is_shared,
-                    "{flag} cannot be combined with --parallel {config.parallel}, whose ranks wait for each other's "
-                    "gradients",
-                ),
-                Rule(
-                    lambda run: not run.sync_phases,
-                    "{flag} cannot be combined with --sync-phases: one graph holds backward and optimizer",
-                ),
-            ),
-        ),
+        bool, Setting(is_shortcut=True, label=1, note="weights updated during backward")
     ] = False
+    """In records of earlier versions only: no flag asks for it, and no step does it."""
     expandable_segments: Annotated[
         bool,
         Setting(
@@ -733,8 +715,9 @@ class RunConfig:
         int,
         Setting(
             "Processes that share a step, each with a GPU of its own, or all on the CPU. The batch size is that of "
-            "each. In a sweep of several ways, none is one process.",
-            plural="ranks", least=1, most=MAX_RANKS, label=1, note="{} ranks", axis="ranks",
+            "each. In a sweep of several ways, none is one process. One rank exchanges with itself.",
+            default="1, to be given with --parallel", plural="ranks", least=1, most=MAX_RANKS, label=1,
+            note="{} ranks", axis="ranks",
             rules=(
                 _needs(
                     "a way to share a step, as in --parallel ddp-overlap",
@@ -870,8 +853,8 @@ class RunConfig:
 
     @property
     def without_graph(self) -> "RunConfig":
-        """The same run without CUDA graphs, and without what needs them."""
-        return self.with_defaults("cuda_graph", "update_in_backward")
+        """The same run without CUDA graphs."""
+        return self.with_defaults("cuda_graph")
 
     @property
     def needs_fast_model(self) -> bool:

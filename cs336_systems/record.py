@@ -28,7 +28,7 @@ class RecordError(FileError):
 
 
 class Status(StrEnum):
-    """How a run, or a cell of a study, ended. Only `ok` has times.
+    """How a run, or a cell of a study, ended. Only the times of `ok` count.
 
     `unavailable` is for cells only: the data type or the device has no such kernel.
     """

@@ -74,6 +74,44 @@ class RaisesBackward(Flash):
         raise RuntimeError("no backward yet")
 
 
+class ForwardAlone(Flash):
+    @staticmethod
+    def backward(ctx, upstream):
+        raise NotImplementedError("backward is next week's exercise")
+
+
+class WrongForwardAlone(ForwardAlone):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        return right(q, k, v, False)
+
+
+def without_the_mask(q, k, v, is_causal):
+    return right(q, k, v, False)
+
+
+def always_causal(q, k, v, is_causal):
+    return right(q, k, v, True)
+
+
+def without_the_scale(q, k, v, is_causal):
+    return right(q * math.sqrt(q.shape[-1]), k, v, is_causal)
+
+
+def products_in_tf32(q, k, v, is_causal):
+    """Factors lose the 13 bits that tf32 does not have, and gradients pass as if they did not."""
+    q, k, v = (x + (((x.view(torch.int32) + 2**12) & -(2**13)).view(torch.float32) - x).detach() for x in (q, k, v))
+    return right(q, k, v, is_causal)
+
+
+def for_triton(q, k, v, is_causal):
+    raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+
+def for_cuda(q, k, v, is_causal):
+    return right(q.cuda(), k, v, is_causal)
+
+
 def raises_at_16(q, k, v, is_causal):
     if q.shape[1] == 16:
         raise RuntimeError("context 16 is no whole block")

@@ -22,7 +22,17 @@ from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
 from cs336_systems.config import SIZES, Device, OptimizerKind, Profiler, RunConfig
-from cs336_systems.record import Durations, Environment, Failure, Identity, Measurement, RunRecord, Status, write_record
+from cs336_systems.record import (
+    Durations,
+    Environment,
+    Failure,
+    Identity,
+    Measurement,
+    RunRecord,
+    Status,
+    read_record,
+    write_record,
+)
 from cs336_systems.report.sections.memory.entries import load_memory
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.report.sections.kernels.profiles import make_profile
@@ -31,12 +41,12 @@ from tests.report.sections.memory.profiles import make_memory
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 ROOT = Path(__file__).parents[1]
-SMALL = [
-    "--device", "cpu", "--vocab-size", "11", "--d-model", "8", "--d-ff", "12", "--num-layers", "1", "--num-heads", "2",
-    "--batch-size", "1", "--measured-steps", "2",
+STEP = [
+    "--device", "cpu", "--vocab-size", "11", "--batch-size", "1", "--measured-steps", "2", "--warmup-steps", "2",
 ]  # fmt: skip
-ONE = [*SMALL, "--context-length", "8", "--warmup-steps", "2"]
-GRID = [*SMALL, "--context-lengths", "8", "--warmup-steps", "2"]
+SMALL = [*STEP, "--d-model", "8", "--d-ff", "12", "--num-layers", "1", "--num-heads", "2"]
+ONE, ONE_OF_OWN = [*SMALL, "--context-length", "8"], [*STEP, "--context-length", "8", "--model"]
+GRID = [*SMALL, "--context-lengths", "8"]
 
 
 @pytest.fixture(autouse=True)
@@ -191,9 +201,6 @@ def test_every_command_is_listed_and_starts(capsys: pytest.CaptureFixture[str]) 
     assert status_of(cli.main, ["--help"]) == 0
     (listed,) = re.findall(r"^usage: [^{]*\{([^}]*)\}", capsys.readouterr().out)
     assert set(re.findall(r"\w+", listed)) == commands
-    for words in (["napkin"], ["account", "napkin"]):
-        assert status_of(cli.main, [*words, "--memory-gb", "80"]) == 0
-        assert "largest model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -256,7 +263,7 @@ def test_json_is_the_record_and_nothing_else(capsys: pytest.CaptureFixture[str],
 
 
 def test_json_is_alone_though_the_model_prints(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    assert cli.benchmark([*ONE, "--json", "--model", "tests.own_models:talkative"]) == 0
+    assert cli.benchmark([*ONE_OF_OWN, "tests.own_models:talkative", "--json"]) == 0
     printed = capsys.readouterr()
     assert msgspec.json.decode(printed.out, type=RunRecord).status is Status.OK
     assert "hello from the factory" in printed.err
@@ -306,9 +313,27 @@ def test_the_same_run_again_keeps_the_earlier_one(capsys: pytest.CaptureFixture[
 def test_the_exit_status_says_how_it_ended(
     factory: str, status: int, record_status: str | None, empty_directory: Path, ctrl_c_is_heard: None
 ) -> None:
-    assert cli.benchmark([*ONE, "--model", f"tests.own_models:{factory}"]) == status
+    assert cli.benchmark([*ONE_OF_OWN, f"tests.own_models:{factory}"]) == status
     statuses = [json.loads(path.read_text())["status"] for path in empty_directory.rglob("*.json")]
     assert statuses == ([record_status] if record_status else [])
+
+
+def test_a_step_that_the_machine_cannot_hold_is_refused_and_a_grid_goes_on(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    """The scores of half a million tokens need 4 TiB in each head of one block; nothing of them may be made."""
+    assert cli.benchmark([*SMALL, "--context-length", str(2**19)]) == 2
+    needed = r"error: this step needs at least \d{4,}\.\d GiB of memory, and this machine has .* GiB.*\n"
+    assert re.fullmatch(needed, capsys.readouterr().err)
+    assert [*empty_directory.iterdir()] == []
+    grid = [*SMALL, "--context-lengths", "8", str(2**19)]
+    assert cli.sweep([*grid, "--dry-run"]) == 0
+    assert "will not fit: custom ctx 524288" in capsys.readouterr().out
+    assert cli.sweep(grid) == 0
+    records = [read_record(path) for path in empty_directory.glob("data/*/*/runs/*.json")]
+    small, huge = sorted(records, key=lambda record: record.config.model.context_length)
+    assert (huge.status, small.status) == (Status.OOM, Status.OK)
+    assert "GiB of memory" in huge.failure.message
 
 
 RAISES = """
@@ -324,13 +349,13 @@ def test_a_model_that_raises_is_shown_with_the_line_that_raised(
     capsys: pytest.CaptureFixture[str], empty_directory: Path
 ) -> None:
     (empty_directory / "raising.py").write_text(RAISES)
-    assert cli.benchmark([*ONE, "--model", "raising:make"]) == 1
+    assert cli.benchmark([*ONE_OF_OWN, "raising:make"]) == 1
     shown = capsys.readouterr().out
     assert 'File "raising.py", line 6, in helper\n    raise ValueError("too small")' in shown
     assert 'File "raising.py", line 3, in make' in shown
     assert "cs336_systems" not in shown
     assert str(empty_directory) not in shown
-    assert cli.sweep([*GRID, "--model", "raising:make"]) == 1
+    assert cli.sweep([*STEP, "--context-lengths", "8", "--model", "raising:make"]) == 1
     assert "ValueError: too small (raising.py, line 6)" in capsys.readouterr().out
 
 

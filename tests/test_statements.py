@@ -1,4 +1,4 @@
-"""What the documents say in numbers is what the records and tables in data/ say, and what README shows is printed."""
+"""What the documents say in numbers is what the published records and tables say, and what README shows is printed."""
 
 import re
 import shlex
@@ -11,12 +11,12 @@ from cs336_systems.commands.flags import parse
 from cs336_systems.record import load_records
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.ceilings_files import load_ceilings
-from tests.statements import data, method, parallel
 from tests.statements import h100 as h100  # whose claims are registered with its import
+from tests.statements import method, parallel
 from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, linked, read, unclaimed
 from tests.statements.results import README, RESULTS
 
-DOCUMENTS = (parallel.README, method.METHOD, RESULTS, data.DATA)
+DOCUMENTS = (parallel.README, method.METHOD, RESULTS)
 
 SETTINGS = (
     r"Python 3\.\d+ or newer",
@@ -59,12 +59,12 @@ def test_any_figure_that_is_changed_or_added_is_found(document: str) -> None:
 
 
 def test_the_table_said_to_have_the_predicted_peak_has_it() -> None:
-    (path,) = re.findall(r"\[Checkpoints\]\(\.\./data/([^)]*)\.md\) have the\s+predicted peak", read(RESULTS))
+    (path,) = re.findall(r"\[Checkpoints\]\(\.\./data/published/([^)]*)\.md\) have the\s+predicted peak", read(RESULTS))
     for row in linked(RESULTS, f"{path}.csv"):
         assert float(row["predicted_peak_gib"]) == pytest.approx(float(row["peak_allocated_gib"]), rel=0.01)
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", [*DOCUMENTS, "data/published/README.md", "CONTRIBUTING.md"])
 def test_what_is_linked_is_there(document: str) -> None:
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
@@ -111,7 +111,7 @@ def test_a_command_prints_what_readme_shows(
 
 def print_committed_run(command: str) -> None:
     """What `benchmark.py` printed of the run of this command, which README links to."""
-    directory = Path("data/e2e_benchmark/train")
+    directory = Path("data/published/e2e_benchmark/train")
     assert f"]({directory}/)" in read(README)
     (record,) = (
         record
@@ -121,4 +121,4 @@ def print_committed_run(command: str) -> None:
         f"{record.config.model.context_length} --mixed-precision"
         and record.config.precision == "bf16"
     )
-    print_run(record, directory / "runs" / f"{record.key}.json", load_ceilings(Path("data/ceilings")))
+    print_run(record, directory / "runs" / f"{record.key}.json", load_ceilings(Path("data/published/ceilings")))

@@ -125,7 +125,7 @@ def _flag(name: str, value: object) -> str:
 def remedies(config: RunConfig | None, *candidates: Remedy) -> str:
     """The candidates that are open to the run, separated by commas; empty if there are none."""
     found = [remedy.named_for(config) for remedy in candidates if remedy.is_open_to(config)]
-    return ", ".join([*found, NOT_IN_USE] if config is None else found)
+    return ", ".join([*found, NOT_IN_USE] if found and config is None else found)
 
 
 def against_launches(config: RunConfig | None) -> str:

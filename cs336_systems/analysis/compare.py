@@ -87,9 +87,17 @@ def _percent(ratio: float) -> str:
 
 
 def compare(
-    a: Sequence[float], b: Sequence[float], *, confidence: float = CONFIDENCE, least_effect: float = LEAST_EFFECT
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    confidence: float = CONFIDENCE,
+    least_effect: float = LEAST_EFFECT,
+    between: float = 0.0,
 ) -> Comparison:
-    """Compare B with A by their process means in seconds, at least 2 of each, measured alternately.
+    """Compare B with A by their process means in seconds, at least 2 of each.
+
+    `between` is the relative standard deviation between times of measurement, which all processes of a side share and
+    more processes do not reduce; 0 if A and B were measured alternately.
 
     Welch's t interval on the logarithms, so that the effect is relative and swapping A and B inverts the ratio. There
     is no interval if a side has fewer than FEWEST.
@@ -99,7 +107,7 @@ def compare(
     difference = statistics.fmean(logs_b) - statistics.fmean(logs_a)
     half_width, p_value = None, None
     if min(len(a), len(b)) >= FEWEST:
-        half_width, p_value = _welch(logs_a, logs_b, difference, confidence)
+        half_width, p_value = _welch(logs_a, logs_b, difference, confidence, between)
     return comparison_of(
         difference, half_width, (len(a), len(b)), confidence=confidence, least_effect=least_effect, p_value=p_value
     )
@@ -130,16 +138,19 @@ def comparison_of(
     )
 
 
-def _welch(a: Sequence[float], b: Sequence[float], difference: float, confidence: float) -> tuple[float, float]:
+def _welch(
+    a: Sequence[float], b: Sequence[float], difference: float, confidence: float, between: float
+) -> tuple[float, float]:
     """Half the width of the interval of the difference of the means, and the two-sided p value."""
     from scipy.special import stdtr, stdtrit  # slow to import, and few commands need it
 
     variance_a, variance_b = standard_error(a) ** 2, standard_error(b) ** 2
-    error = math.sqrt(variance_a + variance_b)
+    error = math.sqrt(variance_a + variance_b + 2 * between**2)
     if error == 0:
         return 0.0, float(difference == 0)
     share_a, share_b = variance_a / error**2, variance_b / error**2
-    freedom = 1 / (share_a**2 / (len(a) - 1) + share_b**2 / (len(b) - 1))
+    inverse = share_a**2 / (len(a) - 1) + share_b**2 / (len(b) - 1)
+    freedom = 1 / max(inverse, 1e-6)  # from there on Student's t is the normal distribution
     return float(stdtrit(freedom, (1 + confidence) / 2)) * error, 2 * float(stdtr(freedom, -abs(difference) / error))
 
 

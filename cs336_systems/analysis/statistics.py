@@ -1,4 +1,4 @@
-"""Statistics of a few repeated times: the interval of a mean, serial correlation, robust scores."""
+"""Statistics of a few repeated times: the interval of a mean, serial correlation, outliers."""
 
 import itertools
 import math
@@ -60,18 +60,23 @@ def slope(values: Sequence[float]) -> tuple[float, float]:
     return line.slope, math.sqrt(squares / (len(values) - 2) / spread)
 
 
-def modified_z_scores(values: Sequence[float]) -> list[float]:
-    """Distances from the median in robust standard deviations (Iglewicz and Hoaglin 1993).
+def outliers(values: Sequence[float], alpha: float) -> list[int]:
+    """Positions of outliers among normal values, in order, by the generalized extreme studentized deviate test.
 
-    0.6745 makes the median absolute deviation a standard deviation for normal values. If more than half of the
-    values are equal, that deviation is 0, and the distances of the others are infinite.
+    Of samples without outliers, about a share `alpha` has one, from about 10 values on (Rosner 1983). Fewer than half
+    of the values can be outliers; fewer than 3 values have none.
     """
-    median = statistics.median(values)
-    mad = statistics.median(abs(value - median) for value in values)
-    return [_ratio(0.6745 * (value - median), mad) for value in values]
+    from scipy.special import stdtrit  # slow to import, and few commands need it
 
-
-def _ratio(distance: float, unit: float) -> float:
-    if unit:
-        return distance / unit
-    return math.copysign(math.inf, distance) if distance else 0.0
+    rest, removed, num_found = list(enumerate(values)), list[int](), 0
+    while len(removed) < (len(values) - 1) // 2:
+        n, left = len(rest), [value for _, value in rest]
+        mean, stdev = statistics.fmean(left), statistics.stdev(left)
+        if min(left) == max(left):
+            break
+        farthest = max(range(n), key=lambda i: abs(left[i] - mean))
+        t = float(stdtrit(n - 2, 1 - alpha / (2 * n)))
+        removed.append(rest.pop(farthest)[0])
+        if abs(left[farthest] - mean) / stdev > (n - 1) * t / math.sqrt(n * (n - 2 + t * t)):
+            num_found = len(removed)
+    return sorted(removed[:num_found])

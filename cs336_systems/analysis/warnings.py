@@ -10,18 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cs336_systems.analysis.advice import against_launches
-from cs336_systems.analysis.statistics import lag1_autocorrelation, modified_z_scores, slope
+from cs336_systems.analysis.statistics import lag1_autocorrelation, outliers, slope
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.costs.time import MIN_LAUNCHED_SHARE, limited_by_launches
-from cs336_systems.record import Measurement, RunWarning, WarningCode
+from cs336_systems.record import Measurement, RunWarning, Telemetry, WarningCode
 
 MAX_CV = 0.05
 """Largest coefficient of variation. A quiet machine stays below 1 to 2 % after warm-up; above 5 %, the mean of 10 steps
 is not known to 3 %."""
-MAX_MODIFIED_Z = 3.5
-"""Modified z-score above which a step may be an outlier, as Iglewicz and Hoaglin (1993) advise."""
+OUTLIER_ALPHA = 0.005
+"""Share of runs of independent normal steps that the test of outliers names; of runs of 5 steps, 1 %."""
 MIN_OUTLIER = 0.05
 """Least distance of an outlier from the median, relative to it; smaller ones do not matter."""
+FULL_CLOCK = 0.995
+"""Share of the maximal SM clock from which on a GPU is not throttled, whatever reason it names."""
 MIN_DRIFT = 0.01
 """Least drift, relative to the mean: of the last step from the first, of the second half from the first, or the
 coefficient of variation of correlated steps."""
@@ -125,16 +127,27 @@ def _unstable(times_s: Sequence[float], repeated: Repeated) -> str | None:
     )
 
 
+def throttled(telemetry: Telemetry) -> str | None:
+    """Why the driver lowered the clock before or after the measured steps, and to which share; None if it did not."""
+    slowed = [state for state in (telemetry.before, telemetry.after) if state.throttle_reasons]
+    clock = min((state.sm_clock_hz / state.max_sm_clock_hz for state in slowed), default=1.0)
+    if clock >= FULL_CLOCK:
+        return None
+    reasons = sorted({reason for state in slowed for reason in state.throttle_reasons})
+    return f"{', '.join(reasons)}: SM clock at {clock:.0%} of its maximum"
+
+
 def _cv(times_s: Sequence[float]) -> float:
     return statistics.stdev(times_s) / statistics.fmean(times_s) if len(times_s) > 1 else 0.0
 
 
 def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
     median_s = statistics.median(times_s)
+    far = {i for i, time_s in enumerate(times_s) if abs(time_s / median_s - 1) >= MIN_OUTLIER}
     found = [
-        f"{repeated.name} {i} {_signed_percent(time_s / median_s - 1)}"
-        for i, (time_s, z) in enumerate(zip(times_s, modified_z_scores(times_s), strict=True), start=1)
-        if abs(z) > MAX_MODIFIED_Z and abs(time_s / median_s - 1) >= MIN_OUTLIER
+        f"{repeated.name} {i + 1} {_signed_percent(times_s[i] / median_s - 1)}"
+        for i in (outliers(times_s, OUTLIER_ALPHA) if far else [])
+        if i in far
     ]
     if not found:
         return None

@@ -3,10 +3,10 @@
 import difflib
 import functools
 import sys
-from collections.abc import Callable
-from dataclasses import field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -21,7 +21,8 @@ from cs336_systems.commands.flags import (
     with_flags,
 )
 from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
-from cs336_systems.config import Device, RunConfig
+from cs336_systems.config import Device, Precision, RunConfig
+from cs336_systems.costs.accounting import SECONDS_PER_DAY, largest_model, training_days
 from cs336_systems.costs.data_sheet import data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
 from cs336_systems.costs.ranks_time import depends_on_host, predicted_time
@@ -32,6 +33,58 @@ from cs336_systems.text import inert_line
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")
+
+
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "parameters": (1, 1e18),
+    "tokens": (1, 1e24),
+    "peak_tflops": (1e-6, 1e9),
+    "count": (1, 1e9),
+    "mfu": (1e-6, 1),
+    "bytes_per_parameter": (1e-3, 1e6),
+}
+"""Smallest and largest accepted value of each number; values outside are typing errors, and could overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParametersArguments:
+    """A model of which nothing is known but its number of parameters."""
+
+    parameters: Annotated[float | None, unset("N", "those of the size")] = None
+    """Parameters of the model, such as 70e9, in the place of a size."""
+    tokens: Annotated[float | None, unset("T", "not asked")] = None
+    """Tokens to train on, such as 15e12."""
+    peak_tflops: Annotated[float | None, unset("TFLOP/S", "the device's")] = None
+    """Dense peak of one GPU, in the place of a known device's."""
+    count: int = 1
+    """Number of GPUs."""
+    mfu: float = 0.5
+    """Share of the peak that the model's FLOPs reach; above 0.5 is good."""
+    bytes_per_parameter: float = 16
+    """Bytes that a parameter takes with its gradient and the optimizer's state; 16 is AdamW in fp32."""
+
+    def check(self) -> None:
+        """Raise ValueError for values out of range and for numbers without --parameters."""
+        for name, (least, most) in LIMITS.items():
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            if value is not None and not least <= value <= most:  # nor is NaN
+                raise ValueError(f"{flag} must be from {least:g} to {most:g}, got {str(value)[:40]}")
+            if self.parameters is None and value != getattr(type(self), name):
+                raise ValueError(f"{flag} needs --parameters, such as --parameters 70e9")
+
+    def peak(self, device_name: str | None, precision: Precision) -> tuple[float, str]:
+        """Peak FLOP/s of one GPU and the source of that number; raise ValueError if no peak is known."""
+        if self.peak_tflops is not None:
+            if device_name is not None:
+                raise ValueError("--peak-tflops takes the place of --device-name: give one of them")
+            return self.peak_tflops * 1e12, "given"
+        device = device_meant(device_name, lambda device: device.peak_flops_per_s.get(precision))
+        if device is None:
+            raise ValueError("needed --device-name or --peak-tflops: this machine has no GPU whose peak is known")
+        peak, name = device.peak_flops_per_s.get(precision), device_name or device.names[0]
+        if peak is None:
+            raise ValueError(f"no peak of {name} at {precision} is known: give --peak-tflops")
+        return peak, f"{name}, {precision}, dense, by its data sheet"
 
 
 @with_flags(
@@ -45,12 +98,17 @@ class AccountArguments(Flags):
 
     The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch. Memory is predicted
     for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they are those of one rank: the one that keeps
-    most. `cs336 napkin` says how long training takes and how large a model fits.
+    most.
+
+    With --parameters in the place of a size: how many days training on so many --tokens takes (6 N T FLOPs over count x
+    peak x MFU), and how large a model's state fits. --parameters 70e9 --tokens 15e12 --device-name "H100 80GB HBM3"
+    --count 1024 --mfu 0.5 is about 144 days.
     """
 
     mixed_precision: Switch = False
     """Short for --precision bf16."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
+    known: Flat[ParametersArguments] = field(default_factory=ParametersArguments)
     fit: Switch = False
     """Say the largest batch, and the longest context, that fit."""
     memory_gib: Annotated[float | None, unset("GIB", "that of the GPU")] = None
@@ -82,11 +140,30 @@ class AccountArguments(Flags):
             raise ValueError(f"--top must be at least 1, got {self.top}")
         if self.step_ms is not None and not 0 < self.step_ms < 1e12:
             raise ValueError(f"--step-ms must be positive and below 1e12, got {self.step_ms}")
-        if self.memory_gib is not None and not self.fit:
+        if self.memory_gib is not None and not 0 < self.memory_gib < 1e6:
+            raise ValueError(f"--memory-gib must be positive and below a million, got {self.memory_gib}")
+        self.known.check()
+        if self.known.parameters is not None:
+            if others := self._of_a_configuration():
+                raise ValueError(f"--parameters stands for a whole model: leave out {', '.join(others)}")
+            if self.known.tokens is None and self.memory_gib is None and self.device_name is None:
+                raise ValueError(
+                    "--parameters needs --tokens for the days of training, or --memory-gib or --device-name for the "
+                    "largest model"
+                )
+        elif self.memory_gib is not None and not self.fit:
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
         if self.model.model is not None:
             raise ValueError("the cost of a model of your own is not known from its flags: leave --model out")
         check_ceilings(self.ceilings)
+
+    def _of_a_configuration(self) -> list[str]:
+        """Flags that describe a step, which a number of parameters alone has not."""
+        usual = AccountArguments()
+        settings, unchanged = self.given() | self.model.given(), usual.given() | usual.model.given()
+        names = [name for name, value in settings.items() if name != "precision" and value != unchanged.get(name)]
+        names += [name for name in ("fit", "step_ms") if getattr(self, name)]
+        return [f"--{name.replace('_', '-')}" for name in names]
 
     def memory_bytes(self, name: str | None, device: DeviceSpec | None) -> int | None:
         """Memory that the step must fit, by default the data sheet's of a device that is named, or that is not here.
@@ -96,8 +173,6 @@ class AccountArguments(Flags):
         if not self.fit:
             return None
         if self.memory_gib is not None:
-            if not 0 < self.memory_gib < 1e6:
-                raise ValueError(f"--memory-gib must be positive and below a million, got {self.memory_gib}")
             return round(self.memory_gib * GIB)
         if self.device_name is not None or not (name is None or _is_here(name, device)):
             if device is None or device.memory_bytes is None:
@@ -175,6 +250,8 @@ def machine_meant(name: str | None, ceilings: Ceilings, *, are_asked: bool) -> t
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
+    if arguments.known.parameters is not None:
+        return _run_of_parameters(arguments, arguments.known.parameters)
     config = checked(arguments.config)
     ceilings = ceilings_in(arguments.ceilings)
     meant = functools.partial(
@@ -212,3 +289,49 @@ def run(arguments: AccountArguments) -> int:
         said = f"no times are predicted, as no GPU is named and this machine has none that is known; try {choices}"
         print(inert_line(said), file=sys.stderr)
     return OK
+
+
+def _run_of_parameters(arguments: AccountArguments, parameters: float) -> int:
+    """Print the days of training, and the largest model that fits if a memory is known."""
+    from cs336_systems.files import encode_json
+    from cs336_systems.report.sections.account import days_table, largest_table
+
+    known, tables = arguments.known, []
+    answers: dict[str, object] = {}
+    if known.tokens is not None:
+        precision = one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
+        peak_flops_per_s, source = checked(lambda: known.peak(arguments.device_name, precision))
+        days: dict[str, Any] = {
+            "parameters": parameters,
+            "tokens": known.tokens,
+            "peak_flops_per_s": peak_flops_per_s,
+            "count": known.count,
+            "mfu": known.mfu,
+        }
+        tables.append(days_table(**days, peak_source=source))
+        answers["training"] = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}
+    if (memory_bytes := checked(lambda: _memory_of_one(arguments))) is not None:
+        fit: dict[str, Any] = {
+            "memory_bytes": memory_bytes,
+            "count": known.count,
+            "bytes_per_parameter": known.bytes_per_parameter,
+        }
+        tables.append(largest_table(**fit, parameters=parameters))
+        answers["largest_model"] = fit | {"parameters": largest_model(**fit)}
+    show(arguments.json, lambda: encode_json(answers), lambda: tables)
+    return OK
+
+
+def _memory_of_one(arguments: AccountArguments) -> float | None:
+    """The memory given, or else that of the device that is named (bytes)."""
+    if arguments.memory_gib is not None:
+        return arguments.memory_gib * GIB
+    if arguments.device_name is None:
+        return None
+    try:
+        device = device_meant(arguments.device_name, lambda device: device.memory_bytes)
+    except ValueError:  # a short name of devices with different memories may still tell the peak
+        if arguments.known.tokens is None:
+            raise
+        return None
+    return None if device is None else device.memory_bytes

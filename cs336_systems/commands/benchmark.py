@@ -20,8 +20,10 @@ from cs336_systems.commands.flags import (
     Switch,
     batch_of_each,
     check_timeout,
-    checked_ranks,
+    checked_factory,
+    checked_here,
     default_on,
+    explain_fast,
     make_config,
     make_fast_config,
     one_precision,
@@ -30,6 +32,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
 from cs336_systems.config import Device, Parallel, Profiler, RunConfig
+from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.parallel.rank import Rank, rank_from_environment
 from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
@@ -89,9 +92,12 @@ class BenchmarkArguments(Flags):
             if self._profiler() is Profiler.MEMORY:
                 raise ValueError("torchrun cannot be combined with --memory yet: use --ranks in its place")
         if self.global_batch_size is not None:
-            settings["batch_size"] = batch_of_each(self.global_batch_size, settings["ranks"])
+            settings["batch_size"] = batch_of_each(self.global_batch_size, settings.get("ranks", 1))
         plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
-        return checked_ranks(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
+        plain = checked_factory(plain, asked)
+        if (lacking := lacking_memory(plain)) is not None:
+            raise ValueError(f"this step {lacking}: choose a smaller --size, --batch-size or --context-length")
+        return checked_here(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
 
     def _profiler(self) -> Profiler:
         asked = [self.profile, self.memory, self.memory_first_step, is_under_nsys()]
@@ -123,9 +129,7 @@ def run(arguments: BenchmarkArguments) -> int:
         return _run_as_rank(config, arguments, rank)
     explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
-        from cs336_systems.model.fast.choose import describe_fast
-
-        print(f"fast: {describe_fast(config)}", file=sys.stderr)
+        explain_fast([config])
     if config.is_shared and is_under_nsys():
         print(
             f"note: nsys records ranks only with {FORKED}, and whole with {' '.join(CAPTURED_STEPS)}", file=sys.stderr

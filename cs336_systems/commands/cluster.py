@@ -46,7 +46,7 @@ def check_ray(what: str) -> None:
     from cs336_systems.sweep.cluster.ray_nodes import is_installed
 
     if not is_installed():
-        raise UsageError(f'{what} needs Ray: pip install "cs336-systems[cluster]"')
+        raise UsageError(f'{what} needs Ray: pip install "cs336-systems-benchmark[cluster]"')
 
 
 def run(arguments: ClusterArguments) -> int:

@@ -5,10 +5,11 @@ Flags of settings are made from the declarations in config.py.
 
 import contextlib
 import difflib
+import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -26,14 +27,17 @@ from cs336_systems.config import (
     Attention,
     Device,
     ModelConfig,
+    Parallel,
     Precision,
     Profiler,
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.measure.inputs import check_factory
+from cs336_systems.measure.inputs import check_factory, parameters_of
 from cs336_systems.measure.nvml import alike, visible_gpus
+from cs336_systems.model.fast.choose import check_packages, describe_fast, fastest, missing_packages
 from cs336_systems.settings import Setting, declared, flag_of
+from cs336_systems.text import inert_line
 
 MAX_NAME_LENGTH = 100
 
@@ -44,14 +48,72 @@ Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
 """A group of flags, under its own heading in the help and without a prefix."""
 
 
+COMMON = frozenset({
+    "size", "sizes", "context_length", "context_lengths", "batch_size", "mode", "modes", "precision", "precisions",
+    "mixed_precision", "attention", "optimizer", "compile", "model", "parallel", "ranks", "device", "warmup_steps",
+    "measured_steps", "fast", "profile", "nsys", "memory", "repeats", "name", "output", "dry_run", "json", "fit",
+    "memory_gib", "device_name", "parameters", "tokens", "step_ms", "rungs", "network_gb_per_s",
+})  # fmt: skip
+"""Flags that `--help` shows of a command with more than FEW; `--help-all` shows all."""
+FEW = 20
+HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+
+
 def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None) -> T:
     """The arguments in `argv`; raise UsageError where a value contradicts another, exit where it does not parse."""
     config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
+    words = list(sys.argv[1:] if argv is None else argv)
+    names = _flag_names(kind)
+    if HELP_ALL in words:
+        words = [HELP[-1]]
+    elif len(names) > FEW and not set(words).isdisjoint(HELP):
+        kind = _with_common_flags(kind)
+        description = f"{description or inspect.getdoc(kind)}\n\n{prog} {HELP_ALL} shows {len(names)} flags."
     try:
         with _defaults_not_checked():
-            return tyro.cli(kind, prog=prog, args=argv, description=description, config=config)
+            return tyro.cli(kind, prog=prog, args=_as_declared(words, names), description=description, config=config)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _flag_names(kind: Callable[..., object]) -> frozenset[str]:
+    """The fields of a class of arguments, and of its groups."""
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return frozenset()
+    groups = {each.name: _group_of(each) for each in fields(kind)}
+    return frozenset().union(*({name} if group is None else _flag_names(group) for name, group in groups.items()))
+
+
+def _group_of(each: Field[Any]) -> type | None:
+    """The class of arguments that the field holds, or None if it is a flag."""
+    kind = get_args(each.type)[0] if get_origin(each.type) is Annotated else each.type
+    return kind if isinstance(kind, type) and is_dataclass(kind) else None
+
+
+def _as_declared(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """The words, with `--size` for `--sizes` and the other way round where the command has only the other one."""
+    return [_other_number(word, names) if word.startswith("--") else word for word in words]
+
+
+def _other_number(word: str, names: Collection[str]) -> str:
+    flag, equals, value = word.partition("=")
+    name = flag.removeprefix("--").replace("-", "_")
+    other = name.removesuffix("s") if name.endswith("s") else f"{name}s"
+    return f"--{other.replace('_', '-')}{equals}{value}" if name not in names and other in names else word
+
+
+def _with_common_flags(kind: Any) -> Any:  # noqa: ANN401 (a class of arguments)
+    """The class of arguments without the flags of specialists, for its help."""
+    own: dict[str, Any] = {"__annotations__": {}, "__doc__": kind.__doc__}
+    for each in fields(kind):
+        if (group := _group_of(each)) is not None:
+            shown: Any = _with_common_flags(group)
+            own["__annotations__"][each.name] = Annotated[shown, tyro.conf.OmitArgPrefixes]
+            own[each.name] = field(default_factory=shown)
+        elif each.name not in COMMON:
+            own["__annotations__"][each.name] = Annotated[each.type, tyro.conf.Suppress]
+            own[each.name] = each.default
+    return dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), own))
 
 
 @contextlib.contextmanager
@@ -294,6 +356,9 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
         close = difflib.get_close_matches(size, SIZES, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise ValueError(f"unknown size {size!r}{hint} Sizes: {', '.join(SIZES)}")
+    parallel = settings.get("parallel", Parallel.NONE)
+    if parallel is not Parallel.NONE and "ranks" not in settings:
+        raise ValueError(f"--parallel {parallel} needs --ranks, the number of processes that share a step, got none")
     preset = SIZES[size]
     if context_length is None:
         usual = default_on(device, "context_length") if preset.arch is Arch.CS336 else preset.context_length
@@ -315,8 +380,40 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
     return config
 
 
-def checked_ranks(config: RunConfig) -> RunConfig:
-    """The run itself; raise ValueError if it has too many ranks, or more than this process sees GPUs of one kind."""
+def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = False) -> RunConfig:
+    """The run itself; raise ValueError for a flag of the model's shape that the user's own factory does not take.
+
+    `given` are the names of the settings that the user gave, with `many` by the flags of a sweep. The vocabulary and
+    the context shape the tokens of any model, so they always have an effect. A factory whose source does not tell its
+    parameters is accepted.
+    """
+    taken = None if config.model_factory is None else parameters_of(config.model_factory)
+    if taken is None:
+        return config
+    values = {name: getattr(config.model, name) for name in OF_MODEL if name not in ("model_factory", "vocab_size")}
+    ignored = {name: value for name, value in values.items() if name not in taken and value != FIELDS[name][0].default}
+    preset = SIZES.get(config.size)
+    if preset and preset.vocab_size == FIELDS["vocab_size"][0].default and not taken & {*values}:
+        ignored |= {"size": config.size} if config.size != default_on(config.device, "size") else {}
+    for name in [name for name in ignored if name in given]:
+        raise ValueError(
+            f"{_typed(name, many)} {ignored[name]} would do nothing: the factory {config.model_factory} does not take "
+            f"{'any dimension of the model' if name == 'size' else name}; leave it out"
+        )
+    return config
+
+
+def _typed(name: str, many: bool) -> str:
+    """The flag of a setting as it is typed, with `many` that of a sweep."""
+    setting = FIELDS[name][1]
+    return flag_of(setting.plural if many and setting.plural else name, setting)
+
+
+def checked_here(config: RunConfig) -> RunConfig:
+    """The run itself; raise ValueError if it cannot run here.
+
+    It then has too many ranks, or more than this process sees GPUs of one kind, or needs a package that cannot be used.
+    """
     if config.ranks > MAX_MEASURED_RANKS:
         raise ValueError(f"--ranks must be at most {MAX_MEASURED_RANKS} for a step that is run, got {config.ranks}")
     if config.ranks > 1 and config.device is Device.CUDA and (found := len(alike(visible_gpus()))) < config.ranks:
@@ -324,6 +421,7 @@ def checked_ranks(config: RunConfig) -> RunConfig:
             f"--ranks {config.ranks} needs as many GPUs of one kind that this process can see (CUDA_VISIBLE_DEVICES), "
             f"found {found}"
         )
+    check_packages(config)
     return config
 
 
@@ -357,7 +455,6 @@ def make_fast_config(
     are checkpoints where the step does not fit the GPU without.
     """
     from cs336_systems.costs.fast_memory import with_checkpoints
-    from cs336_systems.model.fast.choose import fastest
 
     # a switch that needs other settings is valid only once --fast has chosen these, so it is set at the end
     first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
@@ -368,7 +465,7 @@ def make_fast_config(
     for name, (_, setting) in FIELDS.items():
         chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
         if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
-            flag = flag_of(setting.plural if many and setting.plural else name, setting)
+            flag = _typed(name, many)
             what = flag.removeprefix("--").replace("-", " ")
             raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
     switches: dict[str, Any] = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
@@ -381,6 +478,17 @@ def make_fast_config(
     if memory_bytes is None or "checkpoint_blocks" in asked:
         return fast
     return with_checkpoints(fast, memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
+
+
+def explain_fast(configs: Iterable[RunConfig]) -> None:
+    """Print on standard error what --fast chose, and what it does without because a package cannot be used."""
+    configs = list(configs)
+    for chosen in dict.fromkeys(map(describe_fast, configs)):
+        print(f"fast: {chosen}", file=sys.stderr)
+    gpus = visible_gpus()
+    missing = (line for config in configs for line in missing_packages(config, gpus[0].name if gpus else None))
+    for line in dict.fromkeys(missing):
+        print(inert_line(f"note: {line}"), file=sys.stderr)
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.commands.flags import Flat, Switch, unset
-from cs336_systems.commands.outcome import OK, UsageError, checked, existing, load_ceilings_or_warn, show
+from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
 from cs336_systems.record import RecordError, RunRecord, read_record
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, ceilings_beside
 
 if TYPE_CHECKING:
-    from cs336_systems.analysis.kernels.parts import AttentionNames
+    from cs336_systems.analysis.kernels.modules import AttentionNames
     from cs336_systems.analysis.kernels.phases import PhaseNames
 
 
@@ -54,7 +53,7 @@ class RangeArguments:
 
     def attention(self) -> "AttentionNames":
         """Names of the parts of attention; raise ValueError for a name that is given to two of them."""
-        from cs336_systems.analysis.kernels.parts import AttentionNames
+        from cs336_systems.analysis.kernels.modules import AttentionNames
 
         given = {f.name: getattr(self, f.name) for f in fields(AttentionNames)}
         return AttentionNames(**{name: (value,) for name, value in given.items() if value is not None})
@@ -63,10 +62,6 @@ class RangeArguments:
 @dataclass(frozen=True, kw_only=True)
 class KernelsArguments:
     """Say where the time of profiled steps went: by phase, kind of work, module and kernel, and when the GPU was idle.
-
-    A step of which each kernel is kept is also replayed with changes: what it would take as a CUDA graph, compiled,
-    with fused attention, a fused optimizer, at another precision (if ceilings are measured beside the results), and
-    without exposed communication.
 
     FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, a trace of torch.profiler (.json, .json.gz), or
     what this command or a sweep has kept of one (profile.json, kernels/*.json).
@@ -100,7 +95,7 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.analysis.kernels.explain import explain
     from cs336_systems.analysis.kernels.phases import UnknownRangeError
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
-    from cs336_systems.report.sections.kernels.entries import explained, replayed
+    from cs336_systems.report.sections.kernels.entries import explained
     from cs336_systems.report.sections.kernels.files import tables_of_one, write_kernels
     from cs336_systems.report.status_line import StatusLine
 
@@ -112,9 +107,8 @@ def run(arguments: KernelsArguments) -> int:
                 profile = explain(arguments.file, None if record is None else record.config, phases, attention)
             except UnknownRangeError as error:
                 raise UsageError(f"{arguments.file}: {error}") from error
-        ceilings = NO_CEILINGS if path is None else load_ceilings_or_warn(ceilings_beside(path.parent.parent))
         plain = [] if record is None or path is None else _plain_run(record, path)
-        (entry,) = replayed([explained(profile, record, plain)], ceilings)
+        entry = explained(profile, record, plain)
         if arguments.output is not None:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)
@@ -133,7 +127,7 @@ def _record_path(arguments: KernelsArguments) -> Path | None:
     """The record of the run that was profiled: the one given, or the one that its sweep keeps."""
     if arguments.record is not None:
         return existing(arguments.record, "a record of a run, in JSON")
-    from cs336_systems.analysis.kernels.ranks import without_rank
+    from cs336_systems.analysis.kernels.communication import without_rank
 
     stem = without_rank(arguments.file.name).removesuffix(".gz").removesuffix(".json").removesuffix(".nsys-rep")
     beside = arguments.file.parent.parent / "runs" / f"{stem}.json"

@@ -17,6 +17,7 @@ from cs336_systems.commands.flags import (
     MeasuringArguments,
     Switch,
     check_repeats,
+    checked_factory,
     checked_name,
     make_config,
     unset,
@@ -127,7 +128,8 @@ class LadderArguments(Flags):
         device = resolve_device(self.device)
         on_gpu = device is Device.CUDA
         usual = {"size": GPU_SIZE, "batch_size": GPU_BATCH} if on_gpu else {"size": CPU_SIZE, "batch_size": CPU_BATCH}
-        config = make_config(device, **{**usual, **self.given()})
+        given = self.given()
+        config = checked_factory(make_config(device, **{**usual, **given}), given)
         if self.learning_rate is not None:
             return config
         return replace(config, learning_rate=gate_learning_rate(config.model.d_model))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from cs336_systems import interrupt
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import why_no_file
 from cs336_systems.record import RecordError, RunRecord, load_records
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from cs336_systems.report.table import Table
     from cs336_systems.studies.ceilings_files import Ceilings
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, interrupt.STATUS
 T = TypeVar("T")
 PrintJson: TypeAlias = Callable[[bytes], None]
 

@@ -34,6 +34,8 @@ from cs336_systems.text import inert_line
 if TYPE_CHECKING:
     from cs336_systems.report.status_line import StatusLine
 
+PUBLISHED = "published"
+"""The folder of a results directory whose contents are under version control."""
 UNREADABLE = FileError, UsageError, SweepError
 """Exceptions that mean that a directory's results cannot be read."""
 
@@ -62,9 +64,13 @@ class _Place:
 
 
 def results_below(root: Path) -> list[Path]:
-    """The results directories among `root` and the three levels below it, as in ROOT/OUTPUT/KIND/NAME."""
+    """The results directories among `root` and the three levels below it, as in ROOT/OUTPUT/KIND/NAME.
+
+    Results in `root`/published belong to the repository and not to the user: only a root in that folder finds them.
+    """
     found: list[Path] = []
-    for directory in (root, *(path for depth in ("*", "*/*", "*/*/*") for path in sorted(root.glob(depth)))):
+    below = (path for depth in ("*", "*/*", "*/*/*") for path in sorted(root.glob(depth)))
+    for directory in (root, *(path for path in below if path.relative_to(root).parts[0] != PUBLISHED)):
         is_within = any(other in directory.parents for other in found)  # such as earlier runs that --fresh set aside
         if not is_within and any((directory / name).exists() for name in _KINDS):
             found.append(directory)

@@ -1,4 +1,4 @@
-"""`cs336 scale` (also `cs336 account scale`): a training step on many GPUs, on paper."""
+"""`cs336 scale`: a training step on many GPUs, on paper."""
 
 import functools
 from dataclasses import field

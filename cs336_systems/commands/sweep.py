@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
-from cs336_systems.analysis.kernels.nsys_export import NsysError, find_nsys
+from cs336_systems.analysis.kernels.nsys import NsysError, find_nsys
 from cs336_systems.commands.cluster import ANY_DEVICE, check_address, check_ray
 from cs336_systems.commands.device import device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (
@@ -28,8 +28,10 @@ from cs336_systems.commands.flags import (
     Switch,
     batch_of_each,
     check_repeats,
+    checked_factory,
+    checked_here,
     checked_name,
-    checked_ranks,
+    explain_fast,
     make_config,
     make_fast_config,
     one_precision,
@@ -56,8 +58,8 @@ from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
 from cs336_systems.costs.hardware import devices_called
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
+from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
 from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
-from cs336_systems.model.fast.choose import describe_fast
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
@@ -151,15 +153,21 @@ class SweepArguments(Flags):
         device = self.device()
         on_gpu = device is Device.CUDA
         once = [self._config(device, point) for point in self._grid(on_gpu)]
-        plan = make_plan(list(dict.fromkeys(once)), usable_gpu_bytes() if on_gpu else None)
+        plan = make_plan(list(dict.fromkeys(once)), self._memory_bytes(on_gpu))
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
         if self.profiler is not Profiler.NONE:
             pairs = ((plain, self._profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats)
             repeats = list(itertools.chain.from_iterable(pairs))
         if self.cluster is None:
-            repeats = list(map(checked_ranks, repeats))
+            repeats = list(map(checked_here, repeats))
         return replace(plan, configs=tuple(repeats))
+
+    def _memory_bytes(self, on_gpu: bool) -> int | None:
+        """Memory of the device; None if it is not known, as that of other machines' CPUs."""
+        if on_gpu:
+            return usable_gpu_bytes()
+        return host_memory_bytes() if self.cluster is None else None
 
     def device(self) -> Device:
         """The device to measure on; with --cluster, a device named by --device need not be in this machine."""
@@ -210,10 +218,11 @@ class SweepArguments(Flags):
         given = self._given()
         settings = {**given, **point}
         if self.global_batch_size is not None:
-            settings["batch_size"] = batch_of_each(self.global_batch_size, settings["ranks"])
+            settings["batch_size"] = batch_of_each(self.global_batch_size, settings.get("ranks", 1))
         if not self.fast:
-            return make_config(device, **settings)
-        return make_fast_config(device, {name: settings[name] for name in given}, many=True, **settings)
+            return checked_factory(make_config(device, **settings), given, many=True)
+        asked = {name: settings[name] for name in given}
+        return checked_factory(make_fast_config(device, asked, many=True, **settings), given, many=True)
 
     def _profiled(self, plain: RunConfig) -> RunConfig:
         return profiled_config(plain, self.profiler, first_step=self.memory_first_step)
@@ -261,8 +270,8 @@ def run(arguments: SweepArguments) -> int:
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
     explain_cpu_fallback(arguments.step.device)
-    for chosen in dict.fromkeys(map(describe_fast, configs)) if arguments.fast else ():
-        print(f"fast: {chosen}", file=sys.stderr)
+    if arguments.fast:
+        explain_fast(configs)
     expected = _expected(arguments, plan, directory)
     if arguments.dry_run:
         if expected is NOTHING_EXPECTED and arguments.cluster is None:
@@ -274,7 +283,7 @@ def run(arguments: SweepArguments) -> int:
                 _print_plan(plan, directory, expected)
         return OK
     for config in plan.too_large:
-        print(f"{config.label} will not fit on this GPU, and comes last{_predicted(config)}", file=sys.stderr)
+        print(f"{config.label} {_outlook(config)}", file=sys.stderr)
     missing = _why_no_profile(arguments)
     if missing is not None:
         print(inert_line(f"error: no profile: {missing}. The times are measured all the same."), file=sys.stderr)
@@ -290,8 +299,6 @@ def _expected(arguments: SweepArguments, plan: Plan, directory: Path) -> Expecte
     gpus = alike(visible_gpus()) if arguments.cluster is None and not on_cpu else ()
     here = [gpu.name for gpu in gpus[:1]]
     if arguments.cluster is None and on_cpu:
-        from cs336_systems.measure.environment import cpu_name
-
         here = [cpu_name()]
     meant = [] if arguments.require_device is None else devices_called(arguments.require_device)
     names = here or [name for device in meant for name in device.names]
@@ -320,10 +327,17 @@ def _print_plan(plan: Plan, directory: Path, expected: Expected) -> None:
         step = "" if step_s is None else f", predicted step {1e3 * step_s:.4g} ms"
         print(f"{config.key}: {config.label}, {steps}{step}{_predicted(config)}")
     for config in plan.too_large:
-        print(f"will not fit: {config.label}")
+        print(f"will not fit: {config.label} {_outlook(config)}")
     total_s = expected.sweep_s(plan.configs)
     took = "" if total_s is None else f", which should take {timedelta(seconds=round(total_s))} (h:mm:ss)"
     print(inert_line(f"{counted(len(plan.configs), 'run')} into {directory}{took}"))
+
+
+def _outlook(config: RunConfig) -> str:
+    """What becomes of a run that will not fit: a GPU fails at once, and a machine would hardly answer any more."""
+    if (lacking := lacking_memory(config)) is not None:
+        return f"is not run, and gets a row that says so: it {lacking}"
+    return f"will not fit on this GPU, and comes last{_predicted(config)}"
 
 
 def _predicted(config: RunConfig) -> str:

@@ -55,8 +55,6 @@ class Launch:
     kernel_s: float
     """Time that the device needs for each."""
     count: int = 1
-    wait_s: float = 0.0
-    """Time that each kernel waits after the one before it, beyond the gap, for example for another stream."""
     is_after_wait: bool = False
     """Whether the host waits before each launch until the device has run everything."""
 
@@ -243,13 +241,11 @@ def _is_known(operation: Operation, precision: Precision, curves: Curves) -> boo
     return is_linear or curves.has_form(precision, operation.form, is_batched=is_batched)
 
 
-def replay(
-    phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH, latency_s: float = 0.0
-) -> TimePrediction:
+def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH) -> TimePrediction:
     """Simulate a host that launches the kernels of a step in order, and a device that runs them.
 
-    A kernel starts `latency_s` after its launch, but not before `gap_s` after the end of the kernel before it. The host
-    waits while `depth` launched kernels have not ended.
+    A kernel starts with its launch, but not before `gap_s` after the end of the kernel before it. The host waits while
+    `depth` launched kernels have not ended.
     """
     host_s = launch_s = 0.0
     device_s = -gap_s  # it has been idle
@@ -266,7 +262,7 @@ def replay(
                 launch_s += launch.host_s
                 if len(ends) == depth:
                     host_s = max(host_s, ends[0])
-                device_s = max(device_s + gap_s + launch.wait_s, host_s + latency_s) + launch.kernel_s
+                device_s = max(device_s + gap_s, host_s) + launch.kernel_s
                 ends.append(device_s)
         ended_s = max(device_s, host_s)
         phases_s[phase] = ended_s - begun_s

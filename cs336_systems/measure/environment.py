@@ -9,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 import cs336_systems
-from cs336_systems.config import Device
+from cs336_systems.config import Device, RunConfig
+from cs336_systems.costs.memory import host_bytes
 from cs336_systems.measure.nvml import Gpu, visible_gpus
 from cs336_systems.model.fast.choose import FLASH_4, QUACK, version_of
 from cs336_systems.record import Environment, Identity
@@ -31,6 +34,19 @@ def identity(device: Device, gpu: Gpu | None = None) -> Identity:
         torch=importlib.metadata.version("torch"),
         code=code_digest(),
     )
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, without swap."""
+    return int(psutil.virtual_memory().total)
+
+
+def lacking_memory(config: RunConfig) -> str | None:
+    """What a run on the CPU needs and what this machine has, in words, if that is too little; else None."""
+    needed, there = host_bytes(config), host_memory_bytes()
+    if needed is None or needed <= there:
+        return None
+    return f"needs at least {needed / 2**30:.1f} GiB of memory, and this machine has {there / 2**30:.1f} GiB"
 
 
 def measuring_files() -> list[str]:

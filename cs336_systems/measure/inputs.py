@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import cs336_systems
+from cs336_systems import find_modules_of_the_user
 from cs336_systems.config import RunConfig
 from cs336_systems.record import Input
 
@@ -29,6 +30,7 @@ _DYNAMIC = re.compile(
 
 `setattr(self, ...)` is none: it sets an attribute of an object, such as a layer of a model.
 """
+_OWN_PACKAGE = cs336_systems.__path__[:1]
 _FIRST_NAMES = re.compile(rb"(?:^|,)\s*(\w+)", re.ASCII)
 
 
@@ -99,6 +101,46 @@ def check_factory(name: str, flag: str = "--model") -> None:
         raise ValueError(f"{flag} {name}: needed something that can be called, got {constant}")
 
 
+def parameters_of(name: str) -> set[str] | None:
+    """Names of the parameters of `package.module:factory`, read from its source; None if the source cannot tell.
+
+    It tells for a function or a class with `__init__` that the module defines once, without a decorator, or imports
+    by name from a module where that holds.
+    """
+    module, _, attribute = name.partition(":")
+    first, *below = module.split(".")
+    spec = _find(first)
+    for part in below:
+        spec = spec and _submodule(spec, part)
+    if spec is None or _names(spec) is None:
+        return None
+    tree = ast.parse(Path(spec.origin).read_bytes()) if spec.origin else ast.Module([], [])
+    bound = [node for node in ast.walk(tree) if attribute in _bound_by(node)]
+    if len(bound) != 1 or bound[0] not in tree.body:
+        return None
+    (made,) = bound
+    if isinstance(made, ast.ImportFrom):
+        package = spec.name if spec.submodule_search_locations else spec.parent
+        source = importlib.util.resolve_name("." * made.level + (made.module or ""), package)
+        (known,) = [each.name for each in made.names if attribute == (each.asname or each.name)]
+        return parameters_of(f"{source}:{known}")
+    if isinstance(made, ast.ClassDef) and not made.keywords and not made.decorator_list:
+        makers = [each for each in made.body if {"__init__", "__new__"} & {*_bound_by(each)}]
+        made = makers[0] if len(makers) == 1 else made
+    if not isinstance(made, ast.FunctionDef) or made.decorator_list:
+        return None
+    return {each.arg for each in (*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs)}
+
+
+def _bound_by(node: ast.AST) -> Iterable[str | None]:
+    """Names that this one node binds, leaving out those within it."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [each.asname or each.name for each in node.names]
+    if isinstance(node, ast.Name):
+        return [node.id] if isinstance(node.ctx, ast.Store) else []
+    return [node.name] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
+
+
 def _meant(wanted: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(wanted, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
@@ -145,6 +187,8 @@ def _constant(spec: ModuleSpec, name: str) -> str | None:
 
 def _locations(module: str) -> list[Path]:
     """The file or the directories from which a worker would import a top-level module."""
+    if module == cs336_systems.__name__:
+        return [Path(each) for each in _packages_of_the_user() or _OWN_PACKAGE]
     spec = _find(module)
     if spec is None:
         return []
@@ -155,11 +199,19 @@ def _locations(module: str) -> list[Path]:
 
 def _find(module: str) -> ModuleSpec | None:
     """Find a top-level module, in the current directory too, as `load_factory` does."""
-    here = str(Path.cwd())
-    path = sys.path if here in sys.path else [here, *sys.path]
+    if module == cs336_systems.__name__:
+        found = ModuleSpec(module, None, is_package=True)
+        found.submodule_search_locations = [*_OWN_PACKAGE, *_packages_of_the_user()]
+        return found
     with contextlib.suppress(ImportError, ValueError):  # a loaded module may have no __spec__
-        return PathFinder.find_spec(module, path) or importlib.util.find_spec(module)
+        return PathFinder.find_spec(module, [*sys.path, str(Path.cwd())]) or importlib.util.find_spec(module)
     return None
+
+
+def _packages_of_the_user() -> list[str]:
+    """The directories of other packages that have this package's name."""
+    find_modules_of_the_user()
+    return [path for path in cs336_systems.__path__ if not Path(path).samefile(_OWN_PACKAGE[0])]
 
 
 def _sources(location: Path) -> list[tuple[str, bytes]]:
@@ -176,9 +228,9 @@ def _sources(location: Path) -> list[tuple[str, bytes]]:
 
 def _beside(root: Path, source: bytes) -> list[Path]:
     """Modules and packages in `root` that the source imports, without this package, which has its own digest."""
-    names = sorted(_imported(source) - {cs336_systems.__name__})
+    names, own = sorted(_imported(source)), Path(*_OWN_PACKAGE)
     there = (name for name in names if (root / name).is_dir() or (root / f"{name}.py").is_file())
-    return [path for name in there for path in _locations(name) if path.parent == root]
+    return [path for name in there for path in _locations(name) if path.parent == root and path != own]
 
 
 def _imported(source: bytes) -> set[str]:

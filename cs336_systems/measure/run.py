@@ -16,11 +16,11 @@ import pynvml
 import torch
 from torch import nn
 
-from cs336_systems.analysis.warnings import launched_phases, timing_warnings
+from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import Device, Mode, Profiler, RunConfig
 from cs336_systems.measure.clock import Beat, BeatingClock, Clock, StepTimes, make_clock
 from cs336_systems.measure.counters import compilation, compiled_graphs, read_counters
-from cs336_systems.measure.environment import environment
+from cs336_systems.measure.environment import environment, lacking_memory
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.inputs import inputs_of
 from cs336_systems.measure.moments import MomentClock, memory_now
@@ -31,7 +31,7 @@ from cs336_systems.measure.progress import Progress, Say, say_nothing
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.measure.watchers import annotator_of, make_watch
 from cs336_systems.model.annotate import annotate, set_annotator
-from cs336_systems.parallel.group import group_of, meet_on_host
+from cs336_systems.parallel.collectives import group_of, meet_on_host
 from cs336_systems.parallel.rank import Rank
 from cs336_systems.ranges import Range, rank_range
 from cs336_systems.record import Memory, MemoryMoment, Moment, RunRecord, Status, Telemetry, Traffic, WarningCode
@@ -88,6 +88,9 @@ def measure(
 
 def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat | None) -> RunRecord:
     config = progress.config
+    # a machine without enough memory would hardly answer any more, or end any of its processes
+    if model is None and (lacking := lacking_memory(config)) is not None:
+        raise MemoryError(f"not run: {lacking}")
     monitor = _find_gpu(progress)
     if config.expandable_segments:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -292,7 +295,7 @@ def _look_inside(
     """
     if step.way is None:
         return None
-    from cs336_systems.parallel.traffic import TrafficCounter
+    from cs336_systems.parallel.collectives import TrafficCounter
 
     step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
@@ -332,9 +335,8 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
             f"the allocator asked the driver for {memory.segments_allocated} segment(s) and flushed its cache "
             f"{memory.alloc_retries} time(s) while timing; use more --warmup-steps or a smaller batch",
         )
-    if telemetry and (reasons := {*telemetry.before.throttle_reasons, *telemetry.after.throttle_reasons}):
-        clock = telemetry.after.sm_clock_hz / telemetry.after.max_sm_clock_hz
-        progress.warn(WarningCode.THROTTLED, f"{', '.join(sorted(reasons))}: SM clock at {clock:.0%} of its maximum")
+    if telemetry and (slowed := throttled(telemetry)) is not None:
+        progress.warn(WarningCode.THROTTLED, slowed)
     already = any(warning.code is WarningCode.GPU_SHARED for warning in progress.warnings)
     if telemetry and not already and (others := max(telemetry.before.other_processes, telemetry.after.other_processes)):
         progress.warn(

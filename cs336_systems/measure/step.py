@@ -68,8 +68,7 @@ class TrainingStep:
 
         recorded = tuple(phase for phase in self.config.phases if phase is not Phase.DATA)
         captured = self.optimizer.captured if isinstance(self.optimizer, MasterAdamW) else lambda: None
-        joined = {Phase.COMMUNICATION, *([Phase.OPTIMIZER] if self.config.update_in_backward else [])}
-        return StepGraph(self._phases, recorded, captured, joined)
+        return StepGraph(self._phases, recorded, captured, joined={Phase.COMMUNICATION})
 
     def __call__(self, clock: Clock) -> tuple[StepTimes, Float[Tensor, ""]]:
         """Run one step, timed by `clock`; return its times and its loss, which is still on the device."""

@@ -2,15 +2,14 @@
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from cs336_systems import find_modules_of_the_user
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.model.transformer import TransformerLM
 
@@ -34,8 +33,7 @@ def load_callable(name: str, flag: str, needed: str) -> Callable[..., Any]:
     Messages name the flag, and say what was needed.
     """
     module_name, _, attribute = name.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    find_modules_of_the_user()
     try:
         found: object = importlib.import_module(module_name)
         for part in attribute.split("."):

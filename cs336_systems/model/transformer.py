@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from cs336_systems.config import Arch, Attention, ModelConfig
 from cs336_systems.model.annotate import annotate
-from cs336_systems.model.autocast import to_autocast_dtype
+from cs336_systems.model.attention import Rotations, attention_backend, rope_rotations, rotate_pairs, to_autocast_dtype
 from cs336_systems.model.initialise import initialise
-from cs336_systems.model.rope import Rotations, rope_rotations, rotate_pairs
-from cs336_systems.model.sdpa import attention_backend
 from cs336_systems.ranges import Range, block_range
 
 Mask = Bool[Tensor, "queries keys"]

@@ -1,11 +1,125 @@
-"""Collectives shared by the ways to parallelise a step: averages over the ranks, and broadcasts of rank 0's tensors."""
+"""The group of ranks that share a step, its collectives, and counts of the bytes that they send."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cs336_systems.config import Device
+from cs336_systems.parallel.rank import Rank
+from cs336_systems.record import Traffic
+
+_LOOK_S = 1e-3
+
+
+@contextlib.contextmanager
+def group_of(rank: Rank, device: Device) -> Iterator[None]:
+    """Join the other ranks on entry, and leave them on exit.
+
+    A rank sees one GPU, its own, which becomes its device first: otherwise NCCL guesses, and all ranks would make a
+    context on the same GPU. After an error the group is left without waiting for the others, which may not come.
+    """
+    on_gpu = device is Device.CUDA
+    if on_gpu:
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=rank.meeting,
+        rank=rank.rank,
+        world_size=rank.ranks,
+        timeout=timedelta(seconds=rank.timeout_s),
+        device_id=torch.device("cuda", 0) if on_gpu else None,
+    )
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            dist.distributed_c10d._abort_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def meet_on_host(name: str) -> None:
+    """Wait until every rank has come to the place of this name, while nothing runs on the devices."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add(name, 1)
+    while store.add(name, 0) < dist.get_world_size():
+        time.sleep(_LOOK_S)
+
+
+SENDS = {
+    "allreduce_": 2.0,
+    "allreduce_coalesced_": 2.0,
+    "allgather_": 1.0,
+    "_allgather_base_": 1.0,
+    "allgather_into_tensor_coalesced_": 1.0,
+    "reduce_scatter_": 1.0,
+    "_reduce_scatter_base_": 1.0,
+    "reduce_scatter_tensor_coalesced_": 1.0,
+    "broadcast_": 1.0,
+}
+"""How often each of n ranks of a ring sends (n - 1) / n of a collective's whole tensors."""
+_OUTPUT_FIRST = ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
+"""Reduce-scatters: their first argument is the output, and their second the whole tensors."""
+
+
+@torch.library.custom_op("cs336_systems::push", mutates_args=("target",))
+def push(source: Tensor, target: Tensor) -> None:
+    """Copy a tensor to another rank's memory; an operator of its own so that it is counted."""
+    target.copy_(source, non_blocking=True)
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Counts in its context every collective that this process calls, on any thread of autograd.
+
+    It sees the operators of torch.distributed's C++ library, so it also counts those that PyTorch's DDP and FSDP call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._payloads: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if func.namespace == "c10d" and (name := func.__name__.partition(".")[0]) in SENDS:
+            whole = tree_leaves(args[1 if name in _OUTPUT_FIRST else 0])
+            self._payloads.setdefault(name, []).append(_bytes(whole))
+        if func is torch.ops.cs336_systems.push.default:
+            self._payloads.setdefault("push", []).append(_bytes([args[0]]))
+        return func(*args, **(kwargs or {}))
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What has been counted, by the kind of collective."""
+        ranks = dist.get_world_size()
+        return tuple(
+            Traffic(
+                collective=name.strip("_").removesuffix("_base"),
+                count=len(payloads),
+                payload_bytes=sum(payloads),
+                sent_bytes=sum(payloads)
+                if name == "push"
+                else round(SENDS[name] * sum(payloads) * (ranks - 1) / ranks),
+            )
+            for name, payloads in sorted(self._payloads.items())
+        )
+
+
+def _bytes(tensors: Iterable[object]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
 
 if hasattr(dist, "all_gather_single"):  # their names since PyTorch 2.13
     all_gather, reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single

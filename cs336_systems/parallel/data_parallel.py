@@ -21,7 +21,7 @@ from cs336_systems.parallel.collectives import (
     parts_of,
     take_from_rank_0,
 )
-from cs336_systems.parallel.peers import Pushes, of_all_ranks, shared_rows
+from cs336_systems.parallel.exchange import Pushes, of_all_ranks, shared_rows
 
 BUCKET_BYTES = 25 * 2**20
 """Least bytes of gradients in a full bucket, as in PyTorch's DistributedDataParallel."""

@@ -10,8 +10,9 @@ tensor, so that one kernel casts them; the gathered parameters of a unit are one
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,98 @@ from cs336_systems.model.annotate import annotate
 from cs336_systems.model.transformer import Embedding
 from cs336_systems.parallel.collectives import take_from_rank_0
 from cs336_systems.parallel.exchange import Collectives, Copies, Exchange, Started, start_gather
-from cs336_systems.parallel.units import Found, Unit, units_of
+
+REST = "rest"
+"""Name of the unit whose parameters belong to no single block or layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterSlot:
+    """Where a module holds a parameter."""
+
+    owner: nn.Module
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class ShardedParameter:
+    """A parameter of a module, and every slot that holds it; a tied parameter has several.
+
+    It can also be another leaf tensor that the module computes with, which has no slot.
+    """
+
+    name: str
+    parameter: Tensor
+    slots: list[ParameterSlot] = field(default_factory=list)
+    least_elements: int = 0
+    """Least length to which the parameter is padded before it is divided among ranks."""
+
+    def part_length(self, ranks: int) -> int:
+        """Elements of one rank's part, the last of which are padded with zeros."""
+        return -(-max(self.parameter.numel(), self.least_elements) // ranks)
+
+    @property
+    def is_of_embedding(self) -> bool:
+        """Whether an embedding lookup reads the parameter; autocast does not cast those."""
+        return any(isinstance(slot.owner, Embedding | nn.Embedding) for slot in self.slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Unit:
+    """Parameters that are gathered together, and the module that holds them."""
+
+    name: str
+    """Path of the module, or REST."""
+    module: nn.Module | None
+    """None for REST: parameters that belong to no single block or layer."""
+    found: list[ShardedParameter]
+
+
+def parameters_of(module: nn.Module) -> list[ShardedParameter]:
+    """All parameters of the module, each once."""
+    found: dict[Tensor, ShardedParameter] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            path = f"{prefix}.{name}" if prefix else name
+            found.setdefault(parameter, ShardedParameter(path, parameter)).slots.append(ParameterSlot(owner, name))
+    return list(found.values())
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the outermost ModuleLists in the module, such as the blocks of a Transformer."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from blocks_of(child)
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """The parameters of the module by the unit that they belong to, in the order of its modules.
+
+    Units are the blocks, and outside of them each module that has parameters itself. The last one has the parameters
+    that several units use, and those of `module` itself.
+    """
+    blocks = list(blocks_of(module))
+    inside = {id(part) for block in blocks for part in block.modules()}
+    singles = [each for each in module.modules() if id(each) not in inside and each is not module]
+    owners = {id(part): block for block in blocks for part in block.modules()} | {id(each): each for each in singles}
+    shared: list[ShardedParameter] = []
+    members: dict[int, list[ShardedParameter]] = {}
+    for each in parameters_of(module):
+        using = Counter(id(owners.get(id(slot.owner), module)) for slot in each.slots)
+        (target, *others) = using
+        if others or target == id(module):
+            shared.append(each)
+        else:
+            members.setdefault(target, []).append(each)
+    units = [
+        Unit(name=path, module=part, found=members[id(part)])
+        for path, part in module.named_modules()
+        if id(part) in members
+    ]
+    return [*units, Unit(name=REST, module=None, found=shared)]
+
 
 AHEAD = 2
 """Units that are gathered ahead of the one that computes."""
@@ -236,11 +328,11 @@ class FSDP(nn.Module):
 class _Sharded:
     """A parameter of which this rank keeps one part, padded with zeros so that all parts have one length."""
 
-    def __init__(self, found: Found, part: Tensor, whole: Tensor) -> None:
+    def __init__(self, found: ShardedParameter, part: Tensor, whole: Tensor) -> None:
         """`part` is the memory of this rank's part, and `whole` that of all ranks' parts once they are gathered."""
-        self._places, parameter = found.places, found.parameter
+        self._slots, parameter = found.slots, found.parameter
         self._count, self._shape = parameter.numel(), parameter.shape
-        part.copy_(own_part(parameter.detach(), len(part)))
+        part.copy_(padded_part(parameter.detach(), len(part)))
         self.shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
         self.full = parameter
         # `data` has a version counter of its own, so to autograd another gather is no change of saved tensors
@@ -250,7 +342,7 @@ class _Sharded:
     @property
     def owners(self) -> Iterator[nn.Module]:
         """The modules that have the parameter."""
-        return (place.owner for place in self._places)
+        return (slot.owner for slot in self._slots)
 
     def shaped(self, whole: Tensor) -> Tensor:
         """The parts of all ranks in the parameter's shape."""
@@ -258,8 +350,8 @@ class _Sharded:
 
     def put(self, parameter: Tensor) -> None:
         """Set the modules' parameter to the shard or to the whole parameter."""
-        for place in self._places:
-            place.owner._parameters[place.name] = cast("nn.Parameter", parameter)
+        for slot in self._slots:
+            slot.owner._parameters[slot.name] = cast("nn.Parameter", parameter)
 
     def take_whole_gradient(self, length: int) -> Tensor:
         """Return and clear the gradient of the whole parameter, padded to this length."""
@@ -276,7 +368,7 @@ class _Sharded:
 class _Flat:
     """Parameters of one type: this rank's parts are in one tensor, and all ranks' are gathered into another."""
 
-    def __init__(self, found: Sequence[Found], dtype: torch.dtype, exchange: Exchange) -> None:
+    def __init__(self, found: Sequence[ShardedParameter], dtype: torch.dtype, exchange: Exchange) -> None:
         self.dtype, self._exchange, ranks = dtype, exchange, dist.get_world_size()
         like = found[0].parameter.detach()
         lengths = [each.part_length(ranks) for each in found]
@@ -347,7 +439,7 @@ class _Unit:
         self.module, self._exchange = unit.module, exchange
         self._name = name = unit.name.removeprefix("model.")  # LossModule's name for the model
         self._gather_range, self._wait_range, self._scatter_range = f"gather {name}", f"wait {name}", f"scatter {name}"
-        types: dict[tuple[torch.dtype, torch.dtype], list[Found]] = {}
+        types: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = {}
         for each in unit.found:
             own = each.parameter.dtype
             gathered = own if compute_dtype is None or each.is_of_embedding else compute_dtype
@@ -437,7 +529,7 @@ class _Unit:
             flat.take_gradients()
 
 
-def own_part(tensor: Tensor, length: int) -> Tensor:
+def padded_part(tensor: Tensor, length: int) -> Tensor:
     """This rank's part of the elements, of this length, padded with zeros."""
     part = tensor.new_zeros(length)
     own = tensor.view(-1)[dist.get_rank() * length :][:length]

@@ -93,7 +93,7 @@ def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_f
     ]
     is_one = all(len({record.config.configuration for record in side}) == 1 for side in plain)
     if is_one and (are_alternate or are_files or min(map(len, plain)) > 1):
-        section, row, json = pair_section(sides.names, plain)
+        section, row, json = pair_section(sides.names, plain, are_alternate=are_alternate)
         rows = [row]
     else:
         section = sweeps_section(sides.names, plain, allow_mixed=is_mixed, are_alternate=are_alternate)

@@ -12,7 +12,7 @@ from cs336_systems.report.entries import findings_section
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.kernels.communication import by_configuration
-from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled, replayed
+from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
@@ -92,21 +92,16 @@ class Results:
         return results_section(self.frame, by_configuration(self.kernels))
 
     @cached_property
-    def _replayed(self) -> list[Profiled]:
-        return replayed(self.kernels, self.ceilings)
-
-    @cached_property
     def sections(self) -> Mapping[str, Sequence[Section]]:
         """The sections of each subject that these results have: findings first, then tables and pictures."""
         found = {}
         if self.published:
             found[STEPS] = [self.steps]
         if self.kernels:
-            entries = self._replayed
             told = findings_section(
-                "kernel_findings", entries, lambda own: kernel_findings(own.profile, own.config, own.what_if)
+                "kernel_findings", self.kernels, lambda own: kernel_findings(own.profile, own.config)
             )
-            found[KERNELS] = [told, *kernel_sections(entries)]
+            found[KERNELS] = [told, *kernel_sections(self.kernels)]
         if self.memory:
             told = findings_section("memory_findings", self.memory, lambda own: memory_findings(own.profile))
             found[MEMORY] = [told, *memory_sections(self.memory)]
@@ -117,7 +112,7 @@ class Results:
         told = [section.tables[0] for name in (KERNELS, MEMORY) for section in self.sections.get(name, ())[:1]]
         first = [rows_with(table, "number", {1}) for table in told]
         steps = self.steps.tables if self.published else ()
-        return [*steps, *first, *kernel_tables(self._replayed), *memory_tables(self.memory)]
+        return [*steps, *first, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
     def json(self) -> dict[str, object]:
         """The rows of results.csv in SI units, and the explained profiles by the keys of their runs."""

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import cast
@@ -17,19 +18,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.config import Device, Phase
 from cs336_systems.measure.clock import Clock, EventClock, HostClock
-from cs336_systems.measure.failure import classify
+from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.model.transformer import naive_attention
 from cs336_systems.record import Failure, Measurement, Status
-from cs336_systems.studies.attention_exact import exact_errors
-from cs336_systems.studies.attention_own import call_own, described, fault_of, load_own
+from cs336_systems.studies.attention_exact import exact_attention, exact_errors
+from cs336_systems.studies.attention_own import (
+    NoBackwardError,
+    call_own,
+    described,
+    fault_of,
+    load_own,
+    why_gpu_needed,
+    wrong_in_words,
+)
 from cs336_systems.studies.attention_records import (
     AttentionCell,
     AttentionGrid,
     CellMemory,
     CellResult,
-    ExactError,
     Implementation,
+    wrong_quantities,
 )
 from cs336_systems.studies.cell import Inputs, Passes, make_generator, make_inputs
 
@@ -92,66 +101,112 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: AttentionF
 
     `attention` replaces the function that the cell names.
     """
+    try:
+        return _measure(grid, cell, attention)
+    except Exception as error:
+        is_on_cpu = cell.implementation is Implementation.OWN and grid.device is Device.CPU
+        if is_on_cpu and (why := why_gpu_needed(error)):
+            return CellResult(cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=f"needs a GPU: {why}"))
+        raise
+
+
+def _measure(grid: AttentionGrid, cell: AttentionCell, attention: AttentionFunction | None) -> CellResult:
     apply_math_mode(cell.precision)
-    shape = (grid.batch_size, cell.context_length, cell.d_head)
-    inputs = make_inputs([shape] * 3, cell.precision, make_generator(grid))
+    inputs = _inputs(grid, cell)
     function = attention or make_attention(grid, cell)
     passes = Passes(function, inputs)
     run = partial(_timed, passes, EventClock() if grid.device is Device.CUDA else HostClock())
+    failure = None
     started = perf_counter()
     if cell.implementation is Implementation.OWN:
-        if fault := fault_of(function, inputs):
-            message = f"{described(str(grid.own))} {fault}"
-            return CellResult(cell=cell, status=Status.INVALID, failure=Failure(message=message, where=cell.label))
+        try:
+            if fault := fault_of(function, inputs):
+                return _invalid(grid, cell, fault)
+        except NoBackwardError as error:
+            cause = error.__cause__ or error
+            failure = describe(cause, Status.CRASHED, cell.label, grid.device)
+            run = partial(run, with_backward=False)
     elif reason := _why_unavailable(run):
         return CellResult(cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=reason))
     first_pass_s = perf_counter() - started
     for _ in range(grid.warmup_passes - 1):
         run()
     times = [run() for _ in range(grid.passes)]
-    return CellResult(
+    result = CellResult(
         cell=cell,
         status=Status.OK,
-        measurements=tuple(
-            Measurement(phase, tuple(time[phase] for time in times)) for phase in (Phase.FORWARD, Phase.BACKWARD)
-        ),
+        failure=failure,
+        measurements=tuple(Measurement(phase, tuple(time[phase] for time in times)) for phase in times[0]),
         first_pass_s=first_pass_s,
-        memory=_memory(passes) if grid.device is Device.CUDA else None,
-        # with new inputs, because a faulty kernel may have overwritten those of the passes
-        errors=_errors(passes, make_inputs([shape] * 3, cell.precision, make_generator(grid)), grid)
-        if grid.own
-        else (),
+        memory=_memory(passes, with_backward=failure is None) if grid.device is Device.CUDA else None,
     )
+    return _compared(grid, result, passes) if grid.own else result
 
 
-def _errors(passes: Passes, inputs: Inputs, grid: AttentionGrid) -> tuple[ExactError, ...]:
-    """Errors of one more pass against float64; empty if float64 does not fit into memory."""
+def _inputs(grid: AttentionGrid, cell: AttentionCell) -> Inputs:
+    shape = (grid.batch_size, cell.context_length, cell.d_head)
+    return make_inputs([shape] * 3, cell.precision, make_generator(grid))
+
+
+def _invalid(grid: AttentionGrid, cell: AttentionCell, fault: str) -> CellResult:
+    """A cell of the user's own with what is wrong with it, and where it is defined."""
+    failure = Failure(message=f"{described(str(grid.own))} {fault}", where=cell.label)
+    return CellResult(cell=cell, status=Status.INVALID, failure=failure)
+
+
+def _compared(grid: AttentionGrid, result: CellResult, passes: Passes) -> CellResult:
+    """The result with the errors of one more pass against float64, and invalid if they show a wrong own function.
+
+    Without errors if float64 does not fit into memory.
+    """
+    cell = result.cell
+    inputs = _inputs(grid, cell)  # new ones, because a faulty kernel may have overwritten those of the passes
     try:
-        output = passes.forward()
-        return exact_errors((output, *passes.backward(output)), inputs, causal=grid.causal)
+        found = _pass(passes, with_backward=result.failure is None)
+        exact = exact_attention(inputs, causal=grid.causal)
+        errors = exact_errors(found, exact)
+        result = replace(result, errors=errors)
+        if cell.implementation is not Implementation.OWN:
+            return result
+        kernel = exact_errors(_pass(Passes(partial(_sdpa, None, grid.causal), inputs)), exact)
+        if not wrong_quantities(cell, errors, kernel):
+            return result
+        others = exact_errors(found, exact_attention(inputs, causal=not grid.causal))
+        is_other = not wrong_quantities(cell, others, kernel)
+        likeness = f"equals attention {'without' if grid.causal else 'with'} the causal mask" if is_other else None
     except Exception as error:
         if classify(error) is not Status.OOM:
             raise
-        return ()
+        return result
+    invalid = _invalid(grid, cell, wrong_in_words(cell, errors, kernel, likeness))
+    return replace(result, status=invalid.status, failure=invalid.failure)
 
 
-def _timed(passes: Passes, clock: Clock) -> dict[Phase, float]:
+def _pass(passes: Passes, *, with_backward: bool = True) -> tuple[Tensor, ...]:
+    """The output of one pass, and the gradients."""
+    output = passes.forward()
+    return (output, *passes.backward(output)) if with_backward else (output,)
+
+
+def _timed(passes: Passes, clock: Clock, *, with_backward: bool = True) -> dict[Phase, float]:
     """Times in seconds of one forward and one backward pass, between two synchronisations of the device."""
     clock.start()
     output = passes.forward()
     clock.lap(Phase.FORWARD)
-    passes.backward(output)
-    clock.lap(Phase.BACKWARD)
+    if with_backward:
+        passes.backward(output)
+        clock.lap(Phase.BACKWARD)
     return clock.stop().phases_s
 
 
-def _memory(passes: Passes) -> CellMemory:
+def _memory(passes: Passes, *, with_backward: bool) -> CellMemory:
     """What the allocator holds before forward, before backward, and at its peak."""
     torch.cuda.reset_peak_memory_stats()
     before_forward = torch.cuda.memory_allocated()
     output = passes.forward()
     before_backward = torch.cuda.memory_allocated()
-    passes.backward(output)
+    if with_backward:
+        passes.backward(output)
     return CellMemory(
         before_forward_bytes=before_forward,
         before_backward_bytes=before_backward,

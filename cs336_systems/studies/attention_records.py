@@ -3,9 +3,12 @@
 There are no heads, as in the course's exercise: queries, keys and values each have the shape (batch, context, d_head).
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
+from types import MappingProxyType
 from typing import Annotated, ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
@@ -13,6 +16,13 @@ from cs336_systems.config import MAX_ELEMENTS, Device, Phase, Precision, is_impo
 from cs336_systems.record import Count, Environment, Failure, Input, Measurement, RunWarning, Status
 from cs336_systems.settings import ByDevice, Rule, Setting, check
 from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
+
+TOLERANCE = 10
+"""An own implementation is wrong if it is more than this many times as far from float64 as PyTorch's kernel."""
+ROUNDING: Mapping[Precision, float] = MappingProxyType(
+    {Precision.FP32: 2**-23, Precision.TF32: 2**-10, Precision.BF16: 2**-7, Precision.FP16: 2**-10}
+)
+"""Distance from 1 to the next larger number, of inputs and results, or of tf32 of what products read."""
 
 
 class Implementation(StrEnum):
@@ -188,6 +198,24 @@ class ExactError:
         return None if self.max_error is None or not self.max_exact else self.max_error / self.max_exact
 
 
+def wrong_quantities(
+    cell: AttentionCell, found: Sequence[ExactError], of_kernel: Sequence[ExactError]
+) -> tuple[Quantity, ...]:
+    """Those of `found` that are over TOLERANCE times as far from float64 as PyTorch's kernel is, on the same inputs.
+
+    A kernel may happen to round hardly at all, so its error counts as at least one rounding of the data type, and as
+    at least the error of a sum over the context in fp32, which grows as the root of the number of terms.
+    """
+    least = max(ROUNDING[cell.precision], ROUNDING[Precision.FP32] * math.sqrt(cell.context_length))
+    known = {error.quantity: error.relative for error in of_kernel if error.max_exact}
+    return tuple(
+        error.quantity
+        for error in found
+        if error.quantity in known
+        and (error.relative is None or error.relative > TOLERANCE * max(least, known[error.quantity] or 0))
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult(Row):
     """Raw times and memory of one cell, or its failure."""
@@ -195,8 +223,10 @@ class CellResult(Row):
     cell: AttentionCell
     status: Status
     failure: Failure | None = None
+    """Why the cell failed; with status ok, why the user's own has no times of backward."""
     measurements: tuple[Measurement, ...] = ()
-    """Times of forward and of backward; empty unless status is ok."""
+    """Times of forward and of backward; forward alone if the user's own has no backward. Those of an invalid cell are
+    kept, and belong in no table."""
     first_pass_s: float | None = None
     """First forward and backward by the host's clock, which includes compiling, loading libraries and autotuning."""
     memory: CellMemory | None = None
@@ -205,8 +235,10 @@ class CellResult(Row):
     """Of every quantity, in studies of an own implementation; empty also where float64 does not fit into memory."""
 
     def measurement(self, phase: Phase) -> Measurement | None:
-        """Times of forward, backward, or with `Phase.STEP` both together; None where the cell has none."""
-        if phase is Phase.STEP and self.measurements:
+        """Times of forward, backward, or with `Phase.STEP` both together; None where the cell has none that count."""
+        if self.status is not Status.OK:
+            return None
+        if phase is Phase.STEP and len(self.measurements) > 1:
             return Measurement(phase, tuple(map(sum, zip(*(m.times_s for m in self.measurements), strict=True))))
         return next((m for m in self.measurements if m.phase is phase), None)
 

@@ -11,10 +11,9 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import psutil
-
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import FileError, error_in_words
+from cs336_systems.measure.environment import host_memory_bytes
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.sweep.process import NOT_EXPLAINED, begin_worker
 from cs336_systems.sweep.store import explanation_path, raw_profile_path
@@ -88,14 +87,14 @@ def main(config: RunConfig, runs: Path, log: Connection) -> None:
 def _limit_memory() -> None:
     """Limit this process to the memory of the machine, and have it killed first when memory runs out."""
     with contextlib.suppress(OSError, ValueError):  # raised outside Linux, and if the limit is lower already
-        resource.setrlimit(resource.RLIMIT_DATA, (psutil.virtual_memory().total, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_DATA, (host_memory_bytes(), resource.RLIM_INFINITY))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _in_words(error: Exception) -> str:
     """The error in one line; for a defect of the analysis, with its place in the source."""
-    from cs336_systems.analysis.kernels.nsys_export import NsysError
+    from cs336_systems.analysis.kernels.nsys import NsysError
 
     if isinstance(error, FileError | NsysError):
         return inert_line(str(error))

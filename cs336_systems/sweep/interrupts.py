@@ -7,7 +7,8 @@ import time
 from time import monotonic
 from types import FrameType
 
-from cs336_systems.sweep.isolation import Worker, remove_temporaries
+from cs336_systems.interrupt import end_at_once
+from cs336_systems.sweep.isolation import Worker
 from cs336_systems.sweep.process import STOP_SIGNALS
 
 _ONE_REQUEST_S = 0.3
@@ -20,8 +21,10 @@ class Interrupts:
     A signal that was ignored when the process started, as under nohup, stays ignored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.count = 0
+        self.at_once = at_once
+        """Whether the first signal ends the process at once too, because no worker has started yet."""
         self._last = -math.inf
         self.workers: list[Worker] = []
         self.wakeup, self._write = os.pipe()
@@ -44,10 +47,11 @@ class Interrupts:
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if monotonic() - self._last < _ONE_REQUEST_S:
             return
+        if self.at_once:
+            end_at_once()
         self._last = monotonic()
         self.count += 1
         if self.count > 1:
             for worker in self.workers:
                 worker.kill()
-            remove_temporaries()
-            os._exit(130)
+            end_at_once()

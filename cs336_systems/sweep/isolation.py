@@ -25,6 +25,7 @@ from typing import TypeAlias
 import psutil
 
 from cs336_systems.config import RunConfig
+from cs336_systems.interrupt import CLEANUPS
 from cs336_systems.record import Failure, Status
 from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
 from cs336_systems.sweep.store import SweepError
@@ -41,11 +42,11 @@ _FIRST_ANSWER_S = 900.0
 _DEATH_S = 10.0
 """How long killed processes may take to end. One that waits for a device that hangs does not end at all."""
 
-_PRELOAD = ("cs336_systems.sweep.preload", "cs336_systems.cli")
-"""Imported once for all workers. A worker imports the program's main module, and with it the command line."""
+_PRELOAD = ("cs336_systems.sweep.preload",)
+"""Imported once for all workers."""
 EXPLAINING = ("cs336_systems.analysis.kernels.explain", "cs336_systems.analysis.memory.explain")
 """Modules that explain profiles, none of which needs torch."""
-_PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", *EXPLAINING, "cs336_systems.cli")
+_PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", *EXPLAINING)
 """Imported once in place of _PRELOAD if nothing is measured: without torch, which takes seconds to import."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 """Function that a worker calls with a run, the directory of records, and the connection for its output."""
@@ -76,6 +77,7 @@ def _claim_temporaries() -> None:
         unlocked = own / "unlocked"
         fcntl.flock(os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
         unlocked.rename(own / _MARK)
+        CLEANUPS.append(remove_temporaries)
         for mark in own.parent.glob(f"pymp-*/{_MARK}"):
             _remove_if_dead(mark)
 
@@ -117,16 +119,17 @@ def preload_to_explain() -> None:
 def ensure_fork_server() -> None:
     """Start the fork server unless it is running, with signals blocked until it ignores them.
 
-    PYTHONPATH lets it find the package where this process found it: before Python 3.12.3 it does not get `sys.path`,
-    and without its preload every worker would take seconds to start.
+    Its environment lets it find the package where this process found it: before Python 3.12.3 it does not get
+    `sys.path`, and without its preload every worker would take seconds to start.
     """
     fork_server()
-    _ensure_tracker()  # first, because starting it unblocks signals
     before = dict(os.environ)
     wanted = child_environment() | {FORKER_VARIABLE: str(os.getpid())}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     os.environ.update(wanted)
     try:
+        _ensure_tracker()  # first, because starting it unblocks signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
         for name in wanted.keys() - before.keys():

@@ -130,7 +130,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         _Change("cudnn", "attention by cuDNN", ours and best is SdpaBackend.CUDNN, fused(SdpaBackend.CUDNN)),
         _Change("cast-once", "bf16 weights beside fp32 masters", on_gpu and ours, {"cast_once": True}),
         _Change(
-            "graph", "each phase of the step a CUDA graph, kernels in the place of memsets", on_gpu and ours,
+            "graph", "each phase of the step a CUDA graph", on_gpu and ours,
             {"cuda_graph": True},
         ),
         _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
@@ -151,7 +151,6 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
             "fp8", "block products in fp8",
             on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True, "fused_activations": False},
         ),
-        _Change("update", "weights updated during backward", on_gpu and ours, {"update_in_backward": True}),
         _Change("moments", "AdamW's moments in bf16", on_gpu and ours, {"bf16_moments": True}),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from cs336_systems.analysis.kernels.nsys_export import NsysError, find_nsys
+from cs336_systems.analysis.kernels.nsys import NsysError, find_nsys
 from cs336_systems.config import RunConfig
 from cs336_systems.ranges import Range
 from cs336_systems.sweep.process import child_environment, die_with_forker

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.costs.memory import fits, outside_bytes, predict_memory, predicted_peak_bytes
+from cs336_systems.costs.memory import fits, host_bytes, outside_bytes, predict_memory, predicted_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +18,11 @@ class Plan:
 
 
 def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
-    """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` (None if not known).
+    """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` of their device.
 
-    Memory is predicted only without shortcuts. So a configuration with shortcuts, such as a compiled model, is ordered
-    by the peak that it would have without them, and is never in `too_large`. Configurations without any prediction (on
-    a CPU, a user's own model) follow in their given order.
+    Memory that is not known is None. It is predicted only without shortcuts. So a configuration with shortcuts, such as
+    a compiled model, is ordered by the peak that it would have without them, and on a GPU it is never in `too_large`.
+    Configurations without any prediction (on a CPU, a user's own model) follow in their given order.
     """
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
@@ -31,7 +31,9 @@ def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
 
 
 def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
-    found = predict_memory(config) if config.device is Device.CUDA else None
+    if config.device is Device.CPU:
+        return (host_bytes(config) or 0) > memory_bytes
+    found = predict_memory(config)
     if found is None or found.reserved_bytes + outside_bytes(config) <= memory_bytes:
         return False
     return fits(config, memory_bytes) is False

@@ -26,6 +26,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a sweep: Ctrl-C, the system, a closing terminal; often sent to the whole process group."""
 FORKER_VARIABLE = "CS336_FORKER"
 """Environment variable that tells a fork server which process started it."""
+_SAFE_PATH = "set by cs336"
+"""Any value has the same effect."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -125,12 +127,21 @@ def die_with(supervisor: int) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, with PYTHONPATH set so that a child imports the package from the same place."""
-    environment = dict(os.environ)
+    """This process's environment, changed so that a child imports the package from the same place.
+
+    A child that Python starts by -c or -m would import a package of this name in the current directory otherwise.
+    """
+    environment = {"PYTHONSAFEPATH": _SAFE_PATH} | os.environ
     root = str(Path(cs336_systems.__file__).parents[1])
     if root != sysconfig.get_path("purelib"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     return environment
+
+
+def forget_safe_path() -> None:
+    """Undo in a child what `child_environment` asked of Python, since a user's model may start Python too."""
+    if os.environ.get("PYTHONSAFEPATH") == _SAFE_PATH:
+        del os.environ["PYTHONSAFEPATH"]
 
 
 def adopt_orphans() -> None:

@@ -125,7 +125,7 @@ def run_sweep(
         elif unexplained:
             preload_to_explain()
         listener.planned(kept, todo, problems)
-        interrupts = stack.enter_context(Interrupts())
+        interrupts = stack.enter_context(Interrupts(at_once=True))
         if todo:
             ensure_fork_server()
             listener.importing()
@@ -162,7 +162,7 @@ def explain_again(
         preload_to_explain()
         spare_children()
         adopt_orphans()
-        with Interrupts() as interrupts:
+        with Interrupts(at_once=True) as interrupts:
             keeper = Keeper(runs, listener)
             Loop(keeper, (None,), timeout_s, interrupts, lambda: False, deque(waiting)).run(())
             if interrupts.count:
@@ -254,6 +254,7 @@ class Loop:
     def _start(self, config: RunConfig, entry: Entry) -> Worker:
         worker = Worker(config, self.keeper.runs, entry)
         self.interrupts.workers.append(worker)
+        self.interrupts.at_once = False
         return worker
 
     def _look_for_others(self) -> None:
@@ -398,7 +399,7 @@ def measure_one(
     preload(*modules_of([config]))
     spare_children()
     adopt_orphans()
-    with Interrupts() as interrupts:
+    with Interrupts(at_once=True) as interrupts:
         keeper = Keeper(runs, Listener())
         gpus = gpus or _gpus([config])
         Loop(keeper, gpus, timeout_s, interrupts, are_others, explains=explains).run([config])

@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 
-from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, die_with_forker
+from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, die_with_forker, forget_safe_path
 
 die_with_forker(signal.SIGKILL)  # otherwise a worker would keep the fork server alive after the sweep
 if os.getppid() != int(os.environ.pop(FORKER_VARIABLE, os.getppid())):
@@ -15,4 +15,5 @@ if os.getppid() != int(os.environ.pop(FORKER_VARIABLE, os.getppid())):
 for number in STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)  # the sweep handles them
 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+forget_safe_path()
 gc.disable()

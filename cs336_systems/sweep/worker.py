@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from cs336_systems.analysis.kernels.nsys_export import NsysError
+from cs336_systems.analysis.kernels.nsys import NsysError
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.failure import describe
 from cs336_systems.measure.run import measure
 from cs336_systems.record import RunRecord, Status, read_record, write_record
 from cs336_systems.sweep.nsys import is_under_nsys, run_under_nsys
-from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_with
+from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_with, forget_safe_path
 from cs336_systems.sweep.ranks import measure_on_ranks
 from cs336_systems.sweep.store import fresh_profile_path
 
@@ -70,5 +70,6 @@ if __name__ == "__main__":
     # under nsys; arguments: configuration as JSON, directory for the record, id of the worker, time limit and GPUs of
     # ranks
     die_with(int(sys.argv[3]))
+    forget_safe_path()
     asked = msgspec.json.decode(sys.argv[1], type=RunConfig)
     write_record(_measured(asked, sys.argv[5:], float(sys.argv[4])), Path(sys.argv[2]))

@@ -191,3 +191,14 @@ def test_process_means_are_those_of_runs_that_ended_well() -> None:
     ]
     assert process_means(records) == [5.0, 7.0]
     assert process_means(records, Phase.FORWARD) == [1.5]
+
+
+@pytest.mark.parametrize("processes", [3, 5, 10])
+def test_equal_sides_measured_at_times_half_a_percent_apart_are_not_told_apart(processes) -> None:
+    rng = np.random.default_rng(processes)
+    told = 0
+    for _ in range(400):
+        a, b = (np.exp(rng.normal(0, 0.005) + rng.normal(0, 0.001, processes)).tolist() for _ in "AB")
+        told += compare(a, b, between=0.005).verdict is not Verdict.CANNOT_TELL
+        assert compare(a, [1.05 * value for value in b], between=0.005).low > 1
+    assert told <= 0.03 * 400

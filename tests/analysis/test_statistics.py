@@ -7,7 +7,7 @@ import scipy.stats
 from cs336_systems.analysis.statistics import (
     lag1_autocorrelation,
     mean_interval,
-    modified_z_scores,
+    outliers,
     quotient_stdev,
     slope,
     standard_error,
@@ -94,15 +94,21 @@ def test_standard_error_is_that_of_scipy() -> None:
     assert standard_error(values) == pytest.approx(scipy.stats.sem(values))
 
 
-def test_modified_z_scores_are_robust_standard_scores() -> None:
-    values = np.random.default_rng(0).normal(50, 3, size=20_000)
-    assert modified_z_scores(values.tolist()) == pytest.approx((values - 50) / 3, abs=0.1)
-    mad = scipy.stats.median_abs_deviation(values, scale="normal")
-    assert modified_z_scores(values.tolist()) == pytest.approx((values - np.median(values)) / mad, rel=1e-4)
+@pytest.mark.parametrize("n", [3, 5, 10, 20, 100])
+def test_noise_has_outliers_in_fewer_than_one_of_a_hundred_samples(n) -> None:
+    samples = np.random.default_rng(n).normal(1, 0.03, (1500, n))
+    assert sum(bool(outliers(sample.tolist(), 0.005)) for sample in samples) / len(samples) < 0.0125
 
 
-def test_modified_z_scores_where_most_values_are_equal() -> None:
-    assert modified_z_scores([1.0, 1.0, 1.0, 2.0, 0.5]) == [0, 0, 0, math.inf, -math.inf]
+@pytest.mark.parametrize("n", [10, 20, 100])
+def test_a_value_ten_standard_deviations_out_is_found(n) -> None:
+    samples = np.random.default_rng(n).normal(1, 0.03, (200, n))
+    samples[:, n // 2] += 0.3
+    assert np.mean([n // 2 in outliers(sample.tolist(), 0.005) for sample in samples]) > 0.95
+
+
+def test_equal_or_few_values_have_no_outliers() -> None:
+    assert outliers([1.0] * 10, 0.005) == outliers([1.0, 2.0], 0.005) == []
 
 
 def test_the_deviation_of_a_quotient_is_that_of_many_drawn_ones() -> None:

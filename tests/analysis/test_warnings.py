@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.warnings import launched_phases, timing_warnings
+from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, OptimizerKind, Phase, RunConfig
-from cs336_systems.record import Measurement, WarningCode
+from cs336_systems.record import GpuState, Measurement, Telemetry, WarningCode
 
 
 def noisy(seed: int, n: int = 10, noise: float = 0.003) -> np.ndarray:
@@ -156,3 +156,22 @@ def test_a_run_is_not_advised_what_it_does_already() -> None:
 def test_times_are_positive_and_finite(bad) -> None:
     with pytest.raises(ValueError, match="positive and finite"):
         timing_warnings([0.1, bad])
+
+
+@pytest.mark.parametrize(
+    ("clocks_mhz", "reasons", "share"),
+    [((1980, 1980), ("power cap",), None), ((1980, 1500), (), None), ((1980, 1485), ("power cap",), "75%"),
+     ((990, 1980), ("power cap",), "50%")],
+)  # fmt: skip
+def test_a_gpu_at_its_full_clock_is_not_throttled(
+    clocks_mhz: tuple[int, int], reasons: tuple[str, ...], share: str | None
+) -> None:
+    """The driver names reasons for clocks that are the highest too; a clock without a reason is that of an idle GPU."""
+    before, after = (
+        GpuState(sm_clock_hz=clock * 10**6, max_sm_clock_hz=1980 * 10**6, memory_clock_hz=1, power_w=700.0,
+                 temperature_c=60, throttle_reasons=reasons, other_processes=0)
+        for clock in clocks_mhz
+    )  # fmt: skip
+    found = throttled(Telemetry(before=before, after=after))
+    assert (found is None) == (share is None)
+    assert share is None or share in (found or "")

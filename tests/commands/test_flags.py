@@ -13,17 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tyro
 
 from cs336_systems.cli import sweep
 from cs336_systems.commands import device as device_module
 from cs336_systems.commands import flags as flags_module
 from cs336_systems.commands import sweep as sweep_module
+from cs336_systems.commands.account import AccountArguments
 from cs336_systems.commands.attention import AttentionArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.ceilings import CeilingsArguments
 from cs336_systems.commands.compare import CompareArguments
 from cs336_systems.commands.flags import (
+    FIELDS,
     MAX_NAME_LENGTH,
     MeasuringArguments,
     ModelArguments,
@@ -56,13 +57,14 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.model.factory import call_factory
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import load_records
+from cs336_systems.settings import flag_of
 from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.neighbours import make_bases, neighbours, settings_of
 from tests.report.ceilings import FP32, lasting, make_ceilings, product_at, square, stream_at
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "data"
+DATA = ROOT / "data" / "published"
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
 
 
@@ -83,7 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
 
 @cache
 def parse(kind: type, flags: str) -> object:
-    return tyro.cli(kind, args=shlex.split(flags), config=(tyro.conf.EnumChoicesFromValues,))
+    return flags_module.parse(kind, "command", shlex.split(flags))
 
 
 def one(flags: str = "") -> RunConfig:
@@ -219,7 +221,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     np.save("t.npy", np.zeros(101, np.uint16))
     Path("a").mkdir()
-    Path("a/b.py").write_text("def c(): ...")
+    Path("a/b.py").write_text("def c(d_model, d_ff, num_layers, num_heads, rope_theta, attention, sdpa_backend): ...")
     config = one(EVERY_FLAG)
     assert config == RunConfig(
         size="custom",
@@ -254,9 +256,10 @@ NO_FLAG = ("size", "model", "model_factory", "profiler", "repeat", "arch")
 def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for check in ("check_tokens", "check_factory"):
         monkeypatch.setattr(flags_module, check, lambda *_: None)
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: True)
     bases = make_bases(RunConfig, ModelConfig)
     for where, field in settings_of(bases[0]):
-        if field.name not in ("size", "profiler", "repeat", "arch"):
+        if field.name not in ("size", "profiler", "repeat", "arch", "update_in_backward"):
             pair, *_ = neighbours(bases, where, field.name)
             assert tuple(one(typed(config)) for config in pair) == pair
 
@@ -276,12 +279,10 @@ def test_a_graph_is_asked_for_by_a_flag() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_needs_a_graph_goes_with_it_where_memory_is_recorded() -> None:
-    plain, recorded = grid("--fast --update-in-backward --sizes small --context-lengths 128 --memory")
-    assert plain.update_in_backward
-    assert recorded == replace(
-        plain, cuda_graph=False, update_in_backward=False, profiler=Profiler.MEMORY, measured_steps=2
-    )
+def test_graphs_go_where_memory_is_recorded() -> None:
+    plain, recorded = grid("--fast --sizes small --context-lengths 128 --memory")
+    assert plain.cuda_graph
+    assert recorded == replace(plain, cuda_graph=False, profiler=Profiler.MEMORY, measured_steps=2)
 
 
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
@@ -659,6 +660,85 @@ def test_a_grid_with_a_combination_that_excludes_itself_is_refused(flags: str, n
         grid(flags)
 
 
+def test_a_way_to_share_a_step_needs_the_number_of_ranks() -> None:
+    """One rank that exchanges with itself is a measurement too, but nobody asks for it by leaving --ranks out."""
+    for flags in ("--parallel ddp-overlap", "--parallel fsdp --global-batch-size 4"):
+        with pytest.raises(ValueError, match=r"--parallel (ddp-overlap|fsdp) needs --ranks"):
+            one(flags)
+    with pytest.raises(ValueError, match="--parallel ddp-flat needs --ranks"):
+        grid("--parallel none ddp-flat")
+    with pytest.raises(ValueError, match="--parallel fsdp needs --ranks"):
+        parse(AccountArguments, "--parallel fsdp").config()
+    assert [one(f"--parallel ddp-overlap --ranks {ranks}").ranks for ranks in (1, 2)] == [1, 2]
+    assert [config.ranks for config in grid("--parallel none ddp --ranks 1 2 --context-lengths 8")] == [1, 1, 2]
+    assert (one().ranks, one("--ranks 1").ranks, one("--global-batch-size 3").batch_size) == (1, 1, 3)
+
+
+SOURCE = """
+import functools
+from shapes import Sized as Renamed, fixed as of_another
+
+def takes(vocab_size, *, attention, d_model, **others): ...
+def fixed(vocab_size): ...
+
+class Model:
+    def __init__(self, vocab_size, num_layers): ...
+
+@functools.wraps(takes)
+def wrapped(*values): ...
+
+partial = functools.partial(takes, attention="naive")
+if __name__:
+    def sometimes(vocab_size): ...
+"""
+SHAPES = """
+def fixed(vocab_size): ...
+class Sized:
+    def __init__(self, d_ff): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "flags", "refused"),
+    [
+        ("fixed", "--attention sdpa", "--attention sdpa"),
+        ("fixed", "--attention sdpa --sdpa-backend math", "--attention sdpa"),
+        ("takes", "--attention sdpa --sdpa-backend math", "--sdpa-backend math"),
+        ("takes", "--num-layers 3", "--num-layers 3"),
+        ("Model", "--rope-theta 5.5", "--rope-theta 5.5"),
+        ("Model", "--d-model 64", "--d-model 64"),
+        ("of_another", "--d-ff 64", "--d-ff 64"),
+        ("Renamed", "--d-model 64", "--d-model 64"),
+        ("fixed", "--size xl", "--size xl"),
+        ("fixed", "--attention naive --size tiny --vocab-size 7 --context-length 9 --batch-size 2", None),
+        ("fixed", "--size gpt2", None),
+        ("takes", "--attention sdpa --d-model 96 --size small", None),
+        ("Model", "--num-layers 3 --size xl", None),
+        ("Renamed", "--d-ff 64", None),
+        ("wrapped", "--attention sdpa", None),
+        ("partial", "--attention sdpa", None),
+        ("sometimes", "--attention sdpa", None),
+    ],
+)
+def test_a_flag_that_an_own_model_does_not_take_is_refused(
+    factory: str, flags: str, refused: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabulary (of gpt2 another one) shapes the tokens; a source that does not tell what it takes is believed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    own = f"--model mine:{factory} {flags}"
+    if refused is None:
+        assert one(own).model_factory == f"mine:{factory}"
+        return
+    with pytest.raises(ValueError, match=f"{refused} would do nothing.*mine:{factory}"):
+        one(own)
+    plural = own.replace("--context-length ", "--context-lengths ").replace("--size ", "--sizes ")
+    with pytest.raises(ValueError, match="would do nothing"):
+        grid(plural)
+    assert grid(f"--model mine:{factory}")
+
+
 @pytest.mark.usefixtures("gpu")
 def test_fast_is_the_same_step_chosen_by_rule() -> None:
     fast = one("--size xl --fast --batch-size 2 --seed 3")
@@ -788,3 +868,32 @@ def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str
 def test_fast_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep(["--fast", "--sizes", "tiny", "--dry-run"]) == 0
     assert "fast: fp32, sdpa attention, fused AdamW\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [BenchmarkArguments, SweepArguments], ids=["benchmark", "sweep"])
+def test_help_shows_common_flags_and_help_all_every_one(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(word: str) -> set[str]:
+        with pytest.raises(SystemExit, match="0"):
+            parse(kind, word)
+        return set(re.findall(r"(?m)^. (--[a-z0-9-]+)", capsys.readouterr().out))
+
+    common, every = shown("--help"), shown("--help-all")
+    assert common < every
+    assert len(common) <= 26
+    parts_of_fast = {
+        flag_of(name, setting) for name, (_, setting) in FIELDS.items() if setting.is_shortcut and setting.help
+    }
+    assert parts_of_fast & common == {"--compile"}
+    assert parts_of_fast <= every
+
+
+@pytest.mark.parametrize(
+    ("kind", "plural", "declared"),
+    [
+        (BenchmarkArguments, "--sizes small --context-lengths=64", "--size small --context-length 64"),
+        (SweepArguments, "--size tiny small --mode train", "--sizes tiny small --modes train"),
+    ],
+    ids=["benchmark", "sweep"],
+)
+def test_singular_and_plural_are_the_same_flag(kind: type, plural: str, declared: str) -> None:
+    assert parse(kind, plural) == parse(kind, declared) != parse(kind, "")

@@ -162,7 +162,7 @@ def test_report(sweep_directory, tmp_path, is_inert):
     folder.mkdir(parents=True)
     (folder / "ceilings.json").write_bytes(encode_json(poisoned(ceilings.make_whole())))
     cli.main(["report", str(sweep_directory), "--output", str(tmp_path / "out")])
-    assert len(list((tmp_path / "out").rglob("*.png"))) > 3
+    assert len(list((tmp_path / "out").rglob("*.png"))) > 1
     is_inert(tmp_path / "out")
 
 

@@ -152,14 +152,14 @@ def test_an_account_has_every_number_of_its_tables(results: Callable[..., dict])
     assert results("account", *words)["fit"] is None, "nobody asked"
 
 
-def test_a_napkin_has_seconds_and_parameters(results: Callable[..., dict]) -> None:
+def test_a_number_of_parameters_has_seconds_and_parameters(results: Callable[..., dict]) -> None:
     found = results(
-        *("napkin", "--parameters", "1e9", "--tokens", "1e12"),
-        *("--peak-tflops", "1000", "--count", "2", "--memory-gb", "80"),
+        *("account", "--parameters", "1e9", "--tokens", "1e12"),
+        *("--peak-tflops", "1000", "--count", "2", "--memory-gib", "80"),
     )
     assert found["training"]["training_s"] == pytest.approx(6e21 / (2 * 1e15 * 0.5))
     assert found["training"]["peak_flops_per_s"] == pytest.approx(1e15)
-    assert found["largest_model"]["parameters"] == pytest.approx(2 * 80e9 / 16)
+    assert found["largest_model"]["parameters"] == pytest.approx(2 * 80 * GIB / 16)
 
 
 def test_two_memory_profiles_are_compared_in_bytes(results: Callable[..., dict], here: Path) -> None:

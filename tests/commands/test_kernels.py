@@ -50,7 +50,7 @@ def test_json_is_the_profile_and_what_is_written_says_the_same_again(
 def test_a_trace_of_no_length_has_its_tables(tmp_path: Path) -> None:
     """Its step and all that is in it take no time, of which nothing is a share."""
     assert kernels(write_export(tmp_path / "t.sqlite", Recording()), "--output", tmp_path / "out") == 0
-    assert [path.name for path in (tmp_path / "out" / "plots").iterdir()] == ["classes.png"]
+    assert not list((tmp_path / "out").glob("plots/*"))
     assert kernels(tmp_path / "out" / "profile.json", "--json") == 0
 
 

@@ -48,7 +48,7 @@ COMMANDS = {
     "cluster": ("", "asking the machines"),
 }
 """What to run, and what is said meanwhile, in this order."""
-QUICK = {"account", "scale", "napkin"}
+QUICK = {"account", "scale"}
 
 
 def do_not(*_):

@@ -12,7 +12,7 @@ from cs336_systems.report.page import chapters
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[2] / "data" / "published"
 
 
 @pytest.fixture
@@ -49,6 +49,16 @@ def test_what_can_be_rebuilt_is_and_what_cannot_is_left(tree: Path, capsys: pyte
     assert not (tree / "e2e_benchmark/a/before-2026/results.csv").exists()
     assert (tree / "precision/dtypes.typ").exists()
     assert sorted(tree.rglob("*.html")) == [tree / "index.html"]
+
+
+def test_results_of_the_repository_are_left_alone_unless_they_are_named(tree: Path) -> None:
+    shutil.copytree(tree / "precision", tree / "published/precision")
+    before = written(tree / "published")
+    cli.main(["report", str(tree)])
+    assert written(tree / "published") == before
+    assert (tree / "precision/dtypes.md").is_file()
+    assert cli.main(["report", str(tree / "published")]) == 0
+    assert (tree / "published/precision/dtypes.md").is_file()
 
 
 def test_the_page_of_all_names_what_cannot_be_read_and_no_place_of_the_machine(tree: Path) -> None:
@@ -106,7 +116,7 @@ def test_results_lie_at_most_three_folders_deep(tmp_path: Path) -> None:
                                        ("e2e_benchmark/two", "group/e2e_benchmark/three", "one")]  # fmt: skip
     assert results_below(DATA / "e2e_benchmark/train") == [DATA / "e2e_benchmark/train"]
     assert {path.parent.name for path in results_below(DATA)} == {
-        "data", "e2e_benchmark", "nsys_profiles", "kineto_profiles", "memory_profiles", "ladder", "attention", "fusion",
-        "ceilings", "comparisons",
+        "published", "e2e_benchmark", "nsys_profiles", "kineto_profiles", "memory_profiles", "ladder", "attention",
+        "fusion", "ceilings", "comparisons",
     }  # fmt: skip
     assert results_below(DATA.parent / "tests") == []

@@ -1,4 +1,4 @@
-"""`cs336 account scale`: its tables hold the formulas and the forecast; what is not known is refused."""
+"""`cs336 scale`: its tables hold the formulas and the forecast; what is not known is refused."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def scale(*words: str | Path) -> int:
-    return main(["account", "scale", *map(str, words)])
+    return main(["scale", *map(str, words)])
 
 
 def ceilings_at(directory: Path, **fields: object) -> Path:

@@ -16,7 +16,7 @@ from cs336_systems.record import Status, load_records
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.costs.test_time import RUN, curves
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[2] / "data" / "published"
 MOST_OFF = 0.2
 """By which the expected time of a sweep may differ from the measured one."""
 

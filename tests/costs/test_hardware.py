@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -8,6 +7,7 @@ import pytest
 
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import DEVICES, bare_name, find_device
+from cs336_systems.record import load_records
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,9 +95,10 @@ def test_known_devices_have_the_memory_of_their_data_sheets() -> None:
 
 
 def test_the_memory_of_a_data_sheet_is_what_the_driver_finds() -> None:
-    """NVML's total on the GPUs of data/, less than which would be a count of GB as 10^9 bytes."""
-    found = [json.loads(path.read_text()) for path in (ROOT / "data" / "e2e_benchmark").glob("*/environment.json")]
-    totals = {(each["identity"]["device_name"], each["device_memory_bytes"]) for each in found}
+    """NVML's total on the GPUs of the published runs, less than which would be a count of GB as 10^9 bytes."""
+    records = [load_records(runs)[0][0] for runs in (ROOT / "data/published/e2e_benchmark").glob("*/runs")]
+    found = [record.environment for record in records if record.environment is not None]
+    totals = {(environment.identity.device_name, environment.device_memory_bytes) for environment in found}
     assert "NVIDIA H200" in {name for name, _ in totals}
     for name, total_bytes in totals:
         device = find_device(name)

@@ -1,6 +1,8 @@
 """Oracles: peaks measured on an H200, live tensors of real steps on the CPU, and what autograd really saves."""
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +21,7 @@ from cs336_systems.config import (
     Mode,
     ModelConfig,
     OptimizerKind,
+    Parallel,
     Phase,
     Precision,
     Profiler,
@@ -30,6 +33,7 @@ from cs336_systems.costs.forecast.tape import Category
 from cs336_systems.costs.memory import (
     CUDA_CONTEXT_BYTES,
     fits,
+    host_bytes,
     largest_batch,
     largest_context,
     predict_memory,
@@ -42,7 +46,7 @@ from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.record import RunRecord, Status, read_record
 from tests.costs.live import real_bytes, tape_bytes, use_tensors_of_a_gpu
 
-MEASURED = Path(__file__).parents[2] / "data" / "e2e_benchmark"
+MEASURED = Path(__file__).parents[2] / "data" / "published" / "e2e_benchmark"
 MATH = {"attention": Attention.SDPA, "sdpa_backend": SdpaBackend.MATH}
 UNEQUAL = ModelConfig(vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=3, num_heads=3)
 
@@ -277,3 +281,41 @@ def test_each_phase_holds_what_a_real_step_holds(arch, attention, precision, mod
 def test_checkpoints_hold_what_a_real_step_with_them_holds(arch, precision, blocks) -> None:
     config = run_config(replace(UNEQUAL, arch=arch), batch_size=3, precision=precision, checkpoint_blocks=blocks)
     assert tape_bytes(config)[1:] == real_bytes(config)[1:]
+
+
+GROWS = """
+import re, sys
+from pathlib import Path
+from cs336_systems.config import Device, ModelConfig, RunConfig
+from cs336_systems.costs.memory import host_bytes
+from cs336_systems.measure.run import measure
+
+def run(width):
+    model = ModelConfig(context_length=128, d_model=width, d_ff=4 * width, num_layers=4, num_heads=8,
+                        attention=sys.argv[1])
+    config = RunConfig(size="custom", model=model, mode=sys.argv[2], warmup_steps=2, measured_steps=1)
+    assert measure(config).status == "ok"
+    # getrusage would count what the process that started this one had, too
+    return config, 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+_, before = run(16)
+config, after = run(768)
+print((after - before) / host_bytes(config))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux")
+@pytest.mark.parametrize(("attention", "mode"), [("naive", "train"), ("sdpa", "train"), ("naive", "inference")])
+def test_a_cpu_process_grows_by_what_the_step_needs(attention: str, mode: str) -> None:
+    """By the kernel's own account of the process; it must not need less, or a run that fits would be refused."""
+    argv = [sys.executable, "-c", GROWS, attention, mode]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True)
+    assert 0.97 < float(done.stdout) < 1.5
+
+
+def test_the_memory_of_a_user_s_own_model_on_a_cpu_is_not_known() -> None:
+    plain = run_config(UNEQUAL)
+    assert host_bytes(replace(plain, model_factory="package.module:make")) is None
+    assert host_bytes(replace(plain, device=Device.CUDA)) is None
+    shared = replace(plain, parallel=Parallel.DDP, ranks=3)
+    assert host_bytes(shared) == 3 * predict_memory(shared).peak.allocated_bytes

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.config import SIZES, RunConfig
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.isolation import Worker
 from cs336_systems.sweep.listener import Listener
@@ -22,7 +22,7 @@ from cs336_systems.sweep.process import STOP_SIGNALS
 from cs336_systems.sweep.run import run_sweep
 
 ROOT = Path(__file__).parents[2]
-SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
+SHAPE = replace(SIZES["tiny"], vocab_size=11, context_length=8, d_model=8)
 NAME = "faulty"
 MODELS = "faulty_models"
 """Module of the models, linked into the current directory. Within tests/, each digest would read the whole folder."""
@@ -97,7 +97,7 @@ def contents(directory):
 
 def command(fault="good", contexts=(4, 8, 16), script=WITHOUT_REPORT):
     """The sweep as a user types it, in the current directory."""
-    shape = {"vocab-size": 11, "d-model": 8, "d-ff": 16, "num-layers": 1, "num-heads": 2}
+    shape = {"vocab-size": 11, "d-model": 8}
     steps = {"warmup-steps": 2, "measured-steps": 2, "timeout-s": PATIENCE_S}
     flags = {**shape, **steps, "device": "cpu", "name": NAME, "model": f"{MODELS}:{fault}"}
     return [

@@ -102,7 +102,7 @@ def test_changed_code_is_refused_where_it_measures(launch, place, module, is_ref
 MODEL = """
 from torch import nn
 from {module}_layers import Table
-def make(vocab_size):
+def make(vocab_size, d_model, d_ff, num_layers, num_heads):
     return nn.Sequential(Table(vocab_size))
 """
 LAYERS = """

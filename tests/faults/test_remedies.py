@@ -45,7 +45,7 @@ def failing(monkeypatch):
 @pytest.mark.parametrize("code", WORDS, ids=errno.errorcode.get)
 def test_a_table_that_cannot_be_written(tmp_path, capsys, failing, code):
     directory = tmp_path / "sweep"
-    shutil.copytree(ROOT / "data/e2e_benchmark/inference/runs", directory / "runs")
+    shutil.copytree(ROOT / "data/published/e2e_benchmark/inference/runs", directory / "runs")
     failing(code)
     assert cli.main(["report", str(directory)]) == 1
     said = capsys.readouterr().err.splitlines()[-1]  # before it, what the command does
@@ -68,7 +68,8 @@ def test_a_record_of_a_failure_that_cannot_be_written(place, failing, code):
 @pytest.mark.parametrize("output", ["file", "file/below"])
 def test_a_file_in_the_place_of_a_directory(tmp_path, capsys, output):
     (tmp_path / "file").touch()
-    assert cli.main(["report", str(ROOT / "data/e2e_benchmark/inference"), "--output", str(tmp_path / output)]) == 1
+    sweep = ROOT / "data/published/e2e_benchmark/inference"
+    assert cli.main(["report", str(sweep), "--output", str(tmp_path / output)]) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert str(tmp_path / "file") in said
     assert "move away the file" in said

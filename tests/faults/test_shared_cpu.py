@@ -125,8 +125,8 @@ def test_a_sweep_is_at_work_while_it_measures_and_no_longer(place, neighbour):
 
 def test_a_single_run_is_warned_too(place, neighbour):
     neighbour()
-    shape = ["--vocab-size", "11", "--d-model", "8", "--d-ff", "16", "--num-layers", "1", "--num-heads", "2"]
-    steps = ["--context-length", "8", "--warmup-steps", "2", "--measured-steps", "2", "--device", "cpu"]
-    assert cli.benchmark([*shape, *steps, "--model", f"{MODELS}:good"]) == 0
+    step = ["--vocab-size", "11", "--context-length", "8", "--device", "cpu"]
+    steps = ["--warmup-steps", "2", "--measured-steps", "2"]
+    assert cli.benchmark([*step, *steps, "--model", f"{MODELS}:good"]) == 0
     (path,) = Path("data/e2e_benchmark/single/runs").iterdir()
     assert is_warned(read_record(path))

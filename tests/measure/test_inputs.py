@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cs336_systems
 from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.measure import inputs
 from cs336_systems.measure.inputs import all_inputs, check_factory, inputs_of, source_digest
 
 CONFIG = RunConfig(size="custom", model=ModelConfig(d_model=8, d_ff=16, num_layers=1, num_heads=2))
@@ -29,6 +31,8 @@ FILES = {
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(cs336_systems, "__path__", [*cs336_systems.__path__])
     write(tmp_path)
     return tmp_path
 
@@ -116,11 +120,27 @@ def test_a_folder_that_an_installed_package_comes_before_does_not_count(here: Pa
     assert source_digest("mine") not in (first, second)
 
 
-def test_this_package_has_a_digest_of_its_own(here: Path) -> None:
-    write(here, {"mine.py": "import cs336_systems.model.transformer\n", "cs336_systems/model.py": ""})
-    first = source_digest("mine")
-    write(here, {"cs336_systems/model.py": "# changed\n"})
-    assert source_digest("mine") == first
+def test_this_package_has_a_digest_of_its_own_and_the_users_of_that_name_counts(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changes() -> bool:
+        write(here, {"cs336_systems/theirs.py": ""})
+        first = source_digest("mine")
+        write(here, {"cs336_systems/theirs.py": "# changed\n"})
+        return source_digest("mine") != first
+
+    write(here, {"mine.py": "import cs336_systems.theirs\n", "cs336_systems/__init__.py": ""})
+    assert changes()
+    monkeypatch.setattr(inputs, "_OWN_PACKAGE", [str(here / "cs336_systems")])
+    assert not changes()
+
+
+def test_modules_of_this_package_and_of_the_users_of_that_name_are_found(here: Path) -> None:
+    write(here, {"cs336_systems/__init__.py": "", "cs336_systems/theirs.py": "def make(): pass\n"})
+    check_factory("cs336_systems.theirs:make")
+    check_factory("cs336_systems.model.transformer:TransformerLM")
+    with pytest.raises(ValueError, match="no module 'nowhere' in 'cs336_systems'"):
+        check_factory("cs336_systems.nowhere:make")
 
 
 @pytest.mark.parametrize("module", ["not_there", "not_there.model", "sys", "__main__x"])

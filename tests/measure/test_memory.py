@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.analysis.memory.names import block_of_ranges, short_name
-from cs336_systems.analysis.memory.notes import Kind, MemoryNotes, Sighting, notes_path, read_notes
+from cs336_systems.analysis.memory.notes import (
+    Kind,
+    MemoryNotes,
+    Sighting,
+    block_of_ranges,
+    notes_path,
+    read_notes,
+    short_name,
+)
 from cs336_systems.config import Arch, Device, Mode, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import count_parameters
 from cs336_systems.measure import memory as memory_recording

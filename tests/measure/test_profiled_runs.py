@@ -191,9 +191,9 @@ def test_a_profiled_sweep_publishes_the_times_of_the_plain_runs_alone(
     assert "4 records kept, 0 runs to go" in said, "a lost explanation is made again from the trace"
     assert "explaining the profile of " in said
     assert len(list((folder / "kernels").glob("*.json"))) == 2
-    assert {name: tables[name] for name in ("phases.csv", "slowdown.csv", "attention.csv")} == {
+    assert {name: tables[name] for name in ("phases.csv", "attention.csv")} == {
         path.name: path.read_text().count("\n")
-        for path in folder.glob("*.csv") if path.name in ("phases.csv", "slowdown.csv", "attention.csv")
+        for path in folder.glob("*.csv") if path.name in ("phases.csv", "attention.csv")
     }  # fmt: skip
 
 

@@ -20,12 +20,11 @@ from cs336_systems.measure import memory as memory_recording
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.parallel.collectives import TrafficCounter, meet_on_host
 from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
 from cs336_systems.parallel.fully_sharded import FSDP
-from cs336_systems.parallel.group import meet_on_host
-from cs336_systems.parallel.pytorch import TorchDDP, TorchFSDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.parallel.traffic import TrafficCounter
+from cs336_systems.parallel.ways import TorchDDP, TorchFSDP
 from tests.parallel.fast import config_of, sent_by
 from tests.parallel.models import blocks_apart
 

@@ -28,8 +28,9 @@ from tests.faults.harness import eventually, processes_in
 pytestmark = pytest.mark.timeout(280)
 FLAGS = [
     "--device", "cpu", "--warmup-steps", "2", "--measured-steps", "2", "--vocab-size", "37", "--context-length", "8",
-    "--d-model", "24", "--d-ff", "40", "--num-layers", "1", "--num-heads", "2", "--batch-size", "2",
+    "--batch-size", "2",
 ]  # fmt: skip
+SHAPE = ["--d-model", "24", "--d-ff", "40", "--num-layers", "1", "--num-heads", "2"]
 PATIENCE_S = 200
 
 
@@ -64,7 +65,7 @@ def _rank(environment, directory, words):
     os.chdir(directory)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
-    os._exit(benchmark([*FLAGS, *words]))
+    os._exit(benchmark([*FLAGS, *([] if "--model" in words else SHAPE), *words]))
 
 
 def test_rank_0_writes_the_record_of_both_and_explains_their_traces(tmp_path):
@@ -155,7 +156,7 @@ def test_flags_that_contradict_torchrun(monkeypatch, capsys, tmp_path, words, me
         (["--ranks", "2"], "--parallel ddp-overlap"),
         (["--parallel", "ddp", "--ranks", "2", "--mode", "forward"], "--mode forward"),
         (["--parallel", "fsdp", "--ranks", "2", "--shard-optimizer"], "--parallel fsdp"),
-        (["--parallel", "fsdp", "--compile", "default"], "--compile"),
+        (["--parallel", "fsdp", "--ranks", "2", "--compile", "default"], "--compile"),
         (["--parallel", "ddp", "--ranks", "65"], "at most 64"),
         (["--parallel", "ddp", "--ranks", "3", "--global-batch-size", "8"], "multiple of the 3"),
     ],
@@ -179,7 +180,7 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, ca
 
 def test_the_command_starts_its_ranks_itself(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert benchmark([*FLAGS, "--parallel", "fsdp", "--ranks", "2", "--global-batch-size", "6", "--json"]) == 0
+    assert benchmark([*FLAGS, *SHAPE, "--parallel", "fsdp", "--ranks", "2", "--global-batch-size", "6", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["config"]["ranks"] == len(record["ranks"]) == 2
     assert record["config"]["batch_size"] == 3

@@ -217,7 +217,7 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
     ids=["attention", "fusion", "ceilings"],
 )
 def test_studies_of_earlier_versions_are_judged_by_their_raw_times(file, kind, sections):
-    study = read_study(Path(__file__).parents[2] / "data" / file, kind)
+    study = read_study(Path(__file__).parents[2] / "data" / "published" / file, kind)
     cells = [cell for section in sections(study) for table in section.tables for row in table.rows for cell in row]
     assert sum("±" in cell for cell in cells) > 10
 

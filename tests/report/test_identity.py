@@ -14,9 +14,7 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.analysis.kernels.what_if import WhatIf
 from cs336_systems.config import Arch, Mode, ModelConfig, Profiler, RunConfig
-from cs336_systems.costs.time import Limit
 from cs336_systems.record import write_record
 from cs336_systems.report import entries as report_entries
 from cs336_systems.report.entries import labels
@@ -79,9 +77,8 @@ def kernel_entry(config, **changes):
         "gathers": (make_gather("layers.0", FORWARD, (2, 2), (-1, 3), (1, 0)),),
     }
     profile = make_shared(**of_ranks | changes)
-    replayed = WhatIf(step_s=0.02, limit=Limit.LAUNCHES, is_host_of_profiler=False, changed=())
     plain = make_record(config, (0.02,))
-    return Profiled(config=config, profile=profile, plain=plain, profiled=record, what_if=replayed)
+    return Profiled(config=config, profile=profile, plain=plain, profiled=record)
 
 
 def memory_entry(config, **changes):

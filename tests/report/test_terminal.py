@@ -19,7 +19,7 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.account import Account, account_section
+from cs336_systems.report.sections.account import Account, account_section, days_table
 from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables
 from cs336_systems.report.sections.comparison import comparison_table
@@ -31,7 +31,6 @@ from cs336_systems.report.sections.ladder.tables import ladder_section
 from cs336_systems.report.sections.memory.compare import compare_memory
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot
 from cs336_systems.report.sections.memory.files import memory_tables
-from cs336_systems.report.sections.napkin import days_table
 from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
 from cs336_systems.report.table import Table
@@ -52,7 +51,7 @@ FILES = Path("data/x")
 KINDS = (
     "results", "warm-up", "ladder", "ladder's others", "ceilings", "products", "bandwidth", "launches", "attention",
     "attention's memory", "fusion", "kernels", "kernels of a sweep", "memory", "memory of a sweep",
-    "memories compared", "account", "napkin", "compare", "precision",
+    "memories compared", "account", "parameters", "compare", "precision",
 )  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def kinds():
         "memory of a sweep": (memory_tables(memory), ("size", "peak")),
         "memories compared": (compare_memory(make_memory(), make_inference()), ("category", "what")),
         "account": (account_section(account, 10).tables, ("part", "step")),
-        "napkin": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
+        "parameters": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
                                count=1024, mfu=0.5)], ("quantity", "value")),
         "compare": ([comparison_table(("--size small --no-ranges", "--size small"), means, compare(*means))],
                     ("side", "configuration", "step")),

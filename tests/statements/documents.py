@@ -159,13 +159,13 @@ def cells(line: str) -> list[str]:
 @cache
 def table(path: str) -> tuple[dict[str, str], ...]:
     """The rows of a table that this project wrote as CSV, below data/."""
-    with (ROOT / "data" / path).open(newline="", encoding="utf-8") as file:
+    with (ROOT / "data" / "published" / path).open(newline="", encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 
 
 def linked(document: str, path: str) -> tuple[dict[str, str], ...]:
     """The rows of a CSV below data/, to whose directory the document has a link."""
-    where = os.path.relpath((ROOT / "data" / path).parent, (ROOT / document).parent)
+    where = os.path.relpath((ROOT / "data" / "published" / path).parent, (ROOT / document).parent)
     assert f"]({where}/" in read(document), f"{document} needs a link into {where}"
     return table(path)
 

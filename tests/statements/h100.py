@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cs336_systems.costs.hardware import find_device
 from tests.statements.documents import Value, claim, linked, one, some, table, table_claim
-from tests.statements.results import DATA, H100, H200, README, number, records
+from tests.statements.results import H100, H200, README, number, records
 
 EAGER, FAST, SDPA = (f"e2e_benchmark/{name}" for name in ("h100_train", "h100_train_fast", "h100_sdpa"))
 STEPS = "ceilings/NVIDIA-H100"
@@ -72,7 +72,7 @@ def data_sheets() -> Sequence[Value]:
 
 def errors_on_the_h100(limit: str) -> list[float]:
     """How far forecasts of steps with this limit are off (%), the least first."""
-    rows = some(linked(DATA, "forecast/errors.csv"), device_name=H100, limit=limit)
+    rows = some(table("forecast/errors.csv"), device_name=H100, limit=limit)
     return sorted(abs(number(row, "step_error")) for row in rows)
 
 
@@ -90,45 +90,3 @@ def forecasts_in_short() -> Sequence[Value]:
     of_device, of_launches = (errors_on_the_h100(limit) for limit in ("device", "launches"))
     device = len(of_device), statistics.median(of_device), 9, 10, of_nine_in_ten(of_device)
     return *device, len(of_launches), statistics.median(of_launches), of_nine_in_ten(of_launches)
-
-
-@claim(
-    DATA,
-    r"Of (\d+) steps on H100s limited by the device the median error is ([\d.]+) %, (\d+) of (\d+) are at most "
-    r"([\d.]+) % off, and the largest is (\d+) %: .* Of (\d+) limited by launches (\d+) of (\d+) are at most (\d+) % "
-    r"off, and of (\d+) of them the forecast says that the device limits them\.",
-)
-def forecasts_on_the_h100() -> Sequence[Value]:
-    of_device, of_launches = (errors_on_the_h100(limit) for limit in ("device", "launches"))
-    every = some(linked(DATA, "forecast/errors.csv"), device_name=H100)
-    (worst,) = (row for row in every if row["limit"] == "device" and abs(number(row, "step_error")) == max(of_device))
-    assert worst["predicted_limit"] == "launches"
-    wrong = some(every, limit="launches", predicted_limit="device")
-    device = len(of_device), statistics.median(of_device), 9, 10, of_nine_in_ten(of_device), max(of_device)
-    return *device, len(of_launches), 9, 10, of_nine_in_ten(of_launches), len(wrong)
-
-
-@claim(
-    DATA,
-    r"on one NVIDIA H100 80GB HBM3 at a time, of several \(driver ([\d.]+), CUDA ([\d.]+), torch ([\d.]+), "
-    r"Python ([\d.]+), (\d+) CPU cores\)",
-)
-def machine_of_the_h100() -> Sequence[Value]:
-    ladders = [f"ladder/h100-{name}" for name in ("gpt2", "gpt2-packed", "gpt2-xl-packed")]
-    measured = EAGER, FAST, SDPA, "e2e_benchmark/split_xl", *ladders
-    environments = [record.environment for name in measured for record in records(name)]
-    assert {each and each.identity.device_name for each in environments} == {H100}
-    ((driver, cuda, torch, python, cores),) = {
-        (each.identity.driver, each.cuda, each.identity.torch, each.python.rpartition(".")[0], float(each.cpu_count))
-        for each in environments
-        if each is not None
-    }
-    assert driver is not None
-    assert cuda is not None
-    return driver, cuda, torch, python, cores
-
-
-@claim(DATA, r"the H100 reaches (\d+) of the promised ([\d.]+) TFLOP/s in bf16")
-def ceiling_of_the_h100() -> Sequence[Value]:
-    row = one(linked(DATA, f"{STEPS}/results.csv"), ceiling="bf16 product")
-    return number(row, "measured"), number(row, "data_sheet")

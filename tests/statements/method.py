@@ -20,7 +20,6 @@ from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
 from cs336_systems.record import Measurement
 from cs336_systems.sweep.ladder import GATE_STEPS
 from tests.committed import committed_runs
-from tests.statements.data import cost_of_ranges
 from tests.statements.documents import ROOT, Row, Value, claim, linked, one, read, some, table, table_claim
 from tests.statements.results import METHOD, README, number, records
 
@@ -52,14 +51,14 @@ def kernels_by_range() -> Sequence[Row]:
 
 @claim(METHOD, r"([\d.]+) times for small at context 128, less than (\d+) % for xl")
 def cost_of_the_profiler() -> Sequence[Value]:
-    rows = linked(METHOD, "nsys_profiles/train/slowdown.csv")
+    rows = some(linked(METHOD, "nsys_profiles/train/phases.csv"), phase="step")
     most = max(number(row, "slowdown") for row in some(rows, size="xl"))
     return number(one(rows, size="small", context_length=128), "slowdown"), math.ceil(100 * (most - 1))
 
 
 @claim(METHOD, r"takes (\d+) FLOPs for each parameter and token at (\w+) of the peak: ([\d.]+) days")
 def days_of_training() -> Sequence[Value]:
-    command = r'napkin --parameters (\S+) --tokens (\S+) --device-name "([^"]*)" --count (\d+)'
+    command = r'account --parameters (\S+) --tokens (\S+) --device-name "([^"]*)" --count (\d+)'
     ((parameters, tokens, name, devices),) = re.findall(command, (ROOT / METHOD).read_text())
     device = find_device(name)
     assert device is not None
@@ -100,15 +99,17 @@ def warmup_steps() -> Sequence[Value]:
 
 @claim(METHOD, r"\[it costs ([\d.]+) % of the step of small\]")
 def cost_of_synchronisations() -> Sequence[Value]:
-    path = "data/e2e_benchmark/events_or_synchronisation/comparison.md"
+    path = "data/published/e2e_benchmark/events_or_synchronisation/comparison.md"
     assert f"]({'../' + path})" in read(METHOD)
     (change,) = re.findall(r"B is slower than A: \+([\d.]+) %", (ROOT / path).read_text())
     return (float(change),)
 
 
-@claim(METHOD, r"\[less than ([\d.]+) % of a step\]\(\.\./data/e2e_benchmark/ranges_on_off/comparison\.md\)")
-def cost_of_ranges_in_short() -> Sequence[Value]:
-    return cost_of_ranges()
+@claim(METHOD, r"\[less than ([\d.]+) % of a step\]\(\.\./data/published/e2e_benchmark/ranges_on_off/comparison\.md\)")
+def cost_of_ranges() -> Sequence[Value]:
+    text = (ROOT / "data/published/e2e_benchmark/ranges_on_off/comparison.md").read_text()
+    (bound,) = re.findall(r"any difference is below ([\d.]+) %", text)
+    return (float(bound),)
 
 
 @claim(METHOD, r"(\w+) are the least for whole steps")
@@ -133,21 +134,27 @@ def fewest_processes_of_both_sides() -> Sequence[Value]:
     return (FEWEST,)
 
 
-@claim(METHOD, r"a standard deviation of ([\d.]+) %, and besides of (\w+) that of its steps, and the (\d+) % interval")
+@claim(
+    METHOD,
+    r"deviation of ([\d.]+) % between times .* deviation of ([\d.]+) %, and besides of (\w+) that of its steps, and "
+    r"the (\d+) % interval .* below ([\d.]+) %\. `data",
+)
 def rule_for_few_processes() -> Sequence[Value]:
-    return 100 * few_processes.PROCESS_DEVIATION, few_processes.STEP_FACTOR, 100 * compare.CONFIDENCE
+    assumed = (few_processes.TIME_DEVIATION, few_processes.PROCESS_DEVIATION)
+    least = few_processes.least_difference()
+    return *(100 * each for each in assumed), few_processes.STEP_FACTOR, 100 * compare.CONFIDENCE, 100 * least
 
 
 @claim(
     METHOD,
-    r"it holds more than (\d+) pairs of processes of one configuration under the same conditions, more than (\d+) of "
-    r"them from different sweeps, and none of them is told apart. An interval over the steps alone would tell more "
-    r"than a (\w+) of them apart",
+    r"`data/published` holds more than (\d+) pairs of processes of one configuration under the same conditions, more "
+    r"than (\d+) of them from different sweeps, and none of them is told apart. An interval over the steps alone would "
+    r"tell more than a (\w+) of them apart",
 )
 def pairs_of_processes() -> Sequence[Value]:
     """The interval over the steps alone is Welch's, as SciPy computes it."""
     alike: dict[object, list[tuple[str, Measurement]]] = {}
-    for directory in sorted(str(path.parent.relative_to(ROOT / "data")) for path in committed_runs()):
+    for directory in sorted(str(path.parent.relative_to(ROOT / "data" / "published")) for path in committed_runs()):
         for record in records(directory):
             measured = record.measurement(Phase.STEP)
             if record.environment and measured and measured.cv and record.config.profiler is Profiler.NONE:
@@ -173,9 +180,9 @@ def unstable() -> Sequence[Value]:
     return (100 * warnings.MAX_CV,)
 
 
-@claim(METHOD, r"more than ([\d.]+) robust standard deviations, and (\d+) %, from the median")
+@claim(METHOD, r"outlier by a test that names ([\d.]+) % of runs of pure noise, and (\d+) % or more")
 def outliers() -> Sequence[Value]:
-    return warnings.MAX_MODIFIED_Z, 100 * warnings.MIN_OUTLIER
+    return 100 * warnings.OUTLIER_ALPHA, 100 * warnings.MIN_OUTLIER
 
 
 @claim(METHOD, r"that noise does not explain, of (\d+) % or more")

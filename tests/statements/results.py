@@ -26,7 +26,7 @@ from tests.statements.documents import (
     table_claim,
 )
 
-README, METHOD, RESULTS, DATA = "README.md", "docs/METHOD.md", "docs/RESULTS.md", "data/README.md"
+README, METHOD, RESULTS = "README.md", "docs/METHOD.md", "docs/RESULTS.md"
 GIB, MIB = 2**30, 2**20
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 
@@ -34,7 +34,7 @@ H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 @cache
 def records(directory: str) -> tuple[RunRecord, ...]:
     """The runs of a directory below data/."""
-    return tuple(load_records(ROOT / "data" / directory / "runs")[0])
+    return tuple(load_records(ROOT / "data" / "published" / directory / "runs")[0])
 
 
 def number(row: Mapping[str, str], name: str) -> float:
@@ -156,13 +156,13 @@ def share_of_adamw() -> float:
 
 @claim(RESULTS, r"each class of kernel in the step, (\w+) configurations")
 def profiled_configurations() -> Sequence[Value]:
-    return (len(linked(RESULTS, "nsys_profiles/train/slowdown.csv")),)
+    return (len(some(linked(RESULTS, "nsys_profiles/train/phases.csv"), phase="step")),)
 
 
 @claim(RESULTS, r"the GPU is busy ([\d.]+) % of the step's ([\d.]+) ms, and idle ([\d.]+) %")
 def idle_in_small() -> Sequence[Value]:
     step = one(linked(RESULTS, "nsys_profiles/train/phases.csv"), size="small", context_length=128, phase="step")
-    (path,) = (ROOT / "data/nsys_profiles/train/kernels").glob("small_ctx128_*.json")
+    (path,) = (ROOT / "data/published/nsys_profiles/train/kernels").glob("small_ctx128_*.json")
     profile = read_profile(path)
     assert profile is not None
     late_s = sum(row.total_s for row in profile.idle if row.cause is IdleCause.LATE_LAUNCH)
@@ -196,12 +196,11 @@ def gelu() -> Sequence[Value]:
 
 
 def peak_gib(precision: str, mode: str, context: int = 512) -> float:
-    rows = linked(RESULTS, "memory_profiles/h200/peaks.csv")
+    rows = table("memory_profiles/h200/results.csv")
     return number(one(rows, size="xl", context_length=context, mode=mode, precision=precision), "peak_allocated_gib")
 
 
 @claim(RESULTS, r"Memory over (\w+) training steps of xl")
-@claim(DATA, r"The times of these runs, of (\w+) measured steps")
 def steps_of_the_recordings() -> Sequence[Value]:
     (steps,) = {row["measured_steps"] for row in linked(RESULTS, "memory_profiles/h200/results.csv")}
     return (float(steps),)
@@ -221,7 +220,6 @@ def peaks_of_xl() -> Sequence[Value]:
 
 
 @claim(RESULTS, r"allocator's own count at all (\d+) boundaries of phases, to the byte")
-@claim(DATA, r"At all (\d+) boundaries of phases")
 def boundaries_that_add_up() -> Sequence[Value]:
     rows = [row for name in ("h200", "first_step") for row in table(f"memory_profiles/{name}/boundaries.csv")]
     for counted, named in (("counted", "allocated"), ("counted_requested", "requested")):
@@ -277,7 +275,7 @@ def out_of_memory(runs: Iterable[RunRecord]) -> tuple[set[RunConfig], float]:
 
 @claim(
     RESULTS,
-    r"Of the ([\d,]+) eager runs in `data/` that finished, on H200s and H100s, the peak that "
+    r"Of the ([\d,]+) eager runs in `data/published` that finished, on H200s and H100s, the peak that "
     r"`cs336 account` forecasts was at most ([\d.]+) % off, and the (\d+) configurations that ran out of memory were "
     r"those foretold\.",
 )
@@ -293,7 +291,7 @@ def predictions() -> Sequence[Value]:
     return len(finished), 100 * worst, len(ended)
 
 
-@claim(README, r"at most ([\d.]+) % off in the ([\d,]+) eager runs in `data/` that finished")
+@claim(README, r"at most ([\d.]+) % off in the ([\d,]+) eager runs in `data/published` that finished")
 def predictions_in_short() -> Sequence[Value]:
     finished, worst, _ = predictions()
     return worst, finished
@@ -319,7 +317,7 @@ def gain_of_own_kernels() -> Sequence[Value]:
     return (before - after,)
 
 
-@claim(README, r"\[([\d.]+) to ([\d.]+) times as fast\]\(data/ladder/gpt2/ladder\.md\) for gpt2")
+@claim(README, r"\[([\d.]+) to ([\d.]+) times as fast\]\(data/published/ladder/gpt2/ladder\.md\) for gpt2")
 def gain_of_gpt2() -> Sequence[Value]:
     return ladder_of_gpt2()[2:]
 
@@ -327,20 +325,19 @@ def gain_of_gpt2() -> Sequence[Value]:
 @claim(
     RESULTS, r"at batch 4 goes from ([\d,]+) to (\d+) ms in bf16, to (\d+) in fp8, and to (\d+) with AdamW's moments"
 )
-@claim(DATA, r"two fresh processes of each: ([\d,]+) to (\d+) ms in bf16, (\d+) in fp8, (\d+) with moments in bf16 too")
 def ladder_of_gpt2_xl() -> Sequence[Value]:
     return [number(rung("gpt2-xl", name), "step_mean_ms") for name in ("fp32", "fused-blocks", "fp8", "moments")]
 
 
 def by_moments(size: str, column: str) -> tuple[float, float]:
     """A column of the compared steps with AdamW's moments in fp32 and in bf16."""
-    rows = linked(DATA, f"e2e_benchmark/moments_{size}/results.csv")
+    rows = table(f"e2e_benchmark/moments_{size}/results.csv")
     return number(one(rows, bf16_moments="False"), column), number(one(rows, bf16_moments="True"), column)
 
 
 def gain_of_moments(size: str) -> float:
     """How much less time the step takes with moments in bf16 (%); the comparison must tell the two apart."""
-    assert "B is faster than A" in (ROOT / f"data/e2e_benchmark/moments_{size}/comparison.md").read_text()
+    assert "B is faster than A" in (ROOT / f"data/published/e2e_benchmark/moments_{size}/comparison.md").read_text()
     before, after = by_moments(size, "step_mean_ms")
     return 100 * (1 - after / before)
 
@@ -358,78 +355,23 @@ def moments_of_xl() -> Sequence[Value]:
 
 
 @claim(
-    DATA,
-    r"the step of \[small\]\([^)]*\) takes ([\d.]+) % less, of \[medium\]\([^)]*\) ([\d.]+) %, "
-    r"of \[xl\]\([^)]*\) ([\d.]+) %, "
-    r"of \[2\.7B\]\([^)]*\) ([\d.]+) % and of \[gpt2-xl\]\([^)]*\) ([\d.]+) %; no difference can be told for",
-)
-def moments_of_all() -> Sequence[Value]:
-    assert "Cannot tell B from A" in (ROOT / "data/e2e_benchmark/moments_gpt2/comparison.md").read_text()
-    return [gain_of_moments(size) for size in ("small", "medium", "xl", "2.7B", "gpt2_xl")]
-
-
-@claim(
     RESULTS,
     r"on an H100\s+the step of xl takes \[([\d.]+) % less\]\([^)]*\), and its peak is ([\d.]+) GiB instead of "
     r"([\d.]+)\.",
 )
-@claim(DATA, r"split masters: \[([\d.]+) % less time\]\([^)]*\) and ([\d.]+) for ([\d.]+) GiB")
 def split_masters_of_xl() -> Sequence[Value]:
     directory = "e2e_benchmark/split_xl"
-    assert "B is faster than A" in (ROOT / f"data/{directory}/comparison.md").read_text()
-    rows = linked(DATA, f"{directory}/results.csv")
+    assert "B is faster than A" in (ROOT / f"data/published/{directory}/comparison.md").read_text()
+    rows = table(f"{directory}/results.csv")
     assert {row["device_name"] for row in rows} == {H100}
     whole, split = (one(rows, split_masters=name) for name in ("False", "True"))
     saved = 100 * (1 - number(split, "step_mean_ms") / number(whole, "step_mean_ms"))
     return saved, number(split, "peak_allocated_gib"), number(whole, "peak_allocated_gib")
 
 
-@claim(DATA, r"with `split`, which the ladders above were measured without: (\d+) to ([\d.]+) ms")
-def ladder_of_gpt2_on_the_h100() -> Sequence[Value]:
-    return [number(rung("h100-gpt2", name, DATA), "step_mean_ms") for name in ("fp32", "moments")]
-
-
-@claim(
-    DATA,
-    r"the same of gpt2-xl: ([\d,]+) to (\d+) ms, `split` with ([\d.]+) for ([\d.]+) GiB, and ([\d.]+) ms without "
-    r"activations and attention of `\.\[fused\]`, ([\d.]+) and ([\d.]+) with",
-)
-def ladder_of_gpt2_xl_on_the_h100() -> Sequence[Value]:
-    def values(column: str, *rungs: str) -> list[Value]:
-        return [number(rung("h100-gpt2-xl-packed", name, DATA), column) for name in rungs]
-
-    return (
-        *values("step_mean_ms", "fp32", "moments"),
-        *values("peak_allocated_gib", "split", "fused-blocks"),
-        *values("step_mean_ms", "split", "activations", "packed"),
-    )
-
-
-@claim(
-    DATA, r"activations within matmuls, then packed attention, of gpt2: ([\d.]+) ms without, ([\d.]+) and ([\d.]+) with"
-)
-def activations_and_packed_attention_of_gpt2() -> Sequence[Value]:
-    names = "split", "activations", "packed"
-    return [number(rung("h100-gpt2-packed", name, DATA), "step_mean_ms") for name in names]
-
-
-@claim(DATA, r"(\w+) rungs, (\w+) fresh processes of each: ([\d.]+) to ([\d.]+) ms, and")
-def rungs_of_gpt2() -> Sequence[Value]:
-    rows = linked(DATA, "ladder/gpt2/ladder.csv")
-    (processes,) = {row["processes"] for row in rows}
-    return len(rows), float(processes), *ladder_of_gpt2()[:2]
-
-
-@claim(DATA, r"(\w+) rungs, (\w+) fresh processes of each: [\d,]+ to \d+ ms in bf16")
-def rungs_of_gpt2_xl() -> Sequence[Value]:
-    rows = linked(DATA, "ladder/gpt2-xl/ladder.csv")
-    (processes,) = {row["processes"] for row in rows}
-    return len(rows), float(processes)
-
-
 def bf16_ceiling() -> float:
     """The highest rate that was measured on an H200 (TFLOP/s)."""
-    studies = (linked(DATA, f"ceilings/{name}/results.csv") for name in ("NVIDIA-H200", "NVIDIA-H200-x2"))
+    studies = (table(f"ceilings/{name}/results.csv") for name in ("NVIDIA-H200", "NVIDIA-H200-x2"))
     return max(number(one(rows, ceiling="bf16 product"), "measured") for rows in studies)
 
 
@@ -460,14 +402,6 @@ def fast_steps() -> Sequence[Row]:
     return found
 
 
-@claim(DATA, r"the fastest step of (\w+) sizes: ([\d.]+) \(small\) to ([\d.]+) times \(2\.7B\) as fast")
-def fast_steps_in_short() -> Sequence[Value]:
-    rows = fast_steps()
-    gains = {row["size"]: row["times as fast"] for row in rows}
-    assert (min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)) == ("2.7B", "small")
-    return len(rows), gains["small"], gains["2.7B"]
-
-
 @claim(RESULTS, r"blocks compiled one by one, in ([\d.]+) to ([\d.]+) s \(")
 def time_to_compile() -> Sequence[Value]:
     found = [record.compilation for record in records("e2e_benchmark/train_fast")]
@@ -492,17 +426,12 @@ def roofs_of_the_fast_step() -> Sequence[Value]:
 
 @claim(
     RESULTS,
-    r"\[(\d+) % and (\d+) %\]\(\.\./data/e2e_benchmark/train_fast_batch16/results\.md\) \((\d+) % and (\d+) % "
-    r"as causal\)",
+    r"\[(\d+) % and (\d+) %\]\(\.\./data/published/e2e_benchmark/train_fast_batch16/results\.md\) "
+    r"\((\d+) % and (\d+) % as causal\)",
 )
 def shares_at_batch_16() -> Sequence[Value]:
     full, causal = (ceiling_shares("train_fast_batch16", causal=causal) for causal in (False, True))
     return full["xl"], full["2.7B"], causal["xl"], causal["2.7B"]
-
-
-@claim(DATA, r"where the products are large: (\d+) % and (\d+) % of the measured bf16 ceiling")
-def shares_at_batch_16_in_short() -> Sequence[Value]:
-    return shares_at_batch_16()[:2]
 
 
 # What precision does

@@ -1,6 +1,8 @@
 """The user's own attention on a CPU: errors that are known beforehand, faults that are named, and the grid goes on."""
 
+import csv
 import inspect
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +30,10 @@ from cs336_systems.studies.attention_records import (
     ExactError,
     Implementation,
     Quantity,
+    wrong_quantities,
 )
 from cs336_systems.studies.cell import attempt, make_generator, make_inputs
+from cs336_systems.studies.records import read_study
 from cs336_systems.studies.runner import run_study
 from tests import own_kernels
 
@@ -47,8 +51,8 @@ def measured(name: str, precision: Precision = Precision.FP32, **fields) -> Cell
     return measure_cell(grid, cell)
 
 
-def errors_of(result: CellResult) -> dict[Quantity, ExactError]:
-    assert result.status is Status.OK, result.failure
+def errors_of(result: CellResult, status: Status = Status.OK) -> dict[Quantity, ExactError]:
+    assert result.status is status, result.failure
     assert [error.quantity for error in result.errors] == list(Quantity)
     return {error.quantity: error for error in result.errors}
 
@@ -84,12 +88,12 @@ def test_an_error_in_any_sequence_and_one_that_is_not_finite_are_found() -> None
     for sequence, amount in ((0, 0.5), (2, -0.5)):
         output = found[0].clone()
         output[sequence, 4, 1] += amount
-        first, *others = exact_errors((output, *found[1:]), inputs, causal=False)
+        first, *others = exact_errors((output, *found[1:]), found)
         assert first.max_error == pytest.approx(0.5, rel=1e-12)
         assert first.relative == pytest.approx(0.5 / found[0].abs().max().item())
         assert [other.max_error for other in others] == [0, 0, 0]
     output[0, 0, 0] = torch.nan
-    first, *_ = exact_errors((output, *found[1:]), inputs, causal=False)
+    first, *_ = exact_errors((output, *found[1:]), found)
     assert (first.max_error, first.relative) == (None, None)
 
 
@@ -117,15 +121,129 @@ def test_in_bf16_the_error_is_that_of_its_eight_bits() -> None:
     ],
 )
 def test_a_known_error_is_found_where_it_is_and_as_large_as_it_is(name: str, wrong: dict[Quantity, str]) -> None:
-    for quantity, error in errors_of(measured(name)).items():
+    for quantity, error in errors_of(measured(name), Status.INVALID).items():
         amounts = {"0.25": 0.25, "half": error.max_exact / 2, "whole": error.max_exact}
         known = amounts[wrong[quantity]] if quantity in wrong else 0
         assert error.max_error == pytest.approx(known, abs=ROUNDING * error.max_exact), quantity
 
 
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
+@pytest.mark.parametrize(
+    ("name", "causal", "wrong", "said"),
+    [
+        ("without_the_mask", True, {*Quantity}, "equals attention without the causal mask"),
+        ("always_causal", False, {*Quantity}, "equals attention with the causal mask"),
+        ("without_the_scale", True, {*Quantity}, None),
+        ("TwiceDk", True, {Quantity.DK}, None),
+        ("without_the_mask", False, set(), None),
+        ("always_causal", True, set(), None),
+        ("Flash", True, set(), None),
+    ],
+)
+def test_what_computes_something_else_is_wrong_and_its_times_do_not_count(
+    name: str, causal: bool, wrong: set[Quantity], said: str | None, precision: Precision
+) -> None:
+    result = measured(name, precision, causal=causal)
+    assert result.status is (Status.INVALID if wrong else Status.OK)
+    assert bool(result.measurement(Phase.FORWARD)) is not bool(wrong)
+    assert [len(m.times_s) for m in result.measurements] == [2, 2], "the record keeps what was measured"
+    if wrong:
+        text = result.failure.message
+        assert {quantity for quantity in Quantity if re.search(rf"[:,] {quantity} [0-9.e-]+ \(PyTorch", text)} == wrong
+        assert (said in text) if said else ("equals" not in text)
+        assert line_of(getattr(getattr(own_kernels, name), "forward", getattr(own_kernels, name))) in text
+
+
+def test_products_in_tf32_are_told_from_fp32_and_from_nonsense() -> None:
+    """The error that Triton's tl.dot leaves by default: right to three digits, and 1000 times that of fp32."""
+    result = measured("products_in_tf32")
+    assert result.status is Status.INVALID
+    assert "tf32" in result.failure.message
+    assert "tf32" not in measured("without_the_scale").failure.message
+    assert measured("products_in_tf32", Precision.TF32).status is Status.OK
+
+
+def test_a_published_kernel_is_right_in_every_shape() -> None:
+    """FlexAttention on an H200, up to a context of 65,536: by sums over the context alone it is 16 times as far off."""
+    study = read_study(Path(__file__).parents[2] / "data/published/attention/own_flex/attention.json", AttentionStudy)
+    kernels = {Precision.FP32: Implementation.EFFICIENT, Precision.BF16: Implementation.FLASH}
+    errors = {(each.cell.implementation, each.cell): each.errors for each in study.results if each.errors}
+    judged = 0
+    for each in study.results:
+        kernel = kernels[each.cell.precision]
+        beside = errors.get((kernel, replace(each.cell, implementation=kernel)))
+        if each.cell.implementation is Implementation.OWN and each.errors and beside:
+            assert wrong_quantities(each.cell, each.errors, beside) == ()
+            judged += 1
+    assert judged > 60
+
+
+@pytest.mark.parametrize(("name", "status"), [("ForwardAlone", 0), ("WrongForwardAlone", 1)])
+def test_a_kernel_without_a_backward_keeps_its_forward(
+    name: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--device",
+        "cpu",
+        "--d-heads",
+        "4",
+        "--context-lengths",
+        "8",
+        "--passes",
+        "2",
+        "--implementations",
+        "naive",
+    ]
+    own = f"tests.own_kernels:{name}"
+    assert main(["attention", *flags, "--causal", "--own", own, "--output", str(tmp_path), "--name", "n"]) == status
+    with (tmp_path / "attention/n/results.csv").open() as file:
+        _, row = csv.DictReader(file)
+    assert (row["backward_mean_ms"], row["together_mean_ms"], row["dq_max_error"]) == ("", "", "")
+    assert bool(row["forward_mean_ms"]) is (status == 0)
+    shown = capsys.readouterr().out
+    if status == 0:
+        assert row["status"] == "ok"
+        assert row["error"].startswith("NotImplementedError: backward is next week's exercise (tests/own_kernels.py")
+        assert "no backward" in shown
+        assert float(row["output_relative_error"]) < ROUNDING
+    else:
+        assert (row["status"], "without the causal mask" in row["error"]) == ("invalid", True)
+        assert "WRONG" in shown
+    study = read_study(tmp_path / "attention/n/attention.json", AttentionStudy)
+    assert [m.phase for m in study.results[1].measurements] == [Phase.FORWARD]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import triton_of_a_gpu", None),
+        ("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')", "triton"),
+        ("from tests.own_kernels import for_triton as flash", "0 active drivers"),
+        ("from tests.own_kernels import for_cuda as flash", "CUDA"),
+    ],
+)
+def test_a_kernel_for_a_gpu_is_said_to_need_one(
+    source: str, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The texts are those of Triton 3.5 and of PyTorch without CUDA; another module that is missing is an error."""
+    (tmp_path / "kernel_here.py").write_text(f"{source}\ndef unused(): ...\n" + "flash = globals().get('flash')\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "kernel_here", raising=False)
+    grid = replace(SMALL, own="kernel_here:flash")
+    (cell,) = grid.groups()[0]
+    (row,), _ = attempt(grid, cell, measure_rows)
+    if reason is None:
+        assert row.status is Status.CRASHED
+        return
+    assert row.status is Status.UNAVAILABLE
+    assert row.failure.message.startswith("needs a GPU: ")
+    assert reason in row.failure.message
+    assert row.failure.traceback is None
+
+
 def test_a_function_that_writes_to_its_inputs_does_not_hide_its_error() -> None:
     """Its values are all 0 after the first pass, and its output with them; nothing is left of the right one."""
-    output = errors_of(measured("writes_to_its_inputs"))[Quantity.OUTPUT]
+    output = errors_of(measured("writes_to_its_inputs"), Status.INVALID)[Quantity.OUTPUT]
     assert output.max_error == output.max_exact > 0
 
 

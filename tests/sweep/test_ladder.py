@@ -80,7 +80,6 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
         "fused-loss": {"fused_loss": True},
         "fused-blocks": {"fused_blocks": True},
         "split": {"split_masters": True},
-        "update": {"update_in_backward": True},
         "moments": {"bf16_moments": True},
     }
     assert changed(GPT2, ladder[0].config) == {"optimizer": "foreach"}
@@ -151,10 +150,9 @@ def test_with_flash_attention_4_hopper_has_a_rung_for_it(monkeypatch, d_model, p
         (GPT2, None, {"cudnn"}),
         (replace(GPT2, model_factory="a:b"), H200,
          {"attention", "vocabulary", "cudnn", "cast-once", "graph", "blocks", "fused-loss", "fused-blocks", "split",
-          "update", "moments"}),
-        (TINY, "AMD EPYC",
-         {"tf32", "vocabulary", "cudnn", "cast-once", "graph", "fused-loss", "fused-blocks", "split", "update",
           "moments"}),
+        (TINY, "AMD EPYC",
+         {"tf32", "vocabulary", "cudnn", "cast-once", "graph", "fused-loss", "fused-blocks", "split", "moments"}),
     ],
     ids=["nice already", "A100", "wide heads", "unknown device", "own model", "CPU"],
 )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.kernels.nsys_export import HOW_TO_INSTALL, NsysError, find_nsys
+from cs336_systems.analysis.kernels.nsys import HOW_TO_INSTALL, NsysError, find_nsys
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.config import SIZES, Device, Parallel, Profiler, RunConfig

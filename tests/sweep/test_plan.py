@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.config import SIZES, CompileMode, Device, Mode, Precision, RunConfig
+from cs336_systems.config import SIZES, CompileMode, Device, Mode, Parallel, Precision, RunConfig
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.plan import make_plan
@@ -25,7 +25,7 @@ def test_the_smallest_measured_peak_runs_first() -> None:
     measured = {
         record.config: record.memory.peak_allocated_bytes
         for name in ("train", "inference")
-        for record in load_records(ROOT / "data/e2e_benchmark" / name / "runs")[0]
+        for record in load_records(ROOT / "data/published/e2e_benchmark" / name / "runs")[0]
         if record.memory is not None
     }
     assert len(measured) >= 60
@@ -38,7 +38,9 @@ def test_the_smallest_measured_peak_runs_first() -> None:
 
 def test_what_ran_out_of_memory_is_foretold_and_comes_last() -> None:
     records = [
-        record for path in sorted((ROOT / "data/e2e_benchmark").glob("*/runs")) for record in load_records(path)[0]
+        record
+        for path in sorted((ROOT / "data/published/e2e_benchmark").glob("*/runs"))
+        for record in load_records(path)[0]
     ]
     cuda = {record.config: record.status for record in records if record.config.device is Device.CUDA}
     plain = [found for found in cuda if found.compile is CompileMode.NONE and found.model_factory is None]
@@ -73,6 +75,18 @@ def test_where_nothing_is_predicted_the_order_stays() -> None:
     own = [config("medium", model_factory="package.module:make"), config("small", model_factory="package.module:make")]
     assert make_plan(cpu, H200_BYTES).configs == tuple(cpu)
     assert make_plan([*own, config()], H200_BYTES).configs == (config(), *own)
+
+
+def test_a_cpu_run_that_the_machine_cannot_hold_comes_last() -> None:
+    """AdamW keeps 16 bytes for each of 12.8e9 parameters; both ranks of xl keep a whole model, or half of one."""
+    shared = {"device": Device.CPU, "ranks": 2}
+    huge, small = config("10B", device=Device.CPU), config(device=Device.CPU)
+    whole, half = (config("xl", **shared, parallel=way) for way in (Parallel.DDP_FLAT, Parallel.FSDP))
+    own = config("10B", device=Device.CPU, model_factory="package.module:make")
+    assert make_plan([huge, whole, own, half, small], 48 * GIB).too_large == (huge, whole)
+    compiled = replace(huge, compile=CompileMode.DEFAULT)
+    limits = [bool(make_plan([compiled], gib * GIB).too_large) for gib in (47, 48)]
+    assert limits == [True, False], "the parameters alone: 4 bytes for each"
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])

@@ -1,19 +1,24 @@
-"""The phase, step and module of each kernel.
+"""The phase, step and module of each kernel, the steps that a profile covers, and sums over kernels.
 
 A kernel runs later than the Python code that launched it, and autograd launches backward's kernels from its own thread.
 So a kernel belongs to the phase in which it was launched, whatever thread of the process launched it, and to the module
 whose range was innermost on the launching thread at that time. Hooks launch collectives while some module's range is
 open: a collective belongs to no module, but to the range around a gather or scatter of parameters, if there is one.
+
+The tables of a profile are sums over one long frame, with a row for each kernel and copy of the trace. Times are whole
+nanoseconds, so that sums are exact.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
-from cs336_systems.analysis.kernels.collectives import NO_COLLECTIVE, collective_codes
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes
 from cs336_systems.analysis.kernels.phases import (
     CODES,
     NO_ROWS,
@@ -25,8 +30,7 @@ from cs336_systems.analysis.kernels.phases import (
     Plan,
     make_plan,
 )
-from cs336_systems.analysis.kernels.timeline import Timeline
-from cs336_systems.analysis.kernels.trace import DeviceWork, Ranges, Trace
+from cs336_systems.analysis.kernels.trace import DeviceWork, Ranges, Timeline, Trace
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
 """Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a scatter of gradients.
@@ -252,3 +256,125 @@ def _what_is_missing(trace: Trace) -> Iterator[str]:
             f"{in_graph} kernels came from CUDA graphs: they belong to the phase that launched the graph, "
             "so a graph of a whole step cannot be split."
         )
+
+
+NO_CODES: Codes = np.zeros(0, dtype=np.int8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSteps(Columns):
+    """The profiled steps by process, in order of time."""
+
+    process: Ints
+    """Index into the trace's processes; 0 if the whole trace counts as one step."""
+    start_ns: Ints
+    end_ns: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostWindows(Columns):
+    """The host's time in each phase of the steps, by step and in order of time."""
+
+    step: Ints
+    phase: Codes
+    start_ns: Ints
+    end_ns: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The part of a trace that is profiled."""
+
+    steps: HostSteps
+    windows: HostWindows
+    processes: Ints
+    """Process ids as in the trace."""
+    is_whole_trace: bool
+    is_warmup: bool
+    number: Ints
+    """Index into `steps` for each of the attribution's steps, -1 for those left out; the last element is -1."""
+
+    def step_of(self, step: Ints) -> Ints:
+        """Index into `steps` for kernels or copies with these steps of the attribution; -1 for those in no step."""
+        return np.zeros_like(step) if self.is_whole_trace else self.number[step]
+
+    def process_of(self, process: Ints) -> Ints:
+        """Index into `processes` for process ids of kernels, copies or calls; -1 for processes without kernels."""
+        if self.is_whole_trace:
+            return np.zeros_like(process)
+        at = np.searchsorted(self.processes, process)
+        return np.where(np.append(self.processes, -1)[at] == process, at, -1)
+
+
+def select(attribution: Attribution) -> Selection:
+    """Select the steps that are not warm-up; all steps if there are no others; the whole trace if it has no steps."""
+    steps = attribution.steps
+    processes = np.array(list(attribution.plans), dtype=np.int64)
+    is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
+    used = np.flatnonzero(~steps.is_warmup | is_warmup)
+    number = np.full(len(steps) + 1, -1, dtype=np.int64)
+    number[used] = np.arange(len(used))
+    first, last = _extent(attribution.trace)
+    if len(used):
+        host = HostSteps(
+            process=np.searchsorted(processes, steps.process[used]),
+            start_ns=steps.start_ns[used],
+            end_ns=np.clip(steps.end_ns[used], steps.start_ns[used], max(last, int(steps.start_ns[used].max()))),
+        )
+    else:
+        host = HostSteps(process=np.zeros(1, np.int64), start_ns=np.array([first]), end_ns=np.array([last]))
+    return Selection(
+        steps=host,
+        windows=_windows(attribution.plans, host, is_whole_trace=not len(used)),
+        processes=processes,
+        is_whole_trace=not len(used),
+        is_warmup=is_warmup,
+        number=number,
+    )
+
+
+def _extent(trace: Trace) -> tuple[int, int]:
+    """Start of the trace's first event and end of its last; 0 and 0 for an empty trace."""
+    host = trace.ranges
+    parts = [
+        (part.start_ns, part.start_ns + part.duration_ns) for part in (trace.kernels, trace.copies, trace.api_calls)
+    ]
+    parts = [(start, end) for start, end in (*parts, (host.start_ns, host.end_ns)) if len(start)]
+    first = min((int(start.min()) for start, _ in parts), default=0)
+    return first, max((int(end.max()) for _, end in parts), default=0)
+
+
+def _windows(plans: Mapping[int, Plan], steps: HostSteps, *, is_whole_trace: bool) -> HostWindows:
+    """The windows that begin in a step, cut off at its end."""
+    found: list[tuple[Ints, Codes, Ints, Ints]] = [(NO_ROWS, NO_CODES, NO_ROWS, NO_ROWS)]
+    for index, plan in enumerate(plans.values()):
+        mine = np.flatnonzero((steps.process == index) | is_whole_trace)
+        step = np.append(mine, -1)[Timeline(steps.start_ns[mine], steps.end_ns[mine]).at(plan.start)]
+        rows = np.flatnonzero(step >= 0)
+        found.append((step[rows], plan.phase[rows], plan.start[rows], plan.end[rows]))
+    step, phase, start, end = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((end, start, step))
+    end = np.clip(end, start, np.maximum(start, steps.end_ns[step]))
+    return HostWindows(step=step[order], phase=phase[order], start_ns=start[order], end_ns=end[order])
+
+
+def frame_of(columns: Columns) -> pd.DataFrame:
+    """The columns as a data frame, with one more, `duration_ns`."""
+    frame = pd.DataFrame({field.name: getattr(columns, field.name) for field in fields(columns)})
+    return frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
+
+
+def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:
+    """Yield each phase that has rows, and its rows."""
+    for code, phase in enumerate(PHASES):
+        if len(rows := frame[frame["phase"] == code]):
+            yield phase, rows
+
+
+def totals(frame: pd.DataFrame, *by: str) -> Iterator[Any]:
+    """Yield a named tuple for each group, the longest first: its keys, the number `count` of its rows, and `total_ns`.
+
+    Groups of equal length are in the order of their keys.
+    """
+    found = frame.groupby(list(by))["duration_ns"].agg(count="size", total_ns="sum").reset_index()
+    yield from found.sort_values("total_ns", ascending=False, kind="stable").itertuples()

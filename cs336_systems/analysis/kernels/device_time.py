@@ -1,10 +1,23 @@
-"""The time of each phase on the device, and how long the device was busy in it.
+"""The time of each phase on the device, how long the device was busy in it, and why it was idle.
 
 A phase ends on the device when the last kernel or copy launched before its end on the host has run, or when the host
 leaves the phase, if that is later. A CUDA event that the host records as it leaves the phase shows the same time.
 
 Collectives run on streams of their own, for which an event of the main stream does not wait. Where a later phase of the
 step, `communication`, makes the main stream wait for them, a phase ends without those that it leaves running.
+
+The first of these rules that holds gives the cause of an idle time of a device within a step. `next` is the kernel or
+copy that ends the idle time.
+
+1. Nothing follows in the step: END_OF_STEP.
+2. The host is not the cause: BETWEEN_KERNELS. The call that launched `next` had returned before the idle time began, or
+   had launched earlier work too (a CUDA graph), or the device took the larger part of the idle time to begin `next`. A
+   launch needs LAUNCH_LATENCY_S to reach an idle device.
+   In the other rules the device waited for the host until the call that launched `next`.
+3. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S: HOST_PAUSE.
+4. When the idle time began, the host was in a call that waits for the device, or had left one less than WAIT_SLACK_S
+   before, and that call was over when `next` was launched: HOST_WAITED. The start of a step is exempt from this rule.
+5. Otherwise: LATE_LAUNCH.
 """
 
 from collections.abc import Iterator
@@ -15,13 +28,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, groups, joined
-from cs336_systems.analysis.kernels.attribution import Attribution
-from cs336_systems.analysis.kernels.collectives import NO_COLLECTIVE, collective_codes
+from cs336_systems.analysis.kernels.attribution import Attribution, HostSteps, HostWindows, Selection, frame_of, totals
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, short_name
 from cs336_systems.analysis.kernels.host_calls import Host
-from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, Codes, LaunchPhase
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
-from cs336_systems.analysis.kernels.union import Union
-from cs336_systems.analysis.kernels.windows import HostSteps, HostWindows, Selection
+from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, PHASES, Codes, LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, IdleTimes
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Union
 
 Floats = NDArray[np.float64]
 
@@ -203,3 +215,184 @@ def busy_ns(devices: list[Busy], steps: HostSteps, spans: DeviceSteps, windows: 
         count += mine & (busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns))
         total += mine[windows.step] * (busy.union.until(windows.end_ns) - busy.union.until(windows.start_ns))
     return total / np.maximum(count, 1)[windows.step], count
+
+
+HOST_PAUSE_S = 1e-3
+"""Eager PyTorch launches something every few microseconds, and takes some hundred to prepare the longest phase."""
+LAUNCH_LATENCY_S = 5e-6
+"""From the end of a launch call to the start of its kernel on an idle device: 2 us on an H200, rarely more than 5."""
+WAIT_SLACK_S = 10e-6
+"""Longest time between the end of a wait and the idle time that it explains; host and device clocks agree no better."""
+NUM_GAPS = 20
+
+_PAUSE_NS, _LATENCY_NS, _SLACK_NS = (round(time * 1e9) for time in (HOST_PAUSE_S, LAUNCH_LATENCY_S, WAIT_SLACK_S))
+
+CAUSES = tuple(IdleCause)
+UNKNOWN_CAUSE = -1
+_CODE = {cause: code for code, cause in enumerate(CAUSES)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps(Columns):
+    """Idle times of devices within steps."""
+
+    device: Ints
+    step: Ints
+    start_ns: Ints
+    end_ns: Ints
+    before: Ints
+    """Row of `Jobs` that ended before the idle time; -1 at the start of a step."""
+    after: Ints
+    """Row of `Jobs` that ends the idle time; -1 at the end of a step."""
+    phase: Codes
+    cause: Codes
+    """Index into `CAUSES`; UNKNOWN_CAUSE if the launch of the following job is not in the trace."""
+
+
+def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Selection, host: Host) -> Gaps:
+    """All idle times of the devices that a step used, with their causes, by step and start."""
+    found = [_gaps_of(busy, int(jobs.device[busy.rows[0]]), spans, selection) for busy in devices]
+    device, step, start, end, before, after = (
+        np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True)
+    )
+    phase = np.append(jobs.phase, np.int8(0))[after]
+    ends_step = after < 0
+    phase[ends_step] = _last_phase(selection)[step[ends_step]]
+    process = selection.steps.process[step]
+    cause = np.full(len(step), _CODE[IdleCause.END_OF_STEP], dtype=np.int8)
+    starts_its_launch = _starts_its_launch(jobs)
+    for number, rows in groups(process):
+        followed = rows[~ends_step[rows]]
+        following = after[followed]
+        was_busy = before[followed] >= 0
+        found_causes = _Causes(host, number)(jobs, start[followed], end[followed], following, was_busy)
+        of_launch = starts_its_launch[following] | ~jobs.is_launched[following]
+        cause[followed] = np.where(of_launch, found_causes, _CODE[IdleCause.BETWEEN_KERNELS])
+    order = np.lexsort((start, step))
+    return Gaps(
+        device=device[order],
+        step=step[order],
+        start_ns=start[order],
+        end_ns=end[order],
+        before=before[order],
+        after=after[order],
+        phase=phase[order],
+        cause=cause[order],
+    )
+
+
+_NO_GAPS = (np.zeros(0, dtype=np.int64),) * 6
+
+
+def _gaps_of(busy: Busy, device: int, spans: DeviceSteps, selection: Selection) -> tuple[Ints, ...]:
+    uses = busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns)
+    steps = np.flatnonzero((selection.steps.process == busy.process) & uses)
+    holes = busy.union.holes(spans.start_ns[steps], spans.end_ns[steps])
+    rows = np.append(busy.rows, -1)
+    devices = np.full(len(holes), device, dtype=np.int64)
+    return devices, steps[holes.window], holes.start, holes.end, rows[holes.before], rows[holes.after]
+
+
+def _last_phase(selection: Selection) -> Codes:
+    """The last phase of each step."""
+    last = np.full(len(selection.steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    last[selection.windows.step] = selection.windows.phase  # the last assignment stays
+    return last
+
+
+class _Causes:
+    """Applies rules 2 to 5 to the idle times of one process."""
+
+    def __init__(self, host: Host, process: int) -> None:
+        self._host = host
+        calls = host.calls
+        mine = np.flatnonzero(calls.process == process)
+        called = Union(calls.start_ns[mine], calls.end_ns[mine])
+        quiet_start, quiet_end = called.end[:-1], called.start[1:]
+        is_pause = quiet_end - quiet_start > _PAUSE_NS
+        self._pauses = Union(quiet_start[is_pause], quiet_end[is_pause])
+        waits = mine[calls.is_wait[mine]]
+        self._waits = [
+            waits[rows][np.argsort(calls.start_ns[waits[rows]], kind="stable")]
+            for _, rows in groups(calls.thread[waits])
+        ]
+
+    def __call__(self, jobs: Jobs, start: Ints, end: Ints, after: Ints, was_busy: Mask) -> Codes:
+        launch = jobs.launch_ns[after]
+        returned = self._host.returned(jobs.thread[after], launch)
+        late_until = np.clip(returned + _LATENCY_NS, start, end)
+        waited_until = np.clip(launch, start, end)
+        pause = self._pauses.until(waited_until) - self._pauses.until(start)
+        in_time = (returned <= start) | (2 * (late_until - start) < end - start)
+        is_pause, is_wait = 2 * pause > waited_until - start, was_busy & self._was_waiting(start, launch)
+        cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
+        # from the last rule to the first, since an earlier rule overrides a later one
+        cause[is_wait] = _CODE[IdleCause.HOST_WAITED]
+        cause[is_pause] = _CODE[IdleCause.HOST_PAUSE]
+        cause[in_time] = _CODE[IdleCause.BETWEEN_KERNELS]
+        cause[~jobs.is_launched[after]] = UNKNOWN_CAUSE
+        return cause
+
+    def _was_waiting(self, start: Ints, launch: Ints) -> Mask:
+        calls = self._host.calls
+        waiting = np.zeros(len(start), dtype=np.bool_)
+        for rows in self._waits:  # the calls of one thread, of which only the last to begin can still be open
+            at = np.searchsorted(calls.start_ns[rows], start, side="right")
+            wait_end = np.append(-MAX_TIME_NS, np.maximum.accumulate(calls.end_ns[rows]))[at]
+            waiting |= (wait_end >= start - _SLACK_NS) & (wait_end <= launch)
+        return waiting
+
+
+def _starts_its_launch(jobs: Jobs) -> Mask:
+    """Whether each row is the first job of its launch; false for the later nodes of a CUDA graph."""
+    in_order = frame_of(jobs).sort_values("start_ns", kind="stable")
+    is_first: Mask = ~in_order.duplicated(["launch_ns", "thread"]).sort_index().to_numpy()
+    return is_first
+
+
+def longest_gaps(gaps: Gaps, jobs: Jobs, attribution: Attribution, selection: Selection, host: Host) -> tuple[Gap, ...]:
+    """The NUM_GAPS longest idle times with a known cause, the longest first."""
+    known = np.flatnonzero(gaps.cause != UNKNOWN_CAUSE)
+    length = gaps.end_ns[known] - gaps.start_ns[known]
+    return tuple(
+        _gap(gaps, row, jobs, attribution, selection, host)
+        for row in known[np.argsort(-length, kind="stable")[:NUM_GAPS]].tolist()
+    )
+
+
+def _gap(gaps: Gaps, row: int, jobs: Jobs, attribution: Attribution, selection: Selection, host: Host) -> Gap:
+    step, start, end = int(gaps.step[row]), int(gaps.start_ns[row]), int(gaps.end_ns[row])
+    before, after = int(gaps.before[row]), int(gaps.after[row])
+    strings = attribution.trace.strings
+    return Gap(
+        step=step,
+        start_s=(start - int(selection.steps.start_ns[step])) / 1e9,
+        duration_s=(end - start) / 1e9,
+        phase=PHASES[gaps.phase[row]],
+        cause=CAUSES[gaps.cause[row]],
+        before=short_name(strings[jobs.name[before]]) if before >= 0 else "",
+        after=short_name(strings[jobs.name[after]]) if after >= 0 else "",
+        module=attribution.module_path(int(jobs.module[after])) if after >= 0 else (),
+        host_call=host.longest_call(int(selection.steps.process[step]), start, end),
+    )
+
+
+def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
+    """Idle times by phase and cause, the longest first; the mean over the devices that a step uses."""
+    weighted = frame_of(gaps).assign(duration_ns=(gaps.end_ns - gaps.start_ns) / num_devices[gaps.step])
+    return tuple(
+        IdleTimes(phase=PHASES[row.phase], cause=CAUSES[row.cause], count=row.count, total_s=row.total_ns / 1e9)
+        for row in totals(weighted[gaps.cause != UNKNOWN_CAUSE], "phase", "cause")
+    )
+
+
+def idle_notes(gaps: Gaps) -> tuple[str, ...]:
+    """A note on idle times whose cause is unknown, if there are any."""
+    unknown = gaps.cause == UNKNOWN_CAUSE
+    if not unknown.any():
+        return ()
+    time_s = int((gaps.end_ns - gaps.start_ns)[unknown].sum()) / 1e9
+    return (
+        f"{int(unknown.sum())} idle times of the device, {time_s:.3g} s together, end with a kernel or copy without a "
+        "launch in the file: their cause is unknown, and they are left out.",
+    )

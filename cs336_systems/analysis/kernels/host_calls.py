@@ -6,12 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
-from cs336_systems.analysis.kernels.frames import frame_of, totals
+from cs336_systems.analysis.kernels.attribution import Selection, frame_of, totals
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls
-from cs336_systems.analysis.kernels.timeline import Timeline
-from cs336_systems.analysis.kernels.trace import ApiCalls, Trace
-from cs336_systems.analysis.kernels.windows import Selection
+from cs336_systems.analysis.kernels.trace import ApiCalls, Timeline, Trace
 
 # nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000

@@ -1,10 +1,12 @@
-"""Reads the SQLite export of an Nsight Systems report.
+"""Reads reports of Nsight Systems: exports them to SQLite by the program nsys, and reads the export.
 
 Tables without rows are missing, columns vary by version, and the file may be hostile. So the reader looks at the schema
 first. It reads plain tables only, whole and without joins, and no more rows than a file of that size can hold.
 """
 
+import shutil
 import sqlite3
+import subprocess
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -17,8 +19,49 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Ints, ProfileError, joined
 from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
-from cs336_systems.analysis.kernels.lookup import Launches, Strings
-from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace, durations, with_copies_apart
+from cs336_systems.analysis.kernels.trace import (
+    ApiCalls,
+    DeviceWork,
+    Launches,
+    Ranges,
+    Strings,
+    Trace,
+    durations,
+    with_copies_apart,
+)
+
+HOW_TO_INSTALL = (
+    "nsys (NVIDIA Nsight Systems) is not on the PATH: install it (package nsight-systems-cli of NVIDIA's CUDA "
+    "repository, or developer.nvidia.com/nsight-systems), or use --profile, which needs nothing but PyTorch"
+)
+
+
+class NsysError(RuntimeError):
+    """nsys is missing or failed; the message says what to do."""
+
+
+def has_nsys() -> bool:
+    """Whether nsys is installed."""
+    return shutil.which("nsys") is not None
+
+
+def find_nsys() -> str:
+    """Path of nsys; raise NsysError if it is not installed."""
+    if (nsys := shutil.which("nsys")) is None:
+        raise NsysError(HOW_TO_INSTALL)
+    return nsys
+
+
+def export(report: Path, directory: Path) -> Path:
+    """Export the report to a SQLite file in `directory` and return its path; raise NsysError if nsys fails."""
+    database = directory / f"{report.stem}.sqlite"
+    command = [find_nsys(), "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode or not database.is_file():
+        said = " ".join((done.stderr or done.stdout).split())[-500:]
+        raise NsysError(f"{report}: nsys export ended with status {done.returncode}: {said}")
+    return database
+
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Ints, Mask
-from cs336_systems.analysis.kernels.timeline import Timeline
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Ranges, Trace
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Ranges, Timeline, Trace
 from cs336_systems.ranges import Range
 
 Codes = NDArray[np.int8]

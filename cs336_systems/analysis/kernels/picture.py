@@ -6,11 +6,10 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import groups
+from cs336_systems.analysis.kernels.attribution import HostSteps
 from cs336_systems.analysis.kernels.classes import MAX_NAME
-from cs336_systems.analysis.kernels.device_time import DeviceSteps, DeviceWindows
-from cs336_systems.analysis.kernels.idle import CAUSES, UNKNOWN_CAUSE, Gaps
-from cs336_systems.analysis.kernels.kernel_times import CLASSES
-from cs336_systems.analysis.kernels.parts import RangeParts
+from cs336_systems.analysis.kernels.device_time import CAUSES, UNKNOWN_CAUSE, DeviceSteps, DeviceWindows, Gaps
+from cs336_systems.analysis.kernels.modules import CLASSES, RangeParts
 from cs336_systems.analysis.kernels.phases import PHASES
 from cs336_systems.analysis.kernels.step_profile import (
     IdleSpans,
@@ -22,7 +21,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     StreamKernels,
     Window,
 )
-from cs336_systems.analysis.kernels.windows import HostSteps
 
 MAX_KERNELS = 50_000
 """Beyond this number, which would take some 2 MB, the kernels that begin in one cell are merged."""

@@ -1,10 +1,10 @@
-"""The events of a profile as tables, the same for nsys and torch.profiler.
+"""The events of a profile as tables, the same for nsys and torch.profiler, and look-ups among their times.
 
-`reading.py` chooses the reader of a file, which makes a `Trace`; nothing else depends on the file's format.
+`explain.py` chooses the reader of a file, which makes a `Trace`; nothing else depends on the file's format.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -123,3 +123,159 @@ def durations(start: Ints, end: Ints, what: str) -> Ints:
     if length.sum(dtype=np.float64) > MAX_TIME_NS:
         raise ValueError(f"{what} last {length.sum(dtype=np.float64):.3g} ns together, more than {MAX_TIME_NS}")
     return length
+
+
+class Timeline:
+    """Looks up the innermost interval at a time: of those that contain it, the one that started last.
+
+    An interval contains its start but not its end. Intervals may cross; of two with one start the shorter is inner.
+    """
+
+    __slots__ = ("_owner", "_time", "parent")
+
+    def __init__(self, start: Ints, end: Ints) -> None:
+        self.parent: Ints = np.full(len(start), -1, dtype=np.int64)
+        starts, ends, parent = start.tolist(), end.tolist(), self.parent
+        times, owners, stack = [], [], list[int]()
+
+        def close_until(now: int | None) -> None:
+            while stack and (now is None or ends[stack[-1]] <= now):
+                time = ends[stack.pop()]
+                while stack and ends[stack[-1]] <= time:
+                    stack.pop()
+                times.append(time)
+                owners.append(stack[-1] if stack else -1)
+
+        for index in np.lexsort((-end, start)).tolist():
+            close_until(starts[index])
+            if stack:
+                parent[index] = stack[-1]
+            stack.append(index)
+            times.append(starts[index])
+            owners.append(index)
+        close_until(None)
+        self._time: Ints = np.array(times, dtype=np.int64)
+        self._owner: Ints = np.array([*owners, -1], dtype=np.int64)  # before the first time: the last element
+
+    def at(self, time: Ints) -> Ints:
+        """Index of the innermost interval at each time, -1 for none."""
+        found: Ints = self._owner[np.searchsorted(self._time, time, side="right") - 1]
+        return found
+
+
+class Strings:
+    """The trace's table of strings, filled as they occur; `known` maps the file's numbers to strings."""
+
+    def __init__(self, known: Mapping[int, str] | None = None) -> None:
+        self._known = {} if known is None else known
+        self._ids: dict[str, int] = {}
+
+    def id(self, text: str) -> int:
+        """The string's index in this table."""
+        return self._ids.setdefault(text, len(self._ids))
+
+    def ids(self, texts: Iterable[str]) -> Ints:
+        """The strings' indices in this table."""
+        known = self._ids
+        return np.array([known.setdefault(text, len(known)) for text in texts], dtype=np.int64)
+
+    def column(self, keys: Ints, known: Mapping[int, str] | None = None, unknown: str = "") -> Ints:
+        """Indices in this table for the file's numbers, looked up in `known` or, by default, in the file's strings."""
+        known = self._known if known is None else known
+        unique, inverse = np.unique(keys, return_inverse=True)
+        mine = np.array([self.id(known.get(key, unknown)) for key in unique.tolist()], dtype=np.int64)
+        return mine[inverse]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return tuple(self._ids)
+
+
+class Launches:
+    """Finds calls by process and correlation id; of calls with the same ids, the first."""
+
+    def __init__(self, calls: ApiCalls) -> None:
+        self._processes = np.unique(calls.process)
+        key = self._key(calls.process, calls.correlation)
+        order = np.lexsort((calls.start_ns, key))
+        self._key_sorted, self._order, self._calls = key[order], order, calls
+
+    def _key(self, process: Ints, correlation: Ints) -> Ints:
+        """Process and correlation id in one number; -1 for invalid ids. CUPTI counts ids from 1 in 32 bits."""
+        at = np.searchsorted(self._processes, process)
+        known = np.append(self._processes, -1)[at] == process
+        return np.where(known & (correlation > 0) & (correlation < 2**32), (at << 32) | correlation, -1)
+
+    def find(self, process: Ints, correlation: Ints) -> Ints:
+        """The row of the call for each pair of ids, or -1."""
+        key = self._key(process, correlation)
+        at = np.searchsorted(self._key_sorted, key)
+        found = (np.append(self._key_sorted, -1)[at] == key) & (key >= 0)
+        return np.where(found, np.append(self._order, -1)[at], -1)
+
+    def columns(self, rows: Ints) -> tuple[Mask, Ints, Ints]:
+        """For rows from `find`: whether a call was found, its start and its thread."""
+        return rows >= 0, np.append(self._calls.start_ns, 0)[rows], np.append(self._calls.thread, 0)[rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holes(Columns):
+    """The times within windows at which no interval is open."""
+
+    window: Ints
+    """Index of the window."""
+    start: Ints
+    end: Ints
+    before: Ints
+    """Index of an interval that ended at the start; -1 where the window begins there or later."""
+    after: Ints
+    """Index of an interval that starts at the end; -1 where the window ends there or earlier."""
+
+
+class Union:
+    """The union of many intervals, which may overlap, as disjoint stretches in order."""
+
+    __slots__ = ("_before", "_first", "_last", "end", "start")
+
+    def __init__(self, start: Ints, end: Ints) -> None:
+        order = np.argsort(start, kind="stable")
+        starts, ends = start[order], end[order]
+        reached = np.maximum.accumulate(ends)
+        opens = np.ones(len(order), dtype=np.bool_)
+        opens[1:] = starts[1:] > reached[:-1]
+        first = np.flatnonzero(opens)
+        last = np.append(first[1:], len(order))[: len(first)] - 1
+        self.start: Ints = starts[first]
+        self.end: Ints = reached[last]
+        length = self.end - self.start
+        self._before: Ints = np.append(0, np.cumsum(length) - length)  # before no stretch, before each
+        self._first: Ints = order[first]
+        # the interval that ended last in each stretch is the last one that raised the running maximum
+        raised = np.append(True, reached[1:] > reached[:-1])[: len(order)]
+        at = np.maximum.accumulate(np.where(raised, np.arange(len(order)), 0))
+        self._last: Ints = order[at[last]]
+
+    def until(self, time: Ints) -> Ints:
+        """For each time, how long at least one interval was open before it."""
+        at = np.searchsorted(self.start, time, side="right")
+        inside = np.minimum(time, np.append(-MAX_TIME_NS, self.end)[at]) - np.append(-MAX_TIME_NS, self.start)[at]
+        covered: Ints = self._before[at] + np.where(at > 0, inside, 0)
+        return covered
+
+    def holes(self, start: Ints, end: Ints) -> Holes:
+        """The parts of each window that the union does not cover."""
+        hole_start = np.append(-MAX_TIME_NS, self.end)
+        hole_end = np.append(self.start, MAX_TIME_NS)
+        low = np.searchsorted(hole_end, start, side="right")
+        count = np.where(end > start, np.searchsorted(hole_start, end) - low, 0)
+        window = np.repeat(np.arange(len(start)), count)
+        hole = np.arange(len(window)) - np.repeat(np.cumsum(count) - count, count) + low[window]
+        before = np.where(hole_start[hole] > start[window], np.append(-1, self._last)[hole], -1)
+        after = np.where(hole_end[hole] < end[window], np.append(self._first, -1)[hole], -1)
+        return Holes(
+            window=window,
+            start=np.maximum(hole_start[hole], start[window]),
+            end=np.minimum(hole_end[hole], end[window]),
+            before=before,
+            after=after,
+        )

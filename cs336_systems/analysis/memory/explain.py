@@ -12,27 +12,31 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.memory.allocations import replay
-from cs336_systems.analysis.memory.blocks import block_memory
-from cs336_systems.analysis.memory.categories import (
+from cs336_systems.analysis.memory.formulas import Formulas
+from cs336_systems.analysis.memory.groups import (
     CODES,
     NOT_SIGHTED,
+    Groups,
+    Known,
     LiveSums,
+    block_memory,
     categorise,
     live_sums,
+    places_of,
     resolve,
 )
-from cs336_systems.analysis.memory.device_memory import Action, DeviceMemory
-from cs336_systems.analysis.memory.formulas import Formulas
-from cs336_systems.analysis.memory.groups import Groups, Known
-from cs336_systems.analysis.memory.notes import Mark, MemoryNotes, notes_path, read_notes
-from cs336_systems.analysis.memory.places import places_of
-from cs336_systems.analysis.memory.positions import (
+from cs336_systems.analysis.memory.lifetimes import Action, DeviceMemory
+from cs336_systems.analysis.memory.notes import (
     NO_PHASES,
     NOWHERE,
     START,
+    Mark,
+    MemoryNotes,
     find_phases,
     moments_of,
     notes_on_positions,
+    notes_path,
+    read_notes,
     times_s,
 )
 from cs336_systems.analysis.memory.profile import (

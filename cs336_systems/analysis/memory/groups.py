@@ -1,23 +1,166 @@
-"""Groups of like allocations: those with the same requested size, category, name, phase and line of code."""
+"""What each allocation holds, groups of like allocations, and what each block of the model holds."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, Mask
-from cs336_systems.analysis.memory.allocations import Replay
-from cs336_systems.analysis.memory.categories import CATEGORIES, NOT_SIGHTED, Contents
-from cs336_systems.analysis.memory.device_memory import Stack
+from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.memory.allocations import Allocations, Replay
 from cs336_systems.analysis.memory.formulas import HALF_BYTES, OR, Formulas, Role, element_bytes
-from cs336_systems.analysis.memory.lifetimes import BEFORE
-from cs336_systems.analysis.memory.names import like_name, short_name, what_saved
-from cs336_systems.analysis.memory.notes import Kind, Sighting
-from cs336_systems.analysis.memory.places import places_of
-from cs336_systems.analysis.memory.positions import Phases
-from cs336_systems.analysis.memory.profile import Category, LikeAllocations, Place
+from cs336_systems.analysis.memory.lifetimes import BEFORE, NONE, Action, Stack, nearest
+from cs336_systems.analysis.memory.notes import (
+    Kind,
+    Phases,
+    Sighting,
+    block_of_parameter,
+    block_of_ranges,
+    like_name,
+    short_name,
+    what_saved,
+    within_block,
+)
+from cs336_systems.analysis.memory.profile import (
+    MIN_LATER,
+    BlockMemory,
+    Category,
+    CategoryBytes,
+    LikeAllocations,
+    Place,
+    SavedTensor,
+)
 from cs336_systems.config import Phase
+from cs336_systems.ranges import block_range
+
+CATEGORIES = tuple(Category)
+CODES = {category: code for code, category in enumerate(CATEGORIES)}
+NOT_SIGHTED = NONE
+_PRECEDENCE = {kind: rank for rank, kind in enumerate(
+    (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.AUTOCAST_COPY, Kind.GATHERED, Kind.SAVED)
+)}  # fmt: skip
+
+
+class MemoryAttributionError(AssertionError):
+    """The categories do not add up to the allocated bytes, which is a defect of this analysis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents(Columns):
+    """What each allocation of a replay holds."""
+
+    category: Ints
+    """Index into CATEGORIES."""
+    sighting: Ints
+    """Index of the sighting that decided the category, or NOT_SIGHTED."""
+
+
+def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: Ints) -> Ints:
+    """For each sighting, the row of the allocation that contained its address at its moment, or NOT_SIGHTED."""
+    wanted = np.array([sighting.address for sighting in sightings], dtype=np.int64)
+    found = nearest(
+        allocations.address, allocations.start, allocations.free_requested, wanted, np.zeros_like(wanted), moments
+    )
+    ends = np.append(allocations.address + allocations.num_bytes, 0)  # NONE is the last
+    return np.where(ends[found] > wanted, found, NOT_SIGHTED)
+
+
+def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, has_notes: bool = True) -> Contents:
+    """The contents of all allocations. Of several sightings of one, the kind decides; of the same kind, the first.
+
+    Without notes there are no sightings, and the category follows from how long each allocation existed.
+    """
+    rows = replay.allocations
+    passing = np.where(_is_for_later(replay) & (not has_notes), CODES[Category.LATER], CODES[Category.TEMPORARY])
+    category = np.where(replay.is_held_throughout, CODES[Category.HELD], passing)
+    sighted = np.full(len(rows), NOT_SIGHTED, dtype=np.int64)
+    rank = np.array([_PRECEDENCE[sighting.kind] for sighting in sightings], dtype=np.int64)
+    order = np.argsort(rank, kind="stable")[::-1]  # of several sightings of a row, the deciding one is written last
+    order = order[row_of[order] != NOT_SIGHTED]
+    sighted[row_of[order]] = order
+    category[row_of[order]] = [CODES[_category_of(sightings[index].kind)] for index in order.tolist()]
+    return Contents(category=category, sighting=sighted)
+
+
+def _category_of(kind: Kind) -> Category:
+    return Category.PARAMETERS if kind is Kind.GATHERED else Category(kind)
+
+
+def _is_for_later(replay: Replay) -> Mask:
+    """For each allocation, whether MIN_LATER or more others were made before the program freed it."""
+    rows = replay.allocations
+    made = np.append(0, np.cumsum(replay.memory.events.action == Action.ALLOC))
+    is_later: Mask = made[np.maximum(rows.free_requested, 0)] - made[rows.start + 1] >= MIN_LATER
+    return is_later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSums:
+    """Sums over the allocated blocks: a row for each of CATEGORIES, a column for each moment."""
+
+    moments: Ints
+    num_bytes: Ints
+    requested_bytes: Ints
+    counts: Ints
+
+    def at(self, moment: int) -> tuple[CategoryBytes, ...]:
+        """The categories that have blocks at one of the moments."""
+        column = int(np.searchsorted(self.moments, moment))
+        sums = (self.num_bytes, self.requested_bytes, self.counts)
+        cells = zip(CATEGORIES, *(table[:, column].tolist() for table in sums), strict=True)
+        return tuple(
+            CategoryBytes(category=category, num_bytes=num_bytes, requested_bytes=requested_bytes, count=count)
+            for category, num_bytes, requested_bytes, count in cells
+            if count
+        )
+
+
+def live_sums(replay: Replay, contents: Contents, moments: Ints) -> LiveSums:
+    """The sums at the sorted `moments`; raise MemoryAttributionError unless they add up to the allocated bytes."""
+    rows = replay.allocations
+    first = np.searchsorted(moments, rows.start, side="right")
+    behind = np.searchsorted(moments, rows.free_requested, side="right")
+    num_bytes, requested_bytes, counts = (
+        _sums(contents.category, values, first, behind, len(moments))
+        for values in (rows.num_bytes, rows.requested_bytes, np.ones(len(rows), dtype=np.int64))
+    )
+    sums = LiveSums(moments=moments, num_bytes=num_bytes, requested_bytes=requested_bytes, counts=counts)
+    missed = sums.num_bytes.sum(axis=0) - replay.allocated_bytes[moments]
+    if missed.any():
+        where = int(np.flatnonzero(missed)[0])
+        raise MemoryAttributionError(
+            f"at moment {moments[where]} the categories hold {sums.num_bytes[:, where].sum()} bytes of "
+            f"{replay.allocated_bytes[moments[where]]}"
+        )
+    return sums
+
+
+def _sums(code: Ints, values: Ints, first: Ints, behind: Ints, num_moments: int) -> Ints:
+    """The sum of the values by category; each value counts from column `first` to the one before column `behind`."""
+    change = np.zeros((len(CATEGORIES), num_moments + 1), dtype=np.int64)
+    is_there = first < behind
+    np.add.at(change, (code[is_there], first[is_there]), values[is_there])
+    np.subtract.at(change, (code[is_there], behind[is_there]), values[is_there])
+    return np.cumsum(change, axis=1)[:, :-1]
+
+
+MAX_PLACES = 6
+NUM_PARTS = 2
+"""Parts of a file's path that are kept; the others say more about the machine than about the program."""
+_TORCH = re.compile(r"(?:^|[/\\](?:site|dist)-packages[/\\])torch[/\\]")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]")
+
+
+def places_of(stack: Stack) -> tuple[Place, ...]:
+    """The innermost calls in Python code outside of PyTorch; those in other packages only if there are no others."""
+    of_python = [frame for frame in stack if frame.filename.endswith(".py") and not _TORCH.search(frame.filename)]
+    own = [frame for frame in of_python if not _INSTALLED.search(frame.filename)] or of_python
+    return tuple(
+        Place(file="/".join(re.split(r"[/\\]", frame.filename)[-NUM_PARTS:]), line=frame.line, function=frame.name)
+        for frame in own[:MAX_PLACES]
+    )
+
 
 _ROLE_OF_PHASE: Mapping[str, Role] = {Phase.FORWARD: Role.ACTIVATION, Phase.OPTIMIZER: Role.WEIGHT}
 """The role of tensors that a phase allocates; backward is absent because it allocates both roles."""
@@ -162,3 +305,73 @@ def _numbered(values: Sequence[str | tuple[Place, ...]], index: Ints) -> Ints:
     number_of: dict[str | tuple[Place, ...], int] = {}
     numbers = [number_of.setdefault(value, len(number_of)) for value in values]
     return np.array([*numbers, -1], dtype=np.int64)[index]
+
+
+def block_memory(known: Known, row_of: Ints, moments: Ints) -> tuple[BlockMemory, ...]:
+    """The blocks in the first step in which any of them saved a tensor; empty if none ever did.
+
+    `row_of` and `moments` give the allocation and the moment of each sighting. A storage counts once, for the block
+    that saved it first. Saved parameters and buffers, such as the mask, take no memory of their own and are left out.
+    The input that a checkpoint keeps counts for its first block; what backward computes again, for its own block.
+    """
+
+    def of_kind(kind: Kind) -> list[int]:
+        return [i for i in np.flatnonzero(row_of != NOT_SIGHTED).tolist() if known.sightings[i].kind is kind]
+
+    saved = [
+        i
+        for i in of_kind(Kind.SAVED)
+        if known.contents.category[row_of[i]] == CODES[Category.SAVED]
+        and block_of_ranges(known.sightings[i].name) is not None
+    ]
+    if not saved:
+        return ()
+    steps = np.array(known.phases.steps, dtype=np.int64)[known.phases.at(moments)]
+    is_of_step = steps == steps[saved[0]]
+    saved_by = _by_block(known, row_of, (i for i in saved if is_of_step[i]), block_of_ranges)
+    parameters = _by_block(known, row_of, of_kind(Kind.PARAMETER), block_of_parameter)
+    gradients = _by_block(known, row_of, (i for i in of_kind(Kind.GRADIENT) if is_of_step[i]), block_of_parameter)
+    num_bytes = known.replay.allocations.requested_bytes
+    return tuple(
+        BlockMemory(
+            name=block_range(block),
+            saved_bytes=int(num_bytes[row_of[indices]].sum()),
+            saved=_saved_tensors(known, row_of, indices),
+            parameter_bytes=int(num_bytes[row_of[parameters.get(block, [])]].sum()),
+            gradient_bytes=int(num_bytes[row_of[gradients.get(block, [])]].sum()),
+        )
+        for block, indices in sorted(saved_by.items())
+    )
+
+
+def _by_block(
+    known: Known, row_of: Ints, indices: Iterable[int], block_of: Callable[[str], int | None]
+) -> dict[int, list[int]]:
+    """The sightings of each block; of several sightings of a storage the first."""
+    first_of_row: dict[int, int] = {}
+    for index in indices:
+        first_of_row.setdefault(int(row_of[index]), index)
+    by_block: dict[int, list[int]] = {}
+    for index in first_of_row.values():
+        if (block := block_of(known.sightings[index].name)) is not None:
+            by_block.setdefault(block, []).append(index)
+    return by_block
+
+
+def _saved_tensors(known: Known, row_of: Ints, indices: Sequence[int]) -> tuple[SavedTensor, ...]:
+    """The largest first."""
+    tensors, rows, phases = [], known.replay.allocations, known.phases
+    for index in indices:
+        sighting, name = known.sightings[index], short_name(known.sightings[index])
+        row = row_of[index]
+        tensors.append(
+            SavedTensor(
+                name=within_block(name),
+                shape=sighting.shape,
+                dtype=sighting.dtype,
+                num_bytes=int(rows.requested_bytes[row]),
+                explanation=explain_sighting(known.formulas, sighting, name),
+                is_recomputed=phases.names[int(phases.at(rows.start[row]))] == Phase.BACKWARD,
+            )
+        )
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.num_bytes))

@@ -1,17 +1,24 @@
-"""Notes beside a snapshot: what only the live process knows, such as what an address held and when phases ended.
+"""Notes beside a snapshot, the names of tensors in them, and where their moments are among its events.
 
 A clock would be too coarse, because blocks are reused within microseconds. So a moment is a `Position`, the numbers of
 allocations and frees that the allocator has counted, which lies between two known events of the snapshot.
 """
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.columns import Ints, ProfileError
+from cs336_systems.analysis.memory.lifetimes import Action, Events
+from cs336_systems.config import Phase
 from cs336_systems.files import MEMORY_NOTES, read_json, write_atomically
+from cs336_systems.ranges import Range
 from cs336_systems.record import Count
 
 NOTES_FORMAT_VERSION = 1
@@ -108,3 +115,142 @@ def read_notes(path: Path) -> MemoryNotes:
         error=ProfileError,
         max_bytes=MAX_NOTES_BYTES,
     )  # fmt: skip
+
+
+SEPARATOR = " > "
+_AROUND = frozenset({Range.WARMUP, Range.MEASURE, Range.STEP, Range.FORWARD, Range.BACKWARD})
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\s|$)")
+_BLOCK = re.compile(r"^block\.(\d+|\*)$")
+
+
+def short_name(sighting: Sighting) -> str:
+    """The name without the ranges around the whole model."""
+    if sighting.kind is not Kind.SAVED:
+        return sighting.name
+    return SEPARATOR.join(part for part in sighting.name.split(SEPARATOR) if part not in _AROUND)
+
+
+def like_name(name: str) -> str:
+    """The name with a star in place of block numbers, so that like tensors of all blocks have the same name."""
+    return _NUMBER.sub("*", name)
+
+
+def block_of_ranges(name: str) -> int | None:
+    """The number of the block whose range is among the ranges; None if there is none."""
+    for part in name.split(SEPARATOR):
+        if (found := _BLOCK.match(part)) and found.group(1) != "*":
+            return int(found.group(1))
+    return None
+
+
+def block_of_parameter(name: str) -> int | None:
+    """The number of the block that a parameter belongs to, the first number in its name; None if it has none."""
+    return int(found.group()) if (found := _NUMBER.search(name)) else None
+
+
+def within_block(name: str) -> str:
+    """The ranges within the block, empty for the block itself; the whole name outside of blocks."""
+    parts = name.split(SEPARATOR)
+    inner = [index + 1 for index, part in enumerate(parts) if _BLOCK.match(part)]
+    return SEPARATOR.join(parts[inner[0] :]) if inner else name
+
+
+def what_saved(name: str) -> str:
+    """The innermost range and its block, such as `softmax of block 17`."""
+    parts = name.split(SEPARATOR)
+    blocks = [found.group(1) for part in parts if (found := _BLOCK.match(part))]
+    innermost = "" if _BLOCK.match(parts[-1]) else parts[-1].removeprefix(f"{Range.ATTENTION}.")
+    block = "" if not blocks else "the blocks" if blocks[0] == "*" else f"block {blocks[0]}"
+    return " of ".join(text for text in (innermost, block) if text)
+
+
+START = "start"
+UNKNOWN_STEP = -1
+NOWHERE = -1
+"""Moment of a position that lies before the first event or contradicts the events."""
+_NEXT_PHASE = {
+    START: Phase.FORWARD,
+    Phase.DATA: Phase.FORWARD,
+    Phase.FORWARD: Phase.BACKWARD,
+    Phase.BACKWARD: Phase.OPTIMIZER,
+}
+
+
+def moments_of(positions: Sequence[Position], events: Events, end: Position) -> Ints:
+    """For each position the first moment at which the allocator's counts were those of the position; NOWHERE if none.
+
+    The counts go backwards from `end`, the position of the last event, because the first events may be lost.
+    """
+    allocations, frees = (
+        np.append(0, np.cumsum(events.action == action)) for action in (Action.ALLOC, Action.FREE_REQUESTED)
+    )
+    allocations += max(end.allocations - int(allocations[-1]), 0)
+    frees += max(end.frees - int(frees[-1]), 0)
+    wanted = np.array([(p.allocations, p.frees) for p in positions], dtype=np.int64).reshape(-1, 2).T
+    found = np.maximum(np.searchsorted(allocations, wanted[0]), np.searchsorted(frees, wanted[1]))
+    inside = np.minimum(found, len(events))
+    return np.where((allocations[inside] == wanted[0]) & (frees[inside] == wanted[1]), inside, NOWHERE)
+
+
+def times_s(events: Events, moments: Ints) -> NDArray[np.float64]:
+    """Time of the last event before each moment, since the first event."""
+    time_us = events.time_us
+    if not len(time_us):
+        return np.zeros(moments.shape)
+    since_first_us: Ints = time_us[np.maximum(moments - 1, 0)] - time_us[0]
+    return since_first_us / 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Stretches of events: one before all marks, one between each mark and the next, and one after the last mark."""
+
+    marks: tuple[Mark, ...]
+    """The marks that lie within the events."""
+    moments: Ints
+    """The moment of each mark."""
+    names: tuple[str, ...]
+    """The phase of each stretch; empty outside of all steps."""
+    steps: tuple[int, ...]
+    """The step of each stretch; UNKNOWN_STEP outside of all steps."""
+
+    def at(self, event: Ints) -> Ints:
+        """The stretch in which each event happened."""
+        return np.searchsorted(self.moments, event, side="right")
+
+
+NO_PHASES = Phases(marks=(), moments=np.zeros(0, dtype=np.int64), names=("",), steps=(UNKNOWN_STEP,))
+
+
+def find_phases(events: Events, notes: MemoryNotes, last_oom: int) -> Phases:
+    """The phases between the marks; a phase in which event `last_oom` ran out of memory lasts until the end."""
+    moments = moments_of([mark.position for mark in notes.marks], events, notes.end)
+    is_found = moments != NOWHERE
+    marks = tuple(mark for mark, found in zip(notes.marks, is_found, strict=True) if found)
+    moments = moments[is_found]
+    names = ["" if mark.name == START else mark.name for mark in marks]
+    steps = [UNKNOWN_STEP if mark.name == START else mark.step for mark in marks]
+    is_unfinished = bool(marks) and last_oom >= moments[-1] and marks[-1].name in _NEXT_PHASE
+    return Phases(
+        marks=marks,
+        moments=moments,
+        names=(*names, _NEXT_PHASE[marks[-1].name].value if is_unfinished else ""),
+        steps=(*steps, marks[-1].step if is_unfinished else UNKNOWN_STEP),
+    )
+
+
+def notes_on_positions(phases: Phases, notes: MemoryNotes, events: Events) -> Iterator[str]:
+    """Sentences about notes that do not fit the events."""
+    counted = notes.end.allocations - notes.start.allocations
+    recorded = int(np.count_nonzero(events.action == Action.ALLOC))
+    if recorded < counted:
+        yield (
+            f"Not in the file: {counted - recorded:,} of {counted:,} allocations. Its oldest events were dropped "
+            "(max_entries), and phases are placed by counting from its end."
+        )
+    elif recorded > counted:
+        yield (
+            f"The file has {recorded:,} allocations and the notes count {counted:,}: some came before the notes began."
+        )
+    if lost := len(notes.marks) - len(phases.marks):
+        yield f"Left out: {lost} of {len(notes.marks)} marks of phases, which have no place in the events."

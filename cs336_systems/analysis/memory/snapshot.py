@@ -19,7 +19,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Columns, Ints, ProfileError
 from cs336_systems.analysis.files import read_head, what_it_is
 from cs336_systems.analysis.memory import unpickle
-from cs336_systems.analysis.memory.device_memory import (
+from cs336_systems.analysis.memory.lifetimes import (
     Action,
     Blocks,
     BlockState,

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.model.attention import Rotations, rotate_pairs
 from cs336_systems.model.fast.fp8 import Tag, own_unit
-from cs336_systems.model.rope import Rotations, rotate_pairs
 
 
 def packed_attention(

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from cs336_systems.model.annotate import annotate
-from cs336_systems.model.autocast import to_autocast_dtype
+from cs336_systems.model.attention import Rotations, to_autocast_dtype
 from cs336_systems.model.fast.attention import packed_attention
 from cs336_systems.model.fast.feed_forward import feed_forward
 from cs336_systems.model.fast.fp8 import Largest, Tag
@@ -21,7 +21,6 @@ from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu
 from cs336_systems.model.fast.lookup import lookup
 from cs336_systems.model.fast.packed import cut_heads, rope_heads, swiglu
 from cs336_systems.model.fast.weights import Copies, CopyMaker
-from cs336_systems.model.rope import Rotations
 from cs336_systems.model.transformer import (
     Block,
     Embedding,

@@ -4,9 +4,14 @@ Shape, batch, mode, steps, seed, device and data stay as they are. The result is
 `cs336 ladder` checks.
 """
 
+import functools
+import importlib
 import importlib.metadata
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from cs336_systems.config import (
@@ -27,7 +32,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.costs.fast_memory import peak_bytes
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.settings import declared, in_note
+from cs336_systems.settings import declared, flag_of, in_note
 
 NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
@@ -37,14 +42,23 @@ QUACK, FLASH_4 = "quack-kernels", "flash-attn-4"
 """The packages whose matmuls compute activations too, and of FlashAttention 4."""
 VERSIONS = {QUACK: "0.6", FLASH_4: "4.0.0b36"}
 """How the versions begin that this project was tested with; what it calls of these packages may change in others."""
+OF_PACKAGE = {"fused_activations": QUACK, "packed_attention": FLASH_4}
+"""The settings that need a package on a GPU."""
+COST = {QUACK: 1.06, FLASH_4: 1.03}
+"""Times as long as a step of gpt2 takes on an H100 without the package: a rung of its ladder each."""
+_IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
+"""The modules beside this one that import what the fast model needs of the package."""
+_LONGEST_IMPORT_S = 300.0
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
 """Widest head of each backend."""
 _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
 _HOPPER = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
 
 
-def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
+def fastest(config: RunConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None) -> RunConfig:
     """The fastest known settings for this step on the device with this name (NVML's; None if not known).
+
+    `is_usable` says of a package whether it can be used, in the place of `is_installed`.
 
     On a GPU: bf16 with weights cast once and split masters, fused attention, blocks compiled one by one with fused
     kernels between their matmuls, on Hopper with the packages of `.[fused]` activations within matmuls and, unless
@@ -79,11 +93,14 @@ def fastest(config: RunConfig, device_name: str | None) -> RunConfig:
         fused_blocks=has_copies,
         fused_activations=has_copies
         and not (config.fp8 or config.selective_checkpoints or config.is_shared)
-        and can_fuse_activations(config.model, device_name),
+        and can_fuse_activations(config.model, device_name, is_usable),
         packed_attention=has_copies
         and (
             config.packed_attention
-            or (config.model.sdpa_backend is SdpaBackend.AUTO and can_pack_attention(config.model, device_name))
+            or (
+                config.model.sdpa_backend is SdpaBackend.AUTO
+                and can_pack_attention(config.model, device_name, is_usable)
+            )
         ),
         cuda_graph=_can_be_a_graph(config, precision),
     )
@@ -102,9 +119,77 @@ def has_bf16(device_name: str | None) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether this package is installed in a tested version; it is not imported, which may take seconds."""
-    found = version_of(package)
-    return found is not None and f"{found}.".startswith(f"{VERSIONS[package]}.")
+    """Whether this package is installed in a tested version, and can be imported with all that it imports."""
+    return why_unusable(package) is None
+
+
+def why_unusable(package: str, try_import: Callable[[str], str | None] | None = None) -> str | None:
+    """Why this package cannot be used, to be put after its name; None if it can.
+
+    Importing it takes seconds and imports torch, so by default it is tried in another process, once.
+    """
+    found, tested = version_of(package), VERSIONS[package]
+    if found is None:
+        return "is not installed"
+    if not f"{found}.".startswith(f"{tested}."):
+        return f"is installed in version {found}, and was tested in {tested}"
+    return (try_import or _import_elsewhere)(package)
+
+
+@functools.cache
+def _import_elsewhere(package: str) -> str | None:
+    code = (
+        f"import os; from {__name__} import import_error; "
+        f"print(import_error({package!r}) or '', flush=True); os._exit(0)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST_IMPORT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"was not imported within {_LONGEST_IMPORT_S:.0f} s"
+    if done.returncode:
+        return f"cannot be imported: the process that tried ended with status {done.returncode}"
+    return done.stdout.splitlines()[-1] or None
+
+
+def import_error(package: str) -> str | None:
+    """Import what the fast model needs of this package; return why that fails, or None. For processes with torch."""
+    try:
+        importlib.import_module(f"{__package__}.{_IMPORTED_BY[package]}")
+    except Exception as error:
+        return f"cannot be imported: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    return None
+
+
+def check_packages(config: RunConfig) -> None:
+    """Raise ValueError for a setting whose package cannot be used; a CPU needs none."""
+    for name, package in OF_PACKAGE.items() if config.device is Device.CUDA else ():
+        if getattr(config, name) and not is_installed(package):
+            raise ValueError(package_needed(name, str(why_unusable(package))))
+
+
+def package_needed(name: str, why: str) -> str:
+    """The error for a setting that is asked for although its package cannot be used."""
+    package = OF_PACKAGE[name]
+    flag = flag_of(name, SETTINGS[name])
+    return f"{flag} needs {package} {VERSIONS[package]}, which {why}: pip install '.[fused]'"
+
+
+def missing_packages(fast: RunConfig, device_name: str | None) -> Iterator[str]:
+    """What a step chosen by --fast does without because a package cannot be used, why, and what that costs."""
+    model = fast.model
+    if model.sdpa_backend is best_sdpa_backend(model, fast.device, device_name):
+        fast = replace(fast, model=replace(model, sdpa_backend=SdpaBackend.AUTO))
+    ideal = fastest(fast, device_name, lambda _: True)
+    for name, package in OF_PACKAGE.items():
+        if getattr(ideal, name) and not getattr(fast, name) and (why := why_unusable(package)) is not None:
+            yield (
+                f"no {in_note(name, SETTINGS[name], True)}, as {package} {why} (pip install '.[fused]'); without, a "
+                f"step of gpt2 took {COST[package]} times as long on an H100"
+            )
 
 
 def version_of(package: str) -> str | None:
@@ -115,15 +200,19 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def can_fuse_activations(model: ModelConfig, device_name: str | None) -> bool:
+def can_fuse_activations(
+    model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
+) -> bool:
     """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if both widths fit."""
     fits = model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0
-    return fits and _is_hopper(device_name) and is_installed(QUACK)
+    return fits and _is_hopper(device_name) and (is_usable or is_installed)(QUACK)
 
 
-def can_pack_attention(model: ModelConfig, device_name: str | None) -> bool:
+def can_pack_attention(
+    model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
+) -> bool:
     """Whether attention can be FlashAttention 4's: on a Hopper GPU, with its package, for the widths of its heads."""
-    return model.d_head in FLASH_4_HEADS and _is_hopper(device_name) and is_installed(FLASH_4)
+    return model.d_head in FLASH_4_HEADS and _is_hopper(device_name) and (is_usable or is_installed)(FLASH_4)
 
 
 def _is_hopper(device_name: str | None) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import RunConfig, SdpaBackend
 from cs336_systems.model.annotate import annotate
+from cs336_systems.model.attention import Rotations, attention_backend
 from cs336_systems.model.fast.blocks import (
     AddNorm,
     CopiedBlock,
@@ -20,13 +21,11 @@ from cs336_systems.model.fast.blocks import (
     FusedEmbedding,
     PaddedHead,
 )
-from cs336_systems.model.fast.choose import FLASH_4, QUACK, VERSIONS, is_installed
+from cs336_systems.model.fast.choose import OF_PACKAGE, import_error, package_needed, why_unusable
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy
 from cs336_systems.model.fast.fp8 import update_units
 from cs336_systems.model.fast.selective import SelectiveBlock
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
-from cs336_systems.model.rope import Rotations
-from cs336_systems.model.sdpa import attention_backend
 from cs336_systems.model.transformer import Block, Mask, TransformerLM
 from cs336_systems.ranges import Range, block_range
 
@@ -46,7 +45,7 @@ class FastLM(nn.Module):
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
         super().__init__()
         self.config, self._settings = reference.config, settings
-        check_packages(settings, reference.lm_head.weight.device)
+        check_device(settings, reference.lm_head.weight.device)
         # with several ranks, a block's copies may be gathered only just before the block runs
         keeps_units = not settings.is_shared
         maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_units=keeps_units) if settings.cast_once else None
@@ -140,22 +139,18 @@ class FastLM(nn.Module):
         return Deferred(x, make(x.shape, requires_grad=needs_grad), bias, tag)
 
 
-def check_packages(settings: RunConfig, device: torch.device) -> None:
-    """Raise ValueError if a setting needs another device or a package that is missing; a CPU needs no package."""
-    needs = (
-        ("--fused-activations", settings.fused_activations, QUACK),
-        ("--packed-attention", settings.packed_attention, FLASH_4),
-    )
-    for flag, is_set, package in needs:
-        if not is_set or device.type != "cuda":
+def check_device(settings: RunConfig, device: torch.device) -> None:
+    """Raise ValueError if a setting needs another GPU, or a package that cannot be imported; a CPU needs no package."""
+    for name, package in OF_PACKAGE.items() if device.type == "cuda" else ():
+        if not getattr(settings, name):
             continue
         capability = torch.cuda.get_device_capability(device)
         if capability != HOPPER:
-            name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
-            raise ValueError(f"{flag} needs a Hopper GPU (compute capability 9.0), got {name} ({found})")
-        if not is_installed(package):
-            version = VERSIONS[package]
-            raise ValueError(f"{flag} needs {package} {version}, which is not installed: pip install '.[fused]'")
+            gpu, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({found})")
+        if (why := why_unusable(package, import_error)) is not None:
+            raise ValueError(package_needed(name, why))
 
 
 def _join_masters(model: FastLM, *_: object) -> None:

@@ -12,8 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.model.attention import rotate_pairs
 from cs336_systems.model.fast.fp8 import Tag, own_unit
-from cs336_systems.model.rope import rotate_pairs
 
 Heads = Float[Tensor, "batch seq heads d_head"]
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.model.annotate import annotate
+from cs336_systems.model.attention import Rotations
 from cs336_systems.model.fast.blocks import Deferred, DeferredBlock
 from cs336_systems.model.fast.fp8 import Tag
 from cs336_systems.model.fast.fused_blocks import norm
 from cs336_systems.model.fast.weights import CopyMaker
-from cs336_systems.model.rope import Rotations
 from cs336_systems.model.transformer import Block, Mask
 from cs336_systems.ranges import Range
 

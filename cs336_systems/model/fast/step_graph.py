@@ -8,7 +8,6 @@ import torch
 from cs336_systems.config import EAGER_STEPS_BEFORE_GRAPH, Phase
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.batches import Batch
-from cs336_systems.model.fast.graph_memsets import replace_memsets
 
 Phases = Callable[[Batch], Iterator[Phase]]
 """Launches the phases of a step, and yields each after it was launched."""
@@ -82,7 +81,7 @@ class StepGraph:
         pool = torch.cuda.graph_pool_handle()  # shared, so a phase can reuse memory that an earlier phase has freed
         running = self._phases(batch)
         for phases in self._groups:
-            graph, ends = torch.cuda.CUDAGraph(keep_graph=True), []
+            graph, ends = torch.cuda.CUDAGraph(), []
             with torch.cuda.graph(graph, pool=pool, stream=self._stream):
                 for phase in phases:
                     captured = next(running)
@@ -90,8 +89,6 @@ class StepGraph:
                     if phase is not phases[-1]:
                         ends.append(torch.cuda.Event(enable_timing=True, external=True))
                         ends[-1].record()
-            replace_memsets(graph)
-            graph.instantiate()
             self._graphs.append(_Graph(graph, phases, ends))
         self.peak_bytes = torch.cuda.max_memory_allocated()
         self._captured()

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from cs336_systems.config import RunConfig
 from cs336_systems.model.annotate import annotate
-from cs336_systems.model.fast.backward_adamw import BackwardAdamW
 from cs336_systems.model.fast.cross_entropy import fused_cross_entropy
 from cs336_systems.model.fast.master_adamw import MasterAdamW, moments_type
 from cs336_systems.model.fast.model import FastLM
@@ -43,8 +42,7 @@ class FastTrainable(Trainable):
         """The configuration's optimizer, or one that updates the parameters and writes their copies."""
         if not self._fast.weights:
             return super().make_optimizer()
-        kind = BackwardAdamW if self.config.update_in_backward else MasterAdamW
-        return kind(
+        return MasterAdamW(
             self._fast.weights,
             self.config.learning_rate,
             moments=moments_type(self.config),

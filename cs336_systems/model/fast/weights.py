@@ -38,7 +38,7 @@ class Received(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LeafSlice:
     """Consecutive elements of a leaf tensor that the model reads."""
 
     leaf: Tensor
@@ -71,9 +71,9 @@ class Weight:
 
     master: Tensor
     """What the optimizer updates, in fp32: a parameter of the model, or one rank's part of some parameters."""
-    read: Place | None
+    read: LeafSlice | None
     """Where the model reads the master itself; None if it reads the copy only."""
-    copy: Place | None = None
+    copy: LeafSlice | None = None
     """Where the model reads the copy in low precision, if there is one."""
     largest: Tensor | None = None
     """The largest magnitude of the copy in fp32, updated whenever the copy is written; None if not kept."""
@@ -94,7 +94,7 @@ class Weight:
         return self.master.requires_grad
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[LeafSlice]:
         """Where the model reads the weight: the master itself, the copy, or both."""
         return [place for place in (self.read, self.copy) if place is not None]
 
@@ -152,7 +152,7 @@ def joined_values(copy: Tensor, remainder: Tensor) -> Float[Tensor, "..."]:
 
 def whole(master: nn.Parameter) -> Weight:
     """A parameter of the model as a weight without a copy."""
-    return Weight(master=master, read=Place(master, slice(0, master.numel())))
+    return Weight(master=master, read=LeafSlice(master, slice(0, master.numel())))
 
 
 def drop_gradients(weights: Iterable[Weight]) -> None:
@@ -221,7 +221,7 @@ class CopyMaker:
     def weights(self, parameters: Iterable[nn.Parameter], table: nn.Parameter) -> tuple[Weight, ...]:
         """The parameters, with their copies if they have any; of those only the embedding's `table` is read itself."""
         if table in self._found:
-            self._found[table].read = Place(table, slice(0, table.numel()))
+            self._found[table].read = LeafSlice(table, slice(0, table.numel()))
         return tuple(self._found.get(parameter) or whole(parameter) for parameter in parameters)
 
     def _copies(self, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter]) -> Copies:
@@ -244,7 +244,7 @@ class CopyMaker:
         )
         start = 0
         for number, master in enumerate(masters):
-            place = Place(source, slice(start, start + master.numel()))
+            place = LeafSlice(source, slice(start, start + master.numel()))
             weight = Weight(master=master, read=None, copy=place, largest=None if largest is None else largest[number])
             weight.refresh()
             self._found[master] = weight

@@ -5,15 +5,21 @@ from dataclasses import asdict, dataclass, field, fields
 
 from cs336_systems.config import Arch, Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import (
+    FORWARD_FLOPS,
+    SECONDS_PER_DAY,
+    TRAINING_FLOPS,
     Component,
     Work,
     component_flops,
     forward_work,
+    largest_model,
     least_time_s,
     optimizer_work,
     parameters_by_component,
     ridge_point,
+    rule_of_thumb_flops,
     state_bytes,
+    training_days,
     updated_parameters,
 )
 from cs336_systems.costs.calls import Call, Collective, sent_share
@@ -30,15 +36,15 @@ from cs336_systems.costs.memory import (
     residual_stream_bytes,
     saved_by_block,
 )
-from cs336_systems.costs.napkin import rule_of_thumb_flops
 from cs336_systems.costs.ranks_time import HOST_SPREAD
 from cs336_systems.costs.time import Limit, TimePrediction
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, rounded, significant
+from cs336_systems.report.numbers import GIB, MIB, TERA, amount, ratio, rounded, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import Table, make_table, quantity_table
 
 ALL = "all"
+QUANTITY_KEYS = ("quantity", "amount", "unit", "how")
 FULL, CAUSAL = ("forward", "backward", "step", "recomputed", "hardware"), ("forward", "backward", "step")
 """Which FLOPs of a part are shown with attention in full, and which as causal."""
 CSV_COLUMNS = (
@@ -469,3 +475,56 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
     ]
     note = "On an otherwise empty GPU; the CUDA context and fragmentation are counted."
     return quantity_table(f"What fits {significant(memory_bytes / GIB)} GiB", rows, [note], ("question", "answer"))
+
+
+def days_table(
+    *, parameters: float, tokens: float, peak_flops_per_s: float, peak_source: str, count: int, mfu: float
+) -> Table:
+    """How many days training takes, or hours, minutes, seconds; `peak_source` says where the peak comes from."""
+    flops, flops_per_s = rule_of_thumb_flops(parameters, tokens), count * peak_flops_per_s * mfu
+    days = training_days(parameters=parameters, tokens=tokens, peak_flops_per_s=peak_flops_per_s, count=count, mfu=mfu)
+    unit, unit_s = _unit_of_time(days * SECONDS_PER_DAY)
+    time = days * SECONDS_PER_DAY / unit_s
+    backward = TRAINING_FLOPS - FORWARD_FLOPS
+    rows = (
+        ("parameters N", parameters, "", "given"),
+        ("tokens T", tokens, "", "given"),
+        ("FLOPs of the training", flops, "FLOP", f"{TRAINING_FLOPS} N T"),
+        ("peak of one device", peak_flops_per_s, "FLOP/s", peak_source),
+        ("devices", count, "", "given"),
+        ("MFU", mfu, "", "given"),
+        ("FLOPs per second", flops_per_s, "FLOP/s", "devices x peak x MFU"),
+        ("time", flops / flops_per_s, "s", "FLOPs / FLOPs per second"),
+        *([("time", time, unit, f"seconds / {unit_s:,}")] if unit_s > 1 else ()),
+    )
+    note = (
+        f"Each parameter takes {TRAINING_FLOPS} FLOPs per token: {FORWARD_FLOPS} in forward, a multiply-add, and "
+        f"{backward} in backward, one product for the gradient of the input and one for that of the weight. "
+        "MFU is the share of the promised dense peak that is put to these FLOPs. Attention's scores and values "
+        "come on top, and so do restarts."
+    )
+    return quantity_table(f"Training takes {amount(time)} {unit}", rows, [note], QUANTITY_KEYS)
+
+
+def largest_table(*, parameters: float, memory_bytes: float, count: int, bytes_per_parameter: float) -> Table:
+    """How large a model's state fits so many devices."""
+    largest = largest_model(memory_bytes=memory_bytes, count=count, bytes_per_parameter=bytes_per_parameter)
+    rows = (
+        ("memory of one device", memory_bytes, "byte", "given, or by its data sheet"),
+        ("devices", count, "", "given"),
+        ("memory of all", count * memory_bytes, "byte", "devices x memory"),
+        ("bytes of a parameter", bytes_per_parameter, "byte", "given"),
+        ("largest model", largest, "parameters", "memory of all / bytes of a parameter"),
+        ("state of this model", parameters * bytes_per_parameter, "byte", "parameters x bytes of a parameter"),
+    )
+    note = (
+        "AdamW in fp32 holds 16 bytes for each parameter: 4 for it, 4 for its gradient, 8 for its two moments. "
+        "Nothing is held twice, so all of it is sharded over the devices; activations come on top."
+    )
+    return quantity_table(f"The largest model has {amount(largest)} parameters", rows, [note], QUANTITY_KEYS)
+
+
+def _unit_of_time(time_s: float) -> tuple[str, int]:
+    """The largest unit of which the time is one or more, seconds for less than all, and its seconds."""
+    units = (("days", SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
+    return next((unit for unit in units if time_s >= unit[1]), ("s", 1))

@@ -69,7 +69,8 @@ def attention_rows(study: AttentionStudy) -> list[Row]:
 
 
 def _values(study: AttentionStudy, result: CellResult) -> Row:
-    grid, cell, memory = study.grid, result.cell, result.memory
+    grid, cell = study.grid, result.cell
+    memory = result.memory if result.status is Status.OK else None
     closed_form = naive_saved_bytes(grid, cell) / MIB
     row: Row = {
         "implementation": cell.implementation, "precision": cell.precision, "d_head": cell.d_head,
@@ -97,14 +98,18 @@ def _values(study: AttentionStudy, result: CellResult) -> Row:
 
 
 def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
-    """How a cell of the user's own function ended, where that was not well: the error with the place in the file."""
+    """How a cell of the user's own function ended, where that was not well: the error with the place in the file.
+
+    A cell that ended well but has an error has no backward.
+    """
     if result.cell.implementation is not Implementation.OWN or result.failure is None:
         return {}
     place = place_in(study.grid.own or "", result.failure)
     error = result.failure.message
     if place and place not in error:  # that of a syntax error has it
         error += f" ({place})"
-    return {"error": error} | ({"ended": "wrong output"} if result.status is Status.INVALID else {})
+    ended = {Status.INVALID: "WRONG", Status.OK: "no backward"}
+    return {"error": error} | ({"ended": ended[result.status]} if result.status in ended else {})
 
 
 def attention_section(study: AttentionStudy) -> Section:
@@ -212,7 +217,7 @@ def _own_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     digest = study.grid.source.state if study.grid.source else None
     yield f"own is {study.grid.own}{f', of source {digest}' if digest else ''}."
     failed: dict[str, list[Row]] = {}
-    for row in cells_of(rows, Implementation.OWN, "error"):
+    for row in cells_of(rows, Implementation.OWN, "error") if Implementation.OWN in _available(study, rows) else ():
         failed.setdefault(row["error"], []).append(row)
     for error, cells in failed.items():
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
@@ -248,10 +253,11 @@ def _error(row: Row, quantities: Sequence[Quantity]) -> str:
     errors = [row["errors"].get(quantity) for quantity in quantities]
     if not all(errors):
         return str(row["ended"])
+    mark = "WRONG " if row["status"] is Status.INVALID else ""
     if any(error.max_error is None for error in errors):
-        return "not finite"
+        return f"{mark}not finite"
     largest, relative = max(error.max_error for error in errors), max(error.relative or 0 for error in errors)
-    return f"{scientific(largest)} ({scientific(relative)})"
+    return f"{mark}{scientific(largest)} ({scientific(relative)})"
 
 
 def _error_notes(study: AttentionStudy, rows: Rows, quantities: Sequence[Quantity]) -> Iterator[str]:
@@ -264,7 +270,7 @@ def _error_notes(study: AttentionStudy, rows: Rows, quantities: Sequence[Quantit
         first = f"{lacking[0]['implementation']} at {_at(lacking[0])}"
         yield f"Memory lacked for float64 in {len(lacking)} cells, the first of which is {first}."
     for implementation in _available(study, rows):
-        if known := [row for row in cells_of(rows, implementation) if row["errors"]]:
+        if known := [row for row in cells_of(rows, implementation) if row["errors"].keys() >= {*quantities}]:
             parts = [f"{quantity} {_largest_relative(known, quantity)}" for quantity in quantities]
             yield f"{implementation}, largest relative error of any shape: {', '.join(parts)}."
 
@@ -395,7 +401,8 @@ def attention_lines(rows: Rows, d_head: int, key: str, std: str = "") -> list[Li
     for row in sorted(rows, key=lambda row: row["context_length"]):
         if row["d_head"] == d_head and row["status"] is not Status.UNAVAILABLE:
             error = row[std] if std else None
-            point = Point(x=row["context_length"], value=row[key], error=error, failure=row["ended"] or None)
+            failure = row["ended"] or None if row[key] is None else None
+            point = Point(x=row["context_length"], value=row[key], error=error, failure=failure)
             points.setdefault(row["implementation"], []).append(point)
     names = dict.fromkeys(row["implementation"] for row in rows if row["implementation"] in points)
     return [Line(name=name, points=tuple(points[name])) for name in names]

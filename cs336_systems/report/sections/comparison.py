@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cs336_systems.analysis.compare import CONFIDENCE, Comparison, Verdict, compare, process_means
-from cs336_systems.analysis.few_processes import PROCESS_DEVIATION, STEP_FACTOR, compare_processes
+from cs336_systems.analysis.few_processes import (
+    PROCESS_DEVIATION,
+    STEP_FACTOR,
+    TIME_DEVIATION,
+    compare_processes,
+    least_difference,
+)
 from cs336_systems.analysis.matching import Matching, match
 from cs336_systems.analysis.statistics import FEWEST, mean_interval
 from cs336_systems.analysis.warnings import STEPS, in_doubt
@@ -51,7 +57,9 @@ WIDEST = 10.0
 """Factor around the ratios within which intervals are shown whole."""
 
 
-def pair_section(names: Sequence[str], sides: Sequence[Sequence[RunRecord]]) -> tuple[Section, Row, Mapping[str, Any]]:
+def pair_section(
+    names: Sequence[str], sides: Sequence[Sequence[RunRecord]], *, are_alternate: bool = False
+) -> tuple[Section, Row, Mapping[str, Any]]:
     """The verdict on two configurations by the processes that ended well: as table, values and JSON.
 
     Raises SweepError for a side of which none ended well, and ValueError for too few processes.
@@ -61,7 +69,7 @@ def pair_section(names: Sequence[str], sides: Sequence[Sequence[RunRecord]]) -> 
         if records and not own:
             ended = STATUS_WORDS[records[0].status]
             raise SweepError(f"{name} cannot be compared: {ended} in {len(records)} of {len(records)} processes")
-    comparison = compare(*means)
+    comparison = compare(*means, between=0.0 if are_alternate else TIME_DEVIATION)
     codes = [[[w.code for w in record.warnings] for record in side if record.status is Status.OK] for side in sides]
     listed = [
         {"side": side, "configuration": name, "process_means_s": own, "process_warnings": warned}
@@ -142,9 +150,9 @@ def sweeps_section(
     times = [_times(side) for side in sides]
     a, b = found
     rows = [
-        *(_row(a[i], b[j], times, matching.differing) for i, j in matching.pairs),
-        *(_row(a[i], None, times, matching.differing) for i in matching.only_a),
-        *(_row(None, b[j], times, matching.differing) for j in matching.only_b),
+        *(_row(a[i], b[j], times, matching.differing, are_alternate) for i, j in matching.pairs),
+        *(_row(a[i], None, times, matching.differing, are_alternate) for i in matching.only_a),
+        *(_row(None, b[j], times, matching.differing, are_alternate) for j in matching.only_b),
     ]
     always = [name for name in ALWAYS if name not in matching.differing]
     identities = [row["identity"] for row in rows]
@@ -196,7 +204,11 @@ def _times(side: Sequence[RunRecord]) -> dict[RunConfig, list[Measurement]]:
 
 
 def _row(
-    a: Row | None, b: Row | None, times: Sequence[Mapping[RunConfig, list[Measurement]]], differing: Sequence[str]
+    a: Row | None,
+    b: Row | None,
+    times: Sequence[Mapping[RunConfig, list[Measurement]]],
+    differing: Sequence[str],
+    are_alternate: bool,
 ) -> Row:
     """What is known of one configuration, which may be missing on one side."""
     whole = a or b
@@ -215,7 +227,7 @@ def _row(
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
-    found = compare_processes(*measured)
+    found = compare_processes(*measured, are_alternate=are_alternate)
     doubted = in_doubt([*codes_of(a), *codes_of(b)])
     ratio = {"ratio": found.ratio, "ratio_low": found.low, "ratio_high": found.high, "ratio_is_doubted": doubted}
     return row | ratio | {"verdict": str(found.verdict)}
@@ -251,7 +263,9 @@ def _rules(rows: Sequence[Row]) -> Iterator[str]:
     if any(number < FEWEST for number in numbers):
         yield (
             f"{level} where a side has fewer than {FEWEST} processes: a process's mean is taken to have a standard "
-            f"deviation of {100 * PROCESS_DEVIATION:g} % and {STEP_FACTOR:g} times that of its steps."
+            f"deviation of {100 * PROCESS_DEVIATION:g} % and {STEP_FACTOR:g} times that of its steps, and a time of "
+            f"measurement one of {100 * TIME_DEVIATION:g} %. One process of each side cannot tell differences below "
+            f"{100 * least_difference():.1f} %: repeats can (--repeats {FEWEST})."
         )
 
 

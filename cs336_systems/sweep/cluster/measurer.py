@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from cs336_systems.analysis.kernels.nsys_export import has_nsys
+from cs336_systems.analysis.kernels.nsys import has_nsys
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.environment import identity

@@ -13,7 +13,7 @@ from cs336_systems.analysis.kernels.attribution import (
     attribute,
     check_sums,
 )
-from cs336_systems.analysis.kernels.matmuls import mirrored_matmuls
+from cs336_systems.analysis.kernels.modules import mirrored_matmuls
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, PhaseSource
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,

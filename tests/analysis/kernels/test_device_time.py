@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
+from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.host_calls import call_name, is_launch, is_synchronisation
-from cs336_systems.analysis.kernels.idle import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
 from cs336_systems.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
-from cs336_systems.analysis.kernels.summary import summarise
-from cs336_systems.analysis.kernels.union import Union
+from cs336_systems.analysis.kernels.trace import Union
 from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Call, Kernel, Recording, Span, ints, make_trace
 
 US = 1_000

@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels import events as events_module
+from cs336_systems.analysis.kernels import kineto as events_module
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
 from cs336_systems.analysis.kernels.kineto import BOOKKEEPING, read_kineto, self_times

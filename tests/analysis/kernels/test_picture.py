@@ -8,10 +8,9 @@ import pytest
 
 from cs336_systems.analysis.kernels import picture
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import explain
+from cs336_systems.analysis.kernels.explain import explain, summarise
 from cs336_systems.analysis.kernels.picture import CELLS, MAX_IDLE
 from cs336_systems.analysis.kernels.step_profile import StepProfile
-from cs336_systems.analysis.kernels.summary import summarise
 from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, make_trace, training, write_export
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.analysis.kernels.attribution import Attribution, attribute
-from cs336_systems.analysis.kernels.reading import read_trace
+from cs336_systems.analysis.kernels.explain import read_trace
 from tests.analysis.kernels.kineto_files import write_large
 from tests.analysis.kernels.tracing import counts, training, write_export
 
@@ -72,7 +72,7 @@ import sys
 from pathlib import Path
 import numpy.ma
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.reading import read_trace
+from cs336_systems.analysis.kernels.explain import read_trace
 
 def peak_kib():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

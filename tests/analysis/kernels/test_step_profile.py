@@ -8,6 +8,7 @@ import pytest
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.step_profile import (
     StepProfile,
     decode_profile,
@@ -15,7 +16,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     read_profile,
     write_profile,
 )
-from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.cli import main
 from tests.analysis.kernels.tracing import Kernel, make_trace, random_recording, training
 from tests.report.sections.kernels.profiles import make_cpu_profile, make_inference, make_profile

@@ -1,9 +1,12 @@
-"""Columns and times that make sense, or an error."""
+"""Columns and times that make sense, or an error; the innermost interval against a search through all of them."""
+
+import random
+import time
 
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Trace, durations
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Timeline, Trace, durations
 from tests.analysis.kernels.tracing import Recording, ints, make_trace, training
 
 
@@ -42,3 +45,39 @@ def test_strings_are_found_by_their_text_and_are_distinct() -> None:
             strings=("a", "a"), kernels=empty.kernels, copies=empty.copies, ranges=empty.ranges,
             api_calls=empty.api_calls,
         )  # fmt: skip
+
+
+def brute_force(start: list[int], end: list[int], time_ns: int) -> tuple[int, int] | None:
+    """Start and end of the interval that holds the time and began last, the shortest of those."""
+    holding = [(s, e) for s, e in zip(start, end, strict=True) if s <= time_ns < e]
+    return max(holding, key=lambda interval: (interval[0], -interval[1])) if holding else None
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_innermost_as_by_brute_force(seed: int) -> None:
+    """Of any intervals: nested, crossing, empty, equal."""
+    generator = random.Random(seed)
+    start = [generator.randint(0, 30) for _ in range(generator.randint(0, 25))]
+    end = [s + generator.choice([0, 1, 5, 20]) for s in start]
+    timeline = Timeline(ints(start), ints(end))
+    for now, found in enumerate(timeline.at(np.arange(-1, 60)).tolist(), start=-1):
+        expected = brute_force(start, end, now)
+        assert (None if found < 0 else (start[found], end[found])) == expected, now
+    for index, parent in enumerate(timeline.parent.tolist()):
+        if parent >= 0:
+            assert start[parent] <= start[index] < end[parent]
+
+
+def test_parents_of_nested_intervals() -> None:
+    timeline = Timeline(ints([0, 1, 2, 5, 20]), ints([10, 5, 3, 9, 30]))
+    assert timeline.parent.tolist() == [-1, 0, 1, 0, -1]
+
+
+@pytest.mark.parametrize("shape", ["deep", "wide", "crossing"])
+def test_time_is_bounded_whatever_the_shape(shape: str) -> None:
+    count = 100_000
+    start = np.arange(count, dtype=np.int64)
+    end = {"deep": 2 * count - start, "wide": start + 1, "crossing": start + count}[shape]
+    begun = time.process_time()
+    Timeline(start, end).at(np.arange(2 * count, dtype=np.int64))
+    assert time.process_time() - begun < 20

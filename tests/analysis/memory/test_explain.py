@@ -10,10 +10,17 @@ import pytest
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.allocations import replay
-from cs336_systems.analysis.memory.categories import NOT_SIGHTED, resolve
 from cs336_systems.analysis.memory.explain import MAX_LARGEST, MAX_POINTS, explain_memory
-from cs336_systems.analysis.memory.notes import Kind, MemoryNotes, Position, notes_path, write_notes
-from cs336_systems.analysis.memory.positions import NOWHERE, moments_of
+from cs336_systems.analysis.memory.groups import NOT_SIGHTED, resolve
+from cs336_systems.analysis.memory.notes import (
+    NOWHERE,
+    Kind,
+    MemoryNotes,
+    Position,
+    moments_of,
+    notes_path,
+    write_notes,
+)
 from cs336_systems.analysis.memory.profile import (
     MIN_LATER,
     Category,
@@ -28,7 +35,7 @@ from cs336_systems.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.programs import BATCH, BEFORE, MODEL, STACK, Program, Training
 from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write
 
-EXAMPLES = Path(__file__).parents[3] / "data" / "memory_profiles" / "h200" / "examples"
+EXAMPLES = Path(__file__).parents[3] / "data" / "published" / "memory_profiles" / "h200" / "examples"
 
 
 @pytest.fixture

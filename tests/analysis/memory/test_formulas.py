@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cs336_systems.analysis.memory.formulas import FLOAT_BYTES, Formulas, Role, candidates, element_bytes
-from cs336_systems.analysis.memory.names import block_of_parameter, block_of_ranges, like_name, what_saved, within_block
+from cs336_systems.analysis.memory.notes import block_of_parameter, block_of_ranges, like_name, what_saved, within_block
 from cs336_systems.config import SIZES, Arch, ModelConfig
 
 XL_256, XL_512 = (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.memory.device_memory import Action, BlockState, Frame
+from cs336_systems.analysis.memory.lifetimes import Action, BlockState, Frame
 from cs336_systems.analysis.memory.snapshot import Snapshot, read_snapshot
 from cs336_systems.analysis.memory.unpickle import CHUNK, MAX_ALIKE, MAX_NOTES
 from tests.analysis.memory.snapshots import (

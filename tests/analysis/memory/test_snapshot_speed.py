@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cs336_systems.analysis.memory.allocations import Replay, replay
-from cs336_systems.analysis.memory.device_memory import Stack
+from cs336_systems.analysis.memory.lifetimes import Stack
 from cs336_systems.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.snapshots import Allocator, repeated, snapshot_of, train, write
 

@@ -17,7 +17,7 @@ from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import read_record
 from cs336_systems.studies.ceilings_files import load_ceilings
 
-DATA = Path(__file__).parents[3] / "data"
+DATA = Path(__file__).parents[3] / "data" / "published"
 PROFILES = DATA / "kineto_profiles/train_fast"
 KERNELS_OF_BACKWARD = 3
 """Of cuDNN's attention, where other backends have one or two: a kernel before, and one after it."""

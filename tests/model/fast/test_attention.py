@@ -11,11 +11,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.model.attention import rope_rotations
 from cs336_systems.model.fast import attention
 from cs336_systems.model.fast.attention import packed_attention
 from cs336_systems.model.fast.choose import FLASH_4, is_installed
 from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.rope import rope_rotations
 from cs336_systems.model.transformer import TransformerLM
 
 FLASH_4_NEEDED = pytest.mark.skipif(

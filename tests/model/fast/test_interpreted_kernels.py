@@ -190,7 +190,7 @@ print(json.dumps([(mine - other).abs().max().item() for mine, other in pairs]))
 
 PACKED = """
 import json, torch
-from cs336_systems.model.rope import rope_rotations
+from cs336_systems.model.attention import rope_rotations
 from cs336_systems.model.fast import attention, packed, packed_kernel as kernel
 
 torch.manual_seed(0)

@@ -17,7 +17,8 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.model.fast.model import FastLM, check_packages
+from cs336_systems.model.fast import choose
+from cs336_systems.model.fast.model import FastLM, check_device
 from cs336_systems.model.transformer import TransformerLM
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=3, num_heads=2)
@@ -99,27 +100,28 @@ def test_a_gpu_of_another_generation_and_a_missing_package_are_named(
     )  # fmt: skip
     config = replace(plain, **{flag[2:].replace("-", "_"): True})
     device = torch.device("cuda")
-    monkeypatch.setattr("cs336_systems.model.fast.model.is_installed", lambda name: name != package)
+    monkeypatch.setattr(choose, "version_of", lambda name: None if name == package else f"{choose.VERSIONS[name]}")
+    monkeypatch.setattr("cs336_systems.model.fast.model.import_error", lambda name: None)
     for name, capability in (("NVIDIA A100", (8, 0)), ("NVIDIA B200", (10, 0))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, found=name: found)
         with pytest.raises(ValueError, match=rf"{flag} needs a Hopper GPU.*got {name} \({capability[0]}.0\)"):
-            check_packages(config, device)
+            check_device(config, device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with pytest.raises(ValueError, match=rf"{flag} needs {package} \S+, which is not installed: pip install"):
-        check_packages(config, device)
+        check_device(config, device)
     both = replace(config, fused_activations=True, packed_attention=True)
     with pytest.raises(ValueError, match=f"{flag} needs {package}"):
-        check_packages(both, device)
-    check_packages(both, torch.device("cpu"))
-    check_packages(plain, device)
-    monkeypatch.setattr("cs336_systems.model.fast.model.is_installed", lambda name: name == package)
-    check_packages(config, device)
+        check_device(both, device)
+    check_device(both, torch.device("cpu"))
+    check_device(plain, device)
+    monkeypatch.setattr(choose, "version_of", choose.VERSIONS.get)
+    check_device(config, device)
 
 
 def test_packages_are_looked_for_when_the_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("cs336_systems.model.fast.model.check_packages", lambda *given: seen.append(given))
+    monkeypatch.setattr("cs336_systems.model.fast.model.check_device", lambda *given: seen.append(given))
     settings = RunConfig(size="custom", model=MODEL)
     FastLM(TransformerLM(MODEL), settings)
     assert seen == [(settings, torch.device("cpu"))]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cs336_systems.config import SIZES
 
-GRID = Path(__file__).parents[3] / "data/e2e_benchmark/train"
+GRID = Path(__file__).parents[3] / "data/published/e2e_benchmark/train"
 VOCABULARY = 10_000
 
 

@@ -1,4 +1,4 @@
-"""The picture of a sweep's page that README shows: `python -m tests.report.page.picture` writes docs/page.png.
+"""The picture of a sweep's page that README shows: `python -m tests.report.page.picture` writes docs/pictures/page.png.
 
 It leaves out what would make it long: all rows but those of context 512, and the notes below tables.
 """
@@ -19,8 +19,8 @@ from cs336_systems.report.results import Results
 from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
 from tests.report.page.grid import GRID
 
-ROOT = GRID.parents[2]
-PICTURE = ROOT / "docs" / "page.png"
+ROOT = GRID.parents[3]
+PICTURE = ROOT / "docs" / "pictures" / "page.png"
 WIDTH = 1280
 COLOURS = 64
 LEFT_OUT = "main .source, .note"

@@ -25,7 +25,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys, tmp_path, word
     assert cli.main(words) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    assert 'pip install "cs336-systems[cluster]"' in said[0]
+    assert 'pip install "cs336-systems-benchmark[cluster]"' in said[0]
     assert not list(tmp_path.iterdir())
 
 

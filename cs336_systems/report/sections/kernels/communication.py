@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from cs336_systems.analysis.kernels.collectives import Collective
+from cs336_systems.analysis.kernels.classes import Collective
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile
 from cs336_systems.config import RunConfig
@@ -16,8 +16,8 @@ from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
-from cs336_systems.report.sections.kernels.facts import last_ranks
-from cs336_systems.report.sections.kernels.words import WHOLE_STEP
+from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, last_ranks
+from cs336_systems.report.table import Table
 
 ALL_KINDS = "all"
 """Name of all collectives together in the column of their kinds."""
@@ -30,16 +30,18 @@ IN_TIME = (
     "Late: the gather ended after what needs it was ready, which is when the work before it had ended and the host had "
     "launched it. Waited: how long it waited for the gather."
 )
-MAX_UNITS = 20
+MAX_LATE = 20
 """Most rows of the table of late gathers."""
 _CSV = ("phase", "collective", "collectives_per_step", "collective_mean_ms", "collective_std_ms", "overlapped_mean_ms",
         "exposed_mean_ms", "exposed_std_ms", "exposed_share")  # fmt: skip
+GATHERS = ("gathers_per_step", "late_per_step", "gather_ms", "gather_waited_ms")
+"""Values of the gathers of sharded parameters that a phase needed, in its last row; empty for a run without."""
 _RANK_TIMES = ("collective", "exposed", "waited")
 _SHOWN = (*LaunchPhase, WHOLE_STEP)
 
 
 def communication(entries: Sequence[Explained]) -> Section:
-    """Time of collectives in each phase and in the whole step, by their kind, and what of it is exposed."""
+    """Time of collectives in each phase and in the step, by their kind, what of it is exposed, and gathers in time."""
     columns = [
         column("phase"),
         column("collective"),
@@ -50,7 +52,9 @@ def communication(entries: Sequence[Explained]) -> Section:
         column("exposed_share"),
     ]
     rows = rows_of(entries, communication_rows)
-    return over_configurations("communication", "Communication", rows, columns, _CSV, [EXPOSED])
+    keys = (*_CSV, *(GATHERS if any(entry.profile.gathers for entry in entries) else ()))
+    found = over_configurations("communication", "Communication", rows, columns, keys, [EXPOSED])
+    return replace(found, tables=(*found.tables, *_gathers(entries)))
 
 
 def communication_rows(entry: Explained) -> Iterator[Row]:
@@ -63,8 +67,13 @@ def communication_rows(entry: Explained) -> Iterator[Row]:
 
 
 def _of_phase(profile: StepProfile, name: str, found: Sequence[CommunicationTimes], wall_s: float) -> Iterator[Row]:
-    kinds = [kind for kind in (*Collective, None) if any(own.collective is kind for own in found)]
-    for kind in kinds if len(kinds) > 2 else kinds[:1]:  # of a single kind, all are that kind
+    of_kinds = {own.collective for own in found}
+    kinds = [kind for kind in (*Collective, None) if kind in of_kinds]
+    kinds = kinds if len(kinds) > 2 else kinds[:1]  # of a single kind, all are that kind
+    needed = next((row for row in gather_rows(profile) if row["phase"] == name), None)
+    if needed and not kinds:
+        kinds = [None]
+    for kind in kinds:
         own = [times for times in found if times.collective is kind]
         total, exposed = (mean_and_std([getattr(times, field) for times in own]) for field in ("total_s", "exposed_s"))
         yield {
@@ -77,6 +86,7 @@ def _of_phase(profile: StepProfile, name: str, found: Sequence[CommunicationTime
             "exposed_mean_ms": exposed[0],
             "exposed_std_ms": exposed[1],
             "exposed_share": ratio(exposed[0] * profile.num_steps / 1e3, wall_s),
+            **{key: needed[key] if needed and kind is kinds[-1] else None for key in GATHERS},
         }
 
 
@@ -176,32 +186,29 @@ def _last_ranks(profile: StepProfile) -> Iterator[str]:
         yield f"The rank that the others waited for most, by the number of steps: {counts}."
 
 
-def gathers(entries: Sequence[Explained]) -> Section:
-    """How many gathers of sharded parameters came in time, and the units for which the step waited; the CSV has all."""
-    phases = over_configurations(
-        "gathers", "Gathers of parameters", rows_of(entries, gather_rows),
-        [column("phase"), column("gathers_per_step"), column("late_per_step"), column("gather_ms"),
-         column("gather_waited_ms")],
-        (), [IN_TIME],
-    )  # fmt: skip
-    rows = rows_of(entries, unit_rows)
-    late = sorted((row for row in rows if row["gather_waited_ms"]), key=lambda row: -row["gather_waited_ms"])
-    shown = {id(row) for row in late[:MAX_UNITS]}
-    units = over_configurations(
-        "gathers", "Gathers that came late", rows,
-        [column("gathered"), column("phase"), column("gather_ms"), column("lead_ms"), column("gather_waited_ms"),
-         column("late_steps")],
-        ("gathered", "phase", "gather_ms", "lead_ms", "gather_waited_ms", "late_steps"),
-        ["In how many of the steps it came late. gathers.csv has every unit.",
-         *([f"Shown are the {MAX_UNITS} longest waits of {len(late)}."] if len(late) > MAX_UNITS else [])],
-        shown=lambda row: id(row) in shown,
-    )  # fmt: skip
-    return replace(units, tables=(*phases.tables, *units.tables))
+def _gathers(entries: Sequence[Explained]) -> Iterator[Table]:
+    """How many gathers of sharded parameters came in time, and the modules for which the step waited longest."""
+    yield from over_configurations(
+        "", "Gathers of parameters", rows_of(entries, lambda entry: gather_rows(entry.profile)),
+        [column("phase"), *map(column, GATHERS)], (), [IN_TIME],
+    ).tables  # fmt: skip
+    late = [row for row in rows_of(entries, _gathered_modules) if row["gather_waited_ms"]]
+    if late:
+        least_ms = sorted((row["gather_waited_ms"] for row in late), reverse=True)[:MAX_LATE][-1]
+        yield from over_configurations(
+            "", "Gathers that came late", late,
+            [column("gathered"), column("phase"), column("gather_ms"), column("lead_ms"), column("gather_waited_ms"),
+             column("late_steps")],
+            (),
+            ["In how many of the steps it came late.",
+             *([f"Shown are the {MAX_LATE} longest waits of {len(late)}."] if len(late) > MAX_LATE else [])],
+            shown=lambda row: row["gather_waited_ms"] >= least_ms,
+        ).tables  # fmt: skip
 
 
-def gather_rows(entry: Explained) -> Iterator[Row]:
-    """A row for each phase that needed gathers: all of its units together."""
-    found, steps = entry.profile.gathers, entry.profile.num_steps
+def gather_rows(profile: StepProfile) -> Iterator[Row]:
+    """A row for each phase that needed gathers: all of its modules together."""
+    found, steps = profile.gathers, profile.num_steps
     for phase in dict.fromkeys(own.phase for own in found):
         own = [each for each in found if each.phase is phase]
         yield {
@@ -213,8 +220,8 @@ def gather_rows(entry: Explained) -> Iterator[Row]:
         }
 
 
-def unit_rows(entry: Explained) -> Iterator[Row]:
-    """A row for each unit in each phase that needed it; its lead is the mean over the steps that have one."""
+def _gathered_modules(entry: Explained) -> Iterator[Row]:
+    """A row for each module in each phase that needed it; its lead is the mean over the steps that have one."""
     steps = entry.profile.num_steps
     for own in entry.profile.gathers:
         leads_s = [lead_s for lead_s in own.lead_s if lead_s is not None]

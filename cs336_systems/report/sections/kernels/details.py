@@ -1,10 +1,10 @@
-"""Tables that are readable for one trace only: kernels, modules, blocks, idle times, calls of the host.
+"""Tables that are readable for one trace only: kernels, modules, idle times, calls of the host.
 
 Times and counts are per step, unless they are those of a single launch.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
@@ -13,8 +13,7 @@ from cs336_systems.ranges import Range
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.numbers import label, percent, ratio, rounded
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.kernels.facts import Sum, added, grouped, wall_s
-from cs336_systems.report.sections.kernels.words import WHOLE_STEP, path_text, terms
+from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, Sum, added, grouped, path_text, terms, wall_s
 from cs336_systems.report.table import Table, make_table
 
 MAX_MODULES = 20
@@ -30,7 +29,6 @@ _UNIT = re.compile(r"(?P<kind>(?:gather |scatter |FSDP::).{0,200}?)(?P<number>\d
 
 ModulePath = tuple[str, ...]
 """Names of the ranges around a launch, the outermost first."""
-ByModule = Mapping[tuple[ModulePath, LaunchPhase], Sum]
 
 
 def details(profile: StepProfile, top: int) -> list[Section]:
@@ -38,9 +36,7 @@ def details(profile: StepProfile, top: int) -> list[Section]:
     return [
         kernels_section(profile, top),
         modules_section(profile),
-        blocks_section(profile),
         idle_section(profile, top),
-        gaps_section(profile),
         host_calls_section(profile),
     ]
 
@@ -103,7 +99,10 @@ def collapsed(path: ModulePath) -> ModulePath:
 
 
 def modules_section(profile: StepProfile) -> Section:
-    """Time of the kernels in each module, without those in its own modules; all blocks together are one row."""
+    """Time of the kernels in each module, without those in its own modules; the table has all blocks as one row.
+
+    A second table has the least, median and longest time of a block with all in it. The CSV has each module.
+    """
     sums = grouped(profile.modules, lambda row: (collapsed(row.path), row.phase))
     paths = grouped(profile.modules, lambda row: collapsed(row.path))
     words, steps, whole = terms(profile), profile.num_steps, added(profile.modules)
@@ -122,27 +121,21 @@ def modules_section(profile: StepProfile) -> Section:
     if len(rows) > MAX_MODULES:
         part_of_all = percent(added([*paths.values()][:MAX_MODULES]).total_s, whole.total_s)
         notes.append(f"Shown are {MAX_MODULES} of {len(rows)} modules, {part_of_all} % of the time.")
-    tables = (make_table("Modules", columns, rows[:MAX_MODULES], notes),) if rows else ()
-    ordered = {(path, phase): sums[path, phase] for path in paths for phase in LaunchPhase if (path, phase) in sums}
-    return Section(name="modules", tables=tables, rows=_module_rows(profile, ordered))
+    tables = (make_table("Modules", columns, rows[:MAX_MODULES], notes), *_blocks(profile)) if rows else ()
+    every = grouped(profile.modules, lambda row: (row.path, row.phase))
+    return Section(name="modules", tables=tables, rows=[
+        {"module": path_text(path, cut=False), "phase": phase, **_per_step(part, steps),
+         "share": ratio(part.total_s, whole.total_s)}
+        for (path, phase), part in every.items()
+    ])  # fmt: skip
 
 
 def _phases(profile: StepProfile) -> list[LaunchPhase]:
     return [phase.phase for phase in profile.phases if any(phase.launches)]
 
 
-def _module_rows(profile: StepProfile, sums: ByModule) -> list[Row]:
-    """A row for each module and phase."""
-    whole_s = added(profile.modules).total_s
-    return [
-        {"module": path_text(path, cut=False), "phase": phase, **_per_step(part, profile.num_steps),
-         "share": ratio(part.total_s, whole_s)}
-        for (path, phase), part in sums.items()
-    ]  # fmt: skip
-
-
-def blocks_section(profile: StepProfile) -> Section:
-    """Least, median and longest time of a block with all in it; the CSV has each block."""
+def _blocks(profile: StepProfile) -> Iterator[Table]:
+    """Least, median and longest time of a block with all in it; nothing for a model without numbered blocks."""
     within = [row for row in profile.modules if _block_of(row.path)]
     sums = grouped(within, lambda row: (_block_of(row.path), row.phase))
     rows = []
@@ -154,23 +147,15 @@ def blocks_section(profile: StepProfile) -> Section:
                          "block_median_ms": median(times_ms), "block_max_ms": max(times_ms),
                          "longest_block": path_text(longest)})  # fmt: skip
     keys = ("block_min_ms", "block_median_ms", "block_max_ms", "longest_block")
-    columns = [column("phase"), column("blocks", drop_order=3), *map(column, keys)]
-    notes = [f"{terms(profile).time} per step of a block with all in it. Each block is in blocks.csv."]
-    tables = (make_table("Blocks", columns, rows, notes),) if sums else ()
-    ordered = dict(sorted(sums.items(), key=lambda item: (_in_order(item[0][0]), -item[1].total_s)))
-    return Section(name="blocks", tables=tables, rows=_module_rows(profile, ordered))
+    if rows:
+        columns = [column("phase"), column("blocks", drop_order=3), *map(column, keys)]
+        yield make_table("Blocks", columns, rows, [f"{terms(profile).time} per step of a block with all in it."])
 
 
 def _block_of(path: ModulePath) -> ModulePath:
     """The path up to its first block, empty without one; a leading `forward`, which is recomputation, is left out."""
     path = path[1:] if path[:1] == (Range.FORWARD,) else path
     return next((path[: depth + 1] for depth, name in enumerate(path) if _BLOCK.fullmatch(name)), ())
-
-
-def _in_order(path: ModulePath) -> tuple[ModulePath, str, int]:
-    found = _BLOCK.fullmatch(path[-1])
-    assert found, "the last name of a block's path is that of the block"
-    return path[:-1], found["kind"], int(found["number"])
 
 
 def idle_section(profile: StepProfile, top: int) -> Section:
@@ -237,11 +222,6 @@ def _gaps_table(gaps: Iterable[Row]) -> Table:
     ]
     notes = ["Steps count from 0; at: from the start of the step. Module: around the launch of what came after."]
     return make_table("Longest idle times", columns, gaps, notes)
-
-
-def gaps_section(profile: StepProfile) -> Section:
-    """The CSV of all longest idle times that the profile keeps; the table of some is part of `idle_section`."""
-    return Section(name="gaps", rows=_gaps(profile))
 
 
 def host_calls_section(profile: StepProfile) -> Section:

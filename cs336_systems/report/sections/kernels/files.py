@@ -12,30 +12,27 @@ from cs336_systems.report.formats import to_markdown
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing
 from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
-from cs336_systems.report.sections.kernels.communication import communication, gathers, ranks
+from cs336_systems.report.sections.kernels.communication import communication, ranks
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
+from cs336_systems.report.sections.kernels.facts import about
 from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.plots import communication_chart, configuration_chart
-from cs336_systems.report.sections.kernels.shares import attention, classes, products
-from cs336_systems.report.sections.kernels.tables import phases, slowdown, top_kernels
-from cs336_systems.report.sections.kernels.timeline import draw_timeline
-from cs336_systems.report.sections.kernels.what_if import what_if_section
-from cs336_systems.report.sections.kernels.words import about
+from cs336_systems.report.sections.kernels.plots import (
+    communication_chart,
+    configuration_chart,
+    draw_timeline,
+)
+from cs336_systems.report.sections.kernels.tables import attention, classes, phases, top_kernels
 from cs336_systems.report.table import Table, findings_table, with_note
 
 _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
     phases,
-    what_if_section,
     communication,
     ranks,
-    gathers,
     classes,
-    products,
-    slowdown,
 )
 SUBJECTS = (*_PRINTED, attention, top_kernels)
-"""Sections about any number of traces."""
+"""Sections about any number of traces; those in details.py have more of the kernels of a single one."""
 
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:
@@ -64,15 +61,15 @@ def _noted_once(tables: Iterable[Table]) -> list[Table]:
 
 
 def _findings(entry: Explained) -> Table:
-    return findings_table(findings(entry.profile, entry.config, entry.what_if), "Nothing stands out.")
+    return findings_table(findings(entry.profile, entry.config), "Nothing stands out.")
 
 
 def sections_of(entries: Sequence[Explained], top: int | None = None) -> list[Section]:
     """All sections of these traces, with their pictures; with `top`, of a single trace as in `write_kernels`."""
-    found = [make(entries) for make in SUBJECTS]
     if top is not None:
-        profile = entries[0].profile
-        return [*found, *details(profile, top), Section(name="timeline", pictures=_timeline("timeline", profile))]
+        profile, own = entries[0].profile, [make(entries) for make in SUBJECTS[:-1]]
+        return [*own, *details(profile, top), Section(name="timeline", pictures=_timeline("timeline", profile))]
+    found = [make(entries) for make in SUBJECTS]
     pairs = [(name, entry.profile) for name, entry in zip(labels(entries), entries, strict=True)]
     stems = file_names(name for name, _ in pairs)
     timelines = [_timeline(f"{stem}_timeline", own, name) for stem, (name, own) in zip(stems, pairs, strict=True)]

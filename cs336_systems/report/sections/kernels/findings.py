@@ -3,40 +3,134 @@
 All numbers are per step. A finding is reported only if it costs at least the share that its threshold below gives.
 """
 
+import re
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cs336_systems.analysis.advice import OF_PRECISION, Remedy
+from cs336_systems.analysis.advice import OF_PRECISION, Remedy, remedies
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, StepProfile, Work
-from cs336_systems.analysis.kernels.what_if import WhatIf, faster_than_now, full_precision_kernels, unknown_gains
-from cs336_systems.config import Precision, RunConfig
-from cs336_systems.costs.hardware import find_device
+from cs336_systems.config import Attention, Precision, RunConfig
+from cs336_systems.costs.hardware import faster_precisions, find_device
 from cs336_systems.report.numbers import label, percent_of
 from cs336_systems.report.sections.kernels.facts import (
     MIN_LATE_SHARE,
+    WHERE,
     added,
     collectives_s,
     exposed_s,
     idle,
     is_launch_bound,
+    items,
     kernel_s,
     last_ranks,
+    launches,
+    ms,
     num_launches,
+    path_text,
+    terms,
+    times,
+    us,
     wall_s,
 )
-from cs336_systems.report.sections.kernels.one_offs import OneOff, find_one_offs, without
-from cs336_systems.report.sections.kernels.what_if import proposals
-from cs336_systems.report.sections.kernels.words import WHERE, items, launches, ms, path_text, terms, times, us
 from cs336_systems.text import counted
+
+MIN_TIMES = 20
+"""Smallest ratio of a one-off call to the median call of its kernel."""
+MIN_SHARE = 0.01
+"""Smallest share of the wall time that all one-offs of a phase must take to be reported."""
+MIN_SHARE_EACH = 0.001
+"""Smallest share of the wall time of a single one-off."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneOff:
+    """A kernel that took longer in a phase of one step than in the same phase of the other steps."""
+
+    kernel: KernelTimes
+    phase: LaunchPhase
+    step: int
+    excess_s: float
+    """How much longer it took than in the other steps."""
+
+
+def find_one_offs(profile: StepProfile) -> list[OneOff]:
+    """Find all one-offs, the longest first; a single step has none, because there is no other to compare it with.
+
+    The longest step of a phase is examined. It must exceed the median of the others by half of its one-offs' time.
+    """
+    found: list[OneOff] = []
+    for phase in profile.phases:
+        times_s = phase.kernel_s
+        if len(times_s) < 2:
+            continue
+        step = times_s.index(max(times_s))
+        longer_s = times_s[step] - statistics.median(times_s[:step] + times_s[step + 1 :])
+        # a collective that takes long waits for another rank, which may happen in any step
+        kernels = [each for each in profile.kernels
+                   if each.phase is phase.phase and each.kind is not KernelClass.COMMUNICATION]  # fmt: skip
+        excesses = [(kernel, _excess_s(kernel, times_s, step)) for kernel in kernels]
+        own = [OneOff(kernel, phase.phase, step, excess_s) for kernel, excess_s in excesses
+               if excess_s >= MIN_SHARE_EACH * wall_s(profile) > 0]  # fmt: skip
+        total_s = sum(one_off.excess_s for one_off in own)
+        if own and total_s >= MIN_SHARE * wall_s(profile) and longer_s >= total_s / 2:
+            found += own
+    return sorted(found, key=lambda one_off: -one_off.excess_s)
+
+
+def _excess_s(kernel: KernelTimes, times_s: Sequence[float], step: int) -> float:
+    """By how much the kernel made the phase of that step longer; 0 if it may have been the same in all steps.
+
+    A profile has no times of single calls, so this is inferred from sums. A kernel with fewer calls than steps did not
+    run in every step: all of its time counts. A kernel whose total exceeds the time of the phase in the other steps,
+    scaled to all steps, was longer in this one. A call far longer than the median is a one-off if the kernel's other
+    calls together are too short to hold one as long in half of the other steps.
+    """
+    num_steps, others_s = len(times_s), sum(times_s) - times_s[step]
+    if kernel.count < num_steps:
+        return kernel.total_s
+    has_no_like = kernel.total_s - kernel.max_s < kernel.max_s * (num_steps - 1) / 2
+    is_alone = has_no_like and kernel.max_s >= MIN_TIMES * kernel.median_s
+    no_room_s = kernel.total_s - others_s * num_steps / (num_steps - 1)
+    return max(no_room_s, kernel.max_s - kernel.median_s if is_alone else 0.0, 0.0)
+
+
+def without(profile: StepProfile, one_offs: Iterable[OneOff]) -> StepProfile:
+    """The profile as it would be without the excess time of these one-offs."""
+    for one_off in one_offs:
+        kernel, phase, excess_s = one_off.kernel, one_off.phase, one_off.excess_s
+        profile = replace(
+            profile,
+            kernels=tuple(
+                replace(row, total_s=row.total_s - excess_s)
+                if row.name == kernel.name and row.phase in (None, phase)
+                else row
+                for row in profile.kernels
+            ),
+            classes=tuple(
+                replace(row, total_s=row.total_s - excess_s) if (row.kind, row.phase) == (kernel.kind, phase) else row
+                for row in profile.classes
+            ),
+            phases=tuple(
+                replace(row, kernel_s=_less(row.kernel_s, one_off.step, excess_s)) if row.phase is phase else row
+                for row in profile.phases
+            ),
+        )
+    return profile
+
+
+def _less(times_s: tuple[float, ...], step: int, excess_s: float) -> tuple[float, ...]:
+    return (*times_s[:step], times_s[step] - excess_s, *times_s[step + 1 :])
+
 
 MIN_BUSY_SHARE = 0.8
 """Smallest share of the wall time that the GPU must be busy to be called the limit of the step."""
 MIN_PAUSE_SHARE = 0.01
 """Smallest share of the wall time of a reported pause. A single hiccup of a millisecond in ten steps stays below."""
 MIN_BETWEEN_SHARE = 0.05
-"""Smallest reported share of the wall time that the device spends between kernels, a microsecond or two each time."""
+"""Smallest share of the wall time between kernels for which fewer kernels are advised."""
 MIN_UNKNOWN_SHARE = 0.02
 """Smallest reported share of the kernels' time in kernels of unknown class. Less would change no other share much."""
 MIN_LEFT_SHARE = 0.01
@@ -60,6 +154,18 @@ MIN_MAIN_SHARE = 0.25
 _WAITING = tuple(phase for phase in WHERE if phase not in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED))
 """Phases in which the host has no reason to wait; a timed step synchronises only before and after them."""
 _MOVING = (KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL, KernelClass.NORMALISATION, KernelClass.REDUCTION)
+_BOUNDS = {
+    IdleCause.LATE_LAUNCH: ("waiting for launches", Remedy.GRAPHS),
+    IdleCause.HOST_WAITED: ("waits of the host for the device", None),
+    IdleCause.HOST_PAUSE: ("pauses of the host", None),
+    IdleCause.BETWEEN_KERNELS: ("idle time between kernels", Remedy.COMPILE),
+    IdleCause.END_OF_STEP: ("idle time after the last kernel", None),
+}
+"""What the step would be without, for each cause of idle time, and the remedy against it."""
+_FULL_PRECISION = re.compile(r"sgemm|f32f32_f32f32_f32")
+"""Part of the names of fp32 products of cuBLAS and CUTLASS: ampere_sgemm_, simt_sgemm, xmma_gemm_f32f32_f32f32_f32_."""
+_HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
+"""Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32 and bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +176,16 @@ class _Finding:
     text: str
 
 
-def findings(profile: StepProfile, config: RunConfig | None = None, replayed: WhatIf | None = None) -> tuple[str, ...]:
+def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
     """Sentences in order: one-offs, what limits the step, what would shorten it, idle times, other findings.
 
     Idle times and other findings are sorted by cost, the largest first. With the `config` of the run, the advice leaves
-    out what the run does already. `replayed` has the step's times with changes; without it, the gain of each change is
-    not known.
+    out what the run does already.
     """
     one_offs = find_one_offs(profile)
     found, steady = _Findings(profile, config), _Findings(without(profile, one_offs), config)
-    ways = replayed or unknown_gains(profile, config)
-    first = [*found.one_offs(one_offs), *found.limit(), *steady.main_operators(), *steady.proposals(ways)]
-    idle = [*found.late_phases(), *found.waits(), *found.pauses(), *found.between()]
+    first = [*found.one_offs(one_offs), *found.limit(), *steady.main_operators(), *found.bounds(), *steady.proposals()]
+    idle = [*found.late_phases(), *found.waits(), *found.pauses()]
     long = [*steady.unknown(), *steady.unattributed(), *steady.recomputed(), *steady.communication(),
             *steady.full_precision(), *found.optimizer(), *steady.moving()]  # fmt: skip
     return (*first, *_texts(idle), *_texts(long))
@@ -239,18 +343,6 @@ class _Findings:
                 "compiled or computed on the CPU.",
             )
 
-    def between(self) -> Sequence[_Finding]:
-        """The time that the device takes from one kernel to the next."""
-        lost = idle(self.profile, IdleCause.BETWEEN_KERNELS)
-        each = us(lost.total_s / max(lost.count, 1))
-        return _from(
-            MIN_BETWEEN_SHARE * self.wall_s,
-            lost.total_s,
-            f"Between kernels that were launched in time the GPU idles {self.ms(lost.total_s)}, "
-            f"{self.of_wall(lost.total_s)} of the step: {each} each, {self.times(lost.count)}. Fewer and longer "
-            "kernels have less of it.",
-        )
-
     def unknown(self) -> Sequence[_Finding]:
         """Kernels of unknown class, if they matter, with the longest by name."""
         rows = sorted((row for row in self.kernels if row.kind is KernelClass.OTHER), key=lambda row: -row.total_s)
@@ -335,12 +427,23 @@ class _Findings:
         )
 
     def faster(self) -> tuple[Precision, ...]:
-        """Faster precisions of the device, for a run in fp32."""
-        is_full = self.config is None or self.config.precision is Precision.FP32
-        return faster_than_now(self.profile, self.config) if self.on_device and is_full else ()
+        """Precisions with tensor cores on the device, for a run in fp32; empty if that is not known."""
+        rows = self.full_precision_kernels()
+        is_full = bool(rows) if self.config is None else self.config.precision is Precision.FP32
+        device = next(filter(None, map(find_device, self.profile.device_names)), None)
+        if not self.on_device or not is_full:
+            return ()
+        if device is not None:
+            return faster_precisions(device)
+        return (Precision.TF32, Precision.BF16) if any(_HAS_TF32.search(row.name) for row in rows) else ()
+
+    def full_precision_kernels(self) -> list[KernelTimes]:
+        """The matmuls in true fp32."""
+        matmuls = (row for row in self.kernels if row.kind is KernelClass.MATMUL)
+        return [row for row in matmuls if _FULL_PRECISION.search(row.name) and "tf32" not in row.name]
 
     def full_precision_s(self) -> float:
-        return added(full_precision_kernels(self.profile)).total_s
+        return added(self.full_precision_kernels()).total_s
 
     def optimizer_s(self) -> float:
         """Wall time of the optimizer."""
@@ -372,28 +475,56 @@ class _Findings:
             "goes to element-wise work, norms, sums and copies, which move values more than they compute.",
         )
 
-    def proposals(self, ways: WhatIf) -> Iterator[str]:
-        """What would shorten the step, with the flags that do it."""
-        if text := proposals(ways, self.config, self.evident()):
-            yield text
+    def bounds(self) -> Iterator[str]:
+        """How much shorter the step could be at most without the idle time of each cause."""
+        lost_s = {cause: idle(self.profile, cause).total_s for cause in _BOUNDS}
+        told = []
+        for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
+            if lost_s[cause] >= MIN_PAUSE_SHARE * self.wall_s > 0:
+                without_what, remedy = _BOUNDS[cause]
+                flags = "" if remedy is None else remedies(self.config, remedy)
+                told.append(f"{self.ms(lost_s[cause])} less without {without_what}{f' ({flags})' if flags else ''}")
+        if told:
+            yield f"The step would take at most {', '.join(told)}."
+
+    def proposals(self) -> Iterator[str]:
+        """What may shorten the step besides, with the flags that do it."""
+        evident = self.evident()
+        if named := remedies(self.config, *(remedy for remedy in Remedy if remedy in evident)):
+            yield f"What may shorten the step, by how much this profile does not tell: {named}."
 
     def evident(self) -> set[Remedy]:
         """Ways that would shorten the step according to these sums, which do not show by how much."""
-        found: set[Remedy] = set()
-        if is_launch_bound(self.profile):
-            found |= {Remedy.COMPILE, Remedy.ATTENTION, Remedy.OPTIMIZER, Remedy.GRAPHS}
-        if idle(self.profile, IdleCause.BETWEEN_KERNELS).total_s >= MIN_BETWEEN_SHARE * self.wall_s:
-            found |= {Remedy.COMPILE, Remedy.OPTIMIZER}
-        if self.full_precision_s() >= MIN_FULL_PRECISION_SHARE * self.kernel_s:
-            found |= {OF_PRECISION[precision] for precision in self.faster()}
-        if self.optimizer_s() >= MIN_OPTIMIZER_SHARE * self.wall_s:
-            found.add(Remedy.OPTIMIZER)
-        moving_s, whole_s = self.moving_s()
-        if moving_s >= MIN_MOVING_SHARE * whole_s:
-            found.add(Remedy.COMPILE)
-        if exposed_s(self.profile) >= MIN_EXPOSED_SHARE * self.wall_s:
-            found.add(Remedy.OVERLAP)
-        return found
+        moving_s, computed_s = self.moving_s()
+        late_s, between_s = (
+            idle(self.profile, cause).total_s for cause in (IdleCause.LATE_LAUNCH, IdleCause.BETWEEN_KERNELS)
+        )
+        fewer = {Remedy.COMPILE, Remedy.OPTIMIZER}
+        least_s = [
+            (late_s, MIN_LATE_SHARE * self.wall_s, fewer | {Remedy.ATTENTION}),
+            (between_s, MIN_BETWEEN_SHARE * self.wall_s, fewer),
+            (moving_s, MIN_MOVING_SHARE * computed_s, {Remedy.COMPILE}),
+            (self.optimizer_s(), MIN_OPTIMIZER_SHARE * self.wall_s, {Remedy.OPTIMIZER}),
+            (
+                self.full_precision_s(),
+                MIN_FULL_PRECISION_SHARE * self.kernel_s,
+                set(map(OF_PRECISION.__getitem__, self.faster())),
+            ),
+            (exposed_s(self.profile), MIN_EXPOSED_SHARE * self.wall_s, {Remedy.OVERLAP}),
+        ]
+        ways = {way for cost_s, floor_s, ways in least_s if cost_s and cost_s >= floor_s for way in ways}
+        return ways.difference(self.useless())
+
+    def useless(self) -> Iterator[Remedy]:
+        """Ways that would change none of these kernels."""
+        compute = {row.kind for row in self.profile.classes if row.phase is not LaunchPhase.OPTIMIZER}
+        if compute.isdisjoint((*_MOVING, KernelClass.SOFTMAX)):
+            yield Remedy.COMPILE
+        if not self.profile.attention and (self.config is None or self.config.model.attention is not Attention.NAIVE):
+            yield Remedy.ATTENTION
+        own = [row for row in self.profile.classes if row.phase is LaunchPhase.OPTIMIZER]
+        if added(row for row in own if row.kind is KernelClass.OPTIMIZER).total_s >= added(own).total_s / 2:
+            yield Remedy.OPTIMIZER
 
 
 def _median_s(kernels: Iterable[KernelTimes]) -> float:

@@ -10,8 +10,17 @@ from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import label, percent, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import Snapshot
-from cs336_systems.report.sections.memory.facts import fields_of, typical
-from cs336_systems.report.sections.memory.words import MIB, MIB_CELL, in_unit, innermost, shape_text, size, unit_for
+from cs336_systems.report.sections.memory.words import (
+    MIB,
+    MIB_CELL,
+    fields_of,
+    in_unit,
+    innermost,
+    shape_text,
+    size,
+    typical,
+    unit_for,
+)
 from cs336_systems.report.table import Table, make_table
 from cs336_systems.text import counted
 
@@ -23,7 +32,6 @@ _LIKE_KEYS = (
     "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
     "dtype", "explanation", "place", "places",
 )  # fmt: skip
-_SAVED_KEYS = ("block", "name", "shape", "dtype", "bytes", "share", "explanation", "recomputed")
 
 
 def _tensor(row: LikeAllocations | SavedTensor) -> Row:
@@ -44,14 +52,22 @@ def _like(row: LikeAllocations) -> Row:
 
 
 def largest(entries: Sequence[Snapshot], top: int = NUM_LARGEST) -> Section:
-    """The `top` largest allocations of each entry, with the code that made them; the CSV of one snapshot has all."""
+    """The `top` largest allocations of each entry, with the code that made them; of one snapshot also at its peak.
+
+    The CSV of one snapshot has all that the profile keeps.
+    """
 
     def ranked(entry: Snapshot) -> Iterator[Row]:
         found = entry.profile.largest
         for rank, row in enumerate(found[:top] if entry.is_run else found):
             yield _like(row) | {"rank": rank}
+        known = set(found)
+        others = [row for row in entry.profile.at_peak if row not in known]
+        yield from (_like(row) | {"rank": None} for row in ([] if entry.is_run else others))
 
     rows = rows_of(entries, ranked)
+    ranks = [row["rank"] for row in rows if row["rank"] is not None]
+    num_shown = sum(rank < top for rank in ranks)
     columns = [
         column("requested_bytes", unit="bytes", write=_exact, drop_order=4),
         in_unit("requested_bytes", MIB_CELL),
@@ -59,16 +75,18 @@ def largest(entries: Sequence[Snapshot], top: int = NUM_LARGEST) -> Section:
         column("count"),
         *_origin_columns(),
     ]
-    num_shown = sum(row["rank"] < top for row in rows)
     notes = ["Those of one size, category, name and place are one row."]
-    notes += [f"Shown are {num_shown} of {len(rows)} such rows."] if num_shown < len(rows) else []
-    return over_configurations(
-        "largest", "Largest allocations", rows, columns, _LIKE_KEYS, notes, shown=lambda row: row["rank"] < top
-    )
+    notes += [f"Shown are {num_shown} of {len(ranks)} such rows."] if num_shown < len(ranks) else []
+    section = over_configurations(
+        "largest", "Largest allocations", rows, columns, _LIKE_KEYS, notes,
+        shown=lambda row: row["rank"] is not None and row["rank"] < top,
+    )  # fmt: skip
+    alone = [] if entries[0].is_run else list(_at_peak(entries[0].profile, top))
+    return replace(section, tables=(*alone, *section.tables))
 
 
-def at_peak(profile: MemoryProfile, top: int) -> Section:
-    """The `top` groups of like allocations at the peak, by the bytes of each group; the CSV has all that are kept."""
+def _at_peak(profile: MemoryProfile, top: int) -> Iterator[Table]:
+    """The `top` groups of like allocations at the peak, by the bytes of each group."""
     whole_bytes = profile.peak.allocated_bytes
     rows = [_like(row) | {"share_of_peak": ratio(row.bytes_at_peak, whole_bytes)} for row in profile.at_peak]
     columns = [
@@ -82,8 +100,8 @@ def at_peak(profile: MemoryProfile, top: int) -> Section:
         "Together: in blocks; each: what was asked for.",
         f"Shown are {percent(sum(row['bytes_at_peak'] for row in rows[:top]), whole_bytes)} % of the peak.",
     ]
-    tables = (make_table("What the peak consists of", columns, rows[:top], notes),) if rows else ()
-    return Section(name="at_peak", tables=tables, rows=rows, keys=(*_LIKE_KEYS, "share_of_peak"))
+    if rows:
+        yield make_table("What the peak consists of", columns, rows[:top], notes)
 
 
 def _exact(value: int) -> str:
@@ -132,9 +150,8 @@ def blocks(profile: MemoryProfile) -> Section:
     notes = [f"Over {counted(len(rows), 'block')}, in one step, without rounding; each is in blocks.csv."]
     if again := sum(block.recomputed_bytes for block in profile.blocks):
         notes.append(f"Of what is saved, {size(again)} are not kept from forward on: backward computes them again.")
-    table, largest = make_table("Memory of a block", columns, ranges, notes), contributors(profile.blocks)
-    largest = replace(largest, notes=(f"{' '.join(largest.notes)} Each tensor of each block is in saved.csv.",))
-    return Section(name="blocks", tables=(table, largest), rows=rows)
+    table = make_table("Memory of a block", columns, ranges, notes)
+    return Section(name="blocks", tables=(table, contributors(profile.blocks)), rows=rows)
 
 
 def contributors(found: Sequence[BlockMemory]) -> Table:
@@ -165,12 +182,5 @@ def _saved(block: BlockMemory) -> Iterator[Row]:
     for tensor in block.saved:
         yield {
             **_tensor(tensor),
-            "block": block.name,
             "share": ratio(tensor.num_bytes, block.saved_bytes),
-            "recomputed": tensor.is_recomputed,
         }
-
-
-def saved(profile: MemoryProfile) -> Section:
-    """Every tensor that any block saves for backward, as CSV alone."""
-    return Section(name="saved", rows=[row for block in profile.blocks for row in _saved(block)], keys=_SAVED_KEYS)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.numbers import label, ratio
-from cs336_systems.report.sections.memory.facts import by_category
-from cs336_systems.report.sections.memory.peaks import WHOLE
-from cs336_systems.report.sections.memory.words import Unit, in_unit, innermost, size, unit_for
+from cs336_systems.report.sections.memory.tables import WHOLE
+from cs336_systems.report.sections.memory.words import Unit, by_category, in_unit, innermost, size, unit_for
 from cs336_systems.report.table import Table, make_table
 
 MAX_CHANGES = 20

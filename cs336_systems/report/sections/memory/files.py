@@ -11,13 +11,11 @@ from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing
 from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
-from cs336_systems.report.sections.memory.allocations import at_peak, blocks, largest, saved
+from cs336_systems.report.sections.memory.allocations import blocks, largest
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.findings import findings
-from cs336_systems.report.sections.memory.peak_bars import peak_charts
-from cs336_systems.report.sections.memory.peaks import allocator, categories, peaks
-from cs336_systems.report.sections.memory.phases import boundaries, phases
-from cs336_systems.report.sections.memory.plots import draw_memory
+from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
+from cs336_systems.report.sections.memory.tables import boundaries, peaks, phases
 from cs336_systems.report.sections.memory.words import about
 from cs336_systems.report.table import Table, findings_table, with_note
 
@@ -26,26 +24,25 @@ TOP = 10
 
 
 def sections_of(entries: Sequence[Snapshot], top: int = TOP) -> list[Section]:
-    """All sections in reading order, then pictures; a single snapshot also has its allocations, blocks and allocator.
+    """All sections in reading order, then pictures; a single snapshot also has one on the blocks of its model.
 
     The picture of a single snapshot is `timeline`. Runs have theirs as `<key>_timeline`, and several a bar each in
     `peaks`, continued in `peaks2`.
     """
     runs = _in_order(entries)
     every = runs or entries
-    found = [peaks(every), categories(every), boundaries(every), phases(every)]
+    found = [peaks(every), boundaries(every), phases(every)]
     if runs:
         return [*found, largest(runs), Section(name="plots", pictures=[*peak_charts(runs), *_timelines(runs)])]
     profile = entries[0].profile
     timeline = Section(name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))])
-    details = [at_peak(profile, top), largest(entries, top), blocks(profile), saved(profile), allocator(profile)]
-    return [*found, *details, timeline]
+    return [*found, largest(entries, top), blocks(profile), timeline]
 
 
 def memory_tables(entries: Sequence[Snapshot], top: int = TOP) -> list[Table]:
-    """Tables for a terminal: peaks and categories of runs; findings and all sections of a single snapshot."""
+    """Tables for a terminal: peaks of runs; findings and all sections of a single snapshot."""
     if runs := _in_order(entries):
-        return [table for make in (peaks, categories) for table in make(runs).tables]
+        return list(peaks(runs).tables)
     details = [table for section in sections_of(entries, top) for table in section.tables] if entries else []
     return [*(_findings(entry.profile) for entry in entries), *details]
 

@@ -9,15 +9,19 @@ from itertools import pairwise
 
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
 from cs336_systems.report.numbers import percent_of
-from cs336_systems.report.sections.memory.facts import START, bytes_of, difference_bytes, fragmentation_bytes, peaks_by
 from cs336_systems.report.sections.memory.words import (
     GIB,
     MIB,
+    START,
+    bytes_of,
     check_words,
+    difference_bytes,
     failure_words,
+    fragmentation_bytes,
     innermost,
     largest_words,
     peak_words,
+    peaks_by,
     size,
     times,
 )

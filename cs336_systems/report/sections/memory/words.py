@@ -1,18 +1,77 @@
-"""Texts for bytes, moments, places and checks in the tables, sentences and pictures of a `MemoryProfile`."""
+"""Numbers of a `MemoryProfile`, and texts for its bytes, moments, places and checks."""
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cs336_systems.analysis.memory.formulas import OR
-from cs336_systems.analysis.memory.profile import FailedRequest, LikeAllocations, MemoryProfile, Moment, Place
+from cs336_systems.analysis.memory.profile import (
+    BlockMemory,
+    Category,
+    FailedRequest,
+    LikeAllocations,
+    MemoryProfile,
+    Moment,
+    PhaseMemory,
+    Place,
+)
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.numbers import label, significant
-from cs336_systems.report.sections.memory.facts import by_category, difference_bytes
 from cs336_systems.text import counted
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+Key = TypeVar("Key")
+
+START = "start"
+"""Name of the phase of a moment at which a step begins."""
+
+
+def fields_of(part: "DataclassInstance") -> dict[str, Any]:
+    """The fields of a part of a profile by name, which is also the key of a column."""
+    return {field.name: getattr(part, field.name) for field in fields(part)}
+
+
+def by_category(moment: Moment) -> dict[Category, int]:
+    """Bytes of each category at the moment, counted in blocks; 0 for an absent category."""
+    return dict.fromkeys(Category, 0) | {row.category: row.num_bytes for row in moment.categories}
+
+
+def bytes_of(moment: Moment, category: Category) -> int:
+    """Bytes of the category at the moment, counted in blocks."""
+    return by_category(moment)[category]
+
+
+def fragmentation_bytes(profile: MemoryProfile) -> int:
+    """Bytes that were reserved at the peak and in no block: the allocator's cache, and rests between blocks."""
+    return profile.peak.reserved_bytes - profile.peak.allocated_bytes
+
+
+def difference_bytes(moment: Moment) -> int | None:
+    """Bytes by which the snapshot's blocks exceed the allocator's count; None if not counted."""
+    return None if moment.counted_bytes is None else moment.allocated_bytes - moment.counted_bytes
+
+
+def peaks_by(phases: Iterable[PhaseMemory], key: Callable[[PhaseMemory], Key]) -> dict[Key, int]:
+    """The highest peak among the phases of each key, in the order in which the keys first appear."""
+    peaks: dict[Key, int] = {}
+    for phase in phases:
+        peaks[key(phase)] = max(peaks.get(key(phase), 0), phase.peak_bytes)
+    return peaks
+
+
+def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
+    """The first block that saves the median, the lower of the middle two; raise ValueError for no blocks."""
+    if not blocks:
+        raise ValueError("a typical block needs at least one block, got none")
+    middle = sorted(block.saved_bytes for block in blocks)[(len(blocks) - 1) // 2]
+    return next(block for block in blocks if block.saved_bytes == middle)
+
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MIN_PART = 0.001
@@ -101,9 +160,9 @@ def peak_words(profile: MemoryProfile) -> str:
     return f"The peak is {size(peak.allocated_bytes)}, {when(peak)}; it consists of {of}."
 
 
-def check_words(moments: Iterable[Moment], *, requested: bool = False) -> str:
+def check_words(moments: Iterable[Moment]) -> str:
     """Whether categories, which add up to what is allocated, agree with the allocator's own count, as a sentence."""
-    found = [difference_bytes(moment, requested=requested) for moment in moments]
+    found = [difference_bytes(moment) for moment in moments]
     differences = [difference for difference in found if difference is not None]
     if not differences:
         return "Check: categories add up to what is allocated; no count of the allocator is known beside it."

@@ -10,8 +10,7 @@ make_profile, a training step on a GPU (50 kernels, 40 ms of kernels, 52 ms of w
 import json
 from dataclasses import replace
 
-from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel, short_name
-from cs336_systems.analysis.kernels.collectives import Collective
+from cs336_systems.analysis.kernels.classes import Collective, KernelClass, classify_kernel, short_name
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
 from cs336_systems.analysis.kernels.step_profile import (
     AttentionPart,

@@ -1,17 +1,13 @@
-"""Tables of one hand-made profile (see profiles.py): kernels, modules, blocks, idle times, calls of the host."""
+"""Tables of one hand-made profile (see profiles.py): kernels, modules, idle times, calls of the host."""
 
-import random
 from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.kernels.step_profile import IdleCause
 from cs336_systems.report.numbers import MAX_LABEL, label
 from cs336_systems.report.sections.kernels.details import (
     MAX_MODULES,
-    blocks_section,
     collapsed,
-    gaps_section,
     host_calls_section,
     idle_section,
     kernels_section,
@@ -86,7 +82,7 @@ def test_a_label_keeps_the_start_and_the_end():
 
 
 def test_modules_by_hand():
-    (table,) = modules_section(make_profile()).tables
+    table, _ = modules_section(make_profile()).tables
     found = {row[0]: row[1:] for row in table.rows}
     # forward, backward, optimizer, share, kernels
     assert found["outside of all ranges"] == ("", "1.000", "5.000", "30.0", "11")
@@ -96,8 +92,9 @@ def test_modules_by_hand():
     section = modules_section(make_profile())
     assert sum(numbers(section, "share")) == pytest.approx(1)
     assert sum(numbers(section, "total_ms_per_step")) == pytest.approx(20)
-    assert numbers(section, "share", module="block.* > attention > attention.values") == [0.0375]
-    assert numbers(section, "count_per_step", module="block.* > ffn", phase="forward") == [2]
+    assert sum(
+        float(row["share"]) for row in csv_rows(section) if row["module"].endswith("> attention > attention.values")
+    ) == pytest.approx(0.0375)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +109,8 @@ def test_only_numbers_of_blocks_become_stars(name, star):
 
 
 def test_blocks_by_hand():
-    section = blocks_section(make_profile())
-    (table,) = section.tables
+    section = modules_section(make_profile())
+    _, table = section.tables
     # forward: block 0 has 2.5 + 1.5 + 1 + 1 = 6 ms, block 1 has 4; backward: 13 and 5
     assert column(table, "phase") == ["forward", "backward"]
     assert column(table, "blocks") == ["2", "2"]
@@ -121,8 +118,12 @@ def test_blocks_by_hand():
     assert column(table, "median") == ["2.500", "4.500"]
     assert column(table, "max") == ["3.000", "6.500"]
     assert column(table, "longest") == ["block.0", "block.0"]
-    assert numbers(section, "total_ms_per_step", module="block.0") == [6.5, 3]
-    assert numbers(section, "total_ms_per_step", module="block.1", phase="forward") == [2]
+    for block, times_ms in (("block.0", (6.5, 3)), ("block.1", (2.5, 2))):
+        rows = [row for row in csv_rows(section) if row["module"].startswith(block)]
+        assert tuple(
+            sum(float(row["total_ms_per_step"]) for row in rows if row["phase"] == phase)
+            for phase in ("backward", "forward")
+        ) == pytest.approx(times_ms)
 
 
 def test_a_block_holds_what_backward_computes_again():
@@ -130,15 +131,8 @@ def test_a_block_holds_what_backward_computes_again():
         make_module(("block.1", "ffn"), BACKWARD, 2, 4),
         make_module(("forward", "block.1", "ffn"), BACKWARD, 2, 1),
     )
-    (table,) = blocks_section(make_profile(modules=modules)).tables
+    _, table = modules_section(make_profile(modules=modules)).tables
     assert (column(table, "blocks"), column(table, "max")) == (["1"], ["2.500"])
-
-
-def test_blocks_come_in_the_order_of_their_numbers():
-    modules = [make_module(("model", f"block.{i}", "ffn"), FORWARD, 2, 1) for i in range(12)]
-    random.Random(0).shuffle(modules)
-    section = blocks_section(make_profile(modules=tuple(modules)))
-    assert [row["module"] for row in csv_rows(section)] == [f"model > block.{i}" for i in range(12)]
 
 
 def test_many_modules_are_cut_to_read_and_kept_as_csv():
@@ -148,7 +142,6 @@ def test_many_modules_are_cut_to_read_and_kept_as_csv():
     assert len(table.rows) == MAX_MODULES
     assert table.notes[-1] == "Shown are 20 of 25 modules, 80.0 % of the time."
     assert len(csv_rows(section)) == 25
-    assert blocks_section(make_profile(modules=modules)).tables == ()
 
 
 # idle times and the host
@@ -178,10 +171,6 @@ def test_gaps_at_the_ends_of_a_step_are_named():
     assert column(table, "before it")[0] == "start of the step"
     assert column(table, "after it")[1] == "end of the step"
     assert column(table, "at") == ["0", "24.75"]
-    section = gaps_section(whole)
-    assert numbers(section, "idle_ms") == [1.6, 1.4, 1, 0.25]
-    assert csv_rows(section)[3]["cause"] == IdleCause.END_OF_STEP
-    assert csv_rows(section)[3]["after"] == ""
 
 
 def test_host_calls_by_hand():
@@ -212,4 +201,4 @@ def test_csv_gives_names_in_full():
     kernels = kernels_section(with_names(make_profile, long), 3)
     modules = modules_section(with_names(make_profile, long))
     assert {row["name"] for row in csv_rows(kernels)} == {long}
-    assert f"block.* > {long} > {long}" in {row["module"] for row in csv_rows(modules)}
+    assert f"block.0 > {long} > {long}" in {row["module"] for row in csv_rows(modules)}

@@ -15,7 +15,6 @@ from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import SUBJECTS, tables_of, tables_of_one, write_kernels
-from cs336_systems.report.sections.kernels.words import about
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (
     FORWARD,
@@ -32,17 +31,6 @@ ALL_PROFILES = (make_profile, make_inference, make_cpu_profile)
 
 def of_file(make=make_profile, **changes):
     return Explained(profile=make(**changes))
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [({}, "small.nsys-rep, NVIDIA H200, 2 steps."),
-     ({"is_warmup": True}, "small.nsys-rep, NVIDIA H200, 2 warm-up steps."),
-     ({"is_whole_trace": True, "device_names": ()},
-      "small.nsys-rep, no steps in the file, so the whole of it counts as one.")],
-)  # fmt: skip
-def test_what_the_tables_are_of(change, text):
-    assert about(make_profile(**change)) == text
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -79,11 +67,11 @@ def test_share_columns_to_read_add_up(make):
 
 
 READABLE = ("csv", *WRITERS)
-OF_ANY = {f"{name}.{ending}" for name in ("phases", "classes", "products", "attention", "top_kernels")
+OF_ANY = {f"{name}.{ending}" for name in ("phases", "classes", "attention")
           for ending in READABLE}  # fmt: skip
-OF_ONE = {f"{name}.{ending}" for name in ("kernels", "modules", "blocks", "idle", "host_calls") for ending in READABLE}
-OF_ONE |= {"gaps.csv", "findings.md", "profile.json", "plots/timeline.png"}
-NOT_OF_A_CPU = ("idle", "gaps", "host_calls", "attention", "blocks", "plots/timeline")
+OF_ONE = {f"{name}.{ending}" for name in ("kernels", "modules", "idle", "host_calls") for ending in READABLE}
+OF_ONE |= {"findings.md", "profile.json", "plots/timeline.png"}
+NOT_OF_A_CPU = ("idle", "host_calls", "attention", "plots/timeline")
 """A CPU is its own host, and this trace has no ranges."""
 
 
@@ -107,7 +95,7 @@ def test_files_of_one_trace(tmp_path):
 
 def test_files_of_several_traces(tmp_path):
     paths = write_kernels([make_entry(), make_entry(context_length=512)], tmp_path)
-    expected = OF_ANY | {f"slowdown.{ending}" for ending in READABLE} | {"plots/configurations.png"}
+    expected = OF_ANY | {f"top_kernels.{ending}" for ending in READABLE} | {"plots/configurations.png"}
     expected |= {f"plots/small_ctx_{context}_timeline.png" for context in (128, 512)}
     assert {path.relative_to(tmp_path).as_posix() for path in paths} == names(tmp_path) == expected
     assert imread(tmp_path / "plots" / "configurations.png").ndim == 3

@@ -24,9 +24,9 @@ from cs336_systems.report.sections.kernels.plots import (
     STYLES,
     communication_chart,
     configuration_chart,
+    draw_timeline,
     time_bars,
 )
-from cs336_systems.report.sections.kernels.timeline import draw_timeline
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (

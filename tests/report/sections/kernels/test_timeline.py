@@ -7,10 +7,10 @@ from matplotlib.patches import Rectangle, StepPatch
 
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.step_profile import IdleCause
-from cs336_systems.analysis.kernels.summary import summarise
 from cs336_systems.report.plots import palette
-from cs336_systems.report.sections.kernels.timeline import (
+from cs336_systems.report.sections.kernels.plots import (
     LONGEST_LINE,
     MAX_STREAMS,
     describe_devices,

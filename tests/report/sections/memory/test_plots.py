@@ -12,8 +12,7 @@ from matplotlib.colors import to_hex
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.report.plots import drawing, palette
 from cs336_systems.report.plots.draw import draw
-from cs336_systems.report.sections.memory.peak_bars import peak_chart
-from cs336_systems.report.sections.memory.plots import draw_memory
+from cs336_systems.report.sections.memory.plots import draw_memory, peak_chart
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.test_plots import SIGHT, lab

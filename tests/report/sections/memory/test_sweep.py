@@ -8,13 +8,13 @@ from matplotlib.image import imread
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.config import Mode, Precision, Profiler
 from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.sections.memory import peak_bars
+from cs336_systems.report.sections.memory import plots as peak_bars
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.files import memory_tables, write_memory
 from tests.report.making import HOSTILE, make_config, make_record
 from tests.report.sections.memory.profiles import MIB, make_inference, make_like, make_memory, make_moment, make_oom
 
-TABLES = ("peaks", "categories", "boundaries", "phases", "largest")
+TABLES = ("peaks", "boundaries", "phases", "largest")
 
 NAMES = {category.replace(" ", "_") for category in Category}
 
@@ -92,7 +92,7 @@ def test_forward_alone_against_a_whole_step() -> None:
 @pytest.mark.usefixtures("no_pictures")
 def test_categories_add_up_in_every_row(tmp_path) -> None:
     write_memory(grid(), tmp_path)
-    for row in read(tmp_path, "categories"):
+    for row in read(tmp_path, "peaks"):
         assert sum(float(value) for name, value in row.items() if name.endswith("_share")) == pytest.approx(1)
         parts = [int(value) for name, value in row.items() if name.removesuffix("_bytes") in NAMES]
         assert sum(parts) == int(row["peak_allocated_bytes"])

@@ -1,0 +1,318 @@
+"""The right reader for each file, and sums of its kernels against brute force."""
+
+import gzip
+import lzma
+import os
+import random
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.kernels.attribution import attribute
+from cs336_systems.analysis.kernels.classes import MAX_NAME, classify_kernel
+from cs336_systems.analysis.kernels.explain import read_trace, summarise
+from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, PhaseSource
+from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile, encode_profile
+from cs336_systems.analysis.kernels.trace import Trace
+from tests.analysis.kernels.kineto_files import events_of, write_trace
+from tests.analysis.kernels.tracing import (
+    BACKWARD_KERNELS,
+    FORWARD_KERNELS,
+    LOSS_KERNELS,
+    OPTIMIZER_KERNELS,
+    PROCESS,
+    Call,
+    Kernel,
+    Recording,
+    Span,
+    make_trace,
+    random_recording,
+    totals,
+    training,
+    write_export,
+)
+
+
+def test_the_same_steps_from_either_profiler(tmp_path: Path) -> None:
+    made = training(3)
+    expected = totals(attribute(make_trace(made)), 1)
+    (tmp_path / "zipped").write_bytes(gzip.compress(write_trace(tmp_path / "kineto", events_of(made)).read_bytes()))
+    (tmp_path / "indented").write_bytes(b" \n\t" + (tmp_path / "kineto").read_bytes())
+    write_export(tmp_path / "nsys", made)
+    for name in ("nsys", "kineto", "zipped", "indented"):
+        assert totals(attribute(read_trace(tmp_path / name)), 1) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t", b"", "but it is empty"),
+        ("t", b"hello", "but it is something else"),
+        ("t", b"\x80\x04}.", "but it is a pickle"),
+        ("t", lzma.compress(b"{}"), "xz -dk"),
+        ("t", b"\x28\xb5\x2f\xfd", "zstd -dk"),
+        ("a.nsys-rep", b"\x0a\x11", "nsys export --type=sqlite a.nsys-rep"),
+        ("t", b"[]", "got `array`"),
+        ("t", b"{}", "traceEvents"),
+        ("t", b"SQLite format 3\0", "truncated"),
+    ],
+)
+def test_any_other_file_is_said_with_what_to_do(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ProfileError) as caught:
+        read_trace(tmp_path / name)
+    assert said in str(caught.value)
+    if "but it" in said:
+        assert "the SQLite export of an nsys report, or a trace of torch.profiler" in str(caught.value)
+
+
+def test_what_is_no_file_is_said_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path, said in [
+        (tmp_path / "fifo", "no regular file"),
+        (tmp_path, "a directory"),
+        (tmp_path / "none", "No such file"),
+        (tmp_path / "a\0b", "no name of a file"),
+    ]:
+        with pytest.raises(ProfileError, match=said):
+            read_trace(path)
+
+
+STEP = {
+    "forward": FORWARD_KERNELS,
+    "loss": LOSS_KERNELS,
+    "backward": BACKWARD_KERNELS,
+    "optimizer": OPTIMIZER_KERNELS,
+}
+
+
+def profile(made: Recording | Trace, **changes) -> StepProfile:
+    return summarise(attribute(make_trace(made) if isinstance(made, Recording) else made), source="test", **changes)
+
+
+def launches(found: StepProfile) -> dict[str, tuple[int, ...]]:
+    return {times.phase.value: times.launches for times in found.phases}
+
+
+def ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def whole(found: StepProfile) -> tuple[int, int]:
+    """Kernels and nanoseconds of all parts together."""
+    left = found.left
+    count = sum(sum(times.launches) for times in found.phases) + left.warmup + left.outside + left.no_launch
+    time_ns = sum(ns(value) for times in found.phases for value in times.kernel_s)
+    return count, time_ns + ns(left.warmup_s) + ns(left.outside_s) + ns(left.no_launch_s)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_kernel_is_in_one_place(seed: int) -> None:
+    made = random_recording(random.Random(seed))
+    found = profile(made)
+    total = len(made.kernels), sum(k.duration_ns for k in made.kernels)
+    assert whole(found) == total == (found.num_kernels, ns(found.kernel_s))
+    in_steps = sum(sum(times.launches) for times in found.phases)
+    for rows in (found.classes, found.modules, [row for row in found.kernels if row.phase is None]):
+        assert sum(row.count for row in rows) == in_steps
+    assert decode_profile(encode_profile(found)) == found
+
+
+def test_warm_up_is_left_out_unless_there_is_nothing_else() -> None:
+    made = training(4, step_range=True)
+    steps = sorted(s.start_ns for s in made.spans if s.name == "step")
+    made.spans.append(Span("warmup", steps[0] - 1, steps[3] - 1))
+    found = profile(made)
+    assert launches(found) == {"data": (1,), **{name: (count,) for name, count in STEP.items()}}
+    per_step = 1 + sum(STEP.values())
+    assert (found.left.warmup, found.is_warmup, found.num_steps) == (3 * per_step, False, 1)
+    assert found.left.warmup_s == pytest.approx(3 * sum(times.kernel_s[0] for times in found.phases))
+    made.spans[-1] = Span("warmup", steps[0] - 1, steps[3] + 1)
+    found = profile(made)
+    assert (found.left.warmup, found.is_warmup, found.num_steps) == (0, True, 4)
+
+
+def test_without_steps_the_whole_file_is_one() -> None:
+    made = Recording(kernels=[Kernel("a", 5, start_ns=10, duration_ns=30), Kernel("b", None, start_ns=50)])
+    made.calls = [Call("cudaDeviceSynchronize", 0, 100)]
+    found = profile(made)
+    assert (found.is_whole_trace, found.num_steps, found.phases_from) == (True, 1, (PhaseSource.NOTHING,))
+    assert [ns(t) for t in found.step_s] == [100]
+    (times,) = found.phases
+    assert (times.phase, times.launches) == ("unattributed", (2,))
+    assert [ns(v[0]) for v in (times.kernel_s, times.busy_s, times.wall_s, times.host_s)] == [40, 40, 100, 100]
+    assert whole(found) == (2, 40)
+
+
+def test_a_graph_of_a_whole_step_has_steps_without_phases() -> None:
+    """Four steps, of which one settles the profiler; each launches one graph of three kernels."""
+    made = Recording(spans=[Span("warmup", 0, 100)])
+    for step in range(4):
+        at = step * 100
+        made.spans.append(Span("step", at + 5, at + 95))
+        made.kernels += [Kernel(name, at + 10, start_ns=at + 20 + 10 * i, graph=9) for i, name in enumerate("abc")]
+    found = profile(made)
+    assert (found.is_whole_trace, found.num_steps, found.phases_from) == (False, 3, (PhaseSource.NOTHING,))
+    assert launches(found) == {"unattributed": (3, 3, 3)}
+    assert found.left.warmup == 3
+
+
+def test_phases_without_steps() -> None:
+    """No forward, so no step; what backward launched is known all the same."""
+    made = Recording(spans=[Span("backward", 10, 100)], kernels=[Kernel("a", 20, start_ns=30, duration_ns=200)])
+    found = profile(made)
+    assert found.is_whole_trace
+    assert {t.phase.value: (t.launches, ns(t.wall_s[0])) for t in found.phases} == {"backward": ((1,), 220)}
+
+
+def test_an_empty_trace() -> None:
+    found = profile(Recording())
+    assert (found.num_steps, found.is_whole_trace, found.num_kernels, found.gaps) == (1, True, 0, ())
+    assert decode_profile(encode_profile(found)) == found
+
+
+def test_kernels_without_a_launch_or_outside_are_left() -> None:
+    made = training(2)
+    made.kernels += [Kernel("lost", None, duration_ns=3), Kernel("early", 1, start_ns=2, duration_ns=4)]
+    left = profile(made).left
+    assert (left.no_launch, ns(left.no_launch_s), left.outside, ns(left.outside_s)) == (1, 3, 1, 4)
+
+
+def test_steps_told_from_threads_end_where_the_next_begins() -> None:
+    found = profile(training(3, phases=False))
+    assert found.phases_from == (PhaseSource.THREADS,)
+    assert launches(found) == {name: (count,) * 3 for name, count in STEP.items()}
+    ranged = profile(training(3))
+    for times, others in zip(found.phases, ranged.phases, strict=True):
+        assert times.kernel_s == others.kernel_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_statistics_of_kernels_are_pythons(seed: int) -> None:
+    generator = random.Random(seed)
+    made = Recording(spans=[Span("step", 0, 1_000), Span("forward", 0, 500), Span("backward", 500, 1_000)])
+    for _ in range(generator.randint(1, 60)):
+        duration = generator.choice([0, 1, 7, generator.randint(1, 10**9)])
+        made.kernels.append(Kernel(generator.choice("abcd"), generator.randint(0, 999), duration_ns=duration))
+    rows = profile(made).kernels
+    for row in rows:
+        window = {None: (0, 1_000), "forward": (0, 500), "backward": (500, 1_000)}[row.phase]
+        mine = [
+            k.duration_ns / 1e9 for k in made.kernels if k.name == row.name and window[0] <= k.launch_ns < window[1]
+        ]
+        assert (row.count, row.min_s, row.max_s) == (len(mine), min(mine), max(mine))
+        assert row.total_s == pytest.approx(sum(mine))
+        assert row.mean_s == pytest.approx(statistics.mean(mine))
+        assert row.median_s == pytest.approx(statistics.median(mine))
+        stdev = statistics.stdev(mine) if len(mine) > 1 else None
+        assert row.stdev_s == (None if stdev is None else pytest.approx(stdev, abs=1e-15))
+    phases = [row.phase for row in rows]
+    assert phases == sorted(phases, key=lambda p: -1 if p is None else PHASES.index(p))
+    for phase in set(phases):
+        totals = [row.total_s for row in rows if row.phase == phase]
+        assert totals == sorted(totals, reverse=True)
+
+
+def test_classes_are_sums_of_their_kernels() -> None:
+    found = profile(training(3))
+    for row in found.classes:
+        mine = [k for k in found.kernels if k.phase == row.phase and classify_kernel(k.name) is row.kind]
+        assert row.count == sum(k.count for k in mine)
+        assert row.total_s == pytest.approx(sum(k.total_s for k in mine))
+    assert len({(row.kind, row.phase) for row in found.classes}) == len(found.classes)
+
+
+def test_a_name_without_end_is_cut() -> None:
+    made = Recording([Kernel("k" * (MAX_NAME + 9), 5)], [Span("forward", 0, 10)])
+    assert len(profile(made).kernels[0].name) == MAX_NAME
+
+
+def test_what_is_computed_again_is_told() -> None:
+    made = Recording(spans=[Span("forward", 0, 10), Span("backward", 10, 90), Span("forward", 20, 30, PROCESS + 101)])
+    made.kernels = [Kernel("a", 5, duration_ns=3), Kernel("a", 25, PROCESS + 101, duration_ns=7), Kernel("b", 50)]
+    found = profile(made)
+    assert {t.phase.value: [ns(v) for v in t.recomputed_s] for t in found.phases} == {"forward": [0], "backward": [7]}
+
+
+def test_several_processes_are_taken_together() -> None:
+    made, other = training(2), training(3, process=9 << 24)
+    other.kernels = [replace(k, duration_ns=2 * k.duration_ns) for k in other.kernels]
+    both = profile(Recording(made.kernels + other.kernels, made.spans + other.spans))
+    alone = [profile(part) for part in (made, other)]
+    assert both.num_steps == 5
+    for index, times in enumerate(both.phases):
+        for value in ("launches", "kernel_s", "busy_s", "wall_s", "host_s"):
+            apart = [getattr(one.phases[index], value) for one in alone]
+            assert getattr(times, value) == apart[0] + apart[1]
+    assert "There are 2 processes" in both.notes[-1]
+
+
+def test_phases_of_other_names() -> None:
+    made = training(3)
+    renamed = {"forward": "fwd", "backward": "bwd", "optimizer": "adamw"}
+    made.spans = [replace(s, name=renamed.get(s.name, s.name)) for s in made.spans]
+    found = summarise(attribute(make_trace(made), PhaseNames(**renamed)), source="test")
+    assert found.phases == profile(training(3)).phases
+
+
+def test_a_host_without_a_device_has_operators() -> None:
+    made = Recording(spans=[Span("step", 0, 200), Span("forward", 10, 100), Span("backward", 110, 190)])
+    made.kernels = [
+        Kernel("aten::mm", 20, start_ns=20, duration_ns=50),
+        Kernel("aten::mm", 120, start_ns=120, duration_ns=60),
+    ]
+    found = profile(replace(make_trace(made), is_of_host=True))
+    assert found.work is Work.OPERATORS
+    assert {t.phase.value: (ns(t.wall_s[0]), ns(t.busy_s[0])) for t in found.phases} == {
+        "data": (10, 0),
+        "forward": (90, 50),
+        "backward": (90, 60),
+    }
+    assert (found.idle, found.gaps) == ((), ())
+    assert whole(found) == (2, 110)
+
+
+@pytest.mark.speed
+def test_a_large_trace_takes_well_under_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    """600,000 kernels in 40,000 ranges, of 10 steps; made with numpy, since the making is not what is measured."""
+    trace = large_trace(steps=10, modules=4_000, kernels_per_module=15)
+    found = attribute(trace)
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        result = summarise(found, source="large")
+        times.append(time.process_time() - start)
+    with capsys.disabled():
+        print(f"\nsummarise {len(trace.kernels)} kernels, {len(trace.ranges)} ranges: {min(times):.2f} s")
+    assert sum(sum(phase.launches) for phase in result.phases) == len(trace.kernels) == 600_000
+    assert min(times) < 1.5
+
+
+def large_trace(steps: int, modules: int, kernels_per_module: int) -> Trace:
+    small = make_trace(Recording([Kernel("sgemm", 1), Kernel("softmax", 2)], [Span(n, 0, 1) for n in ("forward", "m")]))
+    count = steps * modules * kernels_per_module
+    launch = np.arange(count) * 100 + 50
+    ranges = np.arange(steps * modules) * 100 * kernels_per_module
+    forward = np.arange(steps) * 100 * kernels_per_module * modules
+    work = {name: np.resize(getattr(small.kernels, name), count) for name in type(small.kernels).__slots__}
+    work |= {"launch_ns": launch, "start_ns": launch + 5_000}
+    spans = {n: np.resize(getattr(small.ranges, n), len(ranges) + steps) for n in type(small.ranges).__slots__}
+    ids = dict(zip(small.strings, range(len(small.strings)), strict=True))
+    spans |= {
+        "name": np.append(np.full(len(ranges), ids["m"]), np.full(steps, ids["forward"])),
+        "start_ns": np.append(ranges, forward),
+        "end_ns": np.append(ranges + 100 * kernels_per_module, forward + 100 * kernels_per_module * modules),
+    }
+    calls = {"name": work["name"], "process": work["process"], "thread": work["thread"], "start_ns": launch}
+    calls |= {"duration_ns": np.full(count, 30), "correlation": np.arange(count) + 1}
+    return replace(
+        small,
+        kernels=type(small.kernels)(**work),
+        ranges=type(small.ranges)(**spans),
+        api_calls=type(small.api_calls)(**calls),
+    )
