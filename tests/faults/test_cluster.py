@@ -165,7 +165,8 @@ def test_the_driver_is_killed_and_then_ray_s_process_under_the_same_command(star
     running.process.kill()
     running.wait()
     assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
-    finished = {name: content for name, content in contents(runs(place)).items() if name.endswith(".json")}
+    earlier = contents(runs(place)) if runs(place).exists() else {}
+    finished = {name: content for name, content in earlier.items() if name.endswith(".json")}
     running = start(fault="takes_a_while", contexts=CONTEXTS)
     assert eventually(lambda: ray_cluster.workers() or running.process.poll() is not None)
     random_moment(running, place, chance)
