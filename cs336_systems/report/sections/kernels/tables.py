@@ -258,7 +258,7 @@ def _product_values(entry: Explained, phase: str) -> Row:
 
 def attention(entries: Sequence[Explained]) -> Section:
     """Scores, softmax and values, and the softmax against the matrix products; as CSV with counts and FLOPs of each."""
-    rows = rows_of(entries, attention_rows)
+    rows = rows_of(entries, attention_part_rows)
     keys = ("phase", "softmax_ms_per_step", "products_ms_per_step", "whole_ms_per_step", "share_of_phase")
     ratios = ("time_ratio", "flops_ratio", "time_per_flop_ratio")
     shown = ("phase", "scores_ms_per_step", "softmax_ms_per_step", "values_ms_per_step", *keys[2:], *ratios)
@@ -271,7 +271,7 @@ def attention(entries: Sequence[Explained]) -> Section:
     return over_configurations("attention", "Inside attention", rows, [*map(column, shown)], every, notes)
 
 
-def attention_rows(entry: Explained) -> Iterator[Row]:
+def attention_part_rows(entry: Explained) -> Iterator[Row]:
     """A row for each phase in which the parts of attention are known; ratios are softmax over products."""
     profile, steps = entry.profile, entry.profile.num_steps
     for phase in dict.fromkeys(row.phase for row in profile.attention):

@@ -10,7 +10,7 @@ from cs336_systems.analysis.kernels.step_profile import IdleCause
 from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, RunConfig
 from cs336_systems.report.sections.kernels.facts import is_launch_bound
 from cs336_systems.report.sections.kernels.findings import findings
-from tests.report.making import H200, HOSTILE
+from tests.report.making import H200
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
     DATA,
@@ -396,8 +396,3 @@ def test_a_trace_of_a_cpu_has_no_gpu_to_speak_of() -> None:
 def test_a_profile_of_nothing_says_nothing() -> None:
     empty = make_profile(phases=(), kernels=(), classes=(), idle=(), gaps=(), host_calls=())
     assert findings(empty) == ()
-
-
-def test_long_names_are_cut() -> None:
-    names = {FORWARD: ((HOSTILE + "x" * 8000, 8, 50),)}
-    assert max(map(len, findings(make_profile(kernels=make_kernels(names))))) < 1000
