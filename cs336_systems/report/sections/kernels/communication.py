@@ -16,7 +16,7 @@ from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
-from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, last_ranks
+from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, last_ranks, mean_std_ms
 from cs336_systems.report.table import Table
 
 ALL_KINDS = "all"
@@ -88,14 +88,6 @@ def _of_phase(profile: StepProfile, name: str, found: Sequence[CommunicationTime
             "exposed_share": ratio(exposed[0] * profile.num_steps / 1e3, wall_s),
             **{key: needed[key] if needed and kind is kinds[-1] else None for key in GATHERS},
         }
-
-
-def mean_std_ms(parts_s: Sequence[Sequence[float]]) -> tuple[float, float | None]:
-    """Mean and deviation over the steps, in ms, of the parts together; no deviation of one step."""
-    times_ms = [sum(times) * 1e3 for times in zip(*parts_s, strict=True)]
-    return (statistics.fmean(times_ms) if times_ms else 0.0), (
-        statistics.stdev(times_ms) if len(times_ms) > 1 else None
-    )
 
 
 OF_CONFIGURATION = ("collective_mean_ms", "exposed_mean_ms", "exposed_share")

@@ -23,6 +23,7 @@ from cs336_systems.report.sections.kernels.facts import (
     added,
     grouped,
     kernel_s,
+    mean_std_ms,
     num_launches,
     terms,
     top_kernel,
@@ -121,11 +122,8 @@ def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Row:
 
 def _mean_and_std(chosen: Sequence[PhaseTimes], field: str) -> Row:
     """Mean and deviation over the steps in ms of the phases together; no deviation of one step."""
-    times_s = [sum(times) for times in zip(*(getattr(phase, f"{field}_s") for phase in chosen), strict=True)]
-    return {
-        f"{field}_mean_ms": sum(times_s) / max(len(times_s), 1) * 1e3,
-        f"{field}_std_ms": statistics.stdev(times_s) * 1e3 if len(times_s) > 1 else None,
-    }
+    mean_ms, std_ms = mean_std_ms([getattr(phase, f"{field}_s") for phase in chosen])
+    return {f"{field}_mean_ms": mean_ms, f"{field}_std_ms": std_ms}
 
 
 def _meanings(entries: Sequence[Explained], rows: Sequence[Row]) -> str:
