@@ -28,7 +28,7 @@ from cs336_systems.report.sections.kernels.facts import (
     terms,
     top_kernel,
 )
-from cs336_systems.report.sections.kernels.tables import attention_rows
+from cs336_systems.report.sections.kernels.tables import attention_part_rows
 
 FORWARD, BACKWARD, BOTH, OPTIMIZER, STEP = "forward", "backward", "forward and backward", "optimizer", "step"
 PARTS: Mapping[str, Sequence[LaunchPhase]] = {
@@ -111,7 +111,7 @@ def _facts(entry: Explained) -> Row:
                       f"{part} top launches": top.count / steps}  # fmt: skip
     own = sorted((row for row in profile.kernels if row.phase == FORWARD), key=lambda row: row.total_s)
     found |= {f"longest {kind}": None for kind in KernelClass} | {f"longest {row.kind}": row.short_name for row in own}
-    rows = [row for row in attention_rows(entry) if row["phase"] == FORWARD and row["time_ratio"]]
+    rows = [row for row in attention_part_rows(entry) if row["phase"] == FORWARD and row["time_ratio"]]
     for name in ("softmax_ms_per_step", "products_ms_per_step", "whole_ms_per_step", "time_ratio", "flops_ratio",
                  "time_per_flop_ratio"):  # fmt: skip
         found[name] = rows[0][name] if rows else None

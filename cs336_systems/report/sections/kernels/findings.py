@@ -423,7 +423,7 @@ class _Findings:
             MIN_FULL_PRECISION_SHARE * self.kernel_s,
             full_s,
             f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, and leave the tensor cores "
-            f"idle, which have {' and '.join(faster)}{_promised(self.profile, faster)}.",
+            f"idle, which have {' and '.join(faster)}.",
         )
 
     def faster(self) -> tuple[Precision, ...]:
@@ -541,13 +541,3 @@ def _median_s(kernels: Iterable[KernelTimes]) -> float:
 def _rounded_ms(time_s: float) -> str:
     """The time in ms, without decimals from 10 ms on: pauses vary by more than that."""
     return f"{time_s * 1e3:,.0f} ms" if time_s >= 10e-3 else ms(time_s)
-
-
-def _promised(profile: StepProfile, faster: Iterable[Precision]) -> str:
-    """Peak rates of these precisions and of fp32 by the data sheet of the device, if it is known."""
-    device = next(filter(None, map(find_device, profile.device_names)), None)
-    if device is None:
-        return ""
-    rates = {precision: device.peak_flops_per_s.get(precision) for precision in (*faster, Precision.FP32)}
-    named = [f"{precision} {rate / 1e12:g}" for precision, rate in rates.items() if rate is not None]
-    return f" ({device.names[0]}, by its data sheet: {', '.join(named)} TFLOP/s)"

@@ -334,7 +334,7 @@ def class_chart(profile: StepProfile, file: str = "classes", name: str = "") -> 
     words = [*([name] if name else []), *describe_source(profile), describe_steps(profile)]
     if step.overlap_ms > OVERLAP * step.row["wall_mean_ms"]:
         words.append(f"{significant(step.overlap_ms, 3)} ms of kernels ran beside others")
-    sums = {part: f"{part}, {rounded(time_ms, step.length_ms)} ms" for part, time_ms in step.parts_ms.items()}
+    sums = {part: f"{part}, {rounded_within(time_ms, step.length_ms)} ms" for part, time_ms in step.parts_ms.items()}
     bars = []
     for bar in phases:
         busy = "" if bar.row["busy_share"] is None else f"\n{100 * bar.row['busy_share']:.0f} % busy"
@@ -410,7 +410,7 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
     )  # fmt: skip
 
 
-def rounded(value: float, whole: float) -> str:
+def rounded_within(value: float, whole: float) -> str:
     """The value with the decimals that four digits of the whole leave, such as `0.12` of 43.26; `< 0.01` below them."""
     decimals = max(0, 4 - math.ceil(math.log10(whole)))
     unit = 10.0**-decimals

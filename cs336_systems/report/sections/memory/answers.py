@@ -8,11 +8,10 @@ from cs336_systems.analysis.memory.profile import BlockMemory, Category, MemoryP
 from cs336_systems.config import Mode, Precision
 from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import answers_markdown
-from cs336_systems.report.numbers import label, percent_of, significant
+from cs336_systems.report.numbers import MIB, label, percent_of, significant
 from cs336_systems.report.sections.memory.allocations import NUM_CONTRIBUTORS
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
 from cs336_systems.report.sections.memory.words import (
-    MIB,
     by_category,
     largest_words,
     parts_of,

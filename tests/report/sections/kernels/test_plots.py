@@ -26,7 +26,7 @@ from cs336_systems.report.sections.kernels.plots import (
     communication_chart,
     configuration_chart,
     draw_timeline,
-    rounded,
+    rounded_within,
     time_bars,
 )
 from tests.report.drawn import overlaps, texts
@@ -166,7 +166,7 @@ def test_a_legend_reads_row_by_row_with_the_sums_of_the_step() -> None:
      (1234.5, 23456, "1,234"), (0.2, 23456, "< 1"), (0.25, 0.5, "0.2500")],
 )  # fmt: skip
 def test_sums_are_rounded_to_four_digits_of_the_whole(value: float, whole: float, said: str) -> None:
-    assert rounded(value, whole) == said
+    assert rounded_within(value, whole) == said
 
 
 def test_kernels_side_by_side_are_said_so() -> None:
