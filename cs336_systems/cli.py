@@ -19,7 +19,7 @@ from cs336_systems.text import inert_line
 
 COMMANDS = (
     "benchmark", "sweep", "kernels", "memory", "account", "scale", "precision", "fusion", "attention",
-    "ceilings", "ladder", "compare", "report", "cluster",
+    "ceilings", "ladder", "compare", "report",
 )  # fmt: skip
 """The subcommands of `cs336`. Each is a module of commands/, imported only when it is called."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"

@@ -137,7 +137,7 @@ class _Versioned(msgspec.Struct):
     format_version: int
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Replace the file so that readers see either the old bytes or the new ones, even after a crash.
 
     An OSError that this raises names `path`, not the temporary file.

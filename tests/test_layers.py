@@ -20,8 +20,7 @@ BASE = ("", "interrupt", "text", "files", "ranges", "settings", "config", "recor
 TOP = ("cli", "start", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
-ON_RAY = ("agents", "bridge", "connection", "look")
-ELSEWHERE = ("sweep.worker", "sweep.preload", *(f"sweep.cluster.{name}" for name in ON_RAY))
+ELSEWHERE = ("sweep.worker", "sweep.preload", "sweep.cluster")
 """Modules of such a folder that run in the processes that measure, or in one that needs Ray."""
 
 

@@ -3,10 +3,9 @@
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
 from cs336_systems.commands.explaining import explain_or_warn
@@ -31,10 +30,9 @@ from cs336_systems.commands.flags import (
     with_flags,
 )
 from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
-from cs336_systems.config import Device, Parallel, Profiler, RunConfig
+from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
-from cs336_systems.parallel.rank import Rank, rank_from_environment
 from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
@@ -87,10 +85,6 @@ class BenchmarkArguments(Flags):
         asked = {**self.given(), **self.model.given(), **self.step.given()}
         precision = one_precision(self.precision, self.mixed_precision)
         settings = {"size": default_on(device, "size"), **asked, "precision": precision}
-        if (rank := rank_from_environment()) is not None:
-            settings["ranks"] = _ranks_of_torchrun(rank, settings)
-            if self._profiler() is Profiler.MEMORY:
-                raise ValueError("torchrun cannot be combined with --memory yet: use --ranks in its place")
         if self.global_batch_size is not None:
             settings["batch_size"] = batch_of_each(self.global_batch_size, settings.get("ranks", 1))
         plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
@@ -110,23 +104,9 @@ class BenchmarkArguments(Flags):
         return Profiler.KINETO if self.profile else Profiler.MEMORY if any(asked[1:3]) else Profiler.NONE
 
 
-def _ranks_of_torchrun(rank: Rank, settings: Mapping[str, Any]) -> int:
-    """The number of ranks that torchrun started; raise ValueError if the flags ask for something else."""
-    if settings.get("parallel", Parallel.NONE) is Parallel.NONE:
-        raise ValueError(
-            f"torchrun started {counted(rank.ranks, 'rank')}: say how they share a step, as in --parallel ddp-overlap"
-        )
-    if (asked := settings.get("ranks", 1)) not in (1, rank.ranks):
-        raise ValueError(f"--ranks {asked} differs from the {rank.ranks} that torchrun started: leave it out")
-    return rank.ranks
-
-
 def run(arguments: BenchmarkArguments) -> int:
     """Measure the run, write its record, print its tables, and return the exit status."""
     config = checked(arguments.config)
-    rank = rank_from_environment()
-    if rank is not None:
-        return _run_as_rank(config, arguments, rank)
     explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
         explain_fast([config])
@@ -165,46 +145,6 @@ def run(arguments: BenchmarkArguments) -> int:
         else:
             _print(record, runs)
         print_profile_paths([config], runs)
-    return status_of([record], () if is_explained else [config])
-
-
-def _run_as_rank(config: RunConfig, arguments: BenchmarkArguments, rank: Rank) -> int:
-    """Measure as one of the ranks that torchrun started; rank 0 writes the record and prints."""
-    from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.sweep.store import PROFILE_DIRECTORIES, make_writable, profile_of_rank, set_aside_run
-    from cs336_systems.sweep.torchrun import measure_as_rank, see_own_gpu
-
-    see_own_gpu(config, rank)
-    runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs").absolute()
-
-    def measured() -> RunRecord:
-        from cs336_systems.measure.run import measure
-
-        return measure(config, profile=profile_of_rank(config, runs, rank.rank), rank=rank)
-
-    def keep(record: RunRecord) -> None:
-        write_record(record, runs)
-        print(inert_line(f"{record.status}: {record.failure.message if record.failure else ''}"), file=sys.stderr)
-
-    with contextlib.ExitStack() as stack:
-        if config.device is Device.CUDA and (gpu := next(iter(visible_gpus()), None)) is not None:
-            stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        if rank.rank:
-            measure_as_rank(config, rank, runs, measured, keep)
-            return status_of([])
-        print_json = stack.enter_context(json_alone(arguments.json))
-        set_aside_run(config, runs)
-        record = measure_as_rank(config, rank, runs, measured, keep)
-        assert record is not None
-        write_record(record, runs)
-        is_explained = True
-        if config.profiler is Profiler.KINETO:
-            with StatusLine() as status:
-                is_explained = explain_or_warn([record], runs, status, "explaining what was recorded")
-        if print_json is not None:
-            print_json(encode_record(record))
-        else:
-            _print(record, runs)
     return status_of([record], () if is_explained else [config])
 
 

@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+import importlib.util
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.analysis.kernels.nsys import NsysError, find_nsys
-from cs336_systems.commands.cluster import ANY_DEVICE, check_address, check_ray
 from cs336_systems.commands.device import device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (
     AXES,
@@ -66,6 +67,7 @@ from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 from cs336_systems.text import counted, inert_line
 
 if TYPE_CHECKING:
+    from cs336_systems.sweep.cluster import Machine
     from cs336_systems.sweep.run import Outcome
 
 
@@ -110,17 +112,12 @@ class SweepArguments(Flags):
     cluster: Annotated[str | None, unset("ADDRESS", "this machine alone")] = None
     """Measure on all machines of the Ray cluster at this address; auto is the cluster that this machine belongs to.
     Profiles are brought from there."""
-    require_device: Annotated[str | None, unset("NAME", ANY_DEVICE)] = None
+    require_device: Annotated[str | None, unset("NAME", "that of the largest group of like machines")] = None
     """With --cluster, measure only on machines whose device has this in its name, such as H200."""
-    same_node: Switch = False
-    """With --cluster, measure all repeats of a configuration on one machine, not only on one kind of machine."""
-    share_nodes: Switch = False
-    """With --cluster, let runs that the CPU limits (warning launch-bound) share a machine with others. Without it, such
-    a run that had others beside it is measured again with the machine to itself."""
     wait_nodes_s: float = 180.0
     """With --cluster, how long to wait for a machine while none is at work (seconds)."""
     dry_run: Switch = False
-    """Print what would run, and stop."""
+    """Print what would run, and with --cluster on which machines, and stop."""
     json: Switch = False
     """Print JSON instead of tables."""
 
@@ -134,11 +131,11 @@ class SweepArguments(Flags):
 
     def _check_cluster(self) -> None:
         if self.cluster is None:
-            for name in ("require_device", "same_node", "share_nodes"):
-                if getattr(self, name):
-                    raise ValueError(f"--{name.replace('_', '-')} needs --cluster")
+            if self.require_device is not None:
+                raise ValueError("--require-device needs --cluster")
             return
-        check_address(self.cluster, "--cluster")
+        if not re.fullmatch(r"auto|(?!\w+://)\S+:\d+", self.cluster):
+            raise ValueError(f"--cluster needs auto or HOST:PORT, as `ray status` shows it; got {self.cluster[:120]!r}")
         if not 0 < self.wait_nodes_s < float("inf"):
             raise ValueError(f"--wait-nodes-s must be positive and finite, got {self.wait_nodes_s}")
 
@@ -277,11 +274,14 @@ def run(arguments: SweepArguments) -> int:
         if expected is NOTHING_EXPECTED and arguments.cluster is None:
             print("note: no times are predicted, as `cs336 ceilings` has not measured this device", file=sys.stderr)
         with json_alone(arguments.json) as print_json:
+            machines = _machines(arguments)
             if print_json is not None:
-                print_json(encode_json(_plan_json(plan, directory, expected)))
+                print_json(encode_json({**_plan_json(plan, directory, expected), "machines": machines}))
             else:
                 _print_plan(plan, directory, expected)
-        return OK
+                if arguments.cluster is not None:
+                    _print_machines(machines, arguments.device())
+        return FAILED if machines and all(machine.refused for machine in machines) else OK
     for config in plan.too_large:
         print(f"{config.label} {_outlook(config)}", file=sys.stderr)
     missing = _why_no_profile(arguments)
@@ -289,7 +289,7 @@ def run(arguments: SweepArguments) -> int:
         print(inert_line(f"error: no profile: {missing}. The times are measured all the same."), file=sys.stderr)
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
     with json_alone(arguments.json) as print_json:
-        status = measure_all(configs, directory, arguments.measuring, print_json, _machines(arguments), expected)
+        status = measure_all(configs, directory, arguments.measuring, print_json, _elsewhere(arguments), expected)
     return FAILED if missing is not None and status == OK else status
 
 
@@ -364,22 +364,51 @@ def _why_no_profile(arguments: SweepArguments) -> str | None:
     return None
 
 
-def _machines(arguments: SweepArguments) -> Callable[..., "Outcome"] | None:
-    """The function that measures on a cluster, if the user asked for one; raise UsageError if Ray is missing."""
+def _check_ray() -> None:
+    """Raise UsageError, which says what to install, where Ray is missing; to import it would take seconds."""
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError('--cluster needs Ray: pip install "cs336-systems-benchmark[cluster]"')
+
+
+def _elsewhere(arguments: SweepArguments) -> Callable[..., "Outcome"] | None:
+    """The function that measures on a cluster, if the user asked for one."""
     if arguments.cluster is None:
         return None
-    check_ray("--cluster")
-    from cs336_systems.sweep.cluster.ray_nodes import connected
-    from cs336_systems.sweep.cluster.run import sweep_on_nodes
-    from cs336_systems.sweep.cluster.waiting import Placement
+    _check_ray()
+    from cs336_systems.sweep.cluster import sweep_on_cluster
 
     return functools.partial(
-        sweep_on_nodes,
-        connect=functools.partial(connected, arguments.cluster),
+        sweep_on_cluster,
+        address=arguments.cluster,
         require_device=arguments.require_device,
-        placement=Placement(same_node=arguments.same_node, share_nodes=arguments.share_nodes),
         wait_nodes_s=arguments.wait_nodes_s,
     )
+
+
+def _machines(arguments: SweepArguments) -> list["Machine"]:
+    """The machines of the cluster, and which of them a sweep that begins now would leave out."""
+    if arguments.cluster is None:
+        return []
+    _check_ray()
+    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.sweep.cluster import Needs, connected, look
+
+    with StatusLine() as status, connected(arguments.cluster):
+        status("asking the machines of the cluster")
+        needs = Needs(require_device=arguments.require_device, nsys=arguments.nsys)
+        return look(arguments.device(), needs, allow_mixed=arguments.measuring.allow_mixed)[0]
+
+
+def _print_machines(machines: Sequence["Machine"], device: Device) -> None:
+    for machine in machines:
+        node = machine.node
+        what = f"{machine.count:g} {'GPUs' if device is Device.CUDA else 'cores'}"
+        has = f", {node.identity.device_name}, PyTorch {node.identity.torch}" if node else ""
+        use = "used" if machine.refused is None else f"not used: {machine.refused}"
+        print(inert_line(f"{machine.host} ({machine.address}), {what}{has}: {use}"))
+    at_once = sum(machine.runs_at_once(device) for machine in machines)
+    what = "a GPU for each rank" if device is Device.CUDA else "a machine for each run"
+    print(f"{counted(len(machines), 'machine')}, {counted(at_once, 'rank')} at a time ({what}); Ray places the runs")
 
 
 def measure_all(

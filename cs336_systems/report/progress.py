@@ -25,12 +25,12 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.sweep.listener import Listener, Machines
+from cs336_systems.sweep.listener import Listener
 from cs336_systems.text import counted, inert_line
 
 FIRST = "importing PyTorch, once for all runs"
-SAY_AGAIN_S = 30.0
-"""Seconds between two lines, if there is no bar, that say that a sweep still waits for a machine."""
+MOST_NAMED = 8
+"""How many runs in progress are named beside the bar; of more, as on a cluster, only their number is."""
 
 
 class TerminalListener(Listener):
@@ -66,9 +66,7 @@ class TerminalListener(Listener):
         self._numbers: dict[RunConfig, int] = {}
         """Numbers of the runs that this command, not an earlier one, has started; a second try keeps its number."""
         self._lines = StatusLine()
-        self._num_failed = self._total = 0
-        self._machines: Machines | None = None
-        self._said_s = 0.0
+        self._total = 0
 
     def __enter__(self) -> "TerminalListener":
         return self
@@ -113,7 +111,6 @@ class TerminalListener(Listener):
         """Print the result in one line."""
         self._running.pop(record.key, None)
         self._left.finished(record.config)
-        self._num_failed += not record.status.is_result
         self._print(describe_run(record, self._label(record.config)))
         if self._task is not None:
             self._progress.advance(self._task)
@@ -137,20 +134,6 @@ class TerminalListener(Listener):
         """Print the line."""
         self._print(f"[dim]{escape(inert_line(line))}[/]")
 
-    def machines(self, now: Machines) -> None:
-        """Show the machines in place of the runs, of which there may be hundreds; without a bar, only while waiting."""
-        before, self._machines = self._machines, now
-        if now.patience_s is not None and not self.console.is_terminal:
-            is_new = (
-                before is None
-                or before.patience_s is None
-                or (before.there, before.pending) != (now.there, now.pending)
-            )
-            if is_new or monotonic() - self._said_s >= SAY_AGAIN_S:
-                self._said_s = monotonic()
-                self._lines(_in_words(now, self._num_failed))
-        self._show()
-
     def tick(self) -> None:
         """Update the bar's clock."""
         self._progress.refresh()
@@ -167,7 +150,8 @@ class TerminalListener(Listener):
 
     def _show(self) -> None:
         if self._task is not None:
-            now = _in_words(self._machines, self._num_failed) if self._machines else " | ".join(self._running.values())
+            few = len(self._running) <= MOST_NAMED
+            now = " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
             self._progress.update(self._task, description=escape(now))
         self._progress.refresh()
 
@@ -220,15 +204,6 @@ class _LeftColumn(TimeRemainingColumn):
         """Hours, minutes and seconds."""
         left_s = self._left_s()
         return super().render(task) if left_s is None else Text(str(timedelta(seconds=round(left_s))), style="cyan")
-
-
-def _in_words(now: Machines, num_failed: int) -> str:
-    """State of a sweep on several machines, in words; the bar shows the runs done and the time left."""
-    pending = f" and {now.pending} pending" if now.pending else ""
-    there = f"{counted(now.there, 'machine')}{pending}"
-    if now.patience_s is not None:
-        return f"waiting for a machine {now.patience_s:.0f} s longer: {there}"
-    return f"{there}, {now.running} running, {num_failed} failed"
 
 
 def describe_run(record: RunRecord, label: str) -> str:

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.files import error_in_words
-from cs336_systems.record import Failure, Input, RecordError, RunRecord, Status, load_records, write_record
+from cs336_systems.record import Failure, Input, RecordError, RunRecord, Status, load_records, read_record, write_record
 from cs336_systems.sweep.explain import can_be_explained
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.store import (
     SweepError,
     changed_inputs,
+    quarantine,
     remove_temporary_files,
     set_aside,
     set_aside_unreadable,
@@ -63,10 +64,24 @@ class Keeper:
         self.measured.append(record)
         self.listener.finished(record)
 
-    def changed_since(self, record: RunRecord) -> str | None:
+    def _changed_since(self, record: RunRecord) -> str | None:
         """Why a result does not count, if an input file of its run has changed since the sweep began."""
         changed = changed_inputs(record, self.inputs) if record.status.is_result else []
         return f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh" if changed else None
+
+    def read(self, config: RunConfig, elapsed_s: float, log_tail: str | None = None) -> RunRecord:
+        """The record that the run has left in the directory, or one that says why that does not count."""
+        path = self.runs / f"{config.key}.json"
+        try:
+            record = read_record(path)
+        except RecordError as error:
+            message = f"the record was not readable; kept as {quarantine(path).name}: {error}"
+            return self.refuse(config, message, elapsed_s, log_tail)
+        if record.config != config:
+            message = f"the record is of another run; kept as {quarantine(path).name}"
+            return self.refuse(config, message, elapsed_s, log_tail)
+        changed = self._changed_since(record)
+        return record if changed is None else self.refuse(config, changed, elapsed_s, log_tail)
 
     def refuse(self, config: RunConfig, message: str, elapsed_s: float, log_tail: str | None = None) -> RunRecord:
         """Write a record that says that the run's own record does not count."""

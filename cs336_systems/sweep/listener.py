@@ -1,25 +1,10 @@
 """Events that a sweep reports while it runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from cs336_systems.config import RunConfig
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """The machines of a sweep on several, at one moment."""
-
-    there: int
-    """Number of machines that the sweep may use."""
-    pending: int
-    """Number of machines that the cluster has ordered and that have not joined yet."""
-    running: int
-    """Number of runs in progress."""
-    patience_s: float | None
-    """How much longer the sweep waits for a machine; None while runs are in progress."""
 
 
 class Listener:
@@ -45,9 +30,6 @@ class Listener:
 
     def noted(self, line: str) -> None:
         """A message about a machine of the sweep; it may be text that the machine sent."""
-
-    def machines(self, now: Machines) -> None:
-        """State of the machines of a sweep on several machines, each second."""
 
     def tick(self) -> None:
         """A second has passed."""

@@ -28,7 +28,7 @@ from cs336_systems.sweep.merge import merge
 from cs336_systems.sweep.process import die_with_forker
 from cs336_systems.sweep.store import path_of_rank
 
-GRACE_S = 2.0
+_GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, because their errors may show the cause."""
 LATER_S = 3600.0
 """How much later than the run's time limit a collective times out, so that the worker can name the hanging rank."""
@@ -40,9 +40,11 @@ _OF_OTHERS = (
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RankOutcome:
-    """How one rank ended."""
+class _Process:
+    """One rank as the worker sees it, and how it ended."""
 
+    process: BaseProcess
+    pipe: Connection
     rank: int
     record: RunRecord | None = None
     exit_code: int | None = None
@@ -67,14 +69,6 @@ class RankOutcome:
         if failure is not None:
             return (2 if any(sign in failure.message for sign in _OF_OTHERS) else 0), self.order
         return (1 if self.exit_code == -signal.SIGABRT else 0), self.order
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Process(RankOutcome):
-    """One rank as the worker sees it."""
-
-    process: BaseProcess
-    pipe: Connection
 
 
 @dataclass(slots=True)
@@ -126,7 +120,7 @@ def measure_on_ranks(
     blank = RunRecord(config=config, status=Status.TIMEOUT, started_at=started_at)
     failed = min((each for each in processes if each.has_failed), key=lambda each: each.blame, default=None)
     if failed is not None:
-        return failed_record(failed, blank, places.of(failed.rank))
+        return _failed_record(failed, blank, places.of(failed.rank))
     assert is_late
     return _hang(processes, places, timeout_s, blank)
 
@@ -156,7 +150,7 @@ def _started(
 
 
 def _watch(processes: Sequence[_Process], deadline: float) -> bool:
-    """Wait until no rank is pending, at most GRACE_S after one has failed. Return whether the time was over first."""
+    """Wait until no rank is pending, at most _GRACE_S after one has failed. Return whether the time was over first."""
     while pending := [each for each in processes if each.is_pending]:
         left_s = deadline - monotonic()
         if left_s <= 0:
@@ -167,7 +161,7 @@ def _watch(processes: Sequence[_Process], deadline: float) -> bool:
                 _receive(each)
                 each.order = sum(not other.is_pending for other in processes)
         if any(each.has_failed for each in processes):
-            deadline = min(deadline, monotonic() + GRACE_S)
+            deadline = min(deadline, monotonic() + _GRACE_S)
     return False
 
 
@@ -176,7 +170,7 @@ def _receive(each: _Process) -> None:
     try:
         each.record = msgspec.json.decode(each.pipe.recv_bytes(), type=RunRecord)
     except (EOFError, OSError):
-        each.process.join(GRACE_S)
+        each.process.join(_GRACE_S)
         each.exit_code = each.process.exitcode if each.process.exitcode is not None else 255
 
 
@@ -201,7 +195,7 @@ def _measure_rank(
     os._exit(0)
 
 
-def failed_record(each: RankOutcome, blank: RunRecord, where: str | None = None) -> RunRecord:
+def _failed_record(each: _Process, blank: RunRecord, where: str) -> RunRecord:
     """The record of a run in which this rank failed first; `where` is the rank's place if it sent no record."""
     named = f"rank {each.rank}"
     if each.record is not None and each.record.failure is not None:

@@ -19,16 +19,7 @@ from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Paral
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
-from cs336_systems.record import (
-    CPU_SHARED,
-    RecordError,
-    RunRecord,
-    RunWarning,
-    Status,
-    WarningCode,
-    load_records,
-    read_record,
-)
+from cs336_systems.record import CPU_SHARED, RunRecord, RunWarning, Status, WarningCode, load_records
 from cs336_systems.sweep import explain
 from cs336_systems.sweep.explain import can_be_explained, has_explanation, lacks_explanation
 from cs336_systems.sweep.interrupts import Interrupts
@@ -49,13 +40,7 @@ from cs336_systems.sweep.keep import Keeper, resume
 from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
-from cs336_systems.sweep.store import (
-    SweepError,
-    make_writable,
-    quarantine,
-    refuse_to_mix,
-    write_environment,
-)
+from cs336_systems.sweep.store import SweepError, make_writable, refuse_to_mix, write_environment
 
 _TICK_S = 1.0
 """Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share the host."""
@@ -316,16 +301,9 @@ class Loop:
         """The record of a worker that has ended: the one that it wrote, or one of its failure."""
         config, path = worker.config, self.keeper.runs / f"{worker.config.key}.json"
         if path.exists():
-            try:
-                record = read_record(path)
-            except RecordError as error:
-                message = f"the record was not readable; kept as {quarantine(path).name}: {error}"
-                return self.keeper.refuse(config, message, worker.elapsed_s, worker.log_tail())
-            if record.config != config:
-                message = f"the record is of another run; kept as {quarantine(path).name}"
-                return self.keeper.refuse(config, message, worker.elapsed_s, worker.log_tail())
-            if (changed := self.keeper.changed_since(record)) is not None:
-                return self.keeper.refuse(config, changed, worker.elapsed_s, worker.log_tail())
+            record = self.keeper.read(config, worker.elapsed_s, worker.log_tail())
+            if record.status is Status.INVALID:
+                return record
             if record.failed_rank is not None and record.failure is not None and record.failure.log_tail is None:
                 record = self.keeper.write(replace(record, failure=replace(record.failure, log_tail=worker.log_tail())))
             return self._with_teardown(worker, record, exit_code, timed_out) if exit_code else record

@@ -111,15 +111,6 @@ def fresh_profile_path(config: RunConfig, runs: Path) -> Path | None:
     return raw
 
 
-def profile_of_rank(config: RunConfig, runs: Path, rank: int) -> Path | None:
-    """Path for the raw profile that a rank writes itself, whose directory is created; None if it writes none."""
-    if config.profiler in (Profiler.NONE, Profiler.NSYS):
-        return None
-    raw = raw_profile_path(config, runs)
-    raw.parent.mkdir(parents=True, exist_ok=True)
-    return path_of_rank(raw, rank)
-
-
 def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
     """Quarantine records that are damaged; raise SweepError for one that a later version of this program wrote."""
     if newer := [problem for problem in problems if problem.is_newer]:

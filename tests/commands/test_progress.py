@@ -11,21 +11,18 @@ import cs336_systems.report.sections.ceilings.summary
 import cs336_systems.report.sections.fusion
 import cs336_systems.report.sections.ladder.tables
 import cs336_systems.studies.runner
-import cs336_systems.sweep.cluster.ray_nodes
 import cs336_systems.sweep.run
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.record import Failure, Status, write_record
 from cs336_systems.report import status_line
-from cs336_systems.sweep.cluster.nodes import Look
 from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
 from tests.report.ladders import make_ladder, make_records
 from tests.report.making import make_config, make_environment, make_record
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
-from tests.sweep.cluster.simulated import machine, node
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -45,7 +42,6 @@ COMMANDS = {
     "report": ("sweep", "reading", "writing"),
     "kernels": ("kernels.json", "reading kernels.json"),
     "memory": ("memory.json", "reading memory.json"),
-    "cluster": ("", "asking the machines"),
 }
 """What to run, and what is said meanwhile, in this order."""
 QUICK = {"account", "scale"}
@@ -102,8 +98,6 @@ def test_what_takes_longer_says_what_it_does(
         (cs336_systems.report.sections.fusion, "write_fusion", do_not),
         (cs336_systems.report.sections.ladder.tables, "write_ladder_report", do_not),
         (cs336_systems.report.results, "write_files", do_not),
-        (cs336_systems.sweep.cluster.ray_nodes, "is_installed", lambda: True),
-        (cs336_systems.sweep.cluster.ray_nodes, "look", lambda *_: Look(machines=(machine(node(0)),))),
     ):
         monkeypatch.setattr(module, function, fake)
     make_files()

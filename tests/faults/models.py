@@ -309,6 +309,16 @@ def fails_by_context(vocab_size, d_model, context_length):
     return AtSecondStep(faults.get(context_length, time.time), vocab_size, d_model)
 
 
+def kills_ray_where_context_is_8(vocab_size, d_model, context_length):
+    """Kill the process that a task of Ray runs in, which has started the fork server."""
+    if context_length == 8:
+        with NOTES.open("a") as notes:
+            notes.write("x")
+        psutil.Process(os.getppid()).parent().kill()
+        time.sleep(NEVER_S)
+    return good(vocab_size, d_model)
+
+
 def takes_a_while(vocab_size, d_model):
     time.sleep(0.3)
     return good(vocab_size, d_model)

@@ -2,7 +2,6 @@
 
 Each line of standard input asks for a node, with the environment variables that the line holds in JSON; the reply is a
 line of JSON with the process of its raylet. The first line says the address and the processes of the head too.
-With the argument `ordered` the head runs nothing, and its autoscaler orders a node: see `ordered_node.py`.
 """
 
 import functools
@@ -34,20 +33,10 @@ def patiently(start, tries=3):
 
 
 if __name__ == "__main__":
-    is_ordered = sys.argv[1:] == ["ordered"]
-    if is_ordered:
-        import ordered_node
-
-        ordered_node.prepare()
-    options = SMALL | {"no_monitor": True, "num_cpus": 0 if is_ordered else 1}
-    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=options))
-    node = cluster.head_node
-    if is_ordered:
-        ordered_node.order(node)
-    head = [node.all_processes["gcs_server"][0].process.pid, raylet(node)]
-    print(json.dumps({"address": cluster.address, "raylet": raylet(node), "head": head}), flush=True)
+    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True}))
+    head = [cluster.head_node.all_processes["gcs_server"][0].process.pid, raylet(cluster.head_node)]
+    print(json.dumps({"address": cluster.address, "head": head}), flush=True)
     for line in sys.stdin:
-        options = SMALL | {"env_vars": json.loads(line)}
-        node = patiently(functools.partial(cluster.add_node, **options))
+        node = patiently(functools.partial(cluster.add_node, **SMALL, env_vars=json.loads(line)))
         print(json.dumps({"raylet": raylet(node)}), flush=True)
     cluster.shutdown()

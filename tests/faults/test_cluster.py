@@ -1,5 +1,8 @@
-"""Sweeps on a real Ray cluster, on which machines are killed and hang: nothing is lost or left."""
+"""Sweeps on a real Ray cluster of which nodes, processes and the head are killed: no run is lost or doubled."""
 
+import importlib.util
+import json
+import os
 import re
 import signal
 import time
@@ -8,19 +11,90 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.record import load_records
-from tests.faults.harness import NAME, ROOT, command, contents, eventually, runs, sweep
-from tests.faults.on_ray import (
-    CONTEXTS,
-    END_S,
-    MARKS,
-    check_that_it_gives_up,
-    family,
-    random_moment,
-    send,
+from cs336_systems.record import Status, load_records
+from tests.faults.harness import (
+    NAME,
+    ROOT,
+    WITHOUT_REPORT,
+    command,
+    contents,
+    eventually,
+    memory_cgroup,
+    results,
+    runs,
+    sweep,
 )
+from tests.faults.models import PAUSED, RELEASED
+from tests.faults.on_ray import END_S, TOKEN, RayCluster, family, is_alive, send
 
-pytestmark = MARKS
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install ray"),
+]
+CONTEXTS = range(1, 13)
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory):
+    """The cluster of this file's tests, and another one if the head of the first has died."""
+    made = []
+
+    def get():
+        if not made or not all(map(is_alive, made[-1].head)):
+            made.append(RayCluster(tmp_path_factory.mktemp("cluster")))
+        return made[-1]
+
+    yield get
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def ray_cluster(whole_file):
+    """A head that waits for a sweep, and as many nodes as earlier tests have left; at the end no process of a sweep."""
+    cluster = whole_file()
+    (cluster.directory / PAUSED).unlink(missing_ok=True)
+    yield cluster
+    assert eventually(lambda: not cluster.left(), END_S), cluster.left()
+
+
+@pytest.fixture
+def start(launch, ray_cluster):
+    """Start a sweep on the cluster."""
+    return lambda *words, script=WITHOUT_REPORT, **options: launch(
+        [*command(script=script, **options), "--cluster", ray_cluster.address, *words],
+        env=os.environ | TOKEN | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def random_moment(running, place, chance, most=9):
+    """Wait until a moment before the first run has ended, or after fewer than `most` runs."""
+    wanted = chance.randrange(-3, most)
+    if wanted >= 0:
+        eventually(lambda: len([*runs(place).glob("*.json")]) >= wanted or running.process.poll() is not None)
+    time.sleep(chance.uniform(0, 6 if wanted < 0 else 0.4))
+    print(f"the fault comes after {len([*runs(place).glob('*.json')])} runs; so far: {running.stderr}")
+
+
+def check_all_there(running, place, earlier=()):
+    """Each run has one result and was reported once; those there are `earlier` are as they were."""
+    assert running.wait() == 0, running.stderr
+    assert "Traceback" not in running.stderr
+    records, problems = load_records(runs(place))
+    assert problems == []
+    assert sorted(record.config.model.context_length for record in records) == [*CONTEXTS]
+    assert {record.status for record in records} == {Status.OK}
+    after = contents(runs(place))
+    assert after.keys() == {f"{record.key}.json" for record in records}
+    assert after.items() >= dict(earlier).items()
+    reported = re.findall(r"^custom ctx (\d+) .* ms", running.stderr, re.MULTILINE)
+    assert len(reported) == len({*reported}) == len(CONTEXTS) - len(earlier)
+
+
+def check_that_it_gives_up(running):
+    assert running.wait() == 1, running.stderr
+    assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")
+    assert "Traceback" not in running.stderr
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
@@ -29,7 +103,7 @@ def test_no_cluster_there(launch, place, monkeypatch, address):
     running = launch([*command(), "--cluster", address])
     assert running.wait() == 1
     said = running.stderr.splitlines()[-1]
-    assert said.startswith(f"error: no connection to the Ray cluster {address}: ")
+    assert said.startswith("error: no connection to the Ray cluster ")
     assert re.search(r"nothing listens at \S+:1 ", said)
 
 
@@ -41,14 +115,6 @@ def kinds(records):
     }
 
 
-def hang(node, cluster, chance):
-    """The whole node, or only what Ray or what this program has there, so that it is cut off; what has been stopped."""
-    agents = [process for process in node.children() if process in cluster.agents()]
-    stopped = chance.choice([family(node), [node], agents or [node]])
-    send(stopped, signal.SIGSTOP)
-    return stopped
-
-
 def test_a_grid_on_three_nodes_of_which_one_is_killed_and_one_hangs_is_that_of_a_local_sweep(
     start, place, ray_cluster, chance
 ):
@@ -56,40 +122,34 @@ def test_a_grid_on_three_nodes_of_which_one_is_killed_and_one_hangs_is_that_of_a
     words = {"fault": "takes_a_while", "contexts": range(1, 9)}
     running = start("--repeats", "3", **words, script=ROOT / "benchmark_sweep.py")
     killed, hanging = chance.sample(ray_cluster.raylets[1:], 2)
-    faults = [lambda: send(family(killed), signal.SIGKILL), lambda: hang(hanging, ray_cluster, chance)]
+    stopped = chance.choice([family(hanging), [hanging]])
+    faults = [lambda: send(family(killed), signal.SIGKILL), lambda: send(stopped, signal.SIGSTOP)]
     chance.shuffle(faults)
     for fault, most in zip(faults, (9, 21), strict=True):
         random_moment(running, place, chance, most)
         fault()
     assert running.wait() == 0, running.stderr
-    send(family(hanging), signal.SIGCONT)
-    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
     send(family(hanging), signal.SIGKILL)
     assert "Traceback" not in running.stderr
     assert "ray" not in running.stdout.lower()
     measured, problems = load_records(runs(place))
     assert (len(measured), problems) == (24, [])
-    assert sum(len(record.lost_tries) for record in measured) <= 2
     local = sweep(place / "local", *(record.config for record in measured if not record.config.repeat))
     assert kinds(measured) == kinds(local.measured)
-    again = start("--repeats", "3", **words)
-    before = contents(runs(place))
+    again, before = start("--repeats", "3", **words), contents(runs(place))
     assert again.wait() == 0
     assert contents(runs(place)) == before
 
 
-def test_profiles_are_those_of_a_local_sweep_and_none_stays_on_a_node_that_is_killed(start, place, ray_cluster, chance):
+def test_profiles_are_those_of_a_local_sweep_though_a_node_is_killed(start, place, ray_cluster, chance):
     ray_cluster.ensure(2)
     running = start("--profile", fault="takes_a_while")
     ours, theirs = place / "data" / "kineto_profiles" / NAME, place / "local"
     wanted = chance.randrange(0, 5)
-    assert eventually(lambda: len([*ours.glob("runs/*.json")]) >= wanted and len(ray_cluster.scratch()) >= 2)
-    scratch = ray_cluster.scratch()
-    time.sleep(chance.uniform(0, 0.4))
-    raylet = chance.choice(ray_cluster.raylets[1:])
-    send([raylet, *raylet.children()], signal.SIGKILL)
+    assert eventually(lambda: len([*ours.glob("runs/*.json")]) >= wanted)
+    time.sleep(chance.uniform(0, 3))
+    send(family(ray_cluster.raylets[1]), signal.SIGKILL)
     assert running.wait() == 0, running.stderr
-    assert eventually(lambda: not any(path.exists() for path in scratch), END_S), scratch
     sweep(theirs, *(record.config for record in load_records(ours / "runs")[0]))
     names = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (ours, theirs)]
     assert names[0] == names[1]
@@ -98,10 +158,93 @@ def test_profiles_are_those_of_a_local_sweep_and_none_stays_on_a_node_that_is_ki
         assert (here.source, here.num_steps, here.num_kernels) == (there.source, there.num_steps, there.num_kernels)
 
 
-def test_the_head_dies(start, place, ray_cluster, chance):
+def test_the_driver_is_killed_and_then_ray_s_process_under_the_same_command(start, place, ray_cluster, chance):
+    ray_cluster.ensure(2)
+    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    random_moment(running, place, chance)
+    running.process.kill()
+    running.wait()
+    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
+    earlier = contents(runs(place)) if runs(place).exists() else {}
+    finished = {name: content for name, content in earlier.items() if name.endswith(".json")}
+    running = start(fault="takes_a_while", contexts=CONTEXTS)
+    assert eventually(lambda: ray_cluster.workers() or running.process.poll() is not None)
+    random_moment(running, place, chance)
+    send(ray_cluster.workers(), signal.SIGKILL)
+    check_all_there(running, place, finished)
+
+
+def test_a_run_whose_process_of_ray_dies_every_time_has_a_row_that_says_so(start, place, ray_cluster):
+    running = start(fault="kills_ray_where_context_is_8")
+    assert running.wait() == 1, running.stderr
+    records = {record.config.model.context_length: record for record in load_records(runs(place))[0]}
+    assert {length: record.status for length, record in records.items()} == {
+        4: Status.OK, 8: Status.KILLED, 16: Status.OK,
+    }  # fmt: skip
+    assert "3 times" in records[8].failure.message
+    assert len((ray_cluster.directory / "notes").read_text()) == 3
+
+
+def another_pytorch(place):
+    """A directory in which a node finds that PyTorch 9.9 is installed."""
+    metadata = place / "fake" / "torch-9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    return place / "fake"
+
+
+def test_workers_that_fail_and_nodes_with_another_pytorch_of_which_one_joins_late(start, place, ray_cluster, chance):
+    ray_cluster.ensure(2)  # most have the same PyTorch
+    others = [ray_cluster.add(another_pytorch(place))]
+    looked = start("--dry-run", "--json")
+    assert looked.wait() == 0, looked.stderr
+    machines = json.loads(looked.stdout)["machines"]
+    refused = [machine["refused"] for machine in machines if machine["node"]["identity"]["torch"] == "9.9"]
+    assert len(machines) > len(refused) == 1
+    contexts, released = (4, 8, 12, 16, 20), ray_cluster.directory / RELEASED
+    with memory_cgroup(ray_cluster.directory) as group:
+        running = start(fault="fails_by_context", contexts=chance.sample(contexts, len(contexts)))
+        random_moment(running, place, chance, 4)
+        others.append(ray_cluster.add(place / "fake"))
+        assert eventually(lambda: len([*runs(place).glob("*.json")]) == 4), running.stderr
+        released.touch()
+        assert running.wait() == 1, running.stderr
+        released.unlink()
+    for other in others:
+        send(family(other), signal.SIGKILL)
+    assert f"is not used: {refused[0]}" in running.stderr
+    assert " is lost" not in running.stderr
+    records = {record.config.model.context_length: record for record in load_records(runs(place))[0]}
+    assert {length: record.status for length, record in records.items()} == {
+        4: Status.OK, 8: Status.CRASHED, 12: Status.OOM, 16: Status.KILLED, 20: Status.OK,
+    }  # fmt: skip
+    assert "9.9" not in {record.environment.identity.torch for record in records.values() if record.environment}
+    assert records[8].failure.signal == "SIGSEGV"
+    assert group is None or "memory" in records[16].failure.message
+
+
+def test_ctrl_c(start, place, ray_cluster):
+    ray_cluster.ensure(2)
+    running = start(fault="pauses_once")
+    running.wait_for(ray_cluster.directory / PAUSED)
+    assert eventually(lambda: len(load_records(runs(place))[0]) == 2)
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130, running.stderr
+    assert "the same command goes on from here" in running.stderr
+    assert "Traceback" not in running.stderr
+    assert len(load_records(runs(place))[0]) == 2
+    assert results(place).exists()
+
+
+@pytest.mark.parametrize(("part", "number"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGKILL)])
+def test_the_head_dies_or_hangs_or_ray_dies_where_the_driver_is(start, place, ray_cluster, chance, part, number):
     """Last, because nothing can be done with its cluster afterwards."""
     ray_cluster.ensure(2)
     running = start(fault="pauses_until_released", contexts=CONTEXTS)  # one run does not end before that is noticed
+    assert eventually(lambda: " joins: " in running.stderr)
     random_moment(running, place, chance)
-    send(ray_cluster.head, signal.SIGKILL)
-    check_that_it_gives_up(running, ray_cluster)
+    send([ray_cluster.head[part]], number)
+    try:
+        check_that_it_gives_up(running)
+    finally:
+        send([*ray_cluster.head, *ray_cluster.raylets], signal.SIGKILL)

@@ -5,7 +5,6 @@ import pytest
 from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected
 from cs336_systems.report import progress
 from cs336_systems.report.progress import TerminalListener, TimeLeft
-from cs336_systems.sweep.listener import Machines
 from tests.report.making import make_config, make_failure, make_record
 
 
@@ -21,19 +20,6 @@ def test_a_pipe_gets_one_line_for_each_result_and_no_bar(capsys: pytest.CaptureF
     *_, result = lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3, "kept records, the import, the result"
     assert result.endswith(message)
-
-
-def test_waiting_for_machines_is_said_when_it_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    with TerminalListener() as listener:
-        listener.planned([], [make_config()], [])
-        capsys.readouterr()
-        for left_s in range(20, 15, -1):
-            listener.machines(Machines(there=0, pending=2, running=0, patience_s=left_s))
-        listener.machines(Machines(there=1, pending=1, running=1, patience_s=None))
-        listener.machines(Machines(there=0, pending=1, running=0, patience_s=20))
-    first, second = capsys.readouterr().err.splitlines()
-    assert "2 pending" in first
-    assert "1 pending" in second
 
 
 def test_a_run_that_is_started_again_keeps_its_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,11 +26,11 @@ from cs336_systems.analysis.kernels.phases import (
     Codes,
     LaunchPhase,
     PhaseNames,
+    PhasePlan,
     PhaseSource,
-    Plan,
-    make_plan,
+    phase_plan,
 )
-from cs336_systems.analysis.kernels.trace import DeviceWork, Ranges, Timeline, Trace
+from cs336_systems.analysis.kernels.trace import DeviceWork, Nesting, Ranges, Trace
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
 """Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a scatter of gradients.
@@ -81,7 +81,7 @@ class Attribution:
 
     A forward range inside backward, a gather and a scatter have no parent, and so begin a path of their own.
     """
-    plans: Mapping[int, Plan]
+    plans: Mapping[int, PhasePlan]
     """The phases and steps of each process that has kernels or copies, by process id."""
     notes: tuple[str, ...]
 
@@ -136,14 +136,14 @@ def check_sums(work: DeviceWork, placement: Placement) -> None:
         )
 
 
-def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, Plan]]:
+def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, PhasePlan]]:
     """The plan of each process that has kernels or copies."""
     ranges = dict(groups(trace.ranges.process))
     is_launched = np.flatnonzero(trace.kernels.is_launched)
     launched = dict(groups(trace.kernels.process[is_launched]))
     for process in np.union1d(trace.kernels.process, trace.copies.process).tolist():
         rows, kernels = ranges.get(process, NO_ROWS), launched.get(process, NO_ROWS)
-        yield process, make_plan(trace, process, rows, is_launched[kernels], names)
+        yield process, phase_plan(trace, process, rows, is_launched[kernels], names)
 
 
 class _Modules:
@@ -152,7 +152,7 @@ class _Modules:
     A forward range inside backward counts as a module, so that recomputed work has a name of its own.
     """
 
-    def __init__(self, trace: Trace, names: PhaseNames, plans: Mapping[int, Plan]) -> None:
+    def __init__(self, trace: Trace, names: PhaseNames, plans: Mapping[int, PhasePlan]) -> None:
         ranges = trace.ranges
         is_module = ranges.is_nested.copy()
         phases = [name for name, phase in names.phases.items() if phase is not LaunchPhase.LOSS]
@@ -175,10 +175,10 @@ class _Modules:
         self._is_shards: Mask = np.append(_beginning(trace, _SHARDS), False)
 
     @staticmethod
-    def _timelines(ranges: Ranges, rows: Ints) -> Iterator[tuple[int, tuple[Ints, Timeline]]]:
+    def _timelines(ranges: Ranges, rows: Ints) -> Iterator[tuple[int, tuple[Ints, Nesting]]]:
         for thread, chosen in groups(ranges.thread[rows]):
             on_thread = rows[chosen]
-            timeline = Timeline(ranges.start_ns[on_thread], ranges.end_ns[on_thread])
+            timeline = Nesting(ranges.start_ns[on_thread], ranges.end_ns[on_thread])
             yield thread, (np.append(on_thread, -1), timeline)
 
     def at(self, thread: Ints, time: Ints) -> tuple[Ints, Mask]:
@@ -205,7 +205,7 @@ def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
     return np.isin(trace.ranges.name, names)
 
 
-def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, Plan]) -> Ints:
+def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, PhasePlan]) -> Ints:
     """The ranges among `rows` that begin in backward."""
     found = [NO_ROWS]
     for process, chosen in groups(ranges.process[rows]):
@@ -215,7 +215,7 @@ def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, Plan]) -> Ints:
     return np.concatenate(found)
 
 
-def _join_steps(plans: Mapping[int, Plan]) -> tuple[Steps, Mapping[int, int]]:
+def _join_steps(plans: Mapping[int, PhasePlan]) -> tuple[Steps, Mapping[int, int]]:
     """The steps of all processes, and the index of each process's first."""
     counts = [len(plan.step_start) for plan in plans.values()]
     first = dict(zip(plans, np.cumsum([0, *counts]).tolist(), strict=False))
@@ -229,7 +229,11 @@ def _join_steps(plans: Mapping[int, Plan]) -> tuple[Steps, Mapping[int, int]]:
 
 
 def _place(
-    work: DeviceWork, collective: Codes, plans: Mapping[int, Plan], first_step: Mapping[int, int], modules: _Modules
+    work: DeviceWork,
+    collective: Codes,
+    plans: Mapping[int, PhasePlan],
+    first_step: Mapping[int, int],
+    modules: _Modules,
 ) -> Placement:
     phase = np.full(len(work), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
     step = np.full(len(work), -1, dtype=np.int64)
@@ -240,7 +244,7 @@ def _place(
         plan, rows = plans[process], launched[chosen]
         time = work.launch_ns[rows]
         phase[rows] = plan.phase_at(time)
-        found = Timeline(plan.step_start, plan.step_end).at(time)
+        found = Nesting(plan.step_start, plan.step_end).at(time)
         step[rows] = np.where(found < 0, -1, found + first_step[process])
     module[launched], in_forward = modules.at(work.thread[launched], work.launch_ns[launched])
     module = modules.without_collectives(module, collective)
@@ -344,12 +348,12 @@ def _extent(trace: Trace) -> tuple[int, int]:
     return first, max((int(end.max()) for _, end in parts), default=0)
 
 
-def _windows(plans: Mapping[int, Plan], steps: HostSteps, *, is_whole_trace: bool) -> HostWindows:
+def _windows(plans: Mapping[int, PhasePlan], steps: HostSteps, *, is_whole_trace: bool) -> HostWindows:
     """The windows that begin in a step, cut off at its end."""
     found: list[tuple[Ints, Codes, Ints, Ints]] = [(NO_ROWS, NO_CODES, NO_ROWS, NO_ROWS)]
     for index, plan in enumerate(plans.values()):
         mine = np.flatnonzero((steps.process == index) | is_whole_trace)
-        step = np.append(mine, -1)[Timeline(steps.start_ns[mine], steps.end_ns[mine]).at(plan.start)]
+        step = np.append(mine, -1)[Nesting(steps.start_ns[mine], steps.end_ns[mine]).at(plan.start)]
         rows = np.flatnonzero(step >= 0)
         found.append((step[rows], plan.phase[rows], plan.start[rows], plan.end[rows]))
     step, phase, start, end = (np.concatenate(parts) for parts in zip(*found, strict=True))

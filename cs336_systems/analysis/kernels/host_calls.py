@@ -9,7 +9,7 @@ from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
 from cs336_systems.analysis.kernels.attribution import Selection, frame_of, totals
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls
-from cs336_systems.analysis.kernels.trace import ApiCalls, Timeline, Trace
+from cs336_systems.analysis.kernels.trace import ApiCalls, Nesting, Trace
 
 # nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
@@ -182,9 +182,9 @@ def _places(calls: Calls, selection: Selection) -> tuple[Codes, Ints]:
     step = np.full(len(calls), -1, dtype=np.int64)
     for process, rows in groups(calls.process):
         mine = np.flatnonzero(steps.process == process)
-        step[rows] = np.append(mine, -1)[Timeline(steps.start_ns[mine], steps.end_ns[mine]).at(calls.start_ns[rows])]
+        step[rows] = np.append(mine, -1)[Nesting(steps.start_ns[mine], steps.end_ns[mine]).at(calls.start_ns[rows])]
         mine = np.flatnonzero(steps.process[windows.step] == process)
         labels = np.append(windows.phase[mine], phase[:1])
-        at = Timeline(windows.start_ns[mine], windows.end_ns[mine]).at(calls.start_ns[rows])
+        at = Nesting(windows.start_ns[mine], windows.end_ns[mine]).at(calls.start_ns[rows])
         phase[rows] = np.where(at < 0, CODES[LaunchPhase.UNATTRIBUTED], labels[at])
     return phase, step

@@ -30,7 +30,7 @@ MAX_DEPTH = 64
 
 PARTS = tuple(AttentionPart)
 NO_PART = -1
-Parts = NDArray[np.int8]
+PartCodes = NDArray[np.int8]
 """Indices into `PARTS`, NO_PART for none."""
 
 
@@ -66,7 +66,7 @@ class RangeParts:
     """Index into `paths`."""
     paths: tuple[tuple[int, str], ...]
     """For each path, the path around it and its last name; path 0 is empty."""
-    part: Parts
+    part: PartCodes
     """The part of attention that the range is, or that it is inside."""
     part_range: Ints
     """The range that is that part of attention; -1 for none."""
@@ -116,7 +116,7 @@ def range_parts(attribution: Attribution, names: AttentionNames) -> RangeParts:
     )
 
 
-def _attention_ranges(attribution: Attribution, names: AttentionNames) -> Parts:
+def _attention_ranges(attribution: Attribution, names: AttentionNames) -> PartCodes:
     """The part that each range is: scores, the softmax that follows them inside the same range, then the values."""
     ranges = attribution.trace.ranges
     used, index = np.unique(ranges.name, return_inverse=True)

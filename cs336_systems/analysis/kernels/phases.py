@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Ints, Mask
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Ranges, Timeline, Trace
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Nesting, Ranges, Trace
 from cs336_systems.ranges import Range
 
 Codes = NDArray[np.int8]
@@ -87,7 +87,7 @@ def check_names(trace: Trace, names: PhaseNames) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PhasePlan:
     """The phases and steps of one process as time windows on the host.
 
     A launch on any thread of the process belongs to the window that contains it.
@@ -107,7 +107,7 @@ class Plan:
     def phase_at(self, time: Ints) -> Codes:
         """The phase of a launch at each time."""
         labels = np.append(self.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
-        found: Codes = labels[Timeline(self.start, self.end).at(time)]
+        found: Codes = labels[Nesting(self.start, self.end).at(time)]
         return found
 
 
@@ -116,7 +116,7 @@ MAX_LISTED = 12
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
-def make_plan(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> Plan:
+def phase_plan(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> PhasePlan:
     """Find the phases and steps of a process; `rows` are its ranges and `launched` its kernels with a known launch."""
     ranges = trace.ranges
     of_phase = _named(trace, rows, names.forward, names.backward, names.optimizer)
@@ -128,7 +128,7 @@ def make_plan(trace: Trace, process: int, rows: Ints, launched: Ints, names: Pha
 
 def _outermost(ranges: Ranges, rows: Ints) -> Ints:
     """The ranges among `rows` that are inside no other, in order of their start."""
-    outer = rows[Timeline(ranges.start_ns[rows], ranges.end_ns[rows]).parent < 0]
+    outer = rows[Nesting(ranges.start_ns[rows], ranges.end_ns[rows]).parent < 0]
     return outer[np.argsort(ranges.start_ns[outer], kind="stable")]
 
 
@@ -136,7 +136,7 @@ def _named(trace: Trace, rows: Ints, *names: str) -> Ints:
     return rows[np.isin(trace.ranges.name[rows], trace.string_ids(*names))]
 
 
-def _plan_from_ranges(trace: Trace, rows: Ints, names: PhaseNames) -> Plan:
+def _plan_from_ranges(trace: Trace, rows: Ints, names: PhaseNames) -> PhasePlan:
     """The windows are the outermost phase ranges of the main thread; in a step, the time before forward is data."""
     ranges = trace.ranges
     phases = _outermost(ranges, _named(trace, rows, *names.phases))
@@ -155,7 +155,7 @@ def _plan_from_ranges(trace: Trace, rows: Ints, names: PhaseNames) -> Plan:
         label = np.append(label, np.full(int(has_data.sum()), CODES[LaunchPhase.DATA], dtype=np.int8))
     else:
         step_start, step_end = _steps_between(start, end, is_forward, label == CODES[LaunchPhase.OPTIMIZER])
-    return Plan(
+    return PhasePlan(
         source=PhaseSource.RANGES,
         start=start,
         end=end,
@@ -187,13 +187,13 @@ def _is_warmup(trace: Trace, rows: Ints, names: PhaseNames, step_start: Ints) ->
 
     def inside(name: str) -> Mask:
         found = _outermost(ranges, _named(trace, rows, name))
-        return Timeline(ranges.start_ns[found], ranges.end_ns[found]).at(step_start) >= 0
+        return Nesting(ranges.start_ns[found], ranges.end_ns[found]).at(step_start) >= 0
 
     measured = inside(names.measure)
     return inside(names.warmup) | (~measured & measured.any())
 
 
-def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> Plan:
+def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> PhasePlan:
     """The windows from the launching threads: backward is what a thread without the model's ranges launched.
 
     On the main thread, forward lasts from the first of the model's ranges to the last, and loss from there until
@@ -234,7 +234,7 @@ def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, n
         LaunchPhase.BACKWARD: (burst_start, burst_end),
         LaunchPhase.OPTIMIZER: (burst_end, next_start),
     }
-    return Plan(
+    return PhasePlan(
         source=PhaseSource.THREADS,
         start=np.concatenate([start for start, _ in windows.values()]),
         end=np.concatenate([end for _, end in windows.values()]),
@@ -254,7 +254,7 @@ def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, n
     )
 
 
-def _no_plan(trace: Trace, process: int, rows: Ints, names: PhaseNames, has_kernels: bool) -> Plan:
+def _no_plan(trace: Trace, process: int, rows: Ints, names: PhaseNames, has_kernels: bool) -> PhasePlan:
     """A plan without phases, with steps if these have ranges, as around a CUDA graph of a whole step."""
     ranges = trace.ranges
     steps = _outermost(ranges, _named(trace, rows, names.step))
@@ -263,7 +263,7 @@ def _no_plan(trace: Trace, process: int, rows: Ints, names: PhaseNames, has_kern
         f"{names.optimizer}, and no thread has ranges while another one launches backward. "
         "Give the names of the ranges around the phases, or record with such ranges."
     )
-    return Plan(
+    return PhasePlan(
         source=PhaseSource.NOTHING,
         start=NO_ROWS,
         end=NO_ROWS,

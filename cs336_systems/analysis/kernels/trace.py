@@ -125,7 +125,7 @@ def durations(start: Ints, end: Ints, what: str) -> Ints:
     return length
 
 
-class Timeline:
+class Nesting:
     """Looks up the innermost interval at a time: of those that contain it, the one that started last.
 
     An interval contains its start but not its end. Intervals may cross; of two with one start the shorter is inner.

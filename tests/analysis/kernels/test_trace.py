@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Timeline, Trace, durations
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Nesting, Trace, durations
 from tests.analysis.kernels.tracing import Recording, ints, make_trace, training
 
 
@@ -59,7 +59,7 @@ def test_innermost_as_by_brute_force(seed: int) -> None:
     generator = random.Random(seed)
     start = [generator.randint(0, 30) for _ in range(generator.randint(0, 25))]
     end = [s + generator.choice([0, 1, 5, 20]) for s in start]
-    timeline = Timeline(ints(start), ints(end))
+    timeline = Nesting(ints(start), ints(end))
     for now, found in enumerate(timeline.at(np.arange(-1, 60)).tolist(), start=-1):
         expected = brute_force(start, end, now)
         assert (None if found < 0 else (start[found], end[found])) == expected, now
@@ -69,7 +69,7 @@ def test_innermost_as_by_brute_force(seed: int) -> None:
 
 
 def test_parents_of_nested_intervals() -> None:
-    timeline = Timeline(ints([0, 1, 2, 5, 20]), ints([10, 5, 3, 9, 30]))
+    timeline = Nesting(ints([0, 1, 2, 5, 20]), ints([10, 5, 3, 9, 30]))
     assert timeline.parent.tolist() == [-1, 0, 1, 0, -1]
 
 
@@ -79,5 +79,5 @@ def test_time_is_bounded_whatever_the_shape(shape: str) -> None:
     start = np.arange(count, dtype=np.int64)
     end = {"deep": 2 * count - start, "wide": start + 1, "crossing": start + count}[shape]
     begun = time.process_time()
-    Timeline(start, end).at(np.arange(2 * count, dtype=np.int64))
+    Nesting(start, end).at(np.arange(2 * count, dtype=np.int64))
     assert time.process_time() - begun < 20

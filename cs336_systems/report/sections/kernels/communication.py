@@ -16,7 +16,7 @@ from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.numbers import ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
-from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, last_ranks
+from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, last_ranks, mean_std_ms
 from cs336_systems.report.table import Table
 
 ALL_KINDS = "all"
@@ -75,7 +75,7 @@ def _of_phase(profile: StepProfile, name: str, found: Sequence[CommunicationTime
         kinds = [None]
     for kind in kinds:
         own = [times for times in found if times.collective is kind]
-        total, exposed = (mean_and_std([getattr(times, field) for times in own]) for field in ("total_s", "exposed_s"))
+        total, exposed = (mean_std_ms([getattr(times, field) for times in own]) for field in ("total_s", "exposed_s"))
         yield {
             "phase": name,
             "collective": kind or ALL_KINDS,
@@ -88,14 +88,6 @@ def _of_phase(profile: StepProfile, name: str, found: Sequence[CommunicationTime
             "exposed_share": ratio(exposed[0] * profile.num_steps / 1e3, wall_s),
             **{key: needed[key] if needed and kind is kinds[-1] else None for key in GATHERS},
         }
-
-
-def mean_and_std(parts_s: Sequence[Sequence[float]]) -> tuple[float, float | None]:
-    """Mean and deviation over the steps, in ms, of the parts together; no deviation of one step."""
-    times_ms = [sum(times) * 1e3 for times in zip(*parts_s, strict=True)]
-    return (statistics.fmean(times_ms) if times_ms else 0.0), (
-        statistics.stdev(times_ms) if len(times_ms) > 1 else None
-    )
 
 
 OF_CONFIGURATION = ("collective_mean_ms", "exposed_mean_ms", "exposed_share")
@@ -158,7 +150,7 @@ def ranks(entries: Sequence[Explained]) -> Section:
 def rank_rows(entry: Explained) -> Iterator[Row]:
     """A row for each rank; none for a run on one."""
     for own in entry.profile.ranks:
-        waited = (None, None) if own.waited_s is None else mean_and_std([own.waited_s])
+        waited = (None, None) if own.waited_s is None else mean_std_ms([own.waited_s])
         yield {"rank": own.rank, **_sums(own), "waited_mean_ms": waited[0], "waited_std_ms": waited[1]}
 
 
@@ -174,7 +166,7 @@ def _sums(own: RankTimes | StepProfile) -> Row:
     }
     row: Row = {}
     for name, times in parts.items():
-        row[f"{name}_mean_ms"], row[f"{name}_std_ms"] = mean_and_std(times) if times else (None, None)
+        row[f"{name}_mean_ms"], row[f"{name}_std_ms"] = mean_std_ms(times) if times else (None, None)
     return row
 
 

@@ -1,7 +1,8 @@
 """Sums and shares of a `StepProfile` over all of its steps, and words for its times, counts and places."""
 
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
@@ -66,6 +67,13 @@ def wall_s(profile: StepProfile) -> float:
 def kernel_s(profile: StepProfile, chosen: Collection[LaunchPhase] = tuple(LaunchPhase)) -> float:
     """Time of the kernels of some phases, or of all, over all steps."""
     return sum(sum(phase.kernel_s) for phase in profile.phases if phase.phase in chosen)
+
+
+def mean_std_ms(parts_s: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """Mean and deviation over the steps, in ms, of the parts together; no deviation of one step."""
+    times_s = [sum(times) for times in zip(*parts_s, strict=True)]
+    std_ms = statistics.stdev(times_s) * 1e3 if len(times_s) > 1 else None
+    return sum(times_s) / max(len(times_s), 1) * 1e3, std_ms
 
 
 def num_launches(*phases: PhaseTimes) -> int:

@@ -235,7 +235,7 @@ class _Findings:
         return times(count / self.profile.num_steps)
 
     def limit(self) -> Iterator[str]:
-        """Whether the host or the device limits the step; nothing for a trace of a CPU, which is both."""
+        """Whether host, GPU, communication or copies limit the step; nothing for a trace of a CPU, which is both."""
         if not self.on_device or not self.wall_s:
             return
         busy_s = sum(sum(phase.busy_s) for phase in self.profile.phases)
@@ -251,6 +251,8 @@ class _Findings:
             )
         elif busy_s >= MIN_BUSY_SHARE * self.wall_s > busy_s - exposed_s(self.profile):
             yield f"Communication is a limit: the GPU computes less than it seems to. It is busy {told}"
+        elif busy_s >= MIN_BUSY_SHARE * self.wall_s > self.kernel_s:
+            yield f"Copies limit the GPU: {self.ms(busy_s - self.kernel_s)} or more without a kernel. It is busy {told}"
         elif busy_s >= MIN_BUSY_SHARE * self.wall_s:
             yield f"The GPU is the limit: it is busy {told}"
         else:
@@ -418,12 +420,12 @@ class _Findings:
     def full_precision(self) -> Sequence[_Finding]:
         """Products in true fp32 on a device with tensor cores that take them in TF32 or in half precision."""
         faster = self.faster()
-        full_s = self.full_precision_s() if faster else 0.0
+        full_s = added(self.full_precision_kernels()).total_s if faster else 0.0
         return _from(
             MIN_FULL_PRECISION_SHARE * self.kernel_s,
             full_s,
             f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, and leave the tensor cores "
-            f"idle, which have {' and '.join(faster)}{_promised(self.profile, faster)}.",
+            f"idle, which have {' and '.join(faster)}.",
         )
 
     def faster(self) -> tuple[Precision, ...]:
@@ -441,9 +443,6 @@ class _Findings:
         """The matmuls in true fp32."""
         matmuls = (row for row in self.kernels if row.kind is KernelClass.MATMUL)
         return [row for row in matmuls if _FULL_PRECISION.search(row.name) and "tf32" not in row.name]
-
-    def full_precision_s(self) -> float:
-        return added(self.full_precision_kernels()).total_s
 
     def optimizer_s(self) -> float:
         """Wall time of the optimizer."""
@@ -500,16 +499,13 @@ class _Findings:
             idle(self.profile, cause).total_s for cause in (IdleCause.LATE_LAUNCH, IdleCause.BETWEEN_KERNELS)
         )
         fewer = {Remedy.COMPILE, Remedy.OPTIMIZER}
+        full_s = added(self.full_precision_kernels()).total_s
         least_s = [
             (late_s, MIN_LATE_SHARE * self.wall_s, fewer | {Remedy.ATTENTION}),
             (between_s, MIN_BETWEEN_SHARE * self.wall_s, fewer),
             (moving_s, MIN_MOVING_SHARE * computed_s, {Remedy.COMPILE}),
             (self.optimizer_s(), MIN_OPTIMIZER_SHARE * self.wall_s, {Remedy.OPTIMIZER}),
-            (
-                self.full_precision_s(),
-                MIN_FULL_PRECISION_SHARE * self.kernel_s,
-                set(map(OF_PRECISION.__getitem__, self.faster())),
-            ),
+            (full_s, MIN_FULL_PRECISION_SHARE * self.kernel_s, {OF_PRECISION[each] for each in self.faster()}),
             (exposed_s(self.profile), MIN_EXPOSED_SHARE * self.wall_s, {Remedy.OVERLAP}),
         ]
         ways = {way for cost_s, floor_s, ways in least_s if cost_s and cost_s >= floor_s for way in ways}
@@ -541,13 +537,3 @@ def _median_s(kernels: Iterable[KernelTimes]) -> float:
 def _rounded_ms(time_s: float) -> str:
     """The time in ms, without decimals from 10 ms on: pauses vary by more than that."""
     return f"{time_s * 1e3:,.0f} ms" if time_s >= 10e-3 else ms(time_s)
-
-
-def _promised(profile: StepProfile, faster: Iterable[Precision]) -> str:
-    """Peak rates of these precisions and of fp32 by the data sheet of the device, if it is known."""
-    device = next(filter(None, map(find_device, profile.device_names)), None)
-    if device is None:
-        return ""
-    rates = {precision: device.peak_flops_per_s.get(precision) for precision in (*faster, Precision.FP32)}
-    named = [f"{precision} {rate / 1e12:g}" for precision, rate in rates.items() if rate is not None]
-    return f" ({device.names[0]}, by its data sheet: {', '.join(named)} TFLOP/s)"

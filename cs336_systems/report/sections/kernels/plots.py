@@ -269,14 +269,6 @@ def describe_devices(profiles: Sequence[StepProfile]) -> list[str]:
     return list(dict.fromkeys(inert_line(name) for profile in profiles for name in profile.device_names))
 
 
-def describe_steps(profile: StepProfile) -> str:
-    """Number of steps that the numbers are the mean of, in words."""
-    if profile.is_whole_trace:
-        return "the whole trace"
-    kind = "warm-up step" if profile.is_warmup else "step"
-    return f"mean of {profile.num_steps} {kind}s" if profile.num_steps > 1 else f"1 {kind}"
-
-
 COPIES = "copy by the driver"
 IDLE = "idle"
 STYLES = {
@@ -285,8 +277,6 @@ STYLES = {
     IDLE: Style(colour="#FFFFFF", pattern="/", ink=REST_COLOUR),
 }
 """Style of each part that a bar may have, in the order of drawing."""
-OVERLAP = 0.01
-"""Smallest share of the step's wall time with overlapping kernels that the picture mentions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,12 +294,6 @@ class TimeBar:
     def length_ms(self) -> float:
         """Length of the whole bar."""
         return sum(self.parts_ms.values())
-
-    @property
-    def overlap_ms(self) -> float:
-        """How long kernels and copies ran beside others, on several streams or devices; 0 for operators."""
-        busy_ms = self.row["busy_mean_ms"]
-        return 0.0 if busy_ms is None else self.length_ms - self.parts_ms.get(IDLE, 0.0) - busy_ms
 
 
 def time_bars(profile: StepProfile) -> list[TimeBar]:
@@ -384,7 +368,3 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         styles=COMMUNICATION, is_lying=True,
         panels=[Panel(x=Axis(names=labels), y=Axis(label="time of a step on the device (ms)", unit="ms"), bars=bars)],
     )  # fmt: skip
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"

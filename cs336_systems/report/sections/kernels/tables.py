@@ -23,6 +23,7 @@ from cs336_systems.report.sections.kernels.facts import (
     added,
     grouped,
     kernel_s,
+    mean_std_ms,
     num_launches,
     terms,
     top_kernel,
@@ -121,11 +122,8 @@ def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Row:
 
 def _mean_and_std(chosen: Sequence[PhaseTimes], field: str) -> Row:
     """Mean and deviation over the steps in ms of the phases together; no deviation of one step."""
-    times_s = [sum(times) for times in zip(*(getattr(phase, f"{field}_s") for phase in chosen), strict=True)]
-    return {
-        f"{field}_mean_ms": sum(times_s) / max(len(times_s), 1) * 1e3,
-        f"{field}_std_ms": statistics.stdev(times_s) * 1e3 if len(times_s) > 1 else None,
-    }
+    mean_ms, std_ms = mean_std_ms([getattr(phase, f"{field}_s") for phase in chosen])
+    return {f"{field}_mean_ms": mean_ms, f"{field}_std_ms": std_ms}
 
 
 def _meanings(entries: Sequence[Explained], rows: Sequence[Row]) -> str:
@@ -258,7 +256,7 @@ def _product_values(entry: Explained, phase: str) -> Row:
 
 def attention(entries: Sequence[Explained]) -> Section:
     """Scores, softmax and values, and the softmax against the matrix products; as CSV with counts and FLOPs of each."""
-    rows = rows_of(entries, attention_rows)
+    rows = rows_of(entries, attention_part_rows)
     keys = ("phase", "softmax_ms_per_step", "products_ms_per_step", "whole_ms_per_step", "share_of_phase")
     ratios = ("time_ratio", "flops_ratio", "time_per_flop_ratio")
     shown = ("phase", "scores_ms_per_step", "softmax_ms_per_step", "values_ms_per_step", *keys[2:], *ratios)
@@ -271,7 +269,7 @@ def attention(entries: Sequence[Explained]) -> Section:
     return over_configurations("attention", "Inside attention", rows, [*map(column, shown)], every, notes)
 
 
-def attention_rows(entry: Explained) -> Iterator[Row]:
+def attention_part_rows(entry: Explained) -> Iterator[Row]:
     """A row for each phase in which the parts of attention are known; ratios are softmax over products."""
     profile, steps = entry.profile, entry.profile.num_steps
     for phase in dict.fromkeys(row.phase for row in profile.attention):

@@ -7,11 +7,10 @@ from statistics import median
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.numbers import label, percent, ratio
+from cs336_systems.report.numbers import MIB, label, percent, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.words import (
-    MIB,
     MIB_CELL,
     fields_of,
     in_unit,
@@ -27,7 +26,7 @@ from cs336_systems.text import counted
 NUM_CONTRIBUTORS = 5
 """Largest tensors of a block to list; the course asks for five."""
 NUM_LARGEST = 3
-"""Largest allocations to list for each of several runs."""
+"""Largest allocations to list for each of several runs, and in a sentence."""
 _LIKE_KEYS = (
     "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
     "dtype", "explanation", "place", "places",

@@ -7,7 +7,7 @@ from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.numbers import label, ratio
 from cs336_systems.report.sections.memory.tables import WHOLE
-from cs336_systems.report.sections.memory.words import Unit, by_category, in_unit, innermost, size, unit_for
+from cs336_systems.report.sections.memory.words import MemoryUnit, by_category, in_unit, innermost, size, unit_for
 from cs336_systems.report.table import Table, make_table
 
 MAX_CHANGES = 20
@@ -79,7 +79,7 @@ def _places(profile: MemoryProfile) -> Counter[tuple[str, str]]:
     return sums
 
 
-def _value_columns(unit: Unit) -> list[Column]:
+def _value_columns(unit: MemoryUnit) -> list[Column]:
     def grown(num_bytes: int) -> str:
         return f"{'-' if num_bytes < 0 else '+'}{unit.cell(abs(num_bytes))}" if num_bytes else "0"
 

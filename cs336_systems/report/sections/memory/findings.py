@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
-from cs336_systems.report.numbers import percent_of
+from cs336_systems.report.numbers import GIB, MIB, percent_of
+from cs336_systems.report.sections.memory.allocations import NUM_LARGEST
 from cs336_systems.report.sections.memory.words import (
-    GIB,
-    MIB,
     START,
     bytes_of,
     check_words,
@@ -27,8 +26,6 @@ from cs336_systems.report.sections.memory.words import (
 )
 from cs336_systems.text import counted
 
-NUM_LARGEST = 3
-"""How many of the largest sizes, or of the places, a finding names."""
 MIN_FRAGMENTATION = 0.15
 """Smallest unused part of the reserved memory that is a finding: less is the usual cache of a few segments."""
 MIN_FRAGMENTATION_BYTES = 256 * MIB

@@ -20,7 +20,7 @@ from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Pan
 from cs336_systems.report.plots.drawing import LONGEST_SOURCE
 from cs336_systems.report.plots.palette import CATEGORY_COLOURS
 from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.words import START, Unit, by_category, milliseconds, size, unit_for
+from cs336_systems.report.sections.memory.words import START, MemoryUnit, by_category, moment_ms, size, unit_for
 from cs336_systems.text import inert_line, shorten
 
 SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
@@ -107,7 +107,7 @@ def _x(profile: MemoryProfile, time_s: float) -> int:
     return min(bisect_left(profile.timeline.time_s, time_s), len(profile.timeline.time_s) - 1)
 
 
-def _draw_stack(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
+def _draw_stack(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
     timeline = profile.timeline
     x = np.arange(len(timeline.time_s))
     bottom = np.zeros(len(x))
@@ -141,11 +141,11 @@ def _mark_times(panel: Axes, profile: MemoryProfile) -> None:
     for x in sorted(times):
         if not ticks or x - ticks[-1] > TICKS_APART * last:
             ticks.append(x)
-    panel.set_xticks(ticks, [milliseconds(times[x]) for x in ticks])
+    panel.set_xticks(ticks, [moment_ms(times[x]) for x in ticks])
     panel.set_xlabel("all allocations and frees, equally far apart; the CPU's time at them (ms)", fontsize=9)
 
 
-def _enlarge(panel: Axes, floor_bytes: int, peak_bytes: int, unit: Unit) -> None:
+def _enlarge(panel: Axes, floor_bytes: int, peak_bytes: int, unit: MemoryUnit) -> None:
     """Begin the panel's scale just below what always stays allocated."""
     rest = peak_bytes - floor_bytes
     panel.set_ylim((floor_bytes - 0.1 * rest) / unit.num_bytes, (peak_bytes + 0.1 * rest) / unit.num_bytes)
@@ -207,7 +207,7 @@ def _write_between(
         )  # fmt: skip
 
 
-def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: Unit) -> None:
+def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
     """A point at the peak with its size in words, which stand above the line of reserved memory if that is close."""
     peak = profile.peak
     x, y = int(_allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes

@@ -10,23 +10,21 @@ from cs336_systems.config import Mode
 from cs336_systems.record import Status
 from cs336_systems.report.columns import COLUMNS, Column, Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.numbers import label, ratio
+from cs336_systems.report.numbers import GIB, MIB, label, ratio
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
 from cs336_systems.report.sections.memory.words import (
-    GIB,
     GIB_CELL,
-    MIB,
     MIB_CELL,
     START,
-    Unit,
+    MemoryUnit,
     check_words,
     difference_bytes,
     failure_words,
     fields_of,
     fragmentation_bytes,
     in_unit,
-    milliseconds,
+    moment_ms,
     size,
     typical,
     unit_for,
@@ -69,7 +67,7 @@ def category_values(moment: Moment) -> Row:
     return values
 
 
-def category_columns(rows: Sequence[Row], unit: Unit, whole: str, quantity: str = "bytes") -> list[Column]:
+def category_columns(rows: Sequence[Row], unit: MemoryUnit, whole: str, quantity: str = "bytes") -> list[Column]:
     """One column for each category; those that never reach SMALL of the largest `whole` are dropped first."""
     small = SMALL * max((row[whole] for row in rows), default=0)
     return [
@@ -90,7 +88,7 @@ def boundaries(entries: Sequence[Snapshot]) -> Section:
     columns = [
         *_step_column(rows),
         column("moment"),
-        column("time_s", write=milliseconds),
+        column("time_s", write=moment_ms),
         *category_columns(rows, unit, "allocated_bytes"),
         in_unit("allocated_bytes", unit),
         in_unit("counted_bytes", unit),
@@ -163,11 +161,11 @@ def phases(entries: Sequence[Snapshot]) -> Section:
     columns = [
         *_step_column(rows),
         column("phase", write=label),
-        column("begin_s", write=milliseconds),
-        column("duration_s", write=milliseconds),
+        column("begin_s", write=moment_ms),
+        column("duration_s", write=moment_ms),
         in_unit("begin_bytes", unit),
         in_unit("peak_bytes", unit),
-        column("peak_s", write=milliseconds),
+        column("peak_s", write=moment_ms),
         in_unit("end_bytes", unit),
     ]
     notes = ["Peaks are over all events; times are those of a run that is being recorded."]

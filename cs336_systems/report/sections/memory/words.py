@@ -19,7 +19,7 @@ from cs336_systems.analysis.memory.profile import (
     Place,
 )
 from cs336_systems.report.columns import Column, column
-from cs336_systems.report.numbers import label, significant
+from cs336_systems.report.numbers import GIB, MIB, label, significant
 from cs336_systems.text import counted
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
     return next(block for block in blocks if block.saved_bytes == middle)
 
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB = 2**10
 MIN_PART = 0.001
 """Sentences leave out parts below this share of the whole."""
 KEPT_FOLDERS = 2
@@ -85,7 +85,7 @@ NUM_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class MemoryUnit:
     """A unit of memory with fixed decimals, so that the cells of a table can be compared at a glance."""
 
     name: str
@@ -101,19 +101,19 @@ class Unit:
         return f"{value:,.{self.decimals}f}" if num_bytes else "0"
 
 
-GIB_CELL, MIB_CELL = Unit("GiB", GIB, 2), Unit("MiB", MIB, 2)
+GIB_CELL, MIB_CELL = MemoryUnit("GiB", GIB, 2), MemoryUnit("MiB", MIB, 2)
 
 
-def in_unit(key: str, unit: Unit, name: str = "", drop_order: int | None = None) -> Column:
+def in_unit(key: str, unit: MemoryUnit, name: str = "", drop_order: int | None = None) -> Column:
     """The column of bytes of this key in this unit, in one table under another name or with another order."""
     found = column(key, unit=unit.name, write=unit.cell)
     order = found.drop_order if drop_order is None else drop_order
     return replace(found, name=name or found.name, drop_order=order)
 
 
-def unit_for(largest_bytes: int) -> Unit:
+def unit_for(largest_bytes: int) -> MemoryUnit:
     """GiB for a table whose largest value is at least one, MiB below."""
-    return Unit("GiB", GIB, 3) if largest_bytes >= GIB else Unit("MiB", MIB, 2)
+    return MemoryUnit("GiB", GIB, 3) if largest_bytes >= GIB else MemoryUnit("MiB", MIB, 2)
 
 
 def size(num_bytes: int) -> str:
@@ -140,10 +140,10 @@ def when(moment: Moment | FailedRequest) -> str:
     """The moment for a sentence: `15.0 ms after the first event, in backward of step 0`."""
     where = f", in {label(moment.phase)}" if moment.phase else ""
     step = f"{' of' if moment.phase else ', in'} step {moment.step}" if moment.step >= 0 else ""
-    return f"{milliseconds(moment.time_s)} ms after the first event{where}{step}"
+    return f"{moment_ms(moment.time_s)} ms after the first event{where}{step}"
 
 
-def milliseconds(time_s: float) -> str:
+def moment_ms(time_s: float) -> str:
     """The time in ms, to a tenth, or to three digits where that is more."""
     return f"{time_s * 1e3:,.1f}" if time_s >= 0.01 else significant(time_s * 1e3, 3)
 

@@ -32,16 +32,8 @@ from tests.report.sections.kernels.profiles import (
 def test_communication_by_hand() -> None:
     section = communication([Explained(profile=make_shared())])
     (table,) = section.tables
-    of_kind = [
-        "all-gather",
-        "all-gather",
-        "reduce-scatter",
-        "all",
-        "reduce-scatter",
-        "all-gather",
-        "reduce-scatter",
-        "all",
-    ]
+    gather, scatter = "all-gather", "reduce-scatter"
+    of_kind = [gather, gather, scatter, "all", scatter, gather, scatter, "all"]
     assert column(table, "collective") == of_kind
     assert column(table, "phase") == [
         "forward", "backward", "backward", "backward", "communication", "step", "step", "step"
@@ -160,10 +152,14 @@ def test_the_clock_of_backward_has_communication_where_the_trace_cannot_tell_the
     assert [row["clock_mean_ms"] for row in csv_rows(section, phase="backward")] == [clock_ms]
 
 
-@pytest.mark.parametrize(("exposed_ms", "limit"), [(0.5, "The GPU is the limit"), (5, "Communication is a limit")])
-def test_a_gpu_that_waits_in_collectives_is_busy_and_not_the_limit(exposed_ms, limit) -> None:
+@pytest.mark.parametrize(
+    ("kernel_ms", "exposed_ms", "limit"),
+    [(9, 0.5, "The GPU is the limit"), (9, 5, "Communication is a limit"), (5, 0.5, "Copies limit the GPU: 4.00 ms")],
+)
+def test_a_gpu_that_waits_in_collectives_or_copies_is_busy_and_not_the_limit(kernel_ms, exposed_ms, limit) -> None:
     """Busy for 9 of the 10 ms of a phase, without idle times that another cause would explain."""
-    phase = make_phase(BACKWARD, (8, 8), (9, 9), (10, 10), (9, 9))
+    kernels = (kernel_ms, kernel_ms)
+    phase = make_phase(BACKWARD, (8, 8), kernels, (10, 10), (9, 9), busy_s=(9e-3, 9e-3))
     sent = make_times(BACKWARD, None, (1, 1), (6, 6), (exposed_ms, exposed_ms))
     profile = make_profile(phases=(phase,), communication=(sent,), idle=())
     assert findings(profile)[0].startswith(limit)

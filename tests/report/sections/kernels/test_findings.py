@@ -10,7 +10,7 @@ from cs336_systems.analysis.kernels.step_profile import IdleCause
 from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, RunConfig
 from cs336_systems.report.sections.kernels.facts import is_launch_bound
 from cs336_systems.report.sections.kernels.findings import findings
-from tests.report.making import H200, HOSTILE
+from tests.report.making import H200
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
     DATA,
@@ -284,9 +284,9 @@ def test_products_in_true_fp32_are_told_by_their_kernels(names, told) -> None:
 @pytest.mark.parametrize(
     ("device_names", "advised"),
     [
-        (("NVIDIA A100-SXM4-40GB",), ("TF32", "bf16", "tf32 156, bf16 312, fp32 19.5 TFLOP/s")),
-        (("Tesla V100-SXM2-16GB",), ("fp16", "fp16 125, fp32 15.7 TFLOP/s")),
-        (("NVIDIA GeForce RTX 3090",), ("bf16", "bf16 71, fp32 35.6 TFLOP/s")),  # TF32 is no faster there
+        (("NVIDIA A100-SXM4-40GB",), ("TF32", "bf16")),
+        (("Tesla V100-SXM2-16GB",), ("fp16",)),
+        (("NVIDIA GeForce RTX 3090",), ("bf16",)),  # TF32 is no faster there
         (("NVIDIA GeForce RTX 4070",), ("TF32", "bf16")),  # its kernels are of Ampere's generation or a later one
         ((), ("TF32", "bf16")),
     ],
@@ -299,7 +299,6 @@ def test_what_the_tensor_cores_of_the_device_have_is_advised(device_names, advis
     )
     assert all(words in text for words in advised)
     assert ("TF32" in text) is ("TF32" in advised)
-    assert ("TFLOP/s" in text) is ("TFLOP/s" in advised[-1])
 
 
 def test_a_device_that_may_have_no_tensor_cores_is_advised_nothing() -> None:
@@ -396,8 +395,3 @@ def test_a_trace_of_a_cpu_has_no_gpu_to_speak_of() -> None:
 def test_a_profile_of_nothing_says_nothing() -> None:
     empty = make_profile(phases=(), kernels=(), classes=(), idle=(), gaps=(), host_calls=())
     assert findings(empty) == ()
-
-
-def test_long_names_are_cut() -> None:
-    names = {FORWARD: ((HOSTILE + "x" * 8000, 8, 50),)}
-    assert max(map(len, findings(make_profile(kernels=make_kernels(names))))) < 1000

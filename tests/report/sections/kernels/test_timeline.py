@@ -15,7 +15,6 @@ from cs336_systems.report.sections.kernels.plots import (
     MAX_STREAMS,
     describe_devices,
     describe_source,
-    describe_steps,
     draw_timeline,
     gap_lines,
     gap_words,
@@ -176,8 +175,5 @@ def test_titles_say_what_is_shown() -> None:
     assert [label.get_text() for label in draw_timeline(on_cpu).axes[0].get_yticklabels()] == ["phase"]
     whole = texts(draw_timeline(make_profile(is_whole_trace=True)))
     assert "The whole trace on the GPU: 25.0 ms, 80 % busy" in whole
-    assert describe_steps(make_profile()) == "mean of 2 steps"
-    assert describe_steps(make_profile(num_steps=1, is_warmup=True)) == "1 warm-up step"
-    assert describe_steps(make_profile(is_whole_trace=True)) == "the whole trace"
     assert describe_devices([make_profile(), make_cpu_profile(), make_profile()]) == [H200, "a CPU"]
     assert describe_source(make_profile(source="a, b")) == ["a b", H200]

@@ -11,9 +11,9 @@ from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.files import write_memory
 from cs336_systems.report.sections.memory.tables import boundaries, peaks, phases
 from cs336_systems.report.sections.memory.words import (
-    Unit,
+    MemoryUnit,
     fragmentation_bytes,
-    milliseconds,
+    moment_ms,
     peak_words,
     place_text,
     size,
@@ -57,7 +57,7 @@ def test_sizes_in_sentences(num_bytes: int, text: str) -> None:
 
 def test_cells_of_one_unit() -> None:
     assert (unit_for(2**30 - 1).name, unit_for(2**30).name) == ("MiB", "GiB")
-    unit = Unit("GiB", 2**30, 3)
+    unit = MemoryUnit("GiB", 2**30, 3)
     assert [unit.cell(n) for n in (0, 512, 2**20, 3 * 2**29)] == ["0", "< 0.001", "0.001", "1.500"]
 
 
@@ -95,7 +95,7 @@ def test_what_is_not_known_of_a_peak_is_empty() -> None:
 
 @pytest.mark.parametrize(("time_s", "text"), [(0, "0.00"), (0.00438, "4.38"), (0.0157, "15.7"), (3.7189, "3,718.9")])
 def test_times_have_a_tenth_of_a_millisecond(time_s: float, text: str) -> None:
-    assert milliseconds(time_s) == text
+    assert moment_ms(time_s) == text
 
 
 def test_boundaries_in_time_with_the_peak_among_them() -> None:

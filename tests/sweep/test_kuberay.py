@@ -1,16 +1,17 @@
 """docs/kuberay.yaml: its fields are among those of KubeRay (ray-operator/apis/ray/v1), and its command is ours."""
 
-import json
 import shlex
 from pathlib import Path
 
 import pytest
 
-from cs336_systems import cli
+from cs336_systems.commands.flags import parse
+from cs336_systems.commands.sweep import SweepArguments
+from cs336_systems.config import Device
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with Ray")
 
-PATH = Path(__file__).parents[3] / "docs" / "kuberay.yaml"
+PATH = Path(__file__).parents[2] / "docs" / "kuberay.yaml"
 JOB = {
     "activeDeadlineSeconds", "backoffLimit", "clusterSelector", "deletionStrategy", "entrypoint", "entrypointNumCpus",
     "entrypointNumGpus", "entrypointResources", "jobId", "managedBy", "metadata", "rayClusterSpec", "runtimeEnvYAML",
@@ -54,11 +55,10 @@ def test_the_fields_are_those_of_a_ray_job(manifest):
         assert all(isinstance(amount, str) for amount in container["resources"]["limits"].values())
 
 
-def test_the_command_is_a_sweep_on_gpus_that_writes_to_the_volume(manifest, capsys):
-    program, *words = shlex.split(manifest["spec"]["entrypoint"])
-    assert program == "cs336"
-    assert cli.main([*words, "--dry-run", "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert {run["device"] for run in planned["runs"]} == {"cuda"}
+def test_the_command_is_a_sweep_on_gpus_that_writes_to_the_volume(manifest):
+    program, command, *words = shlex.split(manifest["spec"]["entrypoint"])
+    assert (program, command) == ("cs336", "sweep")
+    sweep = parse(SweepArguments, "sweep", words)
+    assert {config.device for config in sweep.plan().configs} == {Device.CUDA}
     (container,) = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
-    assert any(planned["directory"].startswith(f"{mount['mountPath']}/") for mount in container["volumeMounts"])
+    assert any(sweep.directory().is_relative_to(mount["mountPath"]) for mount in container["volumeMounts"])

@@ -1,0 +1,600 @@
+"""A sweep on a Ray cluster: every run is a task of Ray, and this process alone writes records.
+
+Ray places the tasks, starts a task whose machine dies on another one, and brings back what a task returns: plain bytes,
+which are a `Reply` in JSON on the first line, then the files that the run has left. A task measures as a local sweep
+does, in a fresh process that a fork server starts; that process does not load Ray.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+# Ray reads them when it is imported; without the second, a run for which memory is too small would have endless tries
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_task_oom_retries": "0"}
+
+import msgspec
+import psutil
+import ray
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import cs336_systems
+from cs336_systems.analysis.kernels.nsys import has_nsys
+from cs336_systems.config import Device, Profiler, RunConfig
+from cs336_systems.files import error_in_words, write_atomically
+from cs336_systems.measure.environment import identity
+from cs336_systems.measure.inputs import all_inputs
+from cs336_systems.measure.nvml import alike, visible_gpus
+from cs336_systems.record import Failure, Identity, RunRecord, Status
+from cs336_systems.sweep.interrupts import Interrupts
+from cs336_systems.sweep.isolation import (
+    ensure_fork_server,
+    preload,
+    preload_to_explain,
+    remove_temporaries,
+    spare_children,
+)
+from cs336_systems.sweep.keep import Keeper, resume
+from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
+from cs336_systems.sweep.process import adopt_orphans, when_it_ends
+from cs336_systems.sweep.run import Loop, Outcome, measure_one, modules_of, num_slots, outcome
+from cs336_systems.sweep.store import SweepError, fresh_profile_path, make_writable, raw_profile_paths, refuse_to_mix
+from cs336_systems.text import counted
+
+MAX_TRIES = 3
+"""How often Ray starts a run whose machine or process dies each time."""
+_TICK_S = 1.0
+_HEAD_S = 10.0
+"""How long the head of the cluster may take to accept a connection, or to list its machines."""
+_ANSWER_S = 60.0
+"""How long all machines together may take to describe themselves; the package is sent to them first."""
+_SHUTDOWN_S = 5.0
+"""How long the end of the connection may take. It would not end if the head hangs."""
+_MOST_EXPLAINERS = 4
+"""How many profiles are explained at a time at most, of which each can take gigabytes of memory."""
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A machine's description of itself."""
+
+    host: str
+    identity: Identity
+    has_nsys: bool
+    """Whether Nsight Systems is installed."""
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What a sweep requires of its machines."""
+
+    identity: Identity | None = None
+    """Conditions in which all machines must be alike; None if they may differ, or before the first machine is known."""
+    require_device: str | None = None
+    """Part of the name of the device that machines must have, without regard to case."""
+    nsys: bool = False
+    """Whether a run is to be profiled by Nsight Systems."""
+
+    def why_unable(self, node: Node) -> str | None:
+        """Why the machine could not measure what is wanted, whatever the other machines are like; None if it could."""
+        if (self.require_device or "").casefold() not in node.identity.device_name.casefold():
+            return f"it has {node.identity.device_name}, needed {self.require_device}"
+        return "it has no nsys on the PATH, which --nsys needs" if self.nsys and not node.has_nsys else None
+
+    def why_left_out(self, node: Node) -> str | None:
+        """Why the sweep does not use the machine; None if it does."""
+        if (why := self.why_unable(node)) is not None or self.identity is None:
+            return why
+        needed, present = msgspec.to_builtins(self.identity), msgspec.to_builtins(node.identity)
+        different = [
+            f"{name} is {present[name]}, needed {needed[name]}" for name in needed if present[name] != needed[name]
+        ]
+        return f"{'; '.join(different)}; --allow-mixed uses it too" if different else None
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A run to measure."""
+
+    config: RunConfig
+    timeout_s: float
+    needs: Needs
+    modules: tuple[str, ...]
+    """Modules for the fork server to import once for all runs."""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What a task returns, followed by the contents of `files`."""
+
+    node: str
+    """Ray's id of the machine."""
+    host: str
+    refused: str | None = None
+    """Why the machine has not measured the run; None if it has."""
+    files: tuple[tuple[str, int], ...] = ()
+    """Name and number of bytes of each file that the run has left, the record last."""
+
+
+def describe(device: str) -> bytes:
+    """The task that describes its machine for runs on the device: a `Node` in JSON; `null` without such a device."""
+    gpus = alike(visible_gpus()) if device == Device.CUDA else ()
+    if device == Device.CUDA and not gpus:
+        return b"null"
+    return msgspec.json.encode(Node(platform.node(), identity(Device(device), next(iter(gpus), None)), has_nsys()))
+
+
+def measure(request: bytes) -> bytes:
+    """The task of a `Request`: measure the run on this machine, on the GPUs that Ray has chosen."""
+    asked = msgspec.json.decode(request, type=Request)
+    reply = Reply(ray.get_runtime_context().get_node_id(), platform.node())
+    _prepare()
+    try:
+        with _threads_of_this_machine(), TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
+            runs = Path(scratch) / "runs"
+            runs.mkdir()
+            _measure(asked, runs)
+            paths = [path for path in _paths(asked.config, runs) if path.is_file()]
+            reply = msgspec.structs.replace(reply, files=tuple((path.name, path.stat().st_size) for path in paths))
+            return b"".join([msgspec.json.encode(reply), b"\n", *(path.read_bytes() for path in paths)])
+    except KeyboardInterrupt:
+        os._exit(1)  # Ray ends this process, and starts the run elsewhere
+    except Exception as error:  # the driver would unpickle an exception
+        why = error_in_words(error) if isinstance(error, OSError) else str(error) or type(error).__name__
+        return msgspec.json.encode(msgspec.structs.replace(reply, refused=why)) + b"\n"
+
+
+@functools.cache
+def _prepare() -> None:
+    """Let this process of Ray end with the one that has started it, and what it starts not import Ray's program.
+
+    Without the former, Ray lets a task go on for ever where it dies.
+    """
+    when_it_ends(os.getppid(), functools.partial(os._exit, 1))
+    with contextlib.suppress(AttributeError):
+        del sys.modules["__main__"].__file__
+
+
+def _paths(config: RunConfig, runs: Path) -> list[Path]:
+    """Paths of all files that the run may leave. The record is the last: it implies that the others are there."""
+    return [*raw_profile_paths(config, runs), runs / f"{config.key}.json"]
+
+
+def _measure(asked: Request, runs: Path) -> None:
+    config, needs = asked.config, asked.needs
+    gpus = alike(visible_gpus()) if config.device is Device.CUDA else ()
+    if len(gpus) < num_slots(config) and config.device is Device.CUDA:
+        raise SweepError(f"it has {len(gpus)} GPUs of one kind that Ray gives to the run, needed {num_slots(config)}")
+    node = Node(platform.node(), identity(config.device, next(iter(gpus), None)), not needs.nsys or has_nsys())
+    if (why := needs.why_left_out(node)) is not None:
+        raise SweepError(why)
+    preload(*asked.modules)
+    ensure_fork_server()
+    with contextlib.ExitStack() as stack:
+        for gpu in gpus:
+            stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+        are_others = stack.enter_context(at_work(None if gpus else cpu_lock_path()))
+        measure_one(
+            config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), are_others=are_others, explains=False
+        )
+
+
+@contextlib.contextmanager
+def _threads_of_this_machine() -> Iterator[None]:
+    """Take away OMP_NUM_THREADS if Ray has set it: a local run has PyTorch's own number of threads."""
+    chosen = "OMP_NUM_THREADS" in psutil.Process().environ()  # the environment with which this process began
+    threads = None if chosen else os.environ.pop("OMP_NUM_THREADS", None)
+    try:
+        yield
+    finally:
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = threads
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Be the driver of the cluster at `address`; "auto" is the cluster that this machine belongs to.
+
+    Raises SweepError without a cluster there, and for errors of Ray meanwhile. Ray prints to standard output, which is
+    for results: that is dropped.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        if address == "auto":
+            address = _address_of_this_machine()
+        _check_address(address)
+        environment = {
+            "py_modules": [str(Path(cs336_systems.__file__).parent)],
+            # Ray before 2.51 hides the GPUs from a task that takes none
+            "env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+        }
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+            ray.init(address=address, configure_logging=False, log_to_driver=False, runtime_env=environment)
+            signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
+            try:
+                yield
+            finally:
+                end = threading.Thread(target=ray.shutdown, daemon=True)
+                end.start()
+                end.join(_SHUTDOWN_S)
+                if end.is_alive():
+                    atexit.register(_end_at_once)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        if isinstance(error, SweepError):
+            raise
+        raise SweepError(
+            f"no connection to the Ray cluster {address}: {_in_a_line(error)}; finished runs are kept, "
+            "and the same command goes on"
+        ) from error
+
+
+def _end_at_once() -> None:
+    """End this process after an error. Python's own way would crash, as threads of Ray still wait."""
+    remove_temporaries()
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _address_of_this_machine() -> str:
+    """The address of the cluster that this machine belongs to; it may have died, as Ray keeps its last address."""
+    try:
+        return str(canonicalize_bootstrap_address_or_die("auto"))
+    except ConnectionError:
+        raise OSError("this machine belongs to none; `ray start` makes it part of one") from None
+
+
+def _check_address(address: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT, for which Ray would wait a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _HEAD_S).close()
+    except OSError as error:
+        raise OSError(f"nothing listens at {address} ({error.strerror or error})") from error
+
+
+def _in_a_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A machine of the cluster as a sweep that begins now sees it."""
+
+    id: str
+    host: str
+    address: str
+    count: float
+    """Number of its GPUs as Ray counts them, or of its cores if CPUs are measured."""
+    node: Node | None
+    """Its description of itself; None if it gave none."""
+    refused: str | None
+    """Why the sweep does not use it; None if it does."""
+
+    def runs_at_once(self, device: Device) -> int:
+        """How many ranks the machine runs at a time: one on each GPU, or one on its CPU."""
+        return 0 if self.refused is not None else int(self.count) if device is Device.CUDA else 1
+
+
+def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machine], Needs]:
+    """All machines of the cluster, and what a sweep requires of those that join later.
+
+    If `needs` names no identity, the machines that have most slots choose it, unless all may be mixed.
+    """
+    alive = {found["NodeID"]: found for found in ray.nodes() if found["Alive"]}
+    task = ray.remote(max_calls=1)(describe)
+    pinned = {name: NodeAffinitySchedulingStrategy(name, soft=False) for name in alive}
+    answers = {
+        name: task.options(num_cpus=0, max_retries=0, scheduling_strategy=only).remote(device.value)
+        for name, only in pinned.items()
+    }
+    ray.wait([*answers.values()], num_returns=len(answers), timeout=_ANSWER_S)
+    described = {name: _described(answer) for name, answer in answers.items()}
+    counts = {name: _count(found, device) for name, found in alive.items()}
+    if needs.identity is None and not allow_mixed:
+        slots: Counter[Identity] = Counter()
+        for name, (node, _) in described.items():
+            if node and counts[name] and needs.why_unable(node) is None:
+                slots[node.identity] += int(counts[name]) if device is Device.CUDA else 1
+        most = next(iter(slots.most_common(1)), (None, 0))[0]
+        needs = msgspec.structs.replace(needs, identity=most)
+    machines = (
+        Machine(
+            id=name, host=str(found["NodeManagerHostname"]), address=str(found["NodeManagerAddress"]),
+            count=counts[name], node=described[name][0],
+            refused=_why_refused(*described[name], counts[name], device, needs),
+        )
+        for name, found in alive.items()
+    )  # fmt: skip
+    return sorted(machines, key=lambda each: (each.host, each.address, each.id)), needs
+
+
+def _count(found: dict[str, Any], device: Device) -> float:
+    return float(found["Resources"].get("GPU" if device is Device.CUDA else "CPU", 0))
+
+
+def _why_refused(node: Node | None, failure: str, count: float, device: Device, needs: Needs) -> str | None:
+    if not count:
+        return f"Ray counts none of its {'GPUs' if device is Device.CUDA else 'cores'}"
+    return failure if node is None else needs.why_left_out(node)
+
+
+def _described(answer: "ray.ObjectRef[bytes]") -> tuple[Node | None, str]:
+    """The description that a machine gives, or why there is none."""
+    try:
+        return msgspec.json.decode(ray.get(answer, timeout=0), type=Node | None), "it has no NVIDIA GPU"
+    except ray.exceptions.GetTimeoutError:
+        return None, f"it did not answer within {_ANSWER_S:g} s"
+    except (RayError, msgspec.DecodeError) as error:
+        return None, _in_a_line(error)
+
+
+def sweep_on_cluster(
+    configs: Sequence[RunConfig],
+    directory: Path,
+    listener: Listener,
+    *,
+    address: str,
+    timeout_s: float = 600.0,
+    fresh: bool = False,
+    allow_mixed: bool = False,
+    require_device: str | None = None,
+    wait_nodes_s: float = 180.0,
+) -> Outcome:
+    """Measure those of `configs` that have no result in `directory` yet, on the machines of the cluster at `address`.
+
+    Raises SweepError and LockedError as `run_sweep` does, and SweepError if there is no machine for `wait_nodes_s`.
+    """
+    started = monotonic()
+    runs = make_writable(directory / "runs")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
+        kept, todo, unexplained, problems = resume(configs, runs, fresh=fresh)
+        inputs = () if allow_mixed else all_inputs(configs)
+        present = next((record.environment.identity for record in kept if record.environment), None)
+        if present is not None and not allow_mixed:
+            refuse_to_mix(kept, present, inputs, directory)
+        listener.planned(kept, todo, problems)
+        profiled = any(config.profiler is not Profiler.NONE for config in todo)
+        if unexplained or profiled:
+            adopt_orphans()
+            preload_to_explain()
+        keeper, most_slots = Keeper(runs, listener, inputs), 0
+        explainers = (None,) * min(_MOST_EXPLAINERS, max(1, (os.cpu_count() or 1) // 2))
+        with contextlib.ExitStack() as connection:
+            if todo:
+                connection.enter_context(connected(address))
+                spare_children()
+            interrupts = stack.enter_context(Interrupts())
+            explainer = Loop(keeper, explainers, timeout_s, interrupts, lambda: False, deque(unexplained))
+            stack.callback(explainer.end)
+            if todo:
+                needs = Needs(
+                    identity=None if allow_mixed else present,
+                    require_device=require_device,
+                    nsys=any(config.profiler is Profiler.NSYS for config in todo),
+                )
+                driver = _Driver(keeper, explainer, todo, timeout_s, wait_nodes_s, interrupts, needs)
+                driver.run(allow_mixed=allow_mixed)
+                most_slots = driver.most_slots
+        explainer.run(())  # what is left; the machines are free for others
+        return outcome(keeper, interrupted=interrupts.count > 0, wall_s=monotonic() - started, slots=most_slots)
+
+
+class _Watch:
+    """Lists the machines of the cluster in a thread, because a head that hangs would hold up the driver."""
+
+    def __init__(self) -> None:
+        self._failure = ""
+        self._nodes, self._seen_s = ray.nodes(), monotonic()
+        self._context = ray.get_runtime_context()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        try:
+            while ray.is_initialized():
+                _check_address(self._context.gcs_address)
+                self._nodes, self._seen_s = ray.nodes(), monotonic()
+                time.sleep(_TICK_S)
+        except Exception as error:
+            self._failure = _in_a_line(error)
+
+    def alive(self) -> dict[str, dict[str, Any]]:
+        """The machines that are there, by id; raise OSError if the head does not answer, or Ray has died here."""
+        if self._failure or monotonic() - self._seen_s > _HEAD_S:
+            raise OSError(self._failure or f"its head did not answer within {_HEAD_S:g} s")
+        alive = {found["NodeID"]: found for found in self._nodes if found["Alive"]}
+        if self._context.get_node_id() not in alive:
+            raise OSError("Ray has died on this machine, and takes along what was started from here")
+        return alive
+
+
+@dataclass(slots=True)
+class _Driver:
+    """Has the runs measured until nothing is left to do, or a signal interrupts the sweep."""
+
+    keeper: Keeper
+    explainer: Loop
+    """Explains profiles on this machine; if CPUs are measured, after all runs."""
+    todo: Sequence[RunConfig]
+    timeout_s: float
+    wait_nodes_s: float
+    interrupts: Interrupts
+    needs: Needs
+    most_slots: int = 0
+    _waiting: deque[RunConfig] = field(default_factory=deque)
+    """The widest first, because the GPUs that they need would otherwise never be free at the same time."""
+    _running: dict[Any, tuple[RunConfig, float]] = field(default_factory=dict)
+    """Runs that Ray has, by what it will return, each with the time at which Ray got it."""
+    _left_out: set[str] = field(default_factory=set)
+    """Ids of the machines that the sweep does not use."""
+    _there: dict[str, str] = field(default_factory=dict)
+    """Hosts of the machines that the sweep uses, by id."""
+    _cores: float = 0.0
+    """How many cores a run on a CPU takes: all of its machine."""
+
+    def run(self, *, allow_mixed: bool) -> None:
+        """Measure all; raise SweepError if there is no usable machine for too long."""
+        self._waiting.extend(sorted(self.todo, key=num_slots, reverse=True))
+        device = self.todo[0].device
+        watch, worked_s = _Watch(), monotonic()
+        while not (used := self._begin(device, allow_mixed)):
+            self._check_patience(worked_s, 0)
+            time.sleep(_TICK_S)
+            if self.interrupts.count:
+                return
+        self._cores = Counter(machine.count for machine in used).most_common(1)[0][0]
+        measure_task = ray.remote(max_calls=0, max_retries=MAX_TRIES - 1)(measure)
+        modules = tuple(modules_of(self.todo))
+        while (self._waiting or self._running) and not self.interrupts.count:
+            slots = self._slots(watch.alive(), device)
+            self._submit(measure_task, modules, slots, device)
+            for reference in self._ended():
+                self._take(reference, *self._running.pop(reference))
+            if self.explainer.is_busy and device is Device.CUDA:
+                self.explainer.step(0.0)
+            most = max(slots.values(), default=0)
+            if any(num_slots(config) <= most for config in self._left()):
+                worked_s = monotonic()
+            elif self._waiting or self._running:
+                self._check_patience(worked_s, most)
+            self.keeper.listener.tick()
+
+    def _ended(self) -> list[Any]:
+        """What Ray has returned since the last call, brought to this machine; waits for something, but not for long."""
+        if not self._running:
+            time.sleep(_TICK_S)
+            return []
+        ready: list[Any] = ray.wait([*self._running], timeout=_TICK_S)[0]
+        return ready
+
+    def _left(self) -> Iterator[RunConfig]:
+        return itertools.chain(self._waiting, (config for config, _ in self._running.values()))
+
+    def _begin(self, device: Device, allow_mixed: bool) -> list[Machine]:
+        """Look at all machines, and return those that the sweep uses; the others are named."""
+        machines, self.needs = look(device, self.needs, allow_mixed=allow_mixed)
+        for machine in machines:
+            if machine.refused is not None:
+                self._leave_out(machine.id, machine.host, machine.refused)
+        return [machine for machine in machines if machine.refused is None]
+
+    def _leave_out(self, name: str, host: str, why: str) -> None:
+        if name not in self._left_out:
+            self._left_out.add(name)
+            self._there.pop(name, None)
+            self.keeper.listener.noted(f"{host} is not used: {why}")
+
+    def _slots(self, alive: dict[str, dict[str, Any]], device: Device) -> dict[str, int]:
+        """How many ranks each machine in use can run at once; notes the machines that join and that are lost."""
+        slots = {}
+        for name, found in alive.items():
+            host, count = str(found["NodeManagerHostname"]), _count(found, device)
+            if device is Device.CPU and count not in (0, self._cores):
+                self._leave_out(
+                    name, host, f"Ray counts {count:g} of its cores, needed {self._cores:g} as of the others"
+                )
+            if count and name not in self._left_out:
+                slots[name] = int(count) if device is Device.CUDA else 1
+                if name not in self._there:
+                    self._there[name] = host
+                    self.keeper.listener.noted(f"{host} joins: {counted(slots[name], 'run')} at a time")
+        for name in self._there.keys() - alive.keys():
+            self.keeper.listener.noted(f"{self._there.pop(name)} is lost; Ray starts what ran there elsewhere")
+        self.most_slots = max(self.most_slots, sum(slots.values()))
+        return slots
+
+    def _submit(self, task: Any, modules: tuple[str, ...], slots: dict[str, int], device: Device) -> None:  # noqa: ANN401
+        """Give Ray as many runs as the machines have slots for, so that runs which Ray has are in progress."""
+        free = sum(slots.values()) - sum(num_slots(config) for config, _ in self._running.values())
+        most = max(slots.values(), default=0)
+        selector = {"ray.io/node-id": f"!in({','.join(self._left_out)})"} if self._left_out else None
+        for config in [config for config in self._waiting if num_slots(config) <= most]:
+            if (width := num_slots(config)) > free:
+                break
+            free -= width
+            self._waiting.remove(config)
+            needed = {"num_cpus": 0, "num_gpus": width} if device is Device.CUDA else {"num_cpus": self._cores}
+            request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, modules))
+            reference = task.options(**needed, label_selector=selector).remote(request)
+            self._running[reference] = config, monotonic()
+            self.keeper.listener.started(config, None)
+
+    def _take(self, reference: Any, config: RunConfig, started_s: float) -> None:  # noqa: ANN401
+        """Keep the record and the profile of a run that has ended, or give the run to another machine."""
+        try:
+            data = ray.get(reference)
+        except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError):
+            raise
+        except RayError as error:
+            message = (
+                f"Ray started it up to {MAX_TRIES} times, and its machine or its process died: {_in_a_line(error)}"
+            )
+            elapsed_s = monotonic() - started_s
+            self.keeper.finish(self.keeper.fail(config, Status.KILLED, Failure(message=message), elapsed_s))
+            return
+        try:
+            reply, contents = _decoded(data, config, self.keeper.runs)
+        except ValueError as error:
+            self.keeper.finish(self.keeper.refuse(config, f"no reply of a run: {error}", monotonic() - started_s))
+            return
+        if reply.refused is not None:
+            self._leave_out(reply.node, reply.host, reply.refused)
+            self._waiting.appendleft(config)
+            return
+        record = self._kept(config, contents, monotonic() - started_s)
+        self.keeper.finish(record)
+        self.explainer.explain_later(record)
+
+    def _kept(self, config: RunConfig, contents: dict[Path, memoryview], elapsed_s: float) -> RunRecord:
+        """Write what the run has left, and check its record."""
+        try:
+            (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
+            fresh_profile_path(config, self.keeper.runs)
+            for path, content in contents.items():
+                write_atomically(path, content)
+        except OSError as error:
+            raise SweepError(error_in_words(error)) from error
+        return self.keeper.read(config, elapsed_s)
+
+    def _check_patience(self, worked_s: float, most: int) -> None:
+        if monotonic() - worked_s >= self.wait_nodes_s:
+            left = [*self._left()]
+            raise SweepError(
+                f"no machine for the {counted(len(left), 'run')} left within {self.wait_nodes_s:g} s: needed "
+                f"{min(map(num_slots, left))} slot(s) on one, found {most}; finished runs are kept, "
+                "and the same command goes on"
+            )
+
+
+def _decoded(data: object, config: RunConfig, runs: Path) -> tuple[Reply, dict[Path, memoryview]]:
+    """The reply in what a task has returned, and the contents of the run's files by their paths here.
+
+    Raises ValueError for data that cannot be a reply of this run.
+    """
+    if not isinstance(data, bytes):
+        raise ValueError(f"needed bytes, got {type(data).__name__}")
+    end = data.find(b"\n") + 1
+    reply = msgspec.json.decode(data[:end], type=Reply)
+    paths = {path.name: path for path in _paths(config, runs)}
+    contents, rest = {}, memoryview(data)[end:]
+    for name, num_bytes in reply.files:
+        if name not in paths or not 0 <= num_bytes <= len(rest):
+            raise ValueError(f"needed files among {', '.join(paths)}, got {name[:80]!r}")
+        contents[paths[name]], rest = rest[:num_bytes], rest[num_bytes:]
+    if reply.refused is None and runs / f"{config.key}.json" not in contents:
+        raise ValueError("needed a record, got none")
+    return reply, contents

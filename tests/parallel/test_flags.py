@@ -1,0 +1,83 @@
+"""The flags of runs on several ranks: what excludes what, and what a benchmark and a sweep make of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.cli import benchmark
+from cs336_systems.commands.flags import parse
+from cs336_systems.commands.sweep import SweepArguments, default_name
+from cs336_systems.config import Device
+from cs336_systems.measure.nvml import Gpu
+
+pytestmark = pytest.mark.timeout(280)
+FLAGS = [
+    "--device", "cpu", "--warmup-steps", "2", "--measured-steps", "2", "--vocab-size", "37", "--context-length", "8",
+    "--batch-size", "2",
+]  # fmt: skip
+SHAPE = ["--d-model", "24", "--d-ff", "40", "--num-layers", "1", "--num-heads", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "2"], "--parallel ddp-overlap"),
+        (["--parallel", "ddp", "--ranks", "2", "--mode", "forward"], "--mode forward"),
+        (["--parallel", "fsdp", "--ranks", "2", "--shard-optimizer"], "--parallel fsdp"),
+        (["--parallel", "fsdp", "--ranks", "2", "--compile", "default"], "--compile"),
+        (["--parallel", "ddp", "--ranks", "65"], "at most 64"),
+        (["--parallel", "ddp", "--ranks", "3", "--global-batch-size", "8"], "multiple of the 3"),
+    ],
+)
+def test_what_excludes_what(capsys, tmp_path, words, message):
+    assert benchmark([*FLAGS, *words, "--output", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, capsys, tmp_path):
+    gpu = Gpu(index=0, uuid="GPU-1", name="NVIDIA H200", memory_bytes=2**37, driver="580")
+    other = replace(gpu, index=1, uuid="GPU-2", name="NVIDIA L4")
+    monkeypatch.setattr("cs336_systems.commands.flags.visible_gpus", lambda: (gpu, other))
+    monkeypatch.setattr("cs336_systems.commands.benchmark.resolve_device", lambda asked: Device.CUDA)
+    words = ["--parallel", "ddp", "--ranks", "2", "--output", str(tmp_path)]
+    assert benchmark(words) == 2
+    assert "--ranks 2 needs as many GPUs of one kind" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_command_starts_its_ranks_itself(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert benchmark([*FLAGS, *SHAPE, "--parallel", "fsdp", "--ranks", "2", "--global-batch-size", "6", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["config"]["ranks"] == len(record["ranks"]) == 2
+    assert record["config"]["batch_size"] == 3
+
+
+def test_a_sweep_shares_one_batch_among_few_and_many_ranks():
+    shape = ["--sizes", "tiny", "--parallel", "ddp-flat", "--ranks", "1", "2", "4"]
+    words = [*FLAGS[: FLAGS.index("--vocab-size")], *shape]
+    sweep = parse(SweepArguments, "sweep", [*words, "--context-lengths", "8", "--global-batch-size", "8"])
+    assert [(config.ranks, config.batch_size) for config in sweep.plan().configs] == [(1, 8), (2, 4), (4, 2)]
+    assert "global-batch-size-8" in default_name(sweep)
+
+
+@pytest.mark.parametrize(
+    ("ways", "ranks", "expected"),
+    [
+        (["none", "ddp-flat"], ["1", "2", "3"], {("none", 1), ("ddp-flat", 1), ("ddp-flat", 2), ("ddp-flat", 3)}),
+        (["none", "fsdp"], ["2"], {("none", 1), ("fsdp", 2)}),
+        (["none"], ["2"], None),
+    ],
+)
+def test_beside_ways_to_share_a_step_one_rank_is_measured_once(ways, ranks, expected):
+    words = [*FLAGS[: FLAGS.index("--vocab-size")], "--parallel", *ways, "--ranks", *ranks]
+    sweep = parse(SweepArguments, "sweep", [*words, "--sizes", "tiny", "--context-lengths", "8"])
+    if expected is None:
+        with pytest.raises(ValueError, match="--ranks needs a way"):
+            sweep.plan()
+    else:
+        found = [(str(config.parallel), config.ranks) for config in sweep.plan().configs]
+        assert len(found) == len(expected)
+        assert set(found) == expected

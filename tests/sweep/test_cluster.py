@@ -1,0 +1,240 @@
+"""The driver of a sweep on a cluster, with a Ray that places and ends tasks at once; and what a task returns."""
+
+import contextlib
+import sys
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+pytest.importorskip("ray", reason="needs Ray: pip install ray")
+
+import ray
+
+from cs336_systems.analysis.kernels.explain import explain
+from cs336_systems.config import Device, Parallel, Profiler
+from cs336_systems.measure.nvml import Gpu
+from cs336_systems.record import Status, encode_record
+from cs336_systems.sweep import cluster
+from cs336_systems.sweep.cluster import Needs, Node, Reply, Request, sweep_on_cluster
+from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.store import SweepError, raw_profile_path
+from tests.sweep.records import IDENTITY, grid, record_of
+
+ROOT = Path(__file__).parents[2]
+OTHER = replace(IDENTITY, torch="2.12.0")
+
+
+class Witness(Listener):
+    def __init__(self):
+        self.notes, self.started_runs = [], []
+
+    def noted(self, line):
+        self.notes.append(line)
+
+    def started(self, config, gpu):
+        self.started_runs.append(config)
+
+
+def good(config, node):
+    return returned(config, encode_record(record_of(config, node.identity)))
+
+
+def returned(config, data, name=None, num_bytes=None, **fields):
+    """What a task returns whose run has left a record."""
+    files = ((name or f"{config.key}.json", len(data) if num_bytes is None else num_bytes),)
+    return msgspec.json.encode(Reply("0", "host-0", files=files, **fields)) + b"\n" + data
+
+
+def name_of(number):
+    """Ray's id of a machine."""
+    return f"{number:056x}"
+
+
+class FakeRay:
+    """`machines` are pairs of a number of GPUs, or cores, and a description; `answer` is what a task gives."""
+
+    exceptions = ray.exceptions
+
+    def __init__(self, *machines, answer=good):
+        self.machines, self.answer = [*machines], answer
+        self.results, self.widths, self.most, self.late = {}, {}, 0, []
+
+    def nodes(self):
+        return [
+            {
+                "NodeID": name_of(number), "Alive": True, "NodeManagerHostname": f"host-{number}",
+                "NodeManagerAddress": "192.0.2.1", "Resources": {"GPU": count, "CPU": count},
+            }
+            for number, (count, _) in enumerate(self.machines)
+        ]  # fmt: skip
+
+    def is_initialized(self):
+        return False  # no further looks at the machines
+
+    def get_runtime_context(self):
+        return SimpleNamespace(get_node_id=lambda: name_of(0), gcs_address="")
+
+    def remote(self, **_):
+        return lambda function: SimpleNamespace(options=lambda **options: SimpleNamespace(
+            remote=lambda argument: self.submit(function, argument, options)
+        ))  # fmt: skip
+
+    def submit(self, function, argument, options):
+        reference = len(self.results)
+        if function is cluster.describe:
+            node = self.machines[int(options["scheduling_strategy"].node_id, 16)][1]
+            self.results[reference] = msgspec.json.encode(node)
+            return reference
+        self.machines += self.late  # after the driver has looked at all machines
+        self.late = []
+        config, needs = (asked := msgspec.json.decode(argument, type=Request)).config, asked.needs
+        out = (options["label_selector"] or {}).get("ray.io/node-id", "")
+        fitting = [n for n, (count, _) in enumerate(self.machines) if name_of(n) not in out and count >= config.ranks]
+        number = fitting[reference % len(fitting)]
+        node = self.machines[number][1]
+        why = needs.why_left_out(node)
+        reply = msgspec.json.encode(Reply(name_of(number), node.host, refused=why)) + b"\n" if why else None
+        self.results[reference] = reply or self.answer(config, node)
+        self.widths[reference] = options.get("num_gpus", 1)
+        self.most = max(self.most, sum(self.widths.values()))
+        return reference
+
+    def wait(self, references, **_):
+        return references[:1], references[1:]
+
+    def get(self, reference, timeout=None):
+        self.widths.pop(reference, None)
+        if isinstance(self.results[reference], Exception):
+            raise self.results[reference]
+        return self.results[reference]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """A sweep on these machines."""
+
+    def start(fake, configs, **options):
+        monkeypatch.setattr(cluster, "ray", fake)
+        monkeypatch.setattr(cluster, "connected", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(cluster, "_TICK_S", 0.01)
+        witness = Witness()
+        outcome = sweep_on_cluster(configs, tmp_path, witness, address="auto", wait_nodes_s=0.05, **options)
+        return outcome, witness
+
+    return start
+
+
+def on_gpus(count, ranks=1):
+    return grid(count, device=Device.CUDA, ranks=ranks, parallel=Parallel.DDP if ranks > 1 else Parallel.NONE)
+
+
+def node(number, identity=IDENTITY, has_nsys=True):
+    return Node(f"host-{number}", identity, has_nsys)
+
+
+def test_wide_runs_start_first_and_ray_never_has_more_than_there_are_gpus(run):
+    fake = FakeRay((4, node(0)), (2, node(1)))
+    outcome, witness = run(fake, [*on_gpus(9), *on_gpus(3, ranks=4)])
+    assert [config.ranks for config in witness.started_runs] == [4] * 3 + [1] * 9
+    assert [record.status for record in outcome.records] == [Status.OK] * 12
+    assert fake.most == outcome.slots == 6
+
+
+@pytest.mark.parametrize("allow_mixed", [False, True])
+def test_a_machine_unlike_most_is_named_and_left_out_unless_mixed_also_if_it_joins_late(run, allow_mixed):
+    fake = FakeRay((1, node(0, OTHER)), (4, node(1)))
+    fake.late = [(1, node(2, OTHER))]
+    outcome, witness = run(fake, on_gpus(12), allow_mixed=allow_mixed)
+    assert len(outcome.records) == 12
+    torches = {record.environment.identity.torch for record in outcome.records}
+    assert torches == {"2.13.0", *(["2.12.0"] if allow_mixed else [])}
+    refused = [line for line in witness.notes if "torch is 2.12.0, needed 2.13.0" in line]
+    assert [line.partition(" ")[0] for line in refused] == ([] if allow_mixed else ["host-0", "host-2"])
+
+
+def test_records_of_an_earlier_sweep_decide_which_machines_go_on(run):
+    configs = on_gpus(4)
+    run(FakeRay((1, node(0, OTHER))), configs[:2])
+    outcome, witness = run(FakeRay((4, node(0)), (1, node(1, OTHER))), configs)
+    assert {record.environment.identity for record in outcome.records} == {OTHER}
+    assert len(witness.started_runs) == 2
+
+
+def test_machines_that_lack_what_the_sweep_needs():
+    needs = Needs(require_device="h100", nsys=True)
+    assert "H200, needed h100" in needs.why_left_out(node(0))
+    fitting = replace(IDENTITY, device_name="NVIDIA H100")
+    assert "nsys" in needs.why_left_out(node(0, fitting, has_nsys=False))
+    assert needs.why_left_out(node(0, fitting)) is None
+
+
+def test_machines_with_other_numbers_of_cores_do_not_share_them_among_runs(run):
+    fake = FakeRay((8, node(0)), (8, node(1)), (16, node(2)), (0, node(3)))
+    outcome, witness = run(fake, grid(4))
+    assert outcome.slots == 2
+    assert any("host-2 is not used: Ray counts 16 of its cores, needed 8" in line for line in witness.notes)
+
+
+def test_without_a_machine_that_has_the_gpus_the_sweep_ends_and_keeps_what_is_done(run, tmp_path):
+    with pytest.raises(SweepError, match=r"the 1 run left .* needed 4 slot"):
+        run(FakeRay((2, node(0))), [*on_gpus(3), *on_gpus(1, ranks=4)])
+    assert len([*(tmp_path / "runs").glob("*.json")]) == 3
+
+
+def test_a_run_whose_machines_die_and_one_for_which_ray_fails_have_rows_that_say_so(run):
+    errors = deque([ray.exceptions.NodeDiedError("the node is dead"), ray.exceptions.OutOfMemoryError("no memory")])
+    fake = FakeRay((1, node(0)), answer=lambda config, node: errors.popleft() if errors else good(config, node))
+    outcome, _ = run(fake, on_gpus(3))
+    assert sorted(record.status for record in outcome.records) == [Status.KILLED, Status.KILLED, Status.OK]
+    assert "the node is dead" in outcome.measured[0].failure.message
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda config: {"not": "bytes"},
+        lambda config: b"",
+        lambda config: b'{"node": 1}\n',
+        lambda config: returned(config, b"{}", name="../../x"),
+        lambda config: returned(config, b"{}", num_bytes=3),
+        lambda config: returned(config, b"{}", num_bytes=-1),
+        lambda config: returned(config, encode_record(record_of(config))[:-9]),
+        lambda config: returned(config, encode_record(record_of(replace(config, seed=99)))),
+        lambda config: msgspec.json.encode(Reply("0", "host-0")) + b"\n",
+    ],
+)
+def test_what_a_machine_returns_is_checked_like_any_file(run, tmp_path, answer):
+    outcome, _ = run(FakeRay((1, node(0)), answer=lambda config, node: answer(config)), on_gpus(1))
+    assert [record.status for record in outcome.records] == [Status.INVALID]
+    assert not [path for path in tmp_path.parent.rglob("x") if path.is_file()]
+
+
+def test_a_task_returns_the_profiles_of_two_ranks_and_of_nsys(monkeypatch, tmp_path):
+    fake = tmp_path / "nsys"
+    fake.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {ROOT / "tests" / "fake_nsys.py"} "$@"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    monkeypatch.setattr(cluster, "when_it_ends", lambda *_: None)
+    gpu = Gpu(index=0, uuid="GPU-of-a-test", name="NVIDIA H200", memory_bytes=2**37, driver="570.1")
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: (gpu,))
+    context = SimpleNamespace(get_node_id=lambda: "0")
+    monkeypatch.setattr(cluster, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    (plain,) = grid(1)
+    shared = replace(plain, profiler=Profiler.KINETO, parallel=Parallel.DDP_FLAT, ranks=2)
+    under_nsys = replace(plain, profiler=Profiler.NSYS, device=Device.CUDA)
+    for config in (shared, under_nsys):
+        data = cluster.measure(msgspec.json.encode(Request(config, 60.0, Needs(), ("torch._dynamo",))))
+        reply, contents = cluster._decoded(data, config, tmp_path / "out" / "runs")
+        assert reply.refused is None
+        for path, content in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        raw = raw_profile_path(config, tmp_path / "out" / "runs")
+        explained = explain(raw, config)
+        assert explained.num_kernels > 0
+    assert [own.rank for own in explain(raw_profile_path(shared, tmp_path / "out" / "runs"), shared).ranks] == [0, 1]
