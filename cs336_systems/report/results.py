@@ -109,7 +109,8 @@ class Results:
 
     def tables(self) -> list[Table]:
         """The tables for a terminal, with the first finding of each profile."""
-        told = [section.tables[0] for name in (KERNELS, MEMORY) for section in self.sections.get(name, ())[:1]]
+        sections = [section for name in (KERNELS, MEMORY) for section in self.sections.get(name, ())[:1]]
+        told = [table for section in sections for table in section.tables]
         first = [rows_with(table, "number", {1}) for table in told]
         steps = self.steps.tables if self.published else ()
         return [*steps, *first, *kernel_tables(self.kernels), *memory_tables(self.memory)]

@@ -135,6 +135,13 @@ def test_runs_name_their_record_and_what_opens_their_raw_profile_and_say_how_the
     assert "no memory for it</pre>" in text
 
 
+def test_profiles_in_which_nothing_stands_out_have_their_tables_all_the_same(monkeypatch) -> None:
+    entry = make_entry(make_profile())
+    with_findings = Results(records=[entry.profiled], kernels=[entry]).tables()
+    monkeypatch.setattr("cs336_systems.report.results.kernel_findings", lambda *_: ())
+    assert Results(records=[entry.profiled], kernels=[entry]).tables() == with_findings[1:]
+
+
 def test_profiles_that_were_not_kept_are_counted() -> None:
     entry, other = make_entry(make_profile()), make_entry(make_profile(), context_length=512)
     results = Results(records=[entry.profiled, other.profiled], kernels=[entry])
