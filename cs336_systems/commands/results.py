@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cs336_systems.commands.outcome import PrintJson, UsageError, load_ceilings_or_warn, print_profile_paths
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
-from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.studies.ceilings_files import ceilings_beside, ceilings_files
 from cs336_systems.sweep.store import raw_profile_path
 from cs336_systems.text import inert_line
 
@@ -51,7 +51,8 @@ def show_results(
             what = "raw profiles too; the tables of profiles stay as they were, and --fresh measures these runs again"
             print(inert_line(f"warning: {directory}: {results.lost}, {what}"), file=sys.stderr)
     together = Results.together(several.values())
-    ceilings = load_ceilings_or_warn(ceilings_beside(output))
+    beside = [ceilings_beside(directory) for directory in (output, *found)]
+    ceilings = load_ceilings_or_warn(next(filter(ceilings_files, beside), beside[0]))
     written = replace(together, kernels=(), memory=()) if is_lost else together
     written.write(output, ceilings, status)
     page = output / PAGE_FILE

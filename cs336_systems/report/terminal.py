@@ -60,7 +60,7 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
     from cs336_systems.report.frame import to_frame  # pandas is slow to import, and the other functions do not need it
     from cs336_systems.report.sections.steps import results_table
 
-    print_table(results_table(to_frame([record], ceilings), has_csv=False))
+    print_table(results_table(to_frame([record], ceilings), ceilings, has_csv=False))
     console = _console(_width())
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""

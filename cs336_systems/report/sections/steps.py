@@ -16,7 +16,7 @@ from cs336_systems.report.identity import UNLISTED, identity_columns, trailing
 from cs336_systems.report.numbers import DOUBT
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.table import Table, known, make_table
-from cs336_systems.report.words import warning_counts
+from cs336_systems.report.words import SHIPPED, warning_counts
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import text_of
 
@@ -41,14 +41,19 @@ PREDICTED = (
     "Collectives, predicted: the time of all of them one after the other, by the measured ceilings. The phase "
     "communication has only what is left of them after backward, and copying and waiting besides."
 )
+DOUBTED_FORECAST = (
+    f"{DOUBT} marks a forecast from ceilings many of whose times are in doubt: measure them again on a quiet machine."
+)
 DOUBTED = f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."
 
 
-def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
+def results_table(frame: pd.DataFrame, ceilings: Ceilings = NO_CEILINGS, *, has_csv: bool = True) -> Table:
     """The table of step times: a row for each configuration, failed ones too, and the shared settings in a note.
 
+    `ceilings` are those from which the frame was made.
     With `has_csv`, a note counts the warnings and points to the CSV, which has them in each row.
     """
+    devices = frame["device_name"].dropna().unique()
     notes = [
         *([OFFERED] if any(config.model_factory for config in frame.index) else []),
         "Times are mean ± standard deviation over the measured steps of a process.",
@@ -56,6 +61,8 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *mfu_notes(frame),
         *([CEILING] if frame["ceiling_share"].notna().any() else []),
         *([FORETOLD] if frame["predicted_step_ms"].notna().any() else []),
+        *([SHIPPED] if frame["predicted_step_ms"].notna().any() and any(map(ceilings.is_shipped, devices)) else []),
+        *([DOUBTED_FORECAST] if frame["prediction_is_doubted"].any() else []),
         *([PREDICTED] if frame["predicted_collectives_ms"].notna().any() else []),
         *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
         *([DOUBTED] if frame[[f"{key}_is_doubted" for key in SPEED_UPS]].any(axis=None) else []),
@@ -111,7 +118,7 @@ def results_section(
         for row in rows_of(frame)
     ]
     added = [name for name in trailing([row["identity"] for row in rows]) if name not in ALL_COLUMNS]
-    tables = tuple(table for table in (results_table(frame), warmup_table(frame)) if table is not None)
+    tables = tuple(table for table in (results_table(frame, ceilings), warmup_table(frame)) if table is not None)
     shared = SHARED if any(config.is_shared for config in frame.index) else ()
     return Section(name="results", tables=tables, rows=rows, keys=(*ALL_COLUMNS, *shared, *added_keys, *added))
 
