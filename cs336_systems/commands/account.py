@@ -118,7 +118,8 @@ class AccountArguments(Flags):
     """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090; it need not be here."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them, and the step and the
-    collectives of --parallel have times. If all are of one device, that is the GPU, whether it is here or not."""
+    collectives of --parallel have times. If all are of one device, that is the GPU, whether it is here or not. Those of
+    an H100 and an H200 come with the program."""
     step_ms: Annotated[float | None, unset("MS", "no rates")] = None
     """Measured time of a step; it gives the rates and the MFU."""
     top: int = 12
@@ -234,17 +235,20 @@ def machine_meant(name: str | None, ceilings: Ceilings, *, are_asked: bool) -> t
     none, or the ceilings `are_asked` for, their only device. Both are None if neither tells. Raises ValueError for a
     name that neither ceilings nor a data sheet have.
     """
-    measured, gpus = ceilings.device_names, visible_gpus()
+    known, gpus = ceilings.device_names, visible_gpus()
     if name is not None:
-        exact = [each for each in measured if each == bare_name(name)]
-        meant = exact or [each for each in measured if is_short_for(name, each)]
+        exact = [each for each in known if each == bare_name(name)]
+        short = ([each for each in names if is_short_for(name, each)] for names in (ceilings.measured_names, known))
+        meant = exact or next(filter(None, short), [])
+    elif are_asked or not gpus:
+        meant = ceilings.measured_names
     else:
-        meant = measured if are_asked or not gpus else [each for each in measured if each == bare_name(gpus[0].name)]
+        meant = [each for each in known if each == bare_name(gpus[0].name)]
     if len(meant) == 1:
         return meant[0], find_device(meant[0])
     if (device := device_meant(name)) is None:
         return None, None
-    return next((each for each in device.names if each in measured), device.names[0]), device
+    return next((each for each in device.names if each in known), device.names[0]), device
 
 
 def run(arguments: AccountArguments) -> int:
@@ -278,6 +282,8 @@ def run(arguments: AccountArguments) -> int:
         time=time,
         device_name=name,
         is_measured=measured is not None,
+        is_in_doubt=measured is not None and measured.is_in_doubt,
+        is_shipped=name is not None and ceilings.is_shipped(name),
         depends_on_host=curves is not None and depends_on_host(config, curves),
     )
     section = account_section(account, arguments.top)

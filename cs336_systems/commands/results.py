@@ -10,7 +10,7 @@ from cs336_systems.commands.outcome import PrintJson, UsageError, load_ceilings_
 from cs336_systems.commands.pages import write_collection_page
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
-from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.studies.ceilings_files import ceilings_beside, ceilings_files
 from cs336_systems.sweep.store import raw_profile_path
 from cs336_systems.text import inert_line
 
@@ -38,7 +38,8 @@ def show_results(
     from cs336_systems.report.results import Results
     from cs336_systems.report.terminal import print_line, print_sweep
 
-    ceilings = load_ceilings_or_warn(ceilings_beside(output))
+    beside = [ceilings_beside(directory) for directory in (output, *found)]
+    ceilings = load_ceilings_or_warn(next(filter(ceilings_files, beside), beside[0]))
     several = {directory: Results.load(own, directory) for directory, own in found.items()}
     is_lost = False
     for directory, results in several.items():

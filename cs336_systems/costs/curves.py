@@ -1,8 +1,8 @@
 """Measured ceilings of a device, as curves between the measured points: matmuls, passes over memory, launches."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import dist, exp, log
 
@@ -55,6 +55,8 @@ class Curves:
     """Times of each collective by its bytes, by the number of ranks among which they were measured."""
     queued_gap_s: float | None = None
     """Gap between two kernels that the host launched one by one, early enough; None if it was not measured."""
+    is_in_doubt: bool = False
+    """Whether so many of the times are in doubt that what is predicted from them is too."""
     on_host: bool = False
     """Whether the device is the host itself, a CPU: it runs each operation before it begins the next."""
 
@@ -96,6 +98,25 @@ class Curves:
         """Whether matmuls of this form were measured, batched ones if it is batched."""
         measured = self.matmuls.get(precision, ())
         return any(each.form is form and (each.batch > 1) is is_batched for each in measured)
+
+    def has_product(self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int) -> bool:
+        """Whether this very matmul was measured, so that its time is looked up rather than interpolated."""
+        points = _surface(self.matmuls.get(precision, ()), _is_aligned(rows, inner, columns), form, batch > 1)
+        return any(there == (log(batch * rows), log(inner), log(columns)) for there, _ in points)
+
+    def without(self, precision: Precision, products: Collection[tuple[int, int, int]]) -> "Curves":
+        """The curves as if no matmul of these sides, (rows of all of a batch, inner, columns), had been measured.
+
+        Rows and columns may be exchanged, and of all forms that have these sides none is kept.
+        """
+        kept = tuple(
+            each
+            for each in self.matmuls.get(precision, ())
+            if not {
+                (each.batch * each.rows, each.inner, each.columns), (each.columns, each.inner, each.batch * each.rows)
+            } & set(products)
+        )  # fmt: skip
+        return replace(self, matmuls={**self.matmuls, precision: kept})
 
     def pass_s(self, num_bytes: int, how: Pass = Pass.COPY) -> float:
         """Time of a pass that reads and writes `num_bytes`; time of a copy if passes of this kind were not measured."""

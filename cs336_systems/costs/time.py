@@ -230,6 +230,28 @@ def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) ->
     return matmul_s
 
 
+def measured_share(config: RunConfig, curves: Curves) -> float:
+    """Share of the time of a step's matmuls, fused attention included, that is looked up because they were measured."""
+    looked_up_s = all_s = 0.0
+    for each, count in _products(config).items():
+        time_s = count * each.launches * kernel_time_s(each, config.precision, curves)
+        all_s += time_s
+        if curves.has_product(config.precision, *each.sides, each.form, each.batch):
+            looked_up_s += time_s
+    return looked_up_s / all_s
+
+
+def without_own_products(config: RunConfig, curves: Curves) -> Curves:
+    """The curves without the matmuls of this configuration, which then has to be foretold from those of others."""
+    rows = {(each.batch * each.sides[0], each.sides[1], each.sides[2]) for each in _products(config)}
+    return curves.without(config.precision, rows)
+
+
+def _products(config: RunConfig) -> Counter[Operation]:
+    every = chain.from_iterable(operations(config).values())
+    return Counter(each for each in every if each.kind in (Kind.MATMUL, Kind.ATTENTION))
+
+
 def _is_known(operation: Operation, precision: Precision, curves: Curves) -> bool:
     """Whether similar kernels were measured. Linear layers' matmuls stand for all that are not batched."""
     if operation.kind is Kind.ADAMW:

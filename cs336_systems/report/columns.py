@@ -72,7 +72,7 @@ class Column:
         value, std = row[self.key], row[self.std] if self.std else None
         if value is None:
             return str(row[self.instead]) if self.instead else ""
-        is_doubted = bool(self.doubt and row[self.doubt])
+        is_doubted = bool(self.doubt and row.get(self.doubt))
         if std is not None and value and (is_doubted or not self.derived):
             text = mean_and_std(value * self.scale, std * self.scale)
         else:
@@ -224,9 +224,11 @@ COLUMNS: dict[str, Column] = {
     "predicted_peak_gib": Column("predicted", "GiB", "The peak that the configuration was predicted to have.",
                                  drop_order=11, write=three_digits),
     "predicted_step_ms": Column("predicted", "ms", "Time of a step that follows from the configuration and the "
-                                "measured ceilings of the device.", drop_order=4, write=rounded),
+                                "measured ceilings of the device.", drop_order=4, write=rounded,
+                                doubt="prediction_is_doubted"),
     "predicted_step_error": Column("error", "%", "By how much the predicted step is longer (+) or shorter (-) than the "
-                                   "measured one.", drop_order=4, scale=100, write=_signed),
+                                   "measured one.", drop_order=4, scale=100, write=_signed,
+                                   doubt="prediction_is_doubted"),
     "speed_up": Column("speed-up", "vs fp32", "How many times faster than the same configuration in fp32.",
                        drop_order=4, derived=True, write=three_digits),
     "attention_speed_up": Column("speed-up", "vs naive", "How many times faster than the same configuration with "
@@ -238,7 +240,8 @@ COLUMNS: dict[str, Column] = {
     "weak_scaling": Column("weak scaling", "%", "Time of the step of one process over that of all ranks, each of which "
                            "has as large a batch.", drop_order=4, derived=True, scale=100, write=three_digits),
     # the forecast of times, against measured ones
-    "predicted_ms": Column("predicted", "ms", "Time that follows from the ceilings.", write=rounded),
+    "predicted_ms": Column("predicted", "ms", "Time that follows from the ceilings.", write=rounded,
+                           doubt="prediction_is_doubted"),
     "kernels_ms": Column("kernels", "ms", "Time of the kernels alone.", write=rounded),
     "scored": _text("steps", "Which of the measured steps."),
     "num_scored": Column("count", "", "Measured configurations.", write=count),

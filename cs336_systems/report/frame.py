@@ -54,6 +54,7 @@ efficiency of weak scaling.
 SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib", "predicted_collectives_ms")
 """Columns that results.csv has only if a run has several ranks."""
 BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "fp32_status", "is_off_forecast",
+          "prediction_is_doubted", "prediction_is_shipped",
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
 OFF_FORECAST = 0.15
@@ -223,6 +224,8 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
         "predicted_peak_gib": _scaled(predicted_peak_bytes(config), 2**-30),
         "peak_allocated_gib": _scaled(max((m.peak_allocated_bytes for m in memories), default=None), 2**-30),
         "predicted_step_ms": None if predicted is None else predicted.step_s * 1e3,
+        "prediction_is_doubted": predicted is not None and _is_doubted(device_name, ceilings),
+        "prediction_is_shipped": predicted is not None and ceilings.is_shipped(device_name or ""),
         "is_off_forecast": False,
         "sent_mib": _scaled(max(map(_sent_bytes, done), default=None), 2**-20) if config.is_shared else None,
         "predicted_collectives_ms": _scaled(_predicted_collectives_s(config, device_name, ceilings), 1e3),
@@ -268,6 +271,12 @@ def _step(
         columns["mfu"] = mfu(flops / mean_s, device_name, config.precision)
         columns["ceiling_share"] = None if ceiling_flops_per_s is None else flops / mean_s / ceiling_flops_per_s
     return columns
+
+
+def _is_doubted(device_name: str | None, ceilings: Ceilings) -> bool:
+    """Whether predictions for this device rest on times that are in doubt."""
+    curves = None if device_name is None else ceilings.curves(device_name)
+    return curves is not None and curves.is_in_doubt
 
 
 def _predicted_step(config: RunConfig, device_name: str | None, ceilings: Ceilings) -> TimePrediction | None:

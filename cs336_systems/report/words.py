@@ -36,3 +36,9 @@ def warning_counts(codes: Sequence[str | None], rows: str) -> str:
     """
     counts = Counter(code for found in codes if found for code in found.split(";"))
     return ", ".join(f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common())
+
+
+SHIPPED = (
+    "These ceilings come with this program: they were measured on another machine, whose CPU and power limit may "
+    "differ (cs336 ceilings measures those of this one)."
+)

@@ -1,19 +1,37 @@
-"""The files of studies of ceilings: an earlier study is kept, and ceilings are found by the name of their device."""
+"""The files of studies of ceilings: an earlier study is kept, and ceilings are found by the name of their device.
 
+Ceilings of a few devices come with the program (costs/devices), so that forecasts of these are the same everywhere.
+"""
+
+import functools
+import gzip
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
+import msgspec
+
+import cs336_systems.costs.devices
+from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import Precision
 from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
-from cs336_systems.files import encode_json, write_atomically
+from cs336_systems.files import CEILINGS, decode_json, encode_json, write_atomically
+from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision
-from cs336_systems.studies.records import read_study
+from cs336_systems.studies.records import FORMAT_VERSION, read_study
 from cs336_systems.sweep.store import time_stamp
 
 FILE_NAME = "ceilings.json"
+SHIPPED = Path(cs336_systems.costs.devices.__file__).parent
+"""Folders of the devices whose ceilings come with the program, with a compressed study in each file."""
+DOUBTED_SHARE = 0.25
+"""Share of the cells of a device's studies from which on forecasts are in doubt if these cells are."""
+
+T = TypeVar("T")
 
 
 def keep_earlier(directory: Path, study: CeilingsStudy) -> Path | None:
@@ -35,19 +53,43 @@ class Ceilings:
     """The best that studies have measured on each device; the rates of a step are reported as shares of it."""
 
     studies: tuple[CeilingsStudy, ...] = ()
+    """Those that the user has measured, which come before those that come with the program."""
+    has_shipped: bool = False
+    """Whether ceilings that come with the program stand in where the user has measured none."""
     _curves: dict[str, Curves | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By the name of the device, once they were asked for, so that predictions from them can be kept."""
 
     @property
-    def device_names(self) -> list[str]:
-        """The devices that were measured, without the manufacturer's name."""
+    def measured_names(self) -> list[str]:
+        """The devices that the user has measured, without the manufacturer's name."""
         return list(dict.fromkeys(bare_name(study.device_name) for study in self.studies))
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices with ceilings, without the manufacturer's name; those that the user has measured come first."""
+        return list(dict.fromkeys([*self.measured_names, *(shipped_names() if self.has_shipped else ())]))
+
+    def is_shipped(self, device_name: str) -> bool:
+        """Whether predictions for this device rest on ceilings that come with the program."""
+        return self.has_shipped and self._joined_curves(self._own(device_name)) is None and bool(shipped(device_name))
+
+    def _own(self, device_name: str) -> tuple[CeilingsStudy, ...]:
+        name = bare_name(device_name)
+        return tuple(study for study in self.studies if bare_name(study.device_name) == name)
+
+    def _first(self, device_name: str, take: Callable[[tuple[CeilingsStudy, ...]], T]) -> T:
+        """What the user's studies of the device have, or else those that come with the program."""
+        found = take(self._own(device_name))
+        return found if found or not self.has_shipped else take(shipped(device_name))
 
     def flops_per_s(self, device_name: str, precision: Precision | ProductPrecision) -> float | None:
         """Highest rate of matmuls that any study of this device measured, or None."""
-        name, wanted = bare_name(device_name), ProductPrecision(precision)
-        found = (study.product_ceiling(wanted) for study in self.studies if bare_name(study.device_name) == name)
-        return max((rate for rate in found if rate is not None), default=None)
+        wanted = ProductPrecision(precision)
+
+        def best(studies: tuple[CeilingsStudy, ...]) -> float | None:
+            return max((rate for each in studies if (rate := each.product_ceiling(wanted)) is not None), default=None)
+
+        return self._first(device_name, best)
 
     def curves(self, device_name: str) -> Curves | None:
         """The times from which those of steps are predicted: of the first study of this device that has them.
@@ -58,11 +100,12 @@ class Ceilings:
         """
         name = bare_name(device_name)
         if name not in self._curves:
-            self._curves[name] = self._joined_curves(name)
+            curves = self._first(name, self._joined_curves)
+            self._curves[name] = curves and replace(curves, collectives=self.collectives(name))
         return self._curves[name]
 
-    def _joined_curves(self, name: str) -> Curves | None:
-        studies = [study for study in self.studies if bare_name(study.device_name) == name]
+    @staticmethod
+    def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
         found = [curves for study in studies if (curves := study.curves()) is not None]
         if not found:
             return None
@@ -74,36 +117,72 @@ class Ceilings:
         passes = next((each.passes for each in found if each.passes), {})
         gap_s = next((each.queued_gap_s for each in found if each.queued_gap_s is not None), None)
         hosts = [each for each in studies if each.launch_s(Launch.STEP) is not None] or studies
+        timed = [timing for study in studies for timing in study.timings if timing.loops is not None]
+        doubted = sum(in_doubt(warning.code for warning in timing.warnings) for timing in timed)
         return replace(
-            first, matmuls=matmuls, passes=passes, queued_gap_s=gap_s, collectives=self.collectives(name),
+            first, matmuls=matmuls, passes=passes, queued_gap_s=gap_s,
+            is_in_doubt=doubted > DOUBTED_SHARE * len(timed),
             launch_s=median(time_s for each in hosts if (time_s := each.host_call_s) is not None),
         )  # fmt: skip
 
     def collectives(self, device_name: str) -> dict[int, dict[Collective, dict[int, float]]]:
         """Times of collectives among several devices of this name, by the number of ranks."""
-        name = bare_name(device_name)
-        studies = [study for study in self.studies if bare_name(study.device_name) == name]
-        numbers = sorted({cell.world_size for study in studies for cell in study.reductions})
-        found = {ranks: self.collective_times(name, ranks) for ranks in numbers}
+
+        def numbers(studies: tuple[CeilingsStudy, ...]) -> list[int]:
+            return sorted({cell.world_size for study in studies for cell in study.reductions})
+
+        found = {ranks: self.collective_times(device_name, ranks) for ranks in self._first(device_name, numbers)}
         return {ranks: times for ranks, times in found.items() if times}
 
     def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
         """Times of each collective among `ranks` devices of this name, by bytes, from the study with most sizes."""
-        name = bare_name(device_name)
-        found: dict[Collective, dict[int, float]] = {}
-        for study in self.studies:
-            if bare_name(study.device_name) == name:
+
+        def longest(studies: tuple[CeilingsStudy, ...]) -> dict[Collective, dict[int, float]]:
+            found: dict[Collective, dict[int, float]] = {}
+            for study in studies:
                 for kind, times in study.collective_times(ranks).items():
                     found[kind] = max(found.get(kind, {}), times, key=len)
-        return found
+            return found
+
+        return self._first(device_name, longest)
 
 
 NO_CEILINGS = Ceilings()
 
 
 def load_ceilings(directory: Path) -> Ceilings:
-    """The study in `directory`, which need not exist, or those in its folders; raise RecordError for a damaged one."""
-    return Ceilings(tuple(read_study(path, CeilingsStudy) for path in ceilings_files(directory)))
+    """The study in `directory`, which need not exist, or those in its folders; raise RecordError for a damaged one.
+
+    Ceilings that come with the program stand in for devices that have none there.
+    """
+    studies = tuple(read_study(path, CeilingsStudy) for path in ceilings_files(directory))
+    return Ceilings(studies, has_shipped=True)
+
+
+def shipped_names() -> list[str]:
+    """The devices whose ceilings come with the program, without the manufacturer's name."""
+    return sorted(path.name.replace("-", " ") for path in SHIPPED.iterdir() if any(path.glob("*.json.gz")))
+
+
+@functools.cache
+def shipped(device_name: str) -> tuple[CeilingsStudy, ...]:
+    """The studies of this device that come with the program."""
+    files = sorted((SHIPPED / bare_name(device_name).replace(" ", "-")).glob("*.json.gz"))
+    return tuple(
+        decode_json(gzip.decompress(path.read_bytes()), path, CeilingsStudy, CEILINGS,
+                    version=FORMAT_VERSION, error=RecordError)
+        for path in files
+    )  # fmt: skip
+
+
+def ship(directory: Path, target: Path = SHIPPED) -> None:
+    """Write the studies in the folders of `directory` to where the program finds those that come with it."""
+    for path in ceilings_files(directory):
+        study = read_study(path, CeilingsStudy)
+        folder = target / bare_name(study.device_name).replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        data = msgspec.json.encode(study)
+        write_atomically(folder / f"{path.parent.name}.json.gz", gzip.compress(data, mtime=0))
 
 
 def ceilings_files(directory: Path) -> list[Path]:

@@ -493,7 +493,7 @@ def test_what_a_cpu_measures_by_default_is_ignored_and_no_committed_result_is() 
     made.append(parse(CeilingsArguments, "").directory())
     assert ignored(f"{directory}/results.csv" for directory in made) == [f"{path}/results.csv" for path in made]
     committed = subprocess.run(["git", "ls-files", "data"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    assert len(committed) > 1000
+    assert len(committed) > 500
     assert ignored(committed) == []
 
 
@@ -509,13 +509,15 @@ def test_no_two_flags_share_a_name() -> None:
 def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An H100 of 64 GiB: 2.7B at context 512 took 57.7 GiB on an H200, and 10B more than 139 GiB. No ceilings."""
+    """An H100 of 64 GiB: 2.7B at context 512 took 57.7 GiB on an H200, and 10B more than 139 GiB."""
     flags = f"--sizes 10B 2.7B small --context-lengths 512 --output {tmp_path} --dry-run"
     assert [config.size for config in grid(flags)] == ["small", "2.7B", "10B"]
     assert sweep(shlex.split(flags)) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"will not fit: (\S+)", printed) == ["10B"]
-    assert re.search(r"small ctx 512 train fp32, 5 \+ 10 steps, predicted peak \d\.\d GiB", printed)
+    assert re.search(
+        r"small ctx 512 train fp32, 5 \+ 10 steps, predicted step [\d.]+ ms, predicted peak \d\.\d GiB", printed
+    )
 
 
 def test_a_dry_run_says_how_long_each_step_and_the_sweep_should_take(

@@ -142,7 +142,7 @@ def test_the_only_device_with_ceilings_needs_no_name(tmp_path: Path, capsys: pyt
     [
         ([], "needed --device-name"),
         (["--device-name", "Own GPU"], "is not known"),
-        (["--device-name", "H100"], "which differ"),
+        (["--device-name", "A100"], "which differ"),
         (["--device-name", "4090"], "--node-gb-per-s"),
         (["--device-name", "B200", "--precision", "fp32"], "nothing is known of B200 at fp32"),
         (["--device-name", "H200", "--ranks", "16"], "--network-gb-per-s"),

@@ -11,7 +11,7 @@ from cs336_systems.config import Device, Precision
 from cs336_systems.costs.calls import Collective
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, RecordError, Status
-from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
+from cs336_systems.studies.ceilings_files import SHIPPED, ceilings_beside, load_ceilings, ship, shipped
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
@@ -24,6 +24,7 @@ from cs336_systems.studies.ceilings_records import (
 )
 from cs336_systems.studies.loops import Loops, joined
 from cs336_systems.studies.records import read_study
+from tests.committed import DATA
 from tests.report.ceilings import (
     BF16,
     FP8,
@@ -31,6 +32,7 @@ from tests.report.ceilings import (
     MIB,
     lasting,
     make_ceilings,
+    make_rates,
     make_whole,
     product_at,
     square,
@@ -164,7 +166,7 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
     assert found.flops_per_s("H200", Precision.BF16) == pytest.approx(750e12), "as the data sheet calls it"
     assert found.flops_per_s(H200, ProductPrecision.FP32) == pytest.approx(40e12)
     assert found.flops_per_s("NVIDIA H200 NVL", Precision.BF16) == pytest.approx(900e12)
-    assert found.flops_per_s(H200, Precision.TF32) is None
+    assert replace(found, has_shipped=False).flops_per_s(H200, Precision.TF32) is None
     assert found.flops_per_s("NVIDIA H100 NVL", Precision.BF16) is None
     assert load_ceilings(tmp_path / "b").studies == (studies["b"],)
     assert load_ceilings(tmp_path / "nowhere").studies == ()
@@ -203,3 +205,43 @@ def test_an_impossible_grid_is_refused(changes: dict[str, object], words: str) -
 def test_an_impossible_shape_is_refused(side: int) -> None:
     with pytest.raises(ValueError, match=f"got {side} x 8 x 8"):
         Shape(rows=side, inner=8, columns=8)
+
+
+def test_shipped_ceilings_are_the_published_ones(tmp_path: Path) -> None:
+    ship(DATA / "ceilings", tmp_path)
+    made, there = ({path.relative_to(root): path.read_bytes() for path in root.rglob("*.json.gz")}
+                   for root in (tmp_path, SHIPPED))  # fmt: skip
+    assert made.keys() == there.keys()
+    published = {study.device_name for study in load_ceilings(DATA / "ceilings").studies}
+    for name in published:
+        own = [study for study in load_ceilings(DATA / "ceilings").studies if study.device_name == name]
+        assert sorted(map(encode_json, shipped(name))) == sorted(map(encode_json, own))
+
+
+def test_what_the_user_measured_comes_before_what_is_shipped(tmp_path: Path) -> None:
+    """By a study of 1 TFLOP/s, far below any H200."""
+    nothing = load_ceilings(tmp_path)
+    assert nothing.is_shipped(H200)
+    rate = nothing.flops_per_s(H200, Precision.BF16)
+    assert rate is not None
+    assert rate > 500e12
+    assert nothing.curves("NVIDIA of nobody") is None
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/ceilings.json").write_bytes(encode_json(make_rates(tflops_per_s=1.0)))
+    own = load_ceilings(tmp_path)
+    assert not own.is_shipped(H200)
+    assert own.flops_per_s(H200, Precision.BF16) == pytest.approx(1e12)
+    curves = own.curves(H200)
+    assert curves is not None
+    assert curves.matmul_s(Precision.BF16, 8192, 8192, 8192) == pytest.approx(2 * 8192**3 / 1e12)
+
+
+@pytest.mark.parametrize(("spread", "is_in_doubt"), [(0.001, False), (0.5, True)])
+def test_forecasts_from_ceilings_in_doubt_are_in_doubt(tmp_path: Path, spread: float, is_in_doubt: bool) -> None:
+    study = make_rates()
+    products = tuple(product_at(square(8192), 1.0, cell.precision, spread=spread) for cell in study.products)
+    streams = tuple(replace(cell, timing=lasting(1e-3, spread=spread)) for cell in study.streams)
+    (tmp_path / "ceilings.json").write_bytes(encode_json(replace(study, products=products, streams=streams)))
+    curves = load_ceilings(tmp_path).curves(H200)
+    assert curves is not None
+    assert curves.is_in_doubt is is_in_doubt

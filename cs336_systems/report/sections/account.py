@@ -42,6 +42,7 @@ from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import GIB, MIB, TERA, amount, ratio, rounded, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import Table, make_table, quantity_table
+from cs336_systems.report.words import SHIPPED
 
 ALL = "all"
 QUANTITY_KEYS = ("quantity", "amount", "unit", "how")
@@ -79,6 +80,10 @@ class Account:
     """The device of the predicted time."""
     is_measured: bool = True
     """Whether the time is predicted from measured ceilings of the device, not from its data sheet."""
+    is_in_doubt: bool = False
+    """Whether many of the times in these ceilings are in doubt."""
+    is_shipped: bool = False
+    """Whether these ceilings come with the program, and were not measured by its user."""
     depends_on_host: bool = False
     """Whether the machine's CPU decides if launches limit the step."""
 
@@ -128,6 +133,7 @@ def account_json(account: Account) -> dict[str, object]:
         "saved_by_block": saved_by_block(config) if _saves_blocks(config) else None,
         "collectives": _collectives(config, account.collective_times) if calls(config) else None,
         "time": account.time,
+        "ceilings_are_shipped": account.is_shipped,
         "time_is_measured": None if account.time is None else account.is_measured,
         "limit": None if account.time is None else account.time.limit,
         "limit_depends_on_host": None if account.time is None else account.depends_on_host,
@@ -313,11 +319,16 @@ def _time_table(account: Account, time: TimePrediction) -> Table:
     notes = (
         f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step.",
         *([f"With a CPU that launches {HOST_SPREAD:g} times as {on_other_host}"] if account.depends_on_host else ()),
-        f"From the configuration and {of_device} alone; cs336 report DIR says how far it is from measured steps."
-        if account.is_measured or account.device is None
-        else by_data_sheet(account.device.names[0]),
+        *(
+            [f"From the configuration and {of_device} alone; cs336 report DIR says how far it is from measured steps."]
+            if account.is_measured or account.device is None
+            else [by_data_sheet(account.device.names[0])]
+        ),
+        *([SHIPPED] if account.is_measured and account.is_shipped else []),
     )
-    return make_table("Predicted time of a step", [column(key) for key in rows[0]], rows, notes)
+    doubt = {"prediction_is_doubted": account.is_in_doubt}
+    keys = ("phase", "predicted_ms", "kernels_ms")
+    return make_table("Predicted time of a step", [column(key) for key in keys], [row | doubt for row in rows], notes)
 
 
 def by_data_sheet(device_name: str) -> str:

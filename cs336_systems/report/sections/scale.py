@@ -11,6 +11,7 @@ from cs336_systems.report.plots.charts import Axis, Chart, Line, Panel, Point, c
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.account import by_data_sheet
 from cs336_systems.report.table import Table, make_table, quantity_table
+from cs336_systems.report.words import SHIPPED
 
 BOOK = "Austin et al. 2025, How to Scale Your Model"
 SOURCES = {
@@ -120,6 +121,8 @@ def _step_notes(found: Scale) -> Iterator[str]:
     )
     if not found.is_measured:
         yield by_data_sheet(found.device_name)
+    elif found.is_shipped:
+        yield SHIPPED
     if found.machine.peak_flops_per_s is None:
         yield "No MFU: the peak of this device is not known."
 

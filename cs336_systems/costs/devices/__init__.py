@@ -1,0 +1,1 @@
+"""Ceilings of a few devices that come with the program, as compressed studies; `ship` writes them."""
