@@ -67,7 +67,7 @@ _HEAD_S = 10.0
 _ANSWER_S = 60.0
 """How long all machines together may take to describe themselves; the package is sent to them first."""
 _SHUTDOWN_S = 5.0
-"""How long the end of the connection may take. It would not end if the head hangs."""
+"""How long the end of the connection may take; it would not end if the head hangs."""
 _MOST_EXPLAINERS = 4
 """How many profiles are explained at a time at most, of which each can take gigabytes of memory."""
 
@@ -280,7 +280,6 @@ class Machine:
     count: float
     """Number of its GPUs as Ray counts them, or of its cores if CPUs are measured."""
     node: Node | None
-    """Its description of itself; None if it gave none."""
     refused: str | None
     """Why the sweep does not use it; None if it does."""
 
@@ -478,8 +477,7 @@ class _Driver:
         if not self._running:
             time.sleep(_TICK_S)
             return []
-        ready: list[Any] = ray.wait([*self._running], timeout=_TICK_S)[0]
-        return ready
+        return [*ray.wait([*self._running], timeout=_TICK_S)[0]]
 
     def _left(self) -> Iterator[RunConfig]:
         return itertools.chain(self._waiting, (config for config, _ in self._running.values()))
@@ -490,7 +488,9 @@ class _Driver:
         for machine in machines:
             if machine.refused is not None:
                 self._leave_out(machine.id, machine.host, machine.refused)
-        return [machine for machine in machines if machine.refused is None]
+        used = [machine for machine in machines if machine.refused is None]
+        self._left_out -= {machine.id for machine in used}  # those that could not be used at an earlier look
+        return used
 
     def _leave_out(self, name: str, host: str, why: str) -> None:
         if name not in self._left_out:
@@ -540,9 +540,7 @@ class _Driver:
         except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError):
             raise
         except RayError as error:
-            message = (
-                f"Ray started it up to {MAX_TRIES} times, and its machine or its process died: {_in_a_line(error)}"
-            )
+            message = f"given up by Ray, which starts a run {MAX_TRIES} times at most: {_in_a_line(error)}"
             elapsed_s = monotonic() - started_s
             self.keeper.finish(self.keeper.fail(config, Status.KILLED, Failure(message=message), elapsed_s))
             return

@@ -12,18 +12,7 @@ import pytest
 
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.record import Status, load_records
-from tests.faults.harness import (
-    NAME,
-    ROOT,
-    WITHOUT_REPORT,
-    command,
-    contents,
-    eventually,
-    memory_cgroup,
-    results,
-    runs,
-    sweep,
-)
+from tests.faults.harness import NAME, ROOT, WITHOUT_REPORT, command, contents, eventually, memory_cgroup, runs, sweep
 from tests.faults.models import PAUSED, RELEASED
 from tests.faults.on_ray import END_S, TOKEN, RayCluster, family, is_alive, send
 
@@ -177,11 +166,9 @@ def test_the_driver_is_killed_and_then_ray_s_process_under_the_same_command(star
 def test_a_run_whose_process_of_ray_dies_every_time_has_a_row_that_says_so(start, place, ray_cluster):
     running = start(fault="kills_ray_where_context_is_8")
     assert running.wait() == 1, running.stderr
-    records = {record.config.model.context_length: record for record in load_records(runs(place))[0]}
-    assert {length: record.status for length, record in records.items()} == {
-        4: Status.OK, 8: Status.KILLED, 16: Status.OK,
-    }  # fmt: skip
-    assert "3 times" in records[8].failure.message
+    records = sorted(load_records(runs(place))[0], key=lambda record: record.config.model.context_length)
+    assert [record.status for record in records] == [Status.OK, Status.KILLED, Status.OK]
+    assert "3 times" in records[1].failure.message
     assert len((ray_cluster.directory / "notes").read_text()) == 3
 
 
@@ -233,7 +220,6 @@ def test_ctrl_c(start, place, ray_cluster):
     assert "the same command goes on from here" in running.stderr
     assert "Traceback" not in running.stderr
     assert len(load_records(runs(place))[0]) == 2
-    assert results(place).exists()
 
 
 @pytest.mark.parametrize(("part", "number"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGKILL)])

@@ -89,8 +89,7 @@ class FakeRay:
             node = self.machines[int(options["scheduling_strategy"].node_id, 16)][1]
             self.results[reference] = msgspec.json.encode(node)
             return reference
-        self.machines += self.late  # after the driver has looked at all machines
-        self.late = []
+        self.machines, self.late = [*self.machines, *self.late], []  # after the driver has looked at all machines
         config, needs = (asked := msgspec.json.decode(argument, type=Request)).config, asked.needs
         out = (options["label_selector"] or {}).get("ray.io/node-id", "")
         fitting = [n for n, (count, _) in enumerate(self.machines) if name_of(n) not in out and count >= config.ranks]
@@ -154,6 +153,20 @@ def test_a_machine_unlike_most_is_named_and_left_out_unless_mixed_also_if_it_joi
     assert torches == {"2.13.0", *(["2.12.0"] if allow_mixed else [])}
     refused = [line for line in witness.notes if "torch is 2.12.0, needed 2.13.0" in line]
     assert [line.partition(" ")[0] for line in refused] == ([] if allow_mixed else ["host-0", "host-2"])
+
+
+def test_a_machine_that_cannot_be_used_at_the_first_look_is_used_when_it_can_be(run):
+    class Recovering(FakeRay):
+        looks = 0
+
+        def nodes(self):
+            self.looks += 1
+            self.machines[0] = (1, node(0) if self.looks > 2 else None)
+            return super().nodes()
+
+    outcome, witness = run(Recovering((1, None)), on_gpus(2))
+    assert [record.status for record in outcome.records] == [Status.OK] * 2
+    assert any("host-0 is not used: it has no NVIDIA GPU" in line for line in witness.notes)
 
 
 def test_records_of_an_earlier_sweep_decide_which_machines_go_on(run):
