@@ -57,6 +57,8 @@ class Curves:
     """Gap between two kernels that the host launched one by one, early enough; None if it was not measured."""
     is_in_doubt: bool = False
     """Whether so many of the times are in doubt that what is predicted from them is too."""
+    is_shipped: bool = False
+    """Whether they come with the program, and were not measured by its user."""
     on_host: bool = False
     """Whether the device is the host itself, a CPU: it runs each operation before it begins the next."""
 

@@ -71,7 +71,8 @@ class Ceilings:
 
     def is_shipped(self, device_name: str) -> bool:
         """Whether predictions for this device rest on ceilings that come with the program."""
-        return self.has_shipped and self._joined_curves(self._own(device_name)) is None and bool(shipped(device_name))
+        curves = self.curves(device_name)
+        return curves is not None and curves.is_shipped
 
     def _own(self, device_name: str) -> tuple[CeilingsStudy, ...]:
         name = bare_name(device_name)
@@ -100,7 +101,9 @@ class Ceilings:
         """
         name = bare_name(device_name)
         if name not in self._curves:
-            curves = self._first(name, self._joined_curves)
+            curves = self._joined_curves(self._own(name))
+            if curves is None and self.has_shipped and (other := self._joined_curves(shipped(name))) is not None:
+                curves = replace(other, is_shipped=True)
             self._curves[name] = curves and replace(curves, collectives=self.collectives(name))
         return self._curves[name]
 
