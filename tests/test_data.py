@@ -63,6 +63,6 @@ def test_committed_tables_are_those_of_the_committed_records(directory: Path, tm
 
 def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(tmp_path: Path) -> None:
     found = load_committed()
-    sweeps = {path: results.published for path, results in found.sweeps.items()}
+    sweeps = {path: results.published for path, results in found.measured.items()}
     assert write_forecast(sweeps, found.ceilings_of, tmp_path) == tmp_path / FOLDER
     assert outputs(tmp_path / FOLDER) == outputs(DATA / FOLDER)

@@ -154,7 +154,7 @@ def _score_forecast(found: Collection, status: "StatusLine") -> None:
     from cs336_systems.report.terminal import print_line
 
     status("predicting the times of all steps")
-    sweeps = {path: results.published for path, results in found.sweeps.items()}
+    sweeps = {path: results.published for path, results in found.measured.items()}
     written = write_forecast(sweeps, found.ceilings_of, found.root)
     status.end()
     if written is not None:

@@ -77,9 +77,14 @@ class Collection:
         """How the page names the directory: by its path below the root, or the root by its name."""
         return directory if directory != Path() else Path(self.root.resolve().name)
 
+    @property
+    def measured(self) -> Mapping[Path, Results]:
+        """The results of sweeps and of ladders."""
+        return {**self.sweeps, **{path: climbed.results for path, climbed in self.ladders.items()}}
+
     def ceilings_of(self, directory: Path) -> Ceilings:
         """The ceilings that were measured beside a sweep, of which its rates are given as shares."""
-        return self.sweeps[directory].ceilings
+        return self.measured[directory].ceilings
 
     @property
     def directories(self) -> list[Path]:

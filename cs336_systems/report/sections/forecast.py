@@ -1,16 +1,21 @@
-"""Errors of the predicted times of steps, by what limits the steps, by device and by settings."""
+"""Errors of the predicted times of steps, by what limits the steps, by device and by settings.
+
+A forecast whose matmuls were measured for these very shapes is mostly a look-up. So each such step is predicted once
+more, as if none of its matmuls had been measured: that is what a forecast of another configuration is worth.
+"""
 
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
 
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.ranks_time import HOST_SPREAD, depends_on_host, predicted_time
-from cs336_systems.costs.time import Limit, TimePrediction
+from cs336_systems.costs.time import Limit, TimePrediction, measured_share, without_own_products
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.section import Section, texts_of, write_files
@@ -36,6 +41,16 @@ SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
 }
 GROUPS = ("device_name", "size", "context_length", "precision", "mode", "attention", "checkpoint_blocks", "fast")
 """Columns by whose values the errors are also given: the device, and settings."""
+
+
+class Shapes(StrEnum):
+    """Whether most of the time of a step's matmuls is that of matmuls measured for these shapes."""
+
+    MEASURED = "measured"
+    UNMEASURED = "unmeasured"
+
+
+OF_SHAPES = {Shapes.UNMEASURED: "matmuls of shapes that were not measured", Shapes.MEASURED: "measured matmuls"}
 OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
 
 
@@ -44,6 +59,8 @@ def scored(
 ) -> tuple[list[Row], int]:
     """A row for each measured configuration of a sweep whose time is predicted, and the number of the others.
 
+    A step that the device limits and whose matmuls were measured has a second row, predicted without them; its `shapes`
+    are UNMEASURED.
     Several processes of one configuration count as one, with the median of their medians. Times are in ms, errors in
     percent of what was measured.
     """
@@ -59,8 +76,19 @@ def scored(
             if curves is None or (found := predicted_time(config, curves)) is None:
                 others += 1
             else:
-                rows.append(_row(directory, config, own, found, curves))
+                rows += _rows(directory, config, own, found, curves)
     return rows, others
+
+
+def _rows(
+    directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction, curves: Curves
+) -> Iterator[Row]:
+    is_measured = measured_share(config, curves) > 1 / 2
+    row = _row(directory, config, records, found, curves)
+    yield row | {"shapes": Shapes.MEASURED if is_measured else Shapes.UNMEASURED}
+    others = without_own_products(config, curves)
+    if is_measured and row["limit"] is Limit.DEVICE and (again := predicted_time(config, others)) is not None:
+        yield _row(directory, config, records, again, others) | {"shapes": Shapes.UNMEASURED}
 
 
 def _row(
@@ -72,7 +100,7 @@ def _row(
 ) -> Row:
     codes = {warning.code for record in records for warning in record.warnings}
     limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
-    row: Row = {"directory": directory.as_posix(), "device_name": records[0].device_name}
+    row: Row = {"directory": directory.as_posix(), "key": config.key, "device_name": records[0].device_name}
     row |= {key: take(config) for key, take in SETTINGS.items()}
     for phase in (*PHASES, Phase.STEP):
         predicted_s = found.step_s if phase is Phase.STEP else found.phases_s.get(phase)
@@ -93,7 +121,17 @@ def _row(
 
 def forecast_section(rows: Sequence[Row], others: int) -> Section:
     """A table of errors for each limit, and of all phases; the values are those of each configuration."""
-    tables = [*(_table(limit, rows) for limit in Limit), _phases_table(rows)]
+    by_device = [row for row in rows if row["limit"] is Limit.DEVICE]
+    first = list({(row["directory"], row["key"]): row for row in reversed(rows)}.values())[::-1]
+    tables = [
+        *(
+            _table(f"{OF_LIMIT[Limit.DEVICE]}, {words}", own)
+            for shapes, words in OF_SHAPES.items()
+            if (own := [row for row in by_device if row["shapes"] is shapes])
+        ),
+        _table(OF_LIMIT[Limit.LAUNCHES], [row for row in first if row["limit"] is Limit.LAUNCHES]),
+        _phases_table(first),
+    ]
     note = (
         f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models but for the whole of --fast, "
         "such steps on several ranks, and devices without ceilings."
@@ -102,13 +140,14 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
     return Section(name="errors", tables=(*tables[:-1], last), rows=rows)
 
 
-def _table(limit: Limit, rows: Sequence[Row]) -> Table:
-    own = [row for row in rows if row["limit"] is limit]
+def _table(which: str, rows: Sequence[Row]) -> Table:
     return make_table(
-        f"Predicted times of steps {OF_LIMIT[limit]}",
+        f"Predicted times of steps {which}",
         [column(key) for key in (*ERROR_KEYS, *LIMIT_KEYS)],
-        [_summary(name, some, Phase.STEP) | _named(some) for name, some in _groups(own) if some],
+        [_summary(name, some, Phase.STEP) | _named(some) for name, some in _groups(rows) if some],
         [
+            "Shapes that were not measured: each step is predicted as if none of its own matmuls had been, which is "
+            "what a forecast of another configuration is worth.",
             "A step is limited by launches if its record says so. The forecast knows the configuration and the "
             "ceilings.",
             f"Surely right and surely wrong: the forecast names the same limit for CPUs that launch {HOST_SPREAD:g} "
