@@ -83,8 +83,8 @@ def of_nine_in_ten(sizes: Sequence[float]) -> float:
 @claim(
     README,
     r"of (\d+) steps that H100s limit is ([\d.]+) %, and (\d+) of (\d+) are at most ([\d.]+) % off, where their "
-    r"matmuls are taken out of the ceilings; with them it is ([\d.]+) and ([\d.]+) %\. Of (\d+) that launches limit, it is "
-    r"([\d.]+) and (\d+) %\.",
+    r"matmuls are taken out of the ceilings; with them it is ([\d.]+) and ([\d.]+) %\. Of (\d+) that launches "
+    r"limit, it is ([\d.]+) and (\d+) %\.",
 )
 def forecasts_in_short() -> Sequence[Value]:
     assert linked(README, f"{STEPS}/results.csv")
