@@ -76,9 +76,9 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     measured ceiling in place of the data sheet's peak. `predicted_step_ms` is the time of a step predicted from the
     measured ceilings of the device, and `predicted_step_error` by what share of the measured mean it is longer;
     `is_off_forecast` says whether that is more than OFF_FORECAST although the forecast is trusted; forecasts for
-    several ranks never are. `predicted_collectives_ms` is the time of a step's collectives, one after the other, from
-    the measured ceilings of the device and the same number of ranks. `first_step_ms` is the first measured step, the
-    mean over processes.
+    several ranks, and those from ceilings in doubt, never are. `predicted_collectives_ms` is the time of a step's
+    collectives, one after the other, from the measured ceilings of the device and the same number of ranks.
+    `first_step_ms` is the first measured step, the mean over processes.
 
     `speed_up` is how many times faster a row is than the same configuration in fp32 on the same device. It is NaN for
     fp32 itself and where a time is missing, as is `speed_up_std` (both steps' std/mean, propagated);
@@ -240,7 +240,8 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
         row |= _step(steps, config, device_name, ceilings)
     if predicted is not None and row["step_mean_ms"]:
         row["predicted_step_error"] = error = predicted.step_s * 1e3 / row["step_mean_ms"] - 1
-        row["is_off_forecast"] = predicted.is_trusted and not config.is_shared and abs(error) > OFF_FORECAST
+        is_sure = predicted.is_trusted and not config.is_shared and not row["prediction_is_doubted"]
+        row["is_off_forecast"] = is_sure and abs(error) > OFF_FORECAST
     return row
 
 

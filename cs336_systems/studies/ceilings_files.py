@@ -28,6 +28,7 @@ from cs336_systems.sweep.store import time_stamp
 FILE_NAME = "ceilings.json"
 SHIPPED = Path(cs336_systems.costs.devices.__file__).parent
 """Folders of the devices whose ceilings come with the program, with a compressed study in each file."""
+SUFFIX = ".json.gz"
 DOUBTED_SHARE = 0.25
 """Share of the cells of a device's studies from which on forecasts are in doubt if these cells are."""
 
@@ -164,13 +165,14 @@ def load_ceilings(directory: Path) -> Ceilings:
 
 def shipped_names() -> list[str]:
     """The devices whose ceilings come with the program, without the manufacturer's name."""
-    return sorted(path.name.replace("-", " ") for path in SHIPPED.iterdir() if any(path.glob("*.json.gz")))
+    return sorted(path.name.replace("-", " ") for path in SHIPPED.iterdir() if any(path.glob(f"*{SUFFIX}")))
 
 
 @functools.cache
 def shipped(device_name: str) -> tuple[CeilingsStudy, ...]:
-    """The studies of this device that come with the program."""
-    files = sorted((SHIPPED / bare_name(device_name).replace(" ", "-")).glob("*.json.gz"))
+    """The studies of this device that come with the program, in the order of the folders that they were measured in."""
+    found = (SHIPPED / bare_name(device_name).replace(" ", "-")).glob(f"*{SUFFIX}")
+    files = sorted(found, key=lambda path: path.name.removesuffix(SUFFIX))
     return tuple(
         decode_json(gzip.decompress(path.read_bytes()), path, CeilingsStudy, CEILINGS,
                     version=FORMAT_VERSION, error=RecordError)
@@ -185,7 +187,7 @@ def ship(directory: Path, target: Path = SHIPPED) -> None:
         folder = target / bare_name(study.device_name).replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
         data = msgspec.json.encode(study)
-        write_atomically(folder / f"{path.parent.name}.json.gz", gzip.compress(data, mtime=0))
+        write_atomically(folder / f"{path.parent.name}{SUFFIX}", gzip.compress(data, mtime=0))
 
 
 def ceilings_files(directory: Path) -> list[Path]:
