@@ -162,7 +162,6 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
     )
     return Scale(
         config=config, steps=steps, machine=machine, device_name=name, is_measured=measured is not None,
-        is_shipped=ceilings.is_shipped(name),
         given=Given(
             paper=paper, feed_formula=FEED_FORMULAS[config.model.arch], link_source=source,
             rate_source=rate_source(name, config.precision, is_measured=measured is not None),

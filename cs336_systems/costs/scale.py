@@ -71,8 +71,6 @@ class Scale:
     """What the inequalities are about: the tokens of a step on the most ranks."""
     machine: Machine
     device_name: str
-    is_shipped: bool
-    """Whether the ceilings come with the program, and were not measured by its user."""
     is_measured: bool
     """Whether the times of kernels are from measured ceilings of the device, not from its data sheet."""
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from cs336_systems.config import Mode
 from cs336_systems.record import Status
+from cs336_systems.report.numbers import DOUBT
 
 STATUS_WORDS = {
     Status.OK: "ok",
@@ -41,4 +42,7 @@ def warning_counts(codes: Sequence[str | None], rows: str) -> str:
 SHIPPED = (
     "These ceilings come with this program: they were measured on another machine, whose CPU and power limit may "
     "differ (cs336 ceilings measures those of this one)."
+)
+DOUBTED_FORECAST = (
+    f"{DOUBT} marks a forecast from ceilings many of whose times are in doubt: measure them again on a quiet machine."
 )

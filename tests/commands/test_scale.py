@@ -31,9 +31,12 @@ def scale(*words: str | Path) -> int:
     return main(["scale", *map(str, words)])
 
 
-def ceilings_at(directory: Path, **fields: object) -> Path:
-    """Ceilings of a device that reaches 800 TFLOP/s in bf16, and 200 GB/s on the bus among two."""
-    products = [product_at(square(side), 800) for side in (512, 16384)]
+def ceilings_at(directory: Path, spread: float = 0.0, **fields: object) -> Path:
+    """Ceilings of a device that reaches 800 TFLOP/s in bf16, and 200 GB/s on the bus among two.
+
+    The slowest loop of a product takes `spread` longer than the fastest.
+    """
+    products = [product_at(square(side), 800, spread=spread) for side in (512, 1024, 2048, 16384)]
     streams = [stream_at(4000, 2**30, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
     reductions = [CollectiveCell(num_bytes=64 * MIB, world_size=2, timing=lasting(64 * MIB / 200e9))]
@@ -71,6 +74,17 @@ def test_json_has_the_numbers_of_the_inequalities_in_si_units(
     assert all(0 < each["exposed_s"] < each["step_s"] < 10 for each in steps)
     for each in steps:
         assert each["step_s"] == pytest.approx(each["compute_s"] + each["slowed_s"] + each["exposed_s"])
+
+
+@pytest.mark.parametrize(("spread", "is_in_doubt"), [(0.001, False), (0.5, True)])
+def test_times_from_ceilings_in_doubt_are_marked(
+    spread: float, is_in_doubt: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step and what it is made of, of which the note says what the mark means."""
+    directory = ceilings_at(tmp_path / "h200", spread)
+    assert scale("--size", "small", "--ranks", "2", "--parallel", "ddp", "--ceilings", directory) == 0
+    (row,) = re.findall(r"^ddp +2 +2 x 1 .*", capsys.readouterr().out, re.MULTILINE)
+    assert row.count("?") == (4 if is_in_doubt else 0), "step, computing, slowed and exposed"
 
 
 def test_ceilings_that_are_asked_for_come_before_the_gpu_that_is_here(

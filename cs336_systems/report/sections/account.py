@@ -42,7 +42,7 @@ from cs336_systems.report.columns import Row, column
 from cs336_systems.report.numbers import GIB, MIB, TERA, amount, ratio, rounded, significant
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import Table, make_table, quantity_table
-from cs336_systems.report.words import SHIPPED
+from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 
 ALL = "all"
 QUANTITY_KEYS = ("quantity", "amount", "unit", "how")
@@ -325,6 +325,7 @@ def _time_table(account: Account, time: TimePrediction) -> Table:
             else [by_data_sheet(account.device.names[0])]
         ),
         *([SHIPPED] if account.is_measured and account.is_shipped else []),
+        *([DOUBTED_FORECAST] if account.is_in_doubt else []),
     )
     doubt = {"prediction_is_doubted": account.is_in_doubt}
     keys = ("phase", "predicted_ms", "kernels_ms")

@@ -11,7 +11,7 @@ from cs336_systems.report.plots.charts import Axis, Chart, Line, Panel, Point, c
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.account import by_data_sheet
 from cs336_systems.report.table import Table, make_table, quantity_table
-from cs336_systems.report.words import SHIPPED
+from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 
 BOOK = "Austin et al. 2025, How to Scale Your Model"
 SOURCES = {
@@ -87,6 +87,7 @@ def _steps_table(found: Scale, rows: list[Row]) -> Table:
         row | {
             "rank_shape": f"{row['data_ranks']} x {row['tensor_ranks']}" if row["data_ranks"] else "",
             "exposed_part": ratio(row["exposed_ms"], row["step_ms"]),
+            "prediction_is_doubted": found.machine.curves.is_in_doubt,
         }
         for row in rows
     ]  # fmt: skip
@@ -121,8 +122,10 @@ def _step_notes(found: Scale) -> Iterator[str]:
     )
     if not found.is_measured:
         yield by_data_sheet(found.device_name)
-    elif found.is_shipped:
+    elif found.machine.curves.is_shipped:
         yield SHIPPED
+    if found.machine.curves.is_in_doubt:
+        yield DOUBTED_FORECAST
     if found.machine.peak_flops_per_s is None:
         yield "No MFU: the peak of this device is not known."
 

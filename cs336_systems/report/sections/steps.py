@@ -28,7 +28,7 @@ from cs336_systems.report.numbers import DOUBT, between, mean_and_std, milliseco
 from cs336_systems.report.plots.steps import step_charts
 from cs336_systems.report.section import Section
 from cs336_systems.report.table import Table, known, make_table
-from cs336_systems.report.words import SHIPPED, status_text, warning_counts
+from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED, status_text, warning_counts
 from cs336_systems.text import text_of
 
 ALWAYS = ("size", "context_length", "precision")
@@ -45,9 +45,6 @@ ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
 OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
 MOST_NAMED = 8
 """Most configurations that a finding names one by one."""
-DOUBTED_FORECAST = (
-    f"{DOUBT} marks a forecast from ceilings many of whose times are in doubt: measure them again on a quiet machine."
-)
 DOUBTED = f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."
 
 
