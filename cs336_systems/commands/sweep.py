@@ -61,6 +61,8 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
 from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
+from cs336_systems.report.numbers import DOUBT
+from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
@@ -273,6 +275,9 @@ def run(arguments: SweepArguments) -> int:
     if arguments.dry_run:
         if expected is NOTHING_EXPECTED and arguments.cluster is None:
             print("note: no times are predicted, as `cs336 ceilings` has not measured this device", file=sys.stderr)
+        elif (curves := expected.curves) is not None:
+            notes = ((SHIPPED, curves.is_shipped), (DOUBTED_FORECAST, curves.is_in_doubt))
+            print(*(f"note: {note}\n" for note, is_true in notes if is_true), sep="", end="", file=sys.stderr)
         with json_alone(arguments.json) as print_json:
             machines = _machines(arguments)
             if print_json is not None:
@@ -321,10 +326,11 @@ def _plan_json(plan: Plan, directory: Path, expected: Expected) -> dict[str, obj
 
 
 def _print_plan(plan: Plan, directory: Path, expected: Expected) -> None:
+    doubt = f" {DOUBT}" if expected.curves is not None and expected.curves.is_in_doubt else ""
     for config in plan.configs:
         steps = f"{config.warmup_steps} + {config.measured_steps} steps"
         step_s = expected.steps_s.get(config)
-        step = "" if step_s is None else f", predicted step {1e3 * step_s:.4g} ms"
+        step = "" if step_s is None else f", predicted step {1e3 * step_s:.4g} ms{doubt}"
         print(f"{config.key}: {config.label}, {steps}{step}{_predicted(config)}")
     for config in plan.too_large:
         print(f"will not fit: {config.label} {_outlook(config)}")

@@ -31,6 +31,8 @@ class Expected:
     """Predicted time of each whole run, including runs that will run out of memory and end early."""
     num_gpus: int = 1
     """GPUs that take the next run whenever they are free."""
+    curves: Curves | None = None
+    """The ceilings from which the times are predicted."""
 
     def total_s(self, configs: Iterable[RunConfig]) -> float | None:
         """Time until the last of these runs ends, in this order; None if that of any run is not known.
@@ -70,4 +72,4 @@ def expect(configs: Iterable[RunConfig], too_large: Iterable[RunConfig], curves:
             compiled_s = 0.0 if config.compile is CompileMode.NONE else COMPILED_S
             num_steps = config.warmup_steps + config.measured_steps
             runs_s[config] = RUN_S[config.device] + compiled_s + num_steps * found.step_s
-    return Expected(steps_s=steps_s, runs_s=runs_s, num_gpus=num_gpus)
+    return Expected(steps_s=steps_s, runs_s=runs_s, num_gpus=num_gpus, curves=curves)

@@ -57,6 +57,7 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.model.factory import call_factory
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import load_records
+from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 from cs336_systems.settings import flag_of
 from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
@@ -545,6 +546,30 @@ def test_a_dry_run_says_how_long_each_step_and_the_sweep_should_take(
     planned = json.loads(capsys.readouterr().out)
     assert [each["step_s"] for each in planned["predicted"].values()] == pytest.approx(steps_s)
     assert [*planned["predicted"]] == re.findall(r"^(\S+): ", printed, re.MULTILINE)
+
+
+def test_a_dry_run_says_which_ceilings_it_goes_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an H200 those that come with the program, until the user has measured some: sure ones, and some in doubt."""
+    see(monkeypatch, replace(H100, name="NVIDIA H200"))
+    flags = shlex.split(f"--output {tmp_path} --sizes tiny --context-lengths 128 --dry-run")
+    assert sweep(flags) == 0
+    printed, said = capsys.readouterr()
+    assert " ms, " in printed
+    assert SHIPPED in said
+    (tmp_path / "ceilings").mkdir()
+    for spread in (0.001, 0.5):
+        study = make_ceilings(
+            [product_at(square(side), 10, FP32, spread=spread) for side in (64, 1024)],
+            [stream_at(1e3, stream=stream, spread=spread) for stream in (Stream.COPY, Stream.ADAMW)],
+            [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)],
+        )
+        write_atomically(tmp_path / "ceilings/ceilings.json", encode_json(study))
+        assert sweep(flags) == 0
+        printed, said = capsys.readouterr()
+        assert SHIPPED not in said
+        assert (" ms ?, " in printed, DOUBTED_FORECAST in said) == (spread > 0.1, spread > 0.1)
 
 
 def test_a_dry_run_on_a_cpu_goes_by_the_ceilings_of_this_cpu(
