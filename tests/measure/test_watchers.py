@@ -37,7 +37,6 @@ from cs336_systems.measure.watchers import annotator_of, make_watch
 from cs336_systems.model import annotate as profiling
 from cs336_systems.model.annotate import Annotator, annotate, set_annotator
 from cs336_systems.model.fast import model as fast_model
-from cs336_systems.model.fast import step_graph
 from cs336_systems.model.fast.step_graph import StepGraph
 from tests.own_models import BasicsTransformerLM, Uneven
 from tests.plain import plain_blocks, plain_model
@@ -193,7 +192,6 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
     for name in ("synchronize", "graph_pool_handle", "reset_peak_memory_stats", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    monkeypatch.setattr(step_graph, "replace_memsets", lambda graph: 0)
 
 
 @pytest.mark.usefixtures("made_up_gpu")
