@@ -12,11 +12,12 @@ from cs336_systems.record import load_records
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.statements import h100 as h100  # whose claims are registered with its import
-from tests.statements import method, parallel
+from tests.statements import method as method
+from tests.statements import parallel
 from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, linked, read, unclaimed
-from tests.statements.results import README, RESULTS
+from tests.statements.results import METHOD, README, RESULTS
 
-DOCUMENTS = (parallel.README, method.METHOD, RESULTS)
+DOCUMENTS = (parallel.README, RESULTS)
 
 SETTINGS = (
     r"Python 3\.\d+ or newer",
@@ -64,7 +65,7 @@ def test_the_table_said_to_have_the_predicted_peak_has_it() -> None:
         assert float(row["predicted_peak_gib"]) == pytest.approx(float(row["peak_allocated_gib"]), rel=0.01)
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "data/published/README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", [*DOCUMENTS, METHOD, "data/published/README.md", "CONTRIBUTING.md"])
 def test_what_is_linked_is_there(document: str) -> None:
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
@@ -75,7 +76,7 @@ SCRIPTS = {"python benchmark.py": "benchmark", "python benchmark_sweep.py": "swe
 COMMAND = re.compile(rf"(?m)(?:^|`|\$ )((?:{'|'.join(map(re.escape, SCRIPTS))}|cs336 [a-z]+) [^`#\n]*)")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", [*DOCUMENTS, METHOD])
 def test_commands_are_spelt_as_the_program_takes_them(document: str) -> None:
     text = (ROOT / document).read_text()
     commands = COMMAND.findall(text)

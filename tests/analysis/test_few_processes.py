@@ -1,5 +1,6 @@
 """A verdict from one or two processes: seldom wrong for A against A, and it finds a difference of a fifth."""
 
+import itertools
 import math
 
 import numpy as np
@@ -8,8 +9,9 @@ import scipy.stats
 
 from cs336_systems.analysis.compare import Verdict, compare
 from cs336_systems.analysis.few_processes import compare_processes, least_difference
-from cs336_systems.config import Phase
-from cs336_systems.record import Measurement
+from cs336_systems.config import Phase, Profiler
+from cs336_systems.record import Measurement, load_records
+from tests.committed import committed_runs
 
 
 def simulate(generator, truth_s, num_processes, cv, num_steps=10) -> list[Measurement]:
@@ -92,3 +94,16 @@ def test_times_are_positive(times_s) -> None:
     side = [Measurement(Phase.STEP, times_s)] if times_s else []
     with pytest.raises(ValueError, match="B needs mean step times that are positive"):
         compare_processes([Measurement(Phase.STEP, (0.1, 0.1))], side)
+
+
+def test_no_two_published_processes_of_one_configuration_are_told_apart() -> None:
+    alike: dict[object, list[Measurement]] = {}
+    for path in committed_runs():
+        for record in load_records(path)[0]:
+            measured = record.measurement(Phase.STEP)
+            if record.environment and measured and measured.cv and record.config.profiler is Profiler.NONE:
+                key = record.config.configuration, record.environment.identity
+                alike.setdefault(key, []).append(measured)
+    pairs = [pair for same in alike.values() for pair in itertools.combinations(same, 2)]
+    assert len(pairs) > 300
+    assert {compare_processes([a], [b]).verdict for a, b in pairs} == {Verdict.CANNOT_TELL}
