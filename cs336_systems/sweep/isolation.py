@@ -4,7 +4,6 @@ Sweeps and studies start, wait for and kill their workers here only.
 """
 
 import contextlib
-import fcntl
 import functools
 import multiprocessing
 import os
@@ -35,8 +34,8 @@ LOG_TAIL_BYTES = 16 * 1024
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_AT_ONCE = 64
 """Most chunks in one read of a log, so that a worker that prints endlessly does not delay the checks of time limits."""
-_ANSWER_S = 60.0
-"""How long the fork server may take to start a worker, or to report the end of one."""
+_ANSWER_S = 10.0
+"""How long the fork server may take to start a worker, or to report the end of one, before it is killed."""
 _FIRST_ANSWER_S = 900.0
 """How long the fork server may take to start its first worker, for which it imports torch, possibly over a network."""
 _DEATH_S = 10.0
@@ -50,47 +49,16 @@ _PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", *EXPLAINING)
 """Imported once in place of _PRELOAD if nothing is measured: without torch, which takes seconds to import."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 """Function that a worker calls with a run, the directory of records, and the connection for its output."""
-_MARK = "cs336-systems.lock"
-"""File in a temporary directory that this program uses, locked by the process that does."""
 
 
 @functools.cache
 def fork_server() -> ForkServerContext:
     """The context whose server imports torch once and never touches CUDA, so that a fork of it is a fresh process."""
-    _claim_temporaries()
+    CLEANUPS.append(remove_temporaries)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD])
     return context
-
-
-def _claim_temporaries() -> None:
-    """Mark multiprocessing's temporary directory as this process's; remove those whose process was killed.
-
-    The mark is a file that is locked for as long as the process lives, in whatever container. A process that
-    multiprocessing has started uses the directory of the one that started it, whose mark stays.
-    """
-    with contextlib.suppress(OSError):  # without locks, directories in use cannot be told from abandoned ones
-        own = Path(get_temp_dir())
-        if (own / _MARK).exists():
-            return
-        unlocked = own / "unlocked"
-        fcntl.flock(os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
-        unlocked.rename(own / _MARK)
-        CLEANUPS.append(remove_temporaries)
-        for mark in own.parent.glob(f"pymp-*/{_MARK}"):
-            _remove_if_dead(mark)
-
-
-def _remove_if_dead(mark: Path) -> None:
-    with contextlib.suppress(OSError):
-        descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_uid == os.geteuid():
-                shutil.rmtree(mark.parent)
-        finally:
-            os.close(descriptor)
 
 
 def remove_temporaries() -> None:
@@ -154,28 +122,27 @@ _answering: set[int] = set()
 """Fork servers, by process, that have started a worker."""
 _started_to_explain: set[int] = set()
 """Fork servers that have not imported torch."""
-_unresponsive: set[int] = set()
-"""Fork servers that were killed because they did not answer; all of their workers died with them."""
 
 
-def start(process: BaseProcess) -> int:
-    """Start the process from the fork server, and return the id of the fork server.
+def start(process: BaseProcess) -> None:
+    """Start the process from the fork server.
 
     A fork server that does not answer is killed. If starting fails, a second fork server is tried, then SweepError is
     raised.
     """
     for _ in range(2):
         try:
-            return _start(process)
+            _start(process)
+            return
         except (EOFError, ConnectionError) as error:
             reason = error
     raise SweepError("the process that starts the workers died; run the same command again") from reason
 
 
-def _start(process: BaseProcess) -> int:
+def _start(process: BaseProcess) -> None:
     ensure_fork_server()
     server = _server()
-    patience = threading.Timer(_ANSWER_S if server in _answering else _FIRST_ANSWER_S, _kill_unresponsive, [server])
+    patience = threading.Timer(_ANSWER_S if server in _answering else _FIRST_ANSWER_S, _kill_server, [server])
     patience.daemon = True
     patience.start()
     try:
@@ -186,7 +153,6 @@ def _start(process: BaseProcess) -> int:
     finally:
         patience.cancel()
     _answering.add(server)
-    return server
 
 
 def join(process: BaseProcess) -> int:
@@ -196,7 +162,7 @@ def join(process: BaseProcess) -> int:
     """
     process.join(_ANSWER_S)
     if process.exitcode is None:
-        _kill_unresponsive(_server())
+        _kill_server(_server())
         process.join(_ANSWER_S)
     return 255 if process.exitcode is None else process.exitcode
 
@@ -204,11 +170,6 @@ def join(process: BaseProcess) -> int:
 def _server() -> int:
     server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return server
-
-
-def _kill_unresponsive(server: int) -> None:
-    _unresponsive.add(server)
-    _kill_server(server)
 
 
 def _kill_server(server: int) -> None:
@@ -232,7 +193,7 @@ class WorkerProcess:
         self.log, log_of_child = context.Pipe(duplex=False)
         os.set_blocking(self.log.fileno(), False)
         self.process: BaseProcess = context.Process(target=entry, args=(*args, log_of_child), name=name)
-        self._server = start(self.process)
+        start(self.process)
         self.started = monotonic()
         log_of_child.close()
 
@@ -240,13 +201,6 @@ class WorkerProcess:
     def elapsed_s(self) -> float:
         """Seconds since the start, by a monotonic clock."""
         return monotonic() - self.started
-
-    @property
-    def server_failure(self) -> str | None:
-        """One line if the fork server was killed, which kills its workers; None if it was not."""
-        if self._server not in _unresponsive:
-            return None
-        return f"the process that starts all workers did not answer within {_ANSWER_S:g} s and was killed"
 
     def drain(self) -> None:
         """Read the worker's output, keep the end of it, and note when every writer has closed the log."""
@@ -300,9 +254,6 @@ class WorkerProcess:
         if timeout_s is not None:
             status = Status.TIMEOUT
             message = f"no result within {timeout_s:g} s; raise --timeout-s if it needs longer"
-            message = "; ".join(filter(None, [message, self.server_failure]))
-        elif self.server_failure:
-            message = f"ended early: {self.server_failure}; run the same command again"
         elif exit_code < 0:
             status = Status.KILLED if exit_code == -signal.SIGKILL else Status.CRASHED
             message, name = end_in_words(exit_code), signal_name(-exit_code)

@@ -294,7 +294,7 @@ class Loop:
         elif exit_code == NOT_EXPLAINED:
             why = (worker.log_tail() or "").splitlines()[-1]
         else:
-            why = worker.server_failure or end_in_words(exit_code)
+            why = end_in_words(exit_code)
         return f"{why}; the record and the raw profile are kept: `cs336 report {self.keeper.runs.parent}` tries again"
 
     def _collect(self, worker: Worker, exit_code: int, timed_out: bool) -> RunRecord:
@@ -306,18 +306,18 @@ class Loop:
                 return record
             if record.failed_rank is not None and record.failure is not None and record.failure.log_tail is None:
                 record = self.keeper.write(replace(record, failure=replace(record.failure, log_tail=worker.log_tail())))
-            return self._with_teardown(worker, record, exit_code, timed_out) if exit_code else record
+            return self._with_teardown(record, exit_code, timed_out) if exit_code else record
         if exit_code == RECORD_NOT_WRITTEN and not timed_out:
             why = (worker.log_tail() or "").splitlines()[-1:]
             raise SweepError(f"the record of {config.key} could not be written: {''.join(why)}")
         status, failure = worker.failure(exit_code, self.timeout_s if timed_out else None)
         return self.keeper.fail(config, status, failure, worker.elapsed_s)
 
-    def _with_teardown(self, worker: Worker, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
+    def _with_teardown(self, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
         how = f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
         if timed_out:
             how = f"did not end within {self.timeout_s:g} s"
-        message = f"after the record was written {worker.server_failure or f'the worker {how}'}"
+        message = f"after the record was written the worker {how}"
         warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=message)
         return self.keeper.write(replace(record, warnings=(*record.warnings, warning)))
 

@@ -13,8 +13,7 @@ import pytest
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.lifetimes import Action, BlockState, Frame
-from cs336_systems.analysis.memory.snapshot import Snapshot, read_snapshot
-from cs336_systems.analysis.memory.unpickle import CHUNK, MAX_ALIKE, MAX_NOTES
+from cs336_systems.analysis.memory.snapshot import CHUNK, MAX_ALIKE, MAX_NOTES, Snapshot, read_snapshot
 from tests.analysis.memory.snapshots import (
     Allocator,
     frame,
