@@ -31,6 +31,12 @@ from tests.report.ceilings import lasting, make_ceilings, product_at, square, st
 GIB = 2**30
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory without the ceilings that the checkout's user may have measured."""
+    monkeypatch.chdir(tmp_path)
+
+
 def account(*words: str | Path) -> int:
     return main(["account", *map(str, words)])
 

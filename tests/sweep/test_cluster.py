@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections import deque
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -231,6 +232,7 @@ def test_a_task_returns_the_profiles_of_two_ranks_and_of_nsys(monkeypatch, tmp_p
     fake.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {ROOT / "tests" / "fake_nsys.py"} "$@"\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    forkserver._forkserver._stop()  # one that an earlier test has started has another PATH
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     monkeypatch.setattr(cluster, "when_it_ends", lambda *_: None)
     gpu = Gpu(index=0, uuid="GPU-of-a-test", name="NVIDIA H200", memory_bytes=2**37, driver="570.1")
