@@ -38,6 +38,8 @@ _ANSWER_S = 10.0
 """How long the fork server may take to start a worker, or to report the end of one, before it is killed."""
 _FIRST_ANSWER_S = 900.0
 """How long the fork server may take to start its first worker, for which it imports torch, possibly over a network."""
+_END_S = 60.0
+"""How long a process that was killed may take to end, because it frees the memory of its GPU first."""
 _DEATH_S = 10.0
 """How long killed processes may take to end. One that waits for a device that hangs does not end at all."""
 
@@ -161,10 +163,20 @@ def join(process: BaseProcess) -> int:
     A fork server that does not report it is killed; the code is then 255.
     """
     process.join(_ANSWER_S)
+    if process.exitcode is None and _is_running(process):
+        process.join(_END_S)
     if process.exitcode is None:
         _kill_server(_server())
         process.join(_ANSWER_S)
     return 255 if process.exitcode is None else process.exitcode
+
+
+def _is_running(process: BaseProcess) -> bool:
+    """Whether the process has not ended yet; one that has ended may still wait for the fork server to reap it."""
+    try:
+        return psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _server() -> int:

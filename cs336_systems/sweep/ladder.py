@@ -101,7 +101,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
 
     What a change needs before it: `cast-once` and `graph` need `fused`; `cast-once` also `bf16`; `fused-loss` needs
     `blocks`; `fused-blocks`, `split`, `fp8` and `moments` need `cast-once`; `activations` and `packed` need
-    `fused-blocks`; `update` needs `cast-once` and `graph`. A CPU has no fused AdamW that also writes copies, and no
+    `fused-blocks`. A CPU has no fused AdamW that also writes copies, and no
     tensor cores that need a padded vocabulary. A user's own model is not changed inside, and it may wait for the
     device, which a CUDA graph cannot record. If no rule knows the device, PyTorch chooses the kernel of fused
     attention. fp8 is for large models whose sizes fit it, on devices known to have it.

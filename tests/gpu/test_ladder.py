@@ -35,12 +35,11 @@ def test_rungs_pass_the_gate_and_give_their_reasons(tmp_path: Path) -> None:
     launches = {name: float(row["launches_per_step"]) for name, row in rows.items()}
     busy = {name: float(row["busy_share"]) for name, row in rows.items()}
     assert launches["cast-once"] < launches["bf16"] / 2, "compiled, fused attention, fused AdamW, no casts"
-    added = launches["graph"] - launches["cast-once"]
-    assert 0 < added <= 4 * 12, "the same kernels, replayed, and one for each memset: a few in each of 12 layers"
+    assert launches["graph"] == pytest.approx(launches["cast-once"], abs=3), "the same kernels, replayed"
     assert launches["fused-blocks"] < launches["graph"], "additions, gains and biases have no kernels of their own"
     assert all(0 < share <= 1 for share in busy.values())
     assert busy["graph"] > busy["bf16"], "a graph does not wait for the host"
-    assert [row["compile_s"] != "" for row in rows.values()] == [False] * 2 + [True] * 4
+    assert [row["compile_s"] != "" for row in rows.values()] == [False] * 2 + [True] * 3
     assert all(float(row["peak_allocated_gib"]) > 16 * 128e6 / 2**30 for row in rows.values()), "16 bytes a parameter"
     assert float(rows["fused-blocks"]["speed_up_over_first"]) > 1
 
