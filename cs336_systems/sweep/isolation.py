@@ -174,7 +174,7 @@ def join(process: BaseProcess) -> int:
 def _is_running(process: BaseProcess) -> bool:
     """Whether the process has not ended yet; one that has ended may still wait for the fork server to reap it."""
     try:
-        return psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
