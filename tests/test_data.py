@@ -15,23 +15,16 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 INPUTS = ("runs", "kernels", "memory", "examples")
 """Folders of what was measured and explained; JSON files are such too."""
 COMMITTED = (".csv", ".md")
-NOT_COMPARED = {"nvtx_kern_sum_small_ctx512.csv", "answers.md"}
-"""Tables of another program, and what will not be written any more; findings are sentences."""
+OF_ANOTHER_PROGRAM = "nvtx_kern_sum_small_ctx512.csv"
 
 
 def outputs(directory: Path) -> dict[str, bytes]:
     """The tables of a results directory that are published, by name."""
     return {
-        path.name: rows_of(path)
+        path.name: path.read_bytes()
         for path in directory.iterdir()
-        if path.suffix in COMMITTED and path.name not in NOT_COMPARED and not path.stem.endswith("_findings")
+        if path.suffix in COMMITTED and path.name != OF_ANOTHER_PROGRAM
     }
-
-
-def rows_of(path: Path) -> bytes:
-    """All of a CSV file, and of Markdown the rows without the sentences around them."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    return b"".join(line for line in lines if path.suffix == ".csv" or line.startswith(b"|"))
 
 
 def inputs_alone(directory: Path, data: Path) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cs336_systems.costs.hardware import find_device
 from tests.statements.documents import Value, claim, linked, one, some, table, table_claim
-from tests.statements.results import H100, H200, README, number, records
+from tests.statements.results import H100, H200, README, RESULTS, number, records
 
 EAGER, FAST, SDPA = (f"e2e_benchmark/{name}" for name in ("h100_train", "h100_train_fast", "h100_sdpa"))
 STEPS = "ceilings/NVIDIA-H100"
@@ -70,9 +70,9 @@ def data_sheets() -> Sequence[Value]:
     return [device.memory_bandwidth_bytes_per_s / 1e9 for device in (h100, h200)]
 
 
-def errors_on_the_h100(limit: str, *shapes: str) -> list[float]:
+def errors_of(limit: str, *shapes: str, **values: str) -> list[float]:
     """How far forecasts of steps with this limit and matmuls of these shapes are off (%), the least first."""
-    rows = [row for row in some(table("forecast/errors.csv"), device_name=H100, limit=limit) if row["shapes"] in shapes]
+    rows = [row for row in some(table("forecast/errors.csv"), limit=limit, **values) if row["shapes"] in shapes]
     return sorted(abs(number(row, "step_error")) for row in rows)
 
 
@@ -88,8 +88,20 @@ def of_nine_in_ten(sizes: Sequence[float]) -> float:
 )
 def forecasts_in_short() -> Sequence[Value]:
     assert linked(README, f"{STEPS}/results.csv")
-    unmeasured, measured = (errors_on_the_h100("device", shapes) for shapes in ("unmeasured", "measured"))
-    of_launches = errors_on_the_h100("launches", "measured", "unmeasured")
+    unmeasured, measured = (errors_of("device", shapes, device_name=H100) for shapes in ("unmeasured", "measured"))
+    of_launches = errors_of("launches", "measured", "unmeasured", device_name=H100)
     device = len(unmeasured), statistics.median(unmeasured), 9, 10, of_nine_in_ten(unmeasured)
     looked_up = statistics.median(measured), of_nine_in_ten(measured)
     return *device, *looked_up, len(of_launches), statistics.median(of_launches), of_nine_in_ten(of_launches)
+
+
+@claim(
+    RESULTS,
+    r"in the median ([\d.]+) % off for the (\d+) steps that these GPUs limit, and for (\d+) of (\d+) at most (\d+) %, "
+    r".* the median is ([\d.]+) %; for the (\d+) steps that the CPU limits it is ([\d.]+) %",
+)
+def forecasts_of_all() -> Sequence[Value]:
+    unmeasured, measured = (errors_of("device", shapes) for shapes in ("unmeasured", "measured"))
+    of_launches = errors_of("launches", "measured", "unmeasured")
+    device = statistics.median(unmeasured), len(unmeasured), 9, 10, of_nine_in_ten(unmeasured)
+    return *device, statistics.median(measured), len(of_launches), statistics.median(of_launches)

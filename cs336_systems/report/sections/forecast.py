@@ -51,6 +51,10 @@ class Shapes(StrEnum):
 
 
 OF_SHAPES = {Shapes.UNMEASURED: "matmuls of shapes that were not measured", Shapes.MEASURED: "measured matmuls"}
+AS_IF = (
+    "Each step is predicted as if none of its own matmuls had been measured: that is what a forecast of another "
+    "configuration is worth."
+)
 OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
 
 
@@ -125,7 +129,7 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
     first = list({(row["directory"], row["key"]): row for row in reversed(rows)}.values())[::-1]
     tables = [
         *(
-            _table(f"{OF_LIMIT[Limit.DEVICE]}, {words}", own)
+            _table(f"{OF_LIMIT[Limit.DEVICE]}, {words}", own, *([AS_IF] if shapes is Shapes.UNMEASURED else []))
             for shapes, words in OF_SHAPES.items()
             if (own := [row for row in by_device if row["shapes"] is shapes])
         ),
@@ -140,14 +144,13 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
     return Section(name="errors", tables=(*tables[:-1], last), rows=rows)
 
 
-def _table(which: str, rows: Sequence[Row]) -> Table:
+def _table(which: str, rows: Sequence[Row], *notes: str) -> Table:
     return make_table(
         f"Predicted times of steps {which}",
         [column(key) for key in (*ERROR_KEYS, *LIMIT_KEYS)],
         [_summary(name, some, Phase.STEP) | _named(some) for name, some in _groups(rows) if some],
         [
-            "Shapes that were not measured: each step is predicted as if none of its own matmuls had been, which is "
-            "what a forecast of another configuration is worth.",
+            *notes,
             "A step is limited by launches if its record says so. The forecast knows the configuration and the "
             "ceilings.",
             f"Surely right and surely wrong: the forecast names the same limit for CPUs that launch {HOST_SPREAD:g} "
