@@ -25,7 +25,7 @@ from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.entries import load_entries
 from cs336_systems.report.numbers import label
 from cs336_systems.sweep.store import kernel_profile_path
-from cs336_systems.text import counted, inert_line
+from cs336_systems.text import counted
 
 KERNEL_PROFILERS = (Profiler.NSYS, Profiler.KINETO)
 WHOLE_STEP = "step"
@@ -198,4 +198,4 @@ def about(profile: StepProfile) -> str:
 
 def path_text(path: tuple[str, ...], cut: bool = True) -> str:
     """Ranges around a launch as `block.3 > ffn`; each name is `cut` to what a table has room for."""
-    return " > ".join(label(inert_line(name)) if cut else name for name in path) or "outside of all ranges"
+    return " > ".join(label(name) if cut else name for name in path) or "outside of all ranges"

@@ -17,7 +17,7 @@ from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style, di
 from cs336_systems.report.plots.drawing import LONGEST_SOURCE
 from cs336_systems.report.plots.palette import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR
 from cs336_systems.report.sections.kernels.entries import collectives_s, grouped, wall_s
-from cs336_systems.text import inert_line, shorten
+from cs336_systems.text import shorten
 
 Times = NDArray[np.float64]
 CELLS = 260
@@ -113,12 +113,12 @@ def _step_words(profile: StepProfile, pieces: Sequence[Piece]) -> list[str]:
 
 
 def _source(profile: StepProfile) -> str:
-    return shorten(inert_line(profile.source).replace(", ", " "), LONGEST_SOURCE)
+    return shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
 
 
 def _devices(profiles: Sequence[StepProfile]) -> list[str]:
     """Names of the devices, each once."""
-    return list(dict.fromkeys(inert_line(name) for profile in profiles for name in profile.device_names))
+    return list(dict.fromkeys(name for profile in profiles for name in profile.device_names))
 
 
 def _draw_phases(panel: Axes, step: PicturedStep, is_gpu: bool) -> None:
