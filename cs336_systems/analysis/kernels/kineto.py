@@ -33,10 +33,6 @@ from cs336_systems.files import refuse_another_kind
 
 MAX_BYTES = 8 * 2**30
 """Largest decompressed JSON that is read: some thirty million events."""
-MAX_RATIO = 64
-"""Largest ratio of decompressed to compressed size. Traces have 10 to 25; a file made to fill memory has a thousand."""
-SMALL_BYTES = 2**24
-"""Bytes that are decompressed whatever the ratio: a short trace of equal steps may compress better."""
 EXACT_US = 2**43
 """Below it (101 days) a float of microseconds is off by at most 2**-11, which is less than half a nanosecond.
 
@@ -148,35 +144,27 @@ class Events:
             raise ProfileError(self.path, f"{error}: the trace is damaged, record it again") from error
 
 
-def _read(path: Path) -> bytes | bytearray:
-    head = read_head(path, len(SQLITE_MAGIC), NEEDED)
+def _read(path: Path) -> bytearray:
+    is_compressed = read_head(path, len(SQLITE_MAGIC), NEEDED).startswith(GZIP_MAGIC)
+    content = bytearray()
     try:
-        size = path.stat().st_size
-        is_compressed = head.startswith(GZIP_MAGIC)
-        content = _decompress(path, size) if is_compressed else b"" if size > MAX_BYTES else path.read_bytes()
+        with gzip.open(path) if is_compressed else path.open("rb") as file:
+            is_too_large = path.stat().st_size > MAX_BYTES
+            while not is_too_large and (part := file.read(2**20)):
+                content += part
+                is_too_large = len(content) > MAX_BYTES
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ProfileError(path, f"not a whole gzip file ({error}): copy it again or export it again") from error
     except OSError as error:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
-    if max(size, len(content)) > MAX_BYTES:
+    if is_too_large:
         raise ProfileError(path, f"needed at most {MAX_BYTES} bytes, got more: record fewer steps")
     if content[:100].lstrip()[:1] not in (b"{", b"["):
         raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, bytes(content[:100]))}")
     return content
 
 
-def _decompress(path: Path, size: int) -> bytearray:
-    limit = max(size * MAX_RATIO, SMALL_BYTES)
-    content = bytearray()
-    with gzip.open(path) as file:
-        while len(content) <= min(limit, MAX_BYTES) and (part := file.read(2**20)):
-            content += part
-    if len(content) > limit:
-        raise ProfileError(path, f"grows more than {MAX_RATIO} times when decompressed, which no trace does")
-    return content
-
-
-def _decode(path: Path, content: bytes | bytearray, kind: type[_File[Number]]) -> _File[Number]:
+def _decode(path: Path, content: bytearray, kind: type[_File[Number]]) -> _File[Number]:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
@@ -190,7 +178,7 @@ def _decode(path: Path, content: bytes | bytearray, kind: type[_File[Number]]) -
         raise ProfileError(path, "nested too deeply for a trace") from error
 
 
-def _what_is_malformed(content: bytes | bytearray, error: str) -> str:
+def _what_is_malformed(content: bytearray, error: str) -> str:
     at = re.search(r"\(byte (\d+)\)", error)
     if at is None:
         return "truncated: copy it again or export it again"
