@@ -9,7 +9,7 @@ gather.
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -256,15 +256,15 @@ def by_rank(trace: Trace) -> dict[int, Trace]:
 
 
 def _of_process(trace: Trace, process: int) -> Trace:
-    return Trace(
-        strings=trace.strings,
-        kernels=chosen(trace.kernels, trace.kernels.process == process),
-        copies=chosen(trace.copies, trace.copies.process == process),
+    is_kept = trace.api_calls.process == process
+    number = np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)  # new rows of calls
+    kernels, copies = (chosen(work, work.process == process) for work in (trace.kernels, trace.copies))
+    return replace(
+        trace,
+        kernels=replace(kernels, call=number[kernels.call]),
+        copies=replace(copies, call=number[copies.call]),
         ranges=chosen(trace.ranges, trace.ranges.process == process),
-        api_calls=chosen(trace.api_calls, trace.api_calls.process == process),
-        device_names=trace.device_names,
-        is_of_host=trace.is_of_host,
-        notes=trace.notes,
+        api_calls=chosen(trace.api_calls, is_kept),
     )
 
 

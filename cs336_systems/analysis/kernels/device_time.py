@@ -48,6 +48,7 @@ class Jobs(Columns):
     stream: Ints
     thread: Ints
     launch_ns: Ints
+    call: Ints
     is_launched: Mask
     start_ns: Ints
     end_ns: Ints
@@ -106,6 +107,7 @@ def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
         stream=work.stream,
         thread=work.thread,
         launch_ns=work.launch_ns,
+        call=work.call,
         is_launched=work.is_launched,
         start_ns=work.start_ns,
         end_ns=work.start_ns + work.duration_ns,
@@ -319,7 +321,7 @@ class _Causes:
 
     def __call__(self, jobs: Jobs, start: Ints, end: Ints, after: Ints, was_busy: Mask) -> Codes:
         launch = jobs.launch_ns[after]
-        returned = self._host.returned(jobs.thread[after], launch)
+        returned = self._host.returned(jobs.call[after], launch)
         late_until = np.clip(returned + _LATENCY_NS, start, end)
         waited_until = np.clip(launch, start, end)
         pause = self._pauses.until(waited_until) - self._pauses.until(start)

@@ -166,7 +166,6 @@ class _Export:
             name = self._strings.column(kinds, {kind: f"memcpy {label}" for kind, label in labels.items()}, "memcpy")
         else:
             name = np.full(len(start), self._strings.id("memset" if table == FILLS else "CUDA graph"), dtype=np.int64)
-        is_launched, launch, thread = calls.columns(calls.find(process, correlation))
         return DeviceWork(
             name=name,
             process=process,
@@ -174,10 +173,8 @@ class _Export:
             stream=stream,
             start_ns=start,
             duration_ns=self._durations(table, start, end),
-            is_launched=is_launched,
-            launch_ns=launch,
-            thread=thread,
             is_in_graph=graph != 0,
+            **calls.columns(process, correlation),
         )
 
     def _ranges(self, last_ns: int) -> Ranges:
