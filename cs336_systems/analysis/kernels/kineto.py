@@ -160,7 +160,7 @@ def _read(path: Path) -> bytearray:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
     if is_too_large:
         raise ProfileError(path, f"needed at most {MAX_BYTES} bytes, got more: record fewer steps")
-    if content[:100].lstrip()[:1] not in (b"{", b"["):
+    if bytes(content[:100]).lstrip()[:1] not in (b"{", b"["):
         raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, bytes(content[:100]))}")
     return content
 
