@@ -29,7 +29,6 @@ from cs336_systems.analysis.kernels.communication import (
     collectives_of,
     communication_times,
     files_of_others,
-    gather_times,
     rank_times,
     without_rank,
 )
@@ -164,7 +163,6 @@ def summarise(
             *attention_notes,
             *idle_notes(gaps),
         ),
-        gathers=() if trace.is_of_host else gather_times(jobs, attribution, selection),
         communication=communication_times(jobs, devices, num_devices, selection.steps, windows),
     )
     if wrong := next(contradictions(profile), None):

@@ -91,23 +91,6 @@ class CommunicationTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatherTimes:
-    """Gathers of one unit's sharded parameters that a phase needed; each tuple has one entry per step."""
-
-    unit: str
-    phase: LaunchPhase
-    ran_s: tuple[Time, ...]
-    """From the start of the first kernel of a gather to the end of its last."""
-    lead_s: tuple[float | None, ...]
-    """Time from the end of the gather until the job that needed it was ready, negative if the gather ended later.
-
-    The least of several gathers; None in a step without one.
-    """
-    waited_s: tuple[Time, ...]
-    """How long the job that needed the gather waited for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
     """All launches of one kernel over the steps, in one phase or (`phase` None) in the whole step."""
 
@@ -411,8 +394,6 @@ class StepProfile:
     """Sentences about what the file lacks."""
     communication: tuple[CommunicationTimes, ...] = ()
     """Collectives by phase and kind; empty for a trace of a CPU."""
-    gathers: tuple[GatherTimes, ...] = ()
-    """Gathers of sharded parameters, where ranges tell them, in the order in which they are needed."""
     ranks: tuple[RankTimes, ...] = ()
     """All ranks of a run on several ranks; everything else in the profile is about the first rank."""
     format_version: int = PROFILE_FORMAT_VERSION
@@ -445,8 +426,8 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
     if any(number >= num_steps for number in (step.step if step else 0, *(gap.step for gap in profile.gaps))):
         yield f"there are {num_steps} steps, and an entry is about another one"
     yield from _of_columns("step_s", (profile.step_s,), num_steps)
-    parts: list[PhaseTimes | CommunicationTimes | GatherTimes] = [*profile.phases, *profile.communication]
-    for part in (*parts, *profile.gathers):
+    parts: list[PhaseTimes | CommunicationTimes] = [*profile.phases, *profile.communication]
+    for part in parts:
         yield from _of_columns(part.phase, _columns(part), num_steps)
     for own in profile.ranks:
         columns = [column for each in (own.phases, own.communication) for part in each for column in _columns(part)]

@@ -45,8 +45,6 @@ ALL_KINDS = "all"
 """Name of all collectives together in the column of their kinds."""
 _COMMUNICATION_CSV = ("phase", "collective", "collectives_per_step", "collective_mean_ms", "collective_std_ms",
                       "overlapped_mean_ms", "exposed_mean_ms", "exposed_std_ms", "exposed_share")  # fmt: skip
-_GATHERS = ("gathers_per_step", "late_per_step", "gather_ms", "gather_waited_ms")
-"""Values of the gathers of sharded parameters that a phase needed, in its last row; empty for a run without."""
 _RANK_TIMES = ("collective", "exposed", "waited")
 
 
@@ -145,7 +143,7 @@ def _of_one_trace(profile: StepProfile) -> Iterator[str]:
 
 
 def communication(entries: Sequence[Explained]) -> Section:
-    """Time of collectives in each phase and in the step, by their kind, what of it is exposed, and gathers in time."""
+    """Time of collectives in each phase and in the step, by their kind, and what of it is exposed."""
     columns = [
         column("phase"),
         column("collective"),
@@ -154,14 +152,12 @@ def communication(entries: Sequence[Explained]) -> Section:
         column("overlapped_mean_ms"),
         column("exposed_mean_ms", std="exposed_std_ms"),
         column("exposed_share"),
-        *map(column, _GATHERS),
     ]
     rows = rows_of(entries, communication_rows)
-    keys = (*_COMMUNICATION_CSV, *(_GATHERS if any(entry.profile.gathers for entry in entries) else ()))
     notes = ["A rank's kernel runs while it waits for other ranks, and that is a part of its time. Times are those of "
              "rank 0, in the phase in which they pass: a collective can begin in a later phase than the one that "
              "launched it."]  # fmt: skip
-    return over_configurations("communication", "Communication", rows, columns, keys, notes)
+    return over_configurations("communication", "Communication", rows, columns, _COMMUNICATION_CSV, notes)
 
 
 def communication_rows(entry: Explained) -> Iterator[Row]:
@@ -169,11 +165,10 @@ def communication_rows(entry: Explained) -> Iterator[Row]:
     profile, steps = entry.profile, entry.profile.num_steps
     for name, chosen in _phases_of(profile).items():
         found = [own for own in profile.communication if own.phase in chosen]
-        gathers = _gather_values(profile, chosen)
         kinds = [kind for kind in (*Collective, None) if kind in {own.collective for own in found}]
         kinds = kinds if len(kinds) > 2 else kinds[:1]  # of a single kind, all are that kind
         walls_s = sum(sum(phase.wall_s) for phase in profile.phases if phase.phase in chosen)
-        for kind in kinds or ([None] if gathers["gathers_per_step"] else []):
+        for kind in kinds:
             own = [times for times in found if times.collective is kind]
             total, exposed = (mean_std_ms([getattr(row, field) for row in own]) for field in ("total_s", "exposed_s"))
             yield {
@@ -186,18 +181,7 @@ def communication_rows(entry: Explained) -> Iterator[Row]:
                 "exposed_mean_ms": exposed[0],
                 "exposed_std_ms": exposed[1],
                 "exposed_share": ratio(exposed[0] * steps / 1e3, walls_s),
-                **(gathers if not kinds or kind is kinds[-1] else dict.fromkeys(gathers)),
             }
-
-
-def _gather_values(profile: StepProfile, chosen: Sequence[LaunchPhase]) -> Row:
-    """Of the gathers that these phases needed; None if they needed none."""
-    found, steps = [own for own in profile.gathers if own.phase in chosen], profile.num_steps
-    leads_s = [lead_s for own in found for lead_s in own.lead_s if lead_s is not None]
-    ran_s, waited_s = sum(sum(own.ran_s) for own in found), sum(sum(own.waited_s) for own in found)
-    values = (len(leads_s) / steps, sum(lead_s < 0 for lead_s in leads_s) / steps, *(time_s / steps * 1e3 for time_s in
-              (ran_s, waited_s)))  # fmt: skip
-    return dict(zip(_GATHERS, values, strict=True)) if found else dict.fromkeys(_GATHERS)
 
 
 OF_CONFIGURATION = ("collective_mean_ms", "exposed_mean_ms", "exposed_share")

@@ -17,7 +17,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     ClassTimes,
     CommunicationTimes,
     Gap,
-    GatherTimes,
     HostCalls,
     IdleCause,
     IdleTimes,
@@ -302,11 +301,6 @@ def make_ranks(*waited_ms) -> tuple[RankTimes, ...]:
                   waited_s=None if own is None else seconds(*own))
         for rank, own in enumerate(waited_ms)
     )  # fmt: skip
-
-
-def make_gather(unit, phase, ran_ms, lead_ms, waited_ms):
-    lead_s = tuple(None if lead is None else lead / 1e3 for lead in lead_ms)
-    return GatherTimes(unit=unit, phase=phase, ran_s=seconds(*ran_ms), lead_s=lead_s, waited_s=seconds(*waited_ms))
 
 
 OPERATORS = {

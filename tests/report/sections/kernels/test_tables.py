@@ -23,14 +23,12 @@ from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
-    FORWARD,
     GEMM_A,
     UNATTRIBUTED,
     headings,
     make_attention,
     make_cpu_profile,
     make_entry,
-    make_gather,
     make_inference,
     make_phase,
     make_profile,
@@ -275,21 +273,6 @@ def test_ranks_beside_each_other_by_hand() -> None:
     unknown = ranks([Explained(profile=make_shared(ranks=make_ranks(None, None)))])
     assert "waited" not in headings(unknown.tables[0])
     assert [row["waited_mean_ms"] for row in csv_rows(unknown)] == ["", ""]
-
-
-def test_gathers_by_hand() -> None:
-    made = (
-        make_gather("embedding", FORWARD, (1, 1), (-0.5, -0.1), (0.5, 0.1)),
-        make_gather("layers.0", FORWARD, (2, 2), (1, 3), (0, 0)),
-        make_gather("layers.0", BACKWARD, (2, 0), (-4, None), (3, 0)),
-    )
-    section = communication([Explained(profile=make_profile(gathers=made))])
-    (table,) = section.tables
-    assert [column(table, name) for name in ("phase", "gathers", "late")] == [
-        ["forward", "backward", "step"], ["2", "0.50", "2.50"], ["1", "0.50", "1.50"]
-    ]  # fmt: skip
-    assert column(table, "gather") == ["3.000", "1.000", "4.000"]
-    assert numbers(section, "gather_waited_ms", collective="all") == pytest.approx([0.3, 1.5, 1.8])
 
 
 def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
