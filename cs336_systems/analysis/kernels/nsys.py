@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, ProfileError, joined
+from cs336_systems.analysis.columns import Ints, ProfileError, chosen, joined
 from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import (
     ApiCalls,
@@ -193,16 +193,16 @@ class _Export:
             name = np.where(text_id >= 0, text_id, name)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
         self._durations(RANGES, start, end)
-        kept = (kind == push_pop) | (kind == start_end)
-        return Ranges(
-            name=name[kept],
-            process=_process(thread[kept]),
-            thread=thread[kept],
-            start_ns=start[kept],
-            end_ns=end[kept],
-            is_open=is_open[kept] != 0,
-            is_nested=kind[kept] == push_pop,
+        ranges = Ranges(
+            name=name,
+            process=_process(thread),
+            thread=thread,
+            start_ns=start,
+            end_ns=end,
+            is_open=is_open != 0,
+            is_nested=kind == push_pop,
         )
+        return chosen(ranges, (kind == push_pop) | (kind == start_end))
 
     def _columns(self, table: str) -> set[str]:
         """Names of the table's stored columns, without computed ones."""

@@ -13,7 +13,6 @@ from cs336_systems.report.numbers import label, percent, ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import (
     WHOLE_STEP,
-    Sum,
     Timed,
     added,
     grouped,
@@ -41,7 +40,7 @@ def details(profile: StepProfile, top: int) -> list[Section]:
         kernels_section(profile, top),
         modules_section(profile),
         idle_section(profile, top),
-        host_calls_section(profile),
+        host_calls_section(profile, top),
     ]
 
 
@@ -189,32 +188,21 @@ def _gaps_table(profile: StepProfile, top: int) -> Table:
     return make_table("Longest idle times", columns, rows, notes)
 
 
-def host_calls_section(profile: StepProfile) -> Section:
-    """Launches and waits of the host in each phase; the CSV has every function."""
-    steps, kinds = profile.num_steps, {"launches": False, "waits": True}
-    chosen = [row for row in profile.host_calls if row.is_launch or row.is_wait]
-    sums = grouped(chosen, lambda row: (row.phase, row.is_wait))
-    rows: list[Row] = []
-    for phase in LaunchPhase:
-        own = {kind: sums.get((phase, is_wait), Sum()) for kind, is_wait in kinds.items()}
-        if any(part.count for part in own.values()):
-            rows.append({"phase": phase} | {
-                f"host_{kind}_{name}": value for kind, part in own.items() for name, value in (
-                    ("per_step", part.count / steps), ("ms", part.total_s / steps * 1e3),
-                    ("each_s", ratio(part.total_s, part.count)))
-            })  # fmt: skip
-    columns = [
-        column("phase"),
-        *(column(f"host_{kind}_{name}") for kind in kinds for name in ("per_step", "ms", "each_s")),
-    ]
-    notes = [
-        "Calls of CUDA by the host, per step, in the phase that the host was in. Waits: synchronisations, and copies "
-        "to the host that are followed by one."
-    ]
-    tables = (make_table("Launches and waits of the host", columns, rows, notes),) if rows else ()
-    every = [
+def host_calls_section(profile: StepProfile, top: int) -> Section:
+    """The `top` calls of CUDA by the host, by phase and function; the CSV has all."""
+    rows: list[Row] = [
         {"phase": row.phase, "function": row.name, "is_launch": row.is_launch, "is_wait": row.is_wait,
-         **_per_step(row, steps), "mean_ms": ratio(row.total_s * 1e3, row.count)}
+         **_per_step(row, profile.num_steps), "mean_ms": ratio(row.total_s * 1e3, row.count)}
         for row in profile.host_calls
     ]  # fmt: skip
-    return Section(name="host_calls", tables=tables, rows=every)
+    columns = [
+        column("phase"),
+        column("function"),
+        column("total_ms_per_step", about="Time of the host in these calls."),
+        column("count_per_step", name="calls", about="Calls of the function."),
+        column("is_wait"),
+    ]
+    notes = ["Per step, in the phase that the host was in. Waits: synchronisations, and copies to the host that are "
+             "followed by one."]  # fmt: skip
+    tables = (make_table("Calls of CUDA by the host", columns, rows[:top], notes),) if rows else ()
+    return Section(name="host_calls", tables=tables, rows=rows)
