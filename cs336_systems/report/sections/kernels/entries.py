@@ -6,20 +6,13 @@ Sums here are over all steps of a profile.
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import (
-    IdleCause,
-    KernelTimes,
-    PhaseTimes,
-    StepProfile,
-    Work,
-    decode_profile,
-)
+from cs336_systems.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile, Work, decode_profile
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.entries import load_entries
@@ -166,15 +159,6 @@ def collectives_s(profile: StepProfile, *, exposed: bool = False) -> float:
     """Time in which collectives ran on the device; if `exposed`, the part in which the device computes nothing."""
     rows = [row for row in profile.communication if row.collective is None]
     return sum(sum(row.exposed_s if exposed else row.total_s) for row in rows)
-
-
-def top_kernel(profile: StepProfile, chosen: Collection[LaunchPhase]) -> KernelTimes | None:
-    """The kernel with the most time in the phases together, with its count and time there; None if nothing ran."""
-    rows = [row for row in profile.kernels if row.phase in chosen]
-    for name, own in grouped(rows, lambda row: row.name).items():
-        row = next(row for row in rows if row.name == name)
-        return replace(row, phase=None, count=own.count, total_s=own.total_s)
-    return None
 
 
 def mean_std_ms(parts_s: Sequence[Sequence[float]]) -> tuple[float, float | None]:

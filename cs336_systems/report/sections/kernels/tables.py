@@ -25,7 +25,6 @@ from cs336_systems.report.sections.kernels.entries import (
     mean_std_ms,
     num_launches,
     terms,
-    top_kernel,
     wall_s,
 )
 
@@ -283,15 +282,15 @@ def class_rows(entry: Explained) -> Iterator[Row]:
 def attention(entries: Sequence[Explained]) -> Section:
     """Scores, softmax and values, and the softmax against the matrix products; as CSV with counts and FLOPs of each."""
     rows = rows_of(entries, attention_part_rows)
-    keys = ("phase", "softmax_ms_per_step", "products_ms_per_step", "whole_ms_per_step", "share_of_phase")
+    sums = ("products_ms_per_step", "whole_ms_per_step", "share_of_phase")
     ratios = ("time_ratio", "flops_ratio", "time_per_flop_ratio")
-    shown = ("phase", "scores_ms_per_step", "softmax_ms_per_step", "values_ms_per_step", *keys[2:], *ratios)
-    parts = [f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES]
+    shown = ("phase", *(f"{part}_ms_per_step" for part in AttentionPart), *sums, *ratios)
+    parts = (f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
     notes = ["Ratios are softmax over matrix products; scaling and masking are in neither."]
     if not all(row["flops_ratio"] for row in rows):
         notes.append("FLOPs are not known without the record of the run.")
-    every = tuple(dict.fromkeys((*keys, *ratios, *parts)))
-    return over_configurations("attention", "Inside attention", rows, [*map(column, shown)], every, notes)
+    csv = tuple(dict.fromkeys(("phase", "softmax_ms_per_step", *sums, *ratios, *parts)))
+    return over_configurations("attention", "Inside attention", rows, [*map(column, shown)], csv, notes)
 
 
 def attention_part_rows(entry: Explained) -> Iterator[Row]:
@@ -301,14 +300,13 @@ def attention_part_rows(entry: Explained) -> Iterator[Row]:
         rows = [row for row in profile.attention if row.phase is phase]
         row: Row = dict.fromkeys(f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
         for part in rows:
-            times_ms = (part.total_s / steps * 1e3, part.product_s / steps * 1e3)
             flops = (None, None) if part.flops is None else (part.flops / steps, ratio(part.flops, part.total_s))
-            values = (part.count / steps, *times_ms, *flops)
+            values = (part.count / steps, part.total_s / steps * 1e3, part.product_s / steps * 1e3, *flops)
             row |= {f"{part.part}_{name}": value for name, value in zip(_PART_VALUES, values, strict=True)}
         products = [part for part in rows if part.part is not AttentionPart.SOFTMAX]
         products_ms = sum(part.product_s for part in products) / steps * 1e3
-        flops_known = all(part.flops is not None for part in rows)
-        products_flops = sum(part.flops or 0 for part in products) / steps if flops_known else None
+        known = [part.flops for part in products if part.flops is not None]
+        products_flops = sum(known) / steps if len(known) == len(products) else None
         time_ratio = ratio(row["softmax_ms_per_step"] or None, products_ms)
         flops_ratio = ratio(row["softmax_flops_per_step"] or None, products_flops)
         whole_s = added(rows).total_s
@@ -343,11 +341,12 @@ def top_kernels(entries: Sequence[Explained]) -> Section:
 
 def _top_kernels(entry: Explained) -> Iterator[Row]:
     profile = entry.profile
-    for where, chosen in ((LaunchPhase.FORWARD, [LaunchPhase.FORWARD]), (WHOLE_STEP, [*LaunchPhase])):
-        if kernel := top_kernel(profile, chosen):
+    for where, phase in ((LaunchPhase.FORWARD, LaunchPhase.FORWARD), (WHOLE_STEP, None)):
+        kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
+        for kernel in kernels[:1]:
             yield {
                 "of": where,
-                "share": ratio(kernel.total_s, kernel_s(profile, chosen)),
+                "share": ratio(kernel.total_s, added(kernels).total_s),
                 "total_ms_per_step": kernel.total_s / profile.num_steps * 1e3,
                 "count_per_step": kernel.count / profile.num_steps,
                 "class": kernel.kind,
