@@ -37,7 +37,7 @@ MIN_UNKNOWN_SHARE = 0.02
 MIN_LEFT_SHARE = 0.01
 """Smallest reported share of the kernels' time that is in no phase, or of communication in the wall time."""
 MIN_EXPOSED_SHARE = 0.02
-"""Share of exposed communication in the wall time from which more overlap is advised."""
+"""Share of exposed communication in the wall time from which its reasons and more overlap are named."""
 MIN_WAITED_SHARE = 0.25
 """Smallest reported share of waits for other ranks in the exposed time."""
 MIN_STEADY_SHARE = 0.9
@@ -265,10 +265,11 @@ class _Findings:
         """Time in which collectives run, what of it is exposed, and the rank for which the others wait."""
         ran_s, lost_s = (collectives_s(self.profile, exposed=exposed) for exposed in (False, True))
         if ran_s and ran_s >= MIN_LEFT_SHARE * self.wall_s:
-            flags = self.advice(Remedy.OVERLAP) if lost_s >= MIN_EXPOSED_SHARE * self.wall_s else ""
+            is_large = lost_s >= MIN_EXPOSED_SHARE * self.wall_s
+            more = f"{self.advice(Remedy.OVERLAP)}.{self.last_rank(lost_s)}" if is_large else "."
             text = (
                 f"Communication takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, {self.of_wall(lost_s)} of "
-                f"the step, the GPU computes nothing{flags}.{self.last_rank(lost_s)}"
+                f"the step, the GPU computes nothing{more}"
             )
             yield lost_s, text
 
