@@ -8,7 +8,8 @@ from cs336_systems.model.annotate import annotate
 from cs336_systems.model.fast.cross_entropy import fused_cross_entropy
 from cs336_systems.model.fast.master_adamw import MasterAdamW, moments_type
 from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.trainable import Loss, Trainable, cross_entropy, mode_of
+from cs336_systems.model.own import Loss
+from cs336_systems.model.trainable import Trainable, cross_entropy, mode_of
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
 
