@@ -39,7 +39,7 @@ from cs336_systems.sweep.process import importing_torch
 from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 TOP = 10
 """Rows of a table about a profile."""
@@ -114,7 +114,7 @@ def run(arguments: BenchmarkArguments) -> int:
     from cs336_systems.sweep.store import PROFILE_DIRECTORIES, fresh_profile_path, make_writable, set_aside_run
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     gpus = alike(visible_gpus())[: config.ranks]
     with contextlib.ExitStack() as stack:

@@ -33,7 +33,7 @@ from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.compared import Compared, Sides
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def _measure(
 def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | None) -> None:
     """Write the comparison into the directory, if there is one, and print its tables or its JSON."""
     from cs336_systems.report.compared import COMPARISON_FILE
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.terminal import print_table
 
     for left_out in compared.left_out:

@@ -272,7 +272,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
 
 def _explain(runs: Path) -> bool:
     """Explain raw profiles of the rungs that have no explanation; return whether all could be."""
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     with StatusLine() as status:
         return explain_or_warn(load_records(runs)[0], runs, status)
@@ -281,8 +281,8 @@ def _explain(runs: Path) -> bool:
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from cs336_systems.report.page.collection import Collection
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.ladder.tables import ladder_section, write_ladder_report
-    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table
 
     with StatusLine() as status:

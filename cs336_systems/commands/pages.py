@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cs336_systems.report.page.collection import Collection
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 PAGE_FILE = "index.html"
 """The page for a browser, beside the tables."""

@@ -13,7 +13,7 @@ from cs336_systems.commands.study import show_study
 from cs336_systems.config import Device
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.studies.precision_records import PrecisionStudy
 
 

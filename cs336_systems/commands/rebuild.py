@@ -31,7 +31,7 @@ from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""

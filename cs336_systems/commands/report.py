@@ -60,7 +60,7 @@ def run(arguments: ReportArguments) -> int:
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
     from cs336_systems.report.compared import COMPARISON_FILE, load_compared
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     with json_alone(arguments.json) as print_json, StatusLine() as status:
         is_explained = [explain_or_warn(own, directory / "runs", status) for directory, own in found.items()]
@@ -82,7 +82,7 @@ def _is_sweep(directory: Path) -> bool:
 def _everything(root: Path, is_json: bool) -> int:
     """Rebuild all results below the directory."""
     from cs336_systems.commands.rebuild import rebuild_all
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     with json_alone(is_json) as print_json, StatusLine() as status:
         return rebuild_all(root, status, print_json)

@@ -14,8 +14,8 @@ from cs336_systems.sweep.store import raw_profile_path
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import Results
-    from cs336_systems.report.status_line import StatusLine
 
 
 def show_results(

@@ -16,7 +16,7 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.table import Table
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
@@ -98,7 +98,7 @@ def show_study(
 
     `kind` is the field of `Collection` in which the page has such studies; `others` go into other fields of it.
     """
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.terminal import print_table
 
     with json_alone(as_json) as print_json:

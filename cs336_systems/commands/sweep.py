@@ -396,7 +396,7 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
     if arguments.cluster is None:
         return []
     _check_ray()
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.sweep.cluster import Needs, connected, look
 
     with StatusLine() as status, connected(arguments.cluster):
@@ -435,8 +435,7 @@ def measure_all(
         raise UsageError(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
         )
-    from cs336_systems.report.progress import FIRST, TerminalListener
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import FIRST, StatusLine, TerminalListener
     from cs336_systems.sweep.run import run_sweep
 
     if elsewhere is None:

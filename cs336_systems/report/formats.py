@@ -58,33 +58,6 @@ _LATEX = str.maketrans(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a written table, with a part for each column."""
-
-    before: str
-    parts: tuple[str, ...]
-    between: str | None
-    """None if the line holds the number of columns instead of parts."""
-    after: str
-
-    def __str__(self) -> str:
-        inner = str(len(self.parts)) if self.between is None else self.between.join(self.parts)
-        return f"{self.before}{inner}{self.after}"
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """A written table, from which rows and columns can be left out: `rows` has a line for each row."""
-
-    head: tuple[Line | str, ...]
-    rows: tuple[Line, ...]
-    foot: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "".join(f"{line}\n" for line in (*self.head, *self.rows, *self.foot))
-
-
 def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """The values as CSV. None and NaN are empty; texts that a spreadsheet would read as formulas begin with a quote."""
     buffer = io.StringIO(newline="")
@@ -111,89 +84,79 @@ def _csv_text(text: str) -> str:
 
 def to_markdown(table: Table) -> str:
     """A pipe table below its title."""
-    return str(markdown_lines(table))
 
-
-def markdown_lines(table: Table) -> Lines:
-    """The lines of the table as Markdown."""
-
-    def line(cells: Iterable[str]) -> Line:
-        return Line("| ", tuple(cells), " | ", " |")
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cells)} |"
 
     rules = ["---:" if heading.numeric else ":---" for heading in table.headings]
-    header = line(inert_markdown(heading.label) for heading in table.headings)
-    return Lines(
-        (f"### {inert_markdown(table.title)}", "", header, line(rules)),
-        tuple(line(map(inert_markdown, row)) for row in table.rows),
-        tuple(text for note in table.notes for text in ("", _markdown_paragraph(note))),
-    )
+    header = line(_markdown(heading.label) for heading in table.headings)
+    rows = [line(map(_markdown, row)) for row in table.rows]
+    notes = [text for note in table.notes for text in ("", _markdown_paragraph(note))]
+    return _text_of(f"### {_markdown(table.title)}", "", header, line(rules), *rows, *notes)
 
 
-def inert_markdown(text: str) -> str:
+def _markdown(text: str) -> str:
     """The text with everything escaped that Markdown would read as markup."""
     return inert_line(text).translate(_MARKDOWN)
 
 
 def _markdown_paragraph(text: str) -> str:
-    escaped = inert_markdown(text).strip()
+    escaped = _markdown(text).strip()
     return f"\\{escaped}" if escaped[:1] in ("-", "+", "=") else escaped
 
 
 def to_latex(table: Table) -> str:
     """A floating booktabs table."""
-    return str(latex_lines(table))
-
-
-def latex_lines(table: Table) -> Lines:
-    """The lines of the table as LaTeX."""
-    head = (
+    return _text_of(
         r"% needs \usepackage{booktabs}",
         r"\begin{table}[htbp]",
         r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
         rf"\caption{{{_latex(_caption(table), LONGEST_CAPTION)}}}",
-        Line(r"\begin{tabular}{", tuple("r" if heading.numeric else "l" for heading in table.headings), "", "}"),
+        rf"\begin{{tabular}}{{{''.join('r' if heading.numeric else 'l' for heading in table.headings)}}}",
         r"\toprule",
         _latex_row(heading.label for heading in table.headings),
         r"\midrule",
+        *map(_latex_row, table.rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
     )
-    return Lines(head, tuple(map(_latex_row, table.rows)), (r"\bottomrule", r"\end{tabular}", r"\end{table}"))
 
 
 def _latex(text: str, longest: int = LONGEST_LINE) -> str:
     return inert_line(text, longest).translate(_LATEX)
 
 
-def _latex_row(cells: Iterable[str]) -> Line:
-    return Line("", tuple(map(_latex, cells)), " & ", r" \\")
+def _latex_row(cells: Iterable[str]) -> str:
+    return rf"{' & '.join(map(_latex, cells))} \\"
 
 
 def to_typst(table: Table) -> str:
     """A figure that holds a table. Every text is a string literal, in which no markup is read."""
-    return str(typst_lines(table))
-
-
-def typst_lines(table: Table) -> Lines:
-    """The lines of the table as Typst."""
-    alignment = tuple("right" if heading.numeric else "left" for heading in table.headings)
-    header = tuple(f"strong({_typst(heading.label)})" for heading in table.headings)
-    head = (
+    return _text_of(
         "#figure(",
         f"  caption: {_typst(_caption(table), LONGEST_CAPTION)},",
         "  table(",
-        Line("    columns: ", alignment, None, ","),
-        Line("    align: (", alignment, ", ", ",),"),
+        f"    columns: {len(table.headings)},",
+        f"    align: ({', '.join('right' if heading.numeric else 'left' for heading in table.headings)},),",
         "    stroke: none,",
         "    table.hline(),",
-        Line("    table.header(", header, ", ", "),"),
+        f"    table.header({', '.join(f'strong({_typst(heading.label)})' for heading in table.headings)},),",
         "    table.hline(stroke: 0.5pt),",
+        *(f"    {', '.join(map(_typst, row))}," for row in table.rows),
+        "    table.hline(),",
+        "  ),",
+        ")",
     )
-    rows = tuple(Line("    ", tuple(map(_typst, row)), ", ", ",") for row in table.rows)
-    return Lines(head, rows, ("    table.hline(),", "  ),", ")"))
 
 
 def _typst(text: str, longest: int = LONGEST_LINE) -> str:
     escaped = inert_line(text, longest).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+def _text_of(*lines: str) -> str:
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _caption(table: Table) -> str:

@@ -10,6 +10,7 @@ from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.entries import findings_section
 from cs336_systems.report.frame import to_frame
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.sections.kernels.communication import by_configuration
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
@@ -21,7 +22,6 @@ from cs336_systems.report.sections.memory.files import memory_tables
 from cs336_systems.report.sections.memory.files import sections_of as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.steps import results_section
-from cs336_systems.report.status_line import StatusLine
 from cs336_systems.report.table import Table, rows_with
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
