@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.commands.device import DeviceChoice, explain_cpu_fallback, resolve_device
-from cs336_systems.commands.flags import Switch
+from cs336_systems.commands.flags import DeviceChoice, Switch, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.outcome import OK, checked
 from cs336_systems.commands.study import show_study
 from cs336_systems.config import Device

@@ -10,10 +10,9 @@ from typing import Annotated
 import tyro
 
 from cs336_systems.commands.compare import write_comparison
-from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, json_alone
-from cs336_systems.commands.results import show_results
+from cs336_systems.commands.results import explain_or_warn, show_results
 from cs336_systems.record import RecordError, load_records
 from cs336_systems.text import counted, print_aside
 

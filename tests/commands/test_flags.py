@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from cs336_systems.cli import sweep
-from cs336_systems.commands import device as device_module
 from cs336_systems.commands import flags as flags_module
 from cs336_systems.commands import sweep as sweep_module
 from cs336_systems.commands.account import AccountArguments
@@ -70,7 +69,7 @@ H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**
 
 
 def see(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
-    for module in (device_module, flags_module, nvml, sweep_module):
+    for module in (flags_module, nvml, sweep_module):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
 
 

@@ -26,7 +26,7 @@ from cs336_systems.files import write_atomically
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
 from cs336_systems.report.plots.draw import Picture, svg_of
-from cs336_systems.report.table import Table
+from cs336_systems.report.section import Table
 from cs336_systems.text import inert_line
 
 TABLES = ("itables", "html/dt_bundle.js")

@@ -13,9 +13,11 @@ from cs336_systems.record import Status
 from cs336_systems.report.columns import Row
 from cs336_systems.report.frame import SPEED_UPS, apart_from, describe, numbered, over_warmup, rows_of, steady
 from cs336_systems.report.identity import distinguishing, file_name, identities, names_of, rows_without
-from cs336_systems.report.numbers import significant
 from cs336_systems.report.plots.charts import (
     MARKERS,
+    PHASE_COLOURS,
+    PRECISION_COLOURS,
+    REST_COLOUR,
     Axis,
     Bar,
     Chart,
@@ -29,9 +31,10 @@ from cs336_systems.report.plots.charts import (
     along,
     curves_of,
     doubling,
+    shades,
+    tints,
 )
-from cs336_systems.report.plots.palette import PHASE_COLOURS, PRECISION_COLOURS, REST_COLOUR, shades, tints
-from cs336_systems.report.words import STEP_WORDS, status_text
+from cs336_systems.report.words import STEP_WORDS, significant, status_text
 
 AXES = ("size", "d_model", "d_ff", "num_layers", "num_heads", "context_length")
 """Settings that run along the axes and the lines of a picture; all else is equal within one picture."""

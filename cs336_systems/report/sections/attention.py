@@ -12,12 +12,10 @@ from cs336_systems.config import Phase
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
-from cs336_systems.report.failures import place_in
-from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, scientific, significant
 from cs336_systems.report.plots.charts import MARKERS, Axis, Chart, Curve, Line, Panel, Point, doubling
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.sections.study import across, derived, doubt_notes, end_of, pivoted, times_ms, write_study
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.words import GIB, MIB, TERA, place_in, ratio, scientific, significant
 from cs336_systems.studies.attention_records import (
     AttentionStudy,
     CellResult,

@@ -31,12 +31,9 @@ from cs336_systems.report.identity import (
     shared_settings,
     without_unused,
 )
-from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.plots.charts import Axis, Chart, Curve, Line, Panel, Point, Reference
-from cs336_systems.report.plots.palette import GREY
-from cs336_systems.report.section import Section
-from cs336_systems.report.table import Table, known, make_table
-from cs336_systems.report.words import STATUS_WORDS, status_text
+from cs336_systems.report.plots.charts import GREY, Axis, Chart, Curve, Line, Panel, Point, Reference
+from cs336_systems.report.section import Section, Table, known, make_table
+from cs336_systems.report.words import DOUBT, STATUS_WORDS, status_text
 from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import inert_line, text_of
 

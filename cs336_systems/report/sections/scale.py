@@ -6,12 +6,10 @@ from cs336_systems.costs.data_sheet import LINK_EFFICIENCY, MATMUL_EFFICIENCY
 from cs336_systems.costs.limits import Bound, Given, Link, Paper, Scheme, bounds, largest_ranks
 from cs336_systems.costs.scale import Scale, ScaleStep
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.numbers import GIB, GIGA, ratio, significant
 from cs336_systems.report.plots.charts import Axis, Chart, Line, Panel, Point, curves_of, doubling
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.sections.account import by_data_sheet
-from cs336_systems.report.table import Table, make_table, quantity_table
-from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
+from cs336_systems.report.words import DOUBTED_FORECAST, GIB, GIGA, SHIPPED, ratio, significant
 
 BOOK = "Austin et al. 2025, How to Scale Your Model"
 SOURCES = {

@@ -6,7 +6,7 @@ from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv
 from cs336_systems.report.page.write import Chapter, Closed, Page, PictureBlock, Prose, TableBlock
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style
-from cs336_systems.report.table import make_table
+from cs336_systems.report.section import make_table
 from tests.report.making import HOSTILE
 
 ATTACK = (

@@ -11,9 +11,9 @@ from PIL import Image
 from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.report.frame import steady, to_frame
-from cs336_systems.report.plots import drawing, palette
+from cs336_systems.report.plots import charts, draw
 from cs336_systems.report.plots.charts import Axis, Curve, Line, Panel, Point
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.plots.steps import (
     context_chart,
     lines,
@@ -34,20 +34,20 @@ from tests.report.writing import write_plots
 def figures(monkeypatch):
     """The figures that are written, in order; no file is rendered, which takes most of the time."""
     found = []
-    monkeypatch.setattr(drawing, "to_png", lambda figure: found.append(figure) or b"a picture")
+    monkeypatch.setattr(draw, "to_png", lambda figure: found.append(figure) or b"a picture")
     return found
 
 
 def draw_phases(rows, *words):
-    return draw(phase_chart("name", rows, *words))
+    return figure_of(phase_chart("name", rows, *words))
 
 
 def draw_contexts(lines, *words):
-    return draw(context_chart("name", lines, *words))
+    return figure_of(context_chart("name", lines, *words))
 
 
 def draw_speed_ups(lines, *words):
-    return draw(speed_up_chart("name", lines, *words))
+    return figure_of(speed_up_chart("name", lines, *words))
 
 
 def part(grid, precision):
@@ -219,12 +219,12 @@ def many_lines(count, sizes=1):
 
 
 def test_the_cost_of_lines_grows_with_their_points():
-    def draw(count):
+    def draw_lines(count):
         draw_contexts(many_lines(count), "step", "settings")
         draw_speed_ups(many_lines(count), Precision.BF16, "step", "settings")
 
-    draw(4)  # what is loaded once
-    assert calls(draw, 400) < 5 * calls(draw, 100)
+    draw_lines(4)  # what is loaded once
+    assert calls(draw_lines, 400) < 5 * calls(draw_lines, 100)
 
 
 def test_labels_of_many_points_and_lines_do_not_cover_each_other(figures, tmp_path):
@@ -328,9 +328,9 @@ def test_texts_of_a_configuration_are_inert(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(write_plots([*records, make_failure(make_config(HOSTILE, 512), Status.KILLED)], tmp_path)) == 2
-    assert drawing.inert("a$b$c") == r"a\$b\$c"
-    assert drawing.inert("x" * 100, 10) == "x" * 9 + "…"
-    assert not drawing.inert("_x").startswith("_")
+    assert draw.inert("a$b$c") == r"a\$b\$c"
+    assert draw.inert("x" * 100, 10) == "x" * 9 + "…"
+    assert not draw.inert("_x").startswith("_")
 
 
 def test_failures_of_a_line_share_a_row():
@@ -343,8 +343,8 @@ def test_failures_of_a_line_share_a_row():
 
 
 def test_phases_and_precisions_have_colours_of_their_own():
-    for colours in (palette.PHASE_COLOURS, palette.PRECISION_COLOURS):
+    for colours in (charts.PHASE_COLOURS, charts.PRECISION_COLOURS):
         assert len(set(colours.values())) == len(colours)
-    assert set(palette.PRECISION_COLOURS) == set(Precision)
-    assert len(set(palette.shades(11))) == 11
-    assert palette.shades(1)
+    assert set(charts.PRECISION_COLOURS) == set(Precision)
+    assert len(set(charts.shades(11))) == 11
+    assert charts.shades(1)

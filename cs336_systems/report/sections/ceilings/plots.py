@@ -5,9 +5,10 @@ from statistics import geometric_mean, median
 
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Row
-from cs336_systems.report.numbers import GIGA, MIB, TERA
 from cs336_systems.report.plots.charts import (
+    GREY,
     MARKERS,
+    PRECISION_COLOURS,
     Axis,
     Chart,
     Curve,
@@ -19,7 +20,6 @@ from cs336_systems.report.plots.charts import (
     curves_of,
     doubling,
 )
-from cs336_systems.report.plots.palette import GREY, PRECISION_COLOURS
 from cs336_systems.report.sections.ceilings.tables import (
     collective_rows,
     product_rows,
@@ -28,6 +28,7 @@ from cs336_systems.report.sections.ceilings.tables import (
     timed,
 )
 from cs336_systems.report.sections.study import promised_bandwidth
+from cs336_systems.report.words import GIGA, MIB, TERA
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, ProductPrecision, Stream
 
 COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.items()} | {

@@ -7,15 +7,13 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Phase
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Row, column, three_digits
-from cs336_systems.report.numbers import MIB, TERA, ratio
-from cs336_systems.report.plots import palette
-from cs336_systems.report.plots.charts import MARKERS, Axis, Chart, Curve, Line, Panel, Point
-from cs336_systems.report.plots.palette import GREY
-from cs336_systems.report.section import Section
+from cs336_systems.report.plots import charts
+from cs336_systems.report.plots.charts import GREY, MARKERS, Axis, Chart, Curve, Line, Panel, Point
+from cs336_systems.report.section import Section, make_table
 from cs336_systems.report.sections.ceilings.plots import COLOURS, DATA_SHEET, points_of, slow_layers
 from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops, timed
 from cs336_systems.report.sections.study import promised_bandwidth
-from cs336_systems.report.table import make_table
+from cs336_systems.report.words import MIB, TERA, ratio
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
 from cs336_systems.studies.step_parts import ALL_KERNELS, StepPart, StepParts
 
@@ -26,7 +24,7 @@ COLUMNS = (
 )  # fmt: skip
 ABOVE = 1.005
 """Smallest share of the roof that the table shows as more than 100 %."""
-PHASE_COLOURS = {phase: palette.PHASE_COLOURS[Phase(phase)] for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD,
+PHASE_COLOURS = {phase: charts.PHASE_COLOURS[Phase(phase)] for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD,
                                                                           LaunchPhase.OPTIMIZER)}  # fmt: skip
 STEPS = 2.0
 """Factor of room to the left and the right of the outermost point or ridge."""
