@@ -29,8 +29,6 @@ class Point:
     """Deviation below the value, if it differs from that above."""
     failure: str | None = None
     """How the run ended, in words, where it failed."""
-    about: str = ""
-    """Description of the point, if it says more than the name of the line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +52,12 @@ class Axis:
     """Numbers, or names at equal distances, and what they are."""
 
     label: str = ""
-    unit: str = ""
-    """What follows a value that is shown alone."""
     names: Sequence[str] = ()
     """In order and distinct; the first stands at 0, the next at 1. Empty for numbers."""
     is_log: bool = False
     from_zero: bool = False
     ticks: Sequence[float] = ()
-    """Numbers that are labelled; where there are none, each renderer finds its own."""
+    """Numbers that are labelled; without any, matplotlib finds its own."""
     limits: tuple[float, float] | None = None
 
     def place(self, x: Place) -> float:
@@ -69,7 +65,7 @@ class Axis:
         return self.names.index(x) if isinstance(x, str) else x
 
     def labels(self, most: int) -> dict[float, str]:
-        """The labels of ticks by place, of names at most so many; empty if each renderer finds its own."""
+        """The labels of ticks by place, of names at most so many; empty if matplotlib finds its own."""
         if self.names:
             return {place: self.names[place] for place in thinned(range(len(self.names)), most)}
         return {tick: f"{round(tick, 2):g}" for tick in self.ticks}
@@ -127,8 +123,6 @@ class Bar:
     """Words at its end."""
     failure: str = ""
     """How the run ended, where it failed."""
-    aside: float = 0.0
-    width: float = 0.7
 
     @property
     def length(self) -> float:
@@ -188,7 +182,7 @@ class Panel:
 
     def top(self, bar: Bar) -> float:
         """Where a bar ends, or the upper deviation of a point at its place."""
-        place = self.x.place(bar.name) + bar.aside
+        place = self.x.place(bar.name)
         points = [
             (point.value or 0.0) + (point.error or 0.0)
             for curve in self.curves
@@ -276,11 +270,9 @@ def curves_of(lines: Iterable[Line], colours: Iterable[str]) -> list[Curve]:
     ]
 
 
-def along(
-    values: Sequence[Place], lines: Iterable[Line], words: Mapping[Place, str] | None = None
-) -> tuple[list[str], list[Line]]:
-    """Names for an axis of equal distances, and the lines over these; `words` replace values."""
-    names = {value: (words or {}).get(value, str(value)) for value in values}
+def along(values: Sequence[Place], lines: Iterable[Line]) -> tuple[list[str], list[Line]]:
+    """Names for an axis of equal distances, and the lines over these."""
+    names = {value: str(value) for value in values}
     moved = [replace(line, points=tuple(replace(p, x=names[p.x]) for p in line.points)) for line in lines]
     return list(names.values()), moved
 
@@ -330,25 +322,12 @@ GREY: Final = "#777777"
 BLACK, WHITE, DARK_PAPER, GREY_INK = "#000000", "#FFFFFF", "#14171B", "#E6E9ED"
 INKS = ("#000001", "#FFFFFE")
 """Black and white of words on colours, which are the same on dark paper."""
-_VIRIDIS = ("#440154", "#3B528B", "#21918C", "#5EC962", "#FDE725")
-"""Colours of matplotlib's map of this name, equally far apart."""
 
 
 def blend(first: str, second: str, weight: float) -> str:
     """Mixture of the colours: the first at weight 0, the second at weight 1."""
     pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * weight):02X}" for a, b in pairs)
-
-
-def shades(count: int) -> list[str]:
-    """Colours from light to dark that also differ in grey, for things in an order."""
-    places = [(0.85 - 0.85 * i / max(1, count - 1)) * (len(_VIRIDIS) - 1) for i in range(count)]
-    return [blend(_VIRIDIS[int(place)], _VIRIDIS[int(place) + 1], place % 1) for place in places]
-
-
-def tints(colour: str, count: int) -> list[str]:
-    """The colour from pale to full."""
-    return [blend("#FFFFFF", colour, 1.0 if count == 1 else 0.45 + 0.55 * i / (count - 1)) for i in range(count)]
 
 
 def ink(colour: str) -> str:

@@ -34,8 +34,8 @@ CHARACTER_INCHES, LABEL_INCHES = 0.075, 0.42
 """Width of a character of a number in a bar, and of a slanted name along an axis."""
 MAX_KEYS = 16
 """Most entries of a legend for which there is room beside a panel."""
-BAR_INCHES = 3.6
-"""Approximate length of the longest horizontal bar."""
+BAR_WIDTH, BAR_INCHES = 0.7, 3.6
+"""Width of a bar in units of the axis, and approximate length of the longest horizontal one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,9 @@ def _draw_curve(axes: Axes, panel: Panel, curve: Curve, is_lying: bool) -> Error
 
 
 def _draw_upright(axes: Axes, panel: Panel, bar: Bar, styles: Mapping[str, Style]) -> None:
-    place, bottom = panel.x.place(bar.name) + bar.aside, 0.0
+    place, bottom = panel.x.place(bar.name), 0.0
     for name, length in bar.parts.items():
-        axes.bar(place, length, bar.width, bottom, **_look(styles[name]))
+        axes.bar(place, length, BAR_WIDTH, bottom, **_look(styles[name]))
         bottom += length
     if bar.words:
         axes.annotate(
@@ -185,7 +185,7 @@ def _draw_lying(axes: Axes, panel: Panel, bar: Bar, styles: Mapping[str, Style],
     place, left = panel.x.place(bar.name), 0.0
     for name, length in bar.parts.items():
         style = styles[name]
-        axes.barh(place, length, 0.72, left, **_look(style))
+        axes.barh(place, length, BAR_WIDTH, left, **_look(style))
         words = significant(length, 2)
         if (len(words) + 1.5) * CHARACTER_INCHES < inches * length:
             shade = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if style.pattern else None

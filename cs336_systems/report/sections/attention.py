@@ -384,11 +384,11 @@ def attention_charts(study: AttentionStudy, rows: Rows) -> Iterator[Chart]:
         own = [row for row in rows if row["precision"] is precision]
         for phase in PHASES:
             if any(row[f"{phase}_mean_ms"] is not None for row in own):
-                y = Axis(label="time (ms)", unit="ms", is_log=True)
+                y = Axis(label="time (ms)", is_log=True)
                 title = f"{phase.capitalize()} pass of attention, {precision}"
                 yield _chart(study, own, f"{phase}_{precision}", title, y, f"{phase}_mean_ms", f"{phase}_std_ms")
         if any(row["saved_mib"] is not None for row in own):
-            y = Axis(label="memory (MiB)", unit="MiB", is_log=True)
+            y = Axis(label="memory (MiB)", is_log=True)
             title = f"What attention's forward leaves for backward, {precision}"
             yield _chart(study, own, f"memory_{precision}", title, y, "saved_mib")
 

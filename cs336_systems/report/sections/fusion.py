@@ -157,7 +157,7 @@ def _panel(rows: Sequence[Row], op: str, phase: Phase, bandwidth: float | None) 
     least = [rows[0]["must_move_mib"] * MIB / bandwidth * 1e3] if bandwidth is not None and rows else []
     return Panel(
         x=Axis(names=[row["version"] for row in rows]),
-        y=Axis(label=f"{phase}, median time (ms)", unit="ms", from_zero=True),
+        y=Axis(label=f"{phase}, median time (ms)", from_zero=True),
         title=op,
         bars=bars,
         references=[Reference(value=time_ms, colour=FAILURE_COLOUR, name=LEAST) for time_ms in least],

@@ -215,7 +215,7 @@ def scale_charts(found: Scale, rows: list[Row]) -> list[Chart]:
         for row in known
     ]
     x = doubling({float(row["ranks"]) for row in known}, "ranks", 1.4)
-    y = Axis(label="%", unit="%", from_zero=True)
+    y = Axis(label="%", from_zero=True)
     panels = [
         Panel(x=x, y=y, title=title, curves=curves_of(_lines(shares, key), COLOURS.values()))
         for title, key in (first, ("Exposed communication, of the step", "exposed"))

@@ -28,7 +28,6 @@ from cs336_systems.report.plots.charts import (
     Point,
     Reference,
     Style,
-    along,
     contrast,
     curves_of,
     distinct,
@@ -47,7 +46,7 @@ STYLES = {"forward": Style(colour="#0072B2"), "idle": Style(colour="#FFFFFF", pa
 
 def make_bars(is_lying=False, name="small"):
     """Two panels of two bars; the second of the second panel failed; a mark with another deviation below than above."""
-    x, y = Axis(names=[name, "xl"]), Axis(label="time (ms)", unit="ms", from_zero=True)
+    x, y = Axis(names=[name, "xl"]), Axis(label="time (ms)", from_zero=True)
     marks = Line(name=f"{name} mean", points=(Point(x=name, value=3.0, error=0.5, error_below=0.25),))
     first = Panel(
         x=x, y=y, title=f"context 128 {name}",
@@ -67,13 +66,11 @@ def make_bars(is_lying=False, name="small"):
 def make_lines(name="small"):
     """Two lines over a logarithmic axis, of which one has a failed run and none has a value there."""
     lines = [
-        Line(
-            name=name, points=tuple(Point(x=float(x), value=x / 10, error=1.0, about=f"{name} {x}") for x in (64, 128))
-        ),
+        Line(name=name, points=tuple(Point(x=float(x), value=x / 10, error=1.0) for x in (64, 128))),
         Line(name="xl", points=(Point(x=64.0, value=9.0), Point(x=128.0, value=None, failure=f"killed {name}"))),
     ]
     panel = Panel(
-        x=doubling([64, 128], "context"), y=Axis(label=f"time {name}", unit="ms", is_log=True),
+        x=doubling([64, 128], "context"), y=Axis(label=f"time {name}", is_log=True),
         curves=curves_of(lines, ["#0072B2", "#E69F00"]),
         references=[Reference(value=100.0, colour="#777777", name=f"cache {name}", is_upright=True)],
         notes=[Note(x=64.0, y=6.4, words=f"note {name}")],
@@ -147,13 +144,6 @@ def test_every_lying_bar_is_named_however_many_there_are() -> None:
     (axes,) = figure_of(chart).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == names
     assert len({place for _, place, *_ in drawn_bars(chart, axes)}) == 30
-
-
-def test_numbers_along_equal_distances_may_have_words() -> None:
-    line = Line(name="fp32", points=(Point(x=0, value=1.0), Point(x=4, value=2.0)))
-    names, (moved,) = along([0, 4], [line], {0: "none"})
-    assert names == ["none", "4"]
-    assert [(Axis(names=names).place(point.x), point.value) for point in moved.points] == [(0, 1.0), (1, 2.0)]
 
 
 @pytest.mark.parametrize("text", [HOSTILE, *HOSTILE_TEXTS])

@@ -63,7 +63,7 @@ def product_chart(study: CeilingsStudy) -> list[Chart]:
     every = [row["cube_side"] for row in rows]
     panel = Panel(
         x=doubling(sides or every, "side of the square product of as many FLOPs", others=every),
-        y=Axis(label="rate (TFLOP/s)", unit="TFLOP/s", is_log=True),
+        y=Axis(label="rate (TFLOP/s)", is_log=True),
         curves=curves,
         references=references,
         notes=slow_layers(rows, "cube_side"),
@@ -79,9 +79,7 @@ def points_of(rows: Sequence[Row], x: str, name: str, y: str = "tflops_per_s") -
     """The values by two keys; the point of a layer is named after the layer."""
     return Line(
         name=name,
-        points=tuple(
-            Point(x=float(row[x]), value=row[y], about=f"{row.get('name') or row['label']}, {name}") for row in rows
-        ),
+        points=tuple(Point(x=float(row[x]), value=row[y]) for row in rows),
     )
 
 
@@ -121,7 +119,7 @@ def bandwidth_chart(study: CeilingsStudy) -> list[Chart]:
         references.append(Reference(value=study.cache_bytes / MIB, colour="#BBBBBB", name=name, is_upright=True))
     panel = Panel(
         x=doubling([row["moved_mib"] for row in rows], "read plus written (MiB)"),
-        y=Axis(label="rate (GB/s)", unit="GB/s", from_zero=True),
+        y=Axis(label="rate (GB/s)", from_zero=True),
         curves=curves_of(lines, STREAM_COLOURS.values()),
         references=references,
     )
@@ -143,7 +141,7 @@ def collective_chart(study: CeilingsStudy) -> list[Chart]:
         ]
         panels.append(Panel(
             x=doubling([row["tensor_mib"] for row in own], f"tensor (MiB), {ranks} processes"),
-            y=Axis(label="bus bandwidth (GB/s)", unit="GB/s", from_zero=True),
+            y=Axis(label="bus bandwidth (GB/s)", from_zero=True),
             curves=curves_of(lines, COLLECTIVE_COLOURS),
         ))  # fmt: skip
     size = (7.1, 4.0) if len(panels) == 1 else (4.5 * len(panels), 4.0)

@@ -122,7 +122,7 @@ def roofline_chart(study: CeilingsStudy, parts: StepParts | None = None) -> list
     named = Curve(line=Line(name="products measured", points=()), colour=GREY, marker=".", dash="")
     panel = Panel(
         x=Axis(label="intensity (FLOP/byte)", is_log=True, limits=span),
-        y=Axis(label="rate (TFLOP/s)", unit="TFLOP/s", is_log=True),
+        y=Axis(label="rate (TFLOP/s)", is_log=True),
         curves=[*_roofs(span, bandwidth, ceilings), *_promises(span, study), *measured, named, *_parts(shown)],
         notes=slow_layers(products, "flops_per_byte"),
     )
@@ -145,7 +145,7 @@ def _roofs(
 
 
 def _roof(name: str, colour: str, ends: Sequence[tuple[float, float]], source: str) -> Curve:
-    points = tuple(Point(x=x, value=rate / TERA, about=f"{name}, {source}") for x, rate in ends)
+    points = tuple(Point(x=x, value=rate / TERA) for x, rate in ends)
     line = Line(name=name, points=points)
     if source == DATA_SHEET:
         return Curve(line=line, colour=colour, width=1.2, dash=":", opacity=0.6, label="")
@@ -174,7 +174,7 @@ def _parts(parts: Sequence[StepPart]) -> Iterator[Curve]:
     for name in names:
         yield Curve(line=Line(name=name, points=()), colour="#555555", marker=marks[name], dash="")
     for part in parts:
-        point = Point(x=part.intensity, value=part.flops_per_s / TERA, about=f"{part.name} in {part.phase}")
+        point = Point(x=part.intensity, value=part.flops_per_s / TERA)
         yield _mark(Line(name=part.name, points=(point,)), part.phase, marks[part.name])
 
 

@@ -337,7 +337,7 @@ def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         settings=", ".join(describe_devices([profile for _, profile in profiles])), size=(6.0, 0.0), legend=4,
         styles=STYLES, is_lying=True,
         panels=[Panel(x=Axis(names=labels),
-                      y=Axis(label="share of the step (%); its time is on the right", unit="%"), bars=bars)],
+                      y=Axis(label="share of the step (%); its time is on the right"), bars=bars)],
     )  # fmt: skip
 
 
@@ -375,5 +375,5 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         name="communication", title="How much of the communication is hidden behind computing",
         settings=", ".join(describe_devices([profile for _, profile in shared])), size=(6.0, 0.0), legend=4,
         styles=COMMUNICATION, is_lying=True,
-        panels=[Panel(x=Axis(names=labels), y=Axis(label="time of a step on the device (ms)", unit="ms"), bars=bars)],
+        panels=[Panel(x=Axis(names=labels), y=Axis(label="time of a step on the device (ms)"), bars=bars)],
     )  # fmt: skip

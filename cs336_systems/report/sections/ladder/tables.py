@@ -126,7 +126,7 @@ def _panel(rows: Sequence[Row], title: str = "") -> Panel:
     ]
     means = Curve(line=Line(name="mean, 95 % interval", points=tuple(intervals)), colour="#000000", dash="", label="")
     return Panel(
-        x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", unit="ms", from_zero=True), title=title,
+        x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", from_zero=True), title=title,
         bars=[_bar(row) for row in rows], curves=[means],
     )  # fmt: skip
 

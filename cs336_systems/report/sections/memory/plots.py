@@ -289,7 +289,7 @@ def _panel(group: Sequence[LabelledProfile]) -> Panel:
     reserved = [Point(x=name, value=own.peak.reserved_bytes / GIB) for name, own in zip(names, profiles, strict=True)]
     marks = Curve(line=Line(name="reserved", points=tuple(reserved)), colour="#222222", marker="|", dash="", size=13)
     bars = [_bar(name, profile) for name, profile in zip(names, profiles, strict=True)]
-    y = Axis(label="memory at the peak (GiB)", unit="GiB")
+    y = Axis(label="memory at the peak (GiB)")
     return Panel(x=Axis(names=names), y=y, bars=bars, curves=[marks])
 
 
