@@ -18,9 +18,8 @@ from cs336_systems.measure.clock import Clock, StepTimes
 from cs336_systems.measure.precision import autocast, check_dtypes, make_grad_scaler
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.batches import Batch, make_batches
-from cs336_systems.model.factory import make_model
 from cs336_systems.model.own import vocabulary_of
-from cs336_systems.model.trainable import Trainable
+from cs336_systems.model.trainable import Trainable, make_model
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
 
@@ -181,7 +180,7 @@ def _make_trainable(model: nn.Module, config: RunConfig) -> Trainable:
     """The model as it is, or the fast model with its parameters if a setting needs that."""
     if not config.needs_fast_model:
         return Trainable(model, config)
-    from cs336_systems.model.fast.trainable import FastTrainable
+    from cs336_systems.model.fast.model import FastTrainable
 
     return FastTrainable(cast("TransformerLM", model), config)
 

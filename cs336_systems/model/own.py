@@ -1,14 +1,19 @@
-"""What a step needs of a model that this project did not write: its logits or its own loss, and its vocabulary."""
+"""A model that this project did not write: its factory, its logits or its own loss, and its vocabulary."""
 
+import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from cs336_systems import find_modules_of_the_user
+from cs336_systems.config import ModelConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of a batch, from its tokens and its targets."""
@@ -17,6 +22,43 @@ TARGETS = ("targets", "labels")
 
 `targets` are the next tokens; `labels` are the tokens themselves, which such a model shifts.
 """
+
+
+def load_factory(name: str) -> Callable[..., nn.Module]:
+    """The factory that --model names; raise ValueError where it is not there."""
+    return load_callable(name, "--model", "a callable that makes a model")
+
+
+def load_callable(name: str, flag: str, needed: str) -> Callable[..., Any]:
+    """Import `package.module:name`, looking in the current directory too; raise ValueError where it is not there.
+
+    Messages name the flag, and say what was needed.
+    """
+    module_name, _, attribute = name.partition(":")
+    find_modules_of_the_user()
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{flag} {name}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{flag} {name}: needed {needed}, got {type(found).__name__}")
+    return found
+
+
+def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Module:
+    """Call the factory with the fields of `model` that its signature names."""
+    known = {field.name: getattr(model, field.name) for field in fields(model)}
+    parameters = inspect.signature(factory).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in required if p.name not in known]
+    if missing:
+        raise ValueError(f"the model factory needs {', '.join(missing)}; it can have: {', '.join(known)}")
+    made = factory(**{p.name: known[p.name] for p in parameters if p.name in known})
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"the model factory must return a torch.nn.Module, got {type(made).__name__}")
+    return made
 
 
 def logits_of(output: object) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""A model as a training step uses it: its loss and its optimizer."""
+"""A model as a training step uses it: its loss and its optimizer; and the model that a configuration names."""
 
 from collections.abc import Callable
 from typing import cast
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from cs336_systems.config import CompileMode, LossKind, RunConfig
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.optimizer import make_optimizer
-from cs336_systems.model.own import Loss, check_logits, own_loss
+from cs336_systems.model.own import Loss, call_factory, check_logits, load_factory, own_loss
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
 
 Criterion = Callable[[Tensor, Tensor, int], Tensor]
@@ -55,3 +56,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     if logits.shape[-1] > vocab_size:
         logits = logits[..., :vocab_size]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_model(config: RunConfig) -> nn.Module:
+    """The model of the configuration, made and initialised on its device."""
+    with torch.device(config.device.value):
+        if config.model_factory is None:
+            return TransformerLM(config.model)
+        return call_factory(load_factory(config.model_factory), config.model).to(config.device.value)

@@ -17,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.factory import call_factory, load_factory, make_model
+from cs336_systems.model.own import call_factory, load_factory
+from cs336_systems.model.trainable import make_model
 from cs336_systems.model.transformer import TransformerLM
 from tests.conftest import HostTime
 

@@ -15,7 +15,7 @@ from cs336_systems.costs.time import step_time
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
-from cs336_systems.report.plots.steps import size_names
+from cs336_systems.report.plots.steps import named_rows
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import CollectiveCell
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
@@ -215,7 +215,7 @@ def test_an_own_model_that_takes_no_sizes_has_its_name_alone():
 
 
 def test_own_models_that_were_offered_different_shapes_are_told_apart():
-    """In results.csv and in the pictures, and every text says what made the difference."""
+    """In results.csv, where every text says what made the difference, and in the pictures."""
     shape = {"d_model": 64, "d_ff": 96, "num_layers": 3, "num_heads": 2}
     changes = {
         "make tiny": {},
@@ -235,7 +235,7 @@ def test_own_models_that_were_offered_different_shapes_are_told_apart():
     ]
     frame = to_frame(records)
     assert set(frame["size"]) == set(changes)
-    assert set(size_names(frame)) == set(changes)
+    assert len({row["name"] for row in named_rows(frame)}) == len(changes)
     gpt2 = only_row(make_record(make_config("gpt2", **OWN), (0.1,)))
     assert gpt2["size"] == "make gpt2", "of GPT-2's architecture, as the preset is"
 
@@ -297,7 +297,6 @@ def test_speed_up_is_over_the_same_configuration_in_fp32(grid):
     known = frame[frame["precision"] == "bf16"]
     assert known["speed_up"].tolist() == pytest.approx([2, 2, 2, math.nan], nan_ok=True)
     assert known["speed_up_std"].iloc[0] == pytest.approx(2 * math.sqrt(2) * 0.1)
-    assert known["fp32_status"].tolist() == ["ok", "ok", "ok", "oom"]
     assert frame[frame["precision"] == "fp32"]["speed_up"].isna().all()
 
 

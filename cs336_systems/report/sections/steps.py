@@ -24,11 +24,19 @@ from cs336_systems.report.frame import (
     steady,
 )
 from cs336_systems.report.identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
-from cs336_systems.report.numbers import DOUBT, between, mean_and_std, milliseconds, significant
 from cs336_systems.report.plots.steps import step_charts
-from cs336_systems.report.section import Section
-from cs336_systems.report.table import Table, known, make_table
-from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED, status_text, warning_counts
+from cs336_systems.report.section import Section, Table, known, make_table
+from cs336_systems.report.words import (
+    DOUBT,
+    DOUBTED_FORECAST,
+    SHIPPED,
+    between,
+    mean_and_std,
+    milliseconds,
+    significant,
+    status_text,
+    warning_counts,
+)
 from cs336_systems.text import text_of
 
 ALWAYS = ("size", "context_length", "precision")

@@ -10,10 +10,10 @@ import scipy.stats
 from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.costs.time import step_time
 from cs336_systems.record import Measurement, Status, WarningCode
-from cs336_systems.report.formats import WRITERS, to_rich
+from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.frame import QUANTITIES, RESULTS, describe, to_frame
 from cs336_systems.report.sections.steps import OFFERED, results_table, step_findings, warmup_table
-from cs336_systems.report.terminal import print_run
+from cs336_systems.report.terminal import print_run, to_rich
 from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS
 from cs336_systems.studies.ceilings_files import Ceilings
 from tests.report.ceilings import make_rates
