@@ -13,7 +13,6 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, StepProfile, Work
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.costs.hardware import faster_precisions, find_device
-from cs336_systems.report.numbers import label, percent_of, significant
 from cs336_systems.report.sections.kernels.entries import (
     added,
     collectives_s,
@@ -24,6 +23,7 @@ from cs336_systems.report.sections.kernels.entries import (
     terms,
     wall_s,
 )
+from cs336_systems.report.words import label, percent_of, significant
 
 MIN_LATE_SHARE = 0.2
 """Share of the wall time that the GPU is idle because the next kernel was launched late. A step that the GPU limits has

@@ -11,12 +11,21 @@ from numpy.typing import NDArray
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import PicturedStep, Piece, StepProfile, Window, Work
-from cs336_systems.report.numbers import significant
-from cs336_systems.report.plots import drawing
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style, distinct
-from cs336_systems.report.plots.drawing import LONGEST_SOURCE
-from cs336_systems.report.plots.palette import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR
+from cs336_systems.report.plots import draw
+from cs336_systems.report.plots.charts import (
+    CLASS_COLOURS,
+    FAILURE_COLOUR,
+    REST_COLOUR,
+    Axis,
+    Bar,
+    Chart,
+    Panel,
+    Style,
+    distinct,
+)
+from cs336_systems.report.plots.draw import LONGEST_SOURCE
 from cs336_systems.report.sections.kernels.entries import collectives_s, grouped, wall_s
+from cs336_systems.report.words import significant
 from cs336_systems.text import shorten
 
 Times = NDArray[np.float64]
@@ -47,7 +56,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     streams = _busiest(pieces)
     kinds = [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
     heights = [0.8 if is_gpu else 0.35, *[1.5 if len(streams) == 1 else 0.85] * len(streams)]
-    figure = drawing.new_figure(
+    figure = draw.new_figure(
         6.5,
         1.75 + sum(heights) + 0.19 * -(-len(kinds) // 4),
         _title(profile, step),
@@ -62,7 +71,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
         panel.set_xlim(0, step.wall_s * 1e3)
         panel.tick_params(labelbottom=panel is lanes[-1])
     lanes[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
-    drawing.legend_below(figure, [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in kinds], 4)
+    draw.legend_below(figure, [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in kinds], 4)
     return figure
 
 
@@ -161,14 +170,14 @@ def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep) -> No
     ends = [window.device_end_s for window in step.windows]
     for end_s in (end_s for end_s in ends if EDGE * step.wall_s < end_s < (1 - EDGE) * step.wall_s):
         panel.axvline(end_s * 1e3, color="#666666", linewidth=0.7, linestyle=(0, (4, 3)))
-    drawing.style(panel)
+    draw.style(panel)
     # streams of one number on several devices share a lane
     panel.set_ylim(0, max(100.0, float(bottom.max())))
     panel.set_yticks([0, 50, 100])
 
 
 def utilisation(pieces: Sequence[Piece], edges: Times) -> dict[KernelClass, Times]:
-    """The part of each cell between `edges` (seconds) in which kernels of a class ran, in the order of drawing.
+    """The part of each cell between `edges` (seconds) in which kernels of a class ran, in the order of draw.
 
     Within a piece, the time in which its kernels ran counts as spread evenly.
     """
@@ -197,7 +206,7 @@ STYLES = {
     COPIES: Style(colour="#FFFFFF", pattern="x", ink=CLASS_COLOURS[KernelClass.COPY_AND_FILL]),
     IDLE: Style(colour="#FFFFFF", pattern="/", ink=REST_COLOUR),
 }
-"""Style of each part that a bar may have, in the order of drawing."""
+"""Style of each part that a bar may have, in the order of draw."""
 COMPUTING, OVERLAPPED, EXPOSED = "computing", "computing and communicating", "communicating"
 COMMUNICATION = {
     COMPUTING: Style(colour="#4C72B0"),
@@ -235,7 +244,7 @@ def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         parts = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
         bars.append(Bar(name=name, parts=parts, words=f"{significant(step_ms, 3)} ms"))
     return _chart("configurations", "Where the time of a step goes, by configuration", bars, profiles, STYLES,
-                  "share of the step (%); its time is on the right", "%")  # fmt: skip
+                  "share of the step (%); its time is on the right")  # fmt: skip
 
 
 def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
@@ -255,7 +264,7 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         words = f"{significant(wall_ms, 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
         bars.append(Bar(name=name, parts=parts, words=words))
     return _chart("communication", "How much of the communication is hidden behind computing", bars, shared,
-                  COMMUNICATION, "time of a step on the device (ms)", "ms")  # fmt: skip
+                  COMMUNICATION, "time of a step on the device (ms)")  # fmt: skip
 
 
 def _chart(
@@ -265,7 +274,6 @@ def _chart(
     profiles: Sequence[tuple[str, StepProfile]],
     styles: Mapping[str, Style],
     label: str,
-    unit: str,
 ) -> Chart | None:
     """Lying bars over one axis; None for fewer than two, which would be compared with nothing."""
     if len(bars) < 2:
@@ -273,5 +281,5 @@ def _chart(
     return Chart(
         name=name, title=title, settings=", ".join(_devices([profile for _, profile in profiles])), size=(6.0, 0.0),
         legend=4, styles=styles, is_lying=True,
-        panels=[Panel(x=Axis(names=[bar.name for bar in bars]), y=Axis(label=label, unit=unit), bars=bars)],
+        panels=[Panel(x=Axis(names=[bar.name for bar in bars]), y=Axis(label=label), bars=bars)],
     )  # fmt: skip

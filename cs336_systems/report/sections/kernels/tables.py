@@ -12,7 +12,6 @@ from cs336_systems.analysis.kernels.step_profile import AttentionPart, PhaseTime
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.numbers import in_percent, mean_and_std, ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import (
     WHOLE_STEP,
@@ -27,6 +26,7 @@ from cs336_systems.report.sections.kernels.entries import (
     terms,
     wall_s,
 )
+from cs336_systems.report.words import in_percent, mean_and_std, ratio, rounded
 
 NOTICEABLE = 0.005
 """Share of the step's wall time: a phase that launched nothing and is shorter is not shown, such as taking a batch that

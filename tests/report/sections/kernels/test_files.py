@@ -5,11 +5,11 @@ from matplotlib.image import imread
 
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.report.formats import WRITERS
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import sections_of, tables_of, tables_of_one, write_kernels
-from cs336_systems.report.status_line import StatusLine
 from tests.report.sections.kernels.profiles import make_cpu_profile, make_entry, make_inference, make_profile
 
 READABLE = ("csv", *WRITERS)

@@ -8,6 +8,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.config import Parallel, Phase, Precision, Profiler
 from cs336_systems.record import Measurement
+from cs336_systems.report.formats import csv_of
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.entries import Explained, load_profiled
 from cs336_systems.report.sections.kernels.tables import (
@@ -259,7 +260,7 @@ def test_communication_by_hand() -> None:
 def test_without_collectives_or_other_ranks_there_is_no_table() -> None:
     for make in (communication, ranks):
         section = make([Explained(profile=make_profile())])
-        assert (section.tables, section.csv) == ((), "")
+        assert (section.tables, csv_of(section)) == ((), "")
 
 
 def test_ranks_beside_each_other_by_hand() -> None:
