@@ -37,7 +37,9 @@ from tests.analysis.kernels.tracing import (
     Kernel,
     Recording,
     Span,
+    each_ns,
     make_trace,
+    profile,
     write_export,
 )
 
@@ -48,22 +50,14 @@ COMPUTE, COLLECTIVES = 7, 16
 """Streams."""
 
 
-def profile(made: Recording) -> StepProfile:
-    return summarise(attribute(make_trace(made)), source="test")
-
-
-def ns(seconds) -> list[int]:
-    return [round(value * 1e9) for value in seconds]
-
-
 def exposed(found: StepProfile, kind: Collective | None = None) -> dict[str, tuple[list[int], list[int]]]:
     """By phase, the nanoseconds of collectives in each step, and those of them that are exposed."""
     rows = [row for row in found.communication if row.collective is kind]
-    return {row.phase.value: (ns(row.total_s), ns(row.exposed_s)) for row in rows}
+    return {row.phase.value: (each_ns(row.total_s), each_ns(row.exposed_s)) for row in rows}
 
 
 def walls(found: StepProfile) -> dict[str, list[int]]:
-    return {times.phase.value: ns(times.wall_s) for times in found.phases}
+    return {times.phase.value: each_ns(times.wall_s) for times in found.phases}
 
 
 @pytest.mark.parametrize(
@@ -245,12 +239,12 @@ def test_one_report_is_split_into_its_ranks_and_waits_are_found(tmp_path: Path, 
         ranks, found = rank_times(profiles, [collectives_of(own) for _, own in parts]), profiles[0][1]
     assert [own.rank for own in ranks] == [0, 1]
     # the shortest kernels are 20, 10 and 10, 30
-    assert [ns(own.waited_s) for own in ranks] == [[5, 30], [30, 0]]
+    assert [each_ns(own.waited_s) for own in ranks] == [[5, 30], [30, 0]]
     assert [exposed(replace(found, communication=own.communication))["forward"][0] for own in ranks] == [
         [35, 70],
         [60, 40],
     ]
-    assert ns(found.phases[0].kernel_s) == [35, 70]
+    assert each_ns(found.phases[0].kernel_s) == [35, 70]
 
 
 def test_waits_are_unknown_where_ranks_differ_and_a_single_rank_is_not_split() -> None:
@@ -292,10 +286,10 @@ def test_exposed_time_of_two_h200_read_in_another_way() -> None:
             total_ns.append(int(sends.sum()))
             exposed_ns.append(int((sends & ~computes).sum()))
         rows = [row for row in own.communication if row.collective is Collective.ALL_REDUCE]
-        assert [sum(ns(each)) for each in zip(*(row.total_s for row in rows), strict=True)] == pytest.approx(
+        assert [sum(each_ns(each)) for each in zip(*(row.total_s for row in rows), strict=True)] == pytest.approx(
             total_ns, abs=3
         )
-        assert [sum(ns(each)) for each in zip(*(row.exposed_s for row in rows), strict=True)] == pytest.approx(
+        assert [sum(each_ns(each)) for each in zip(*(row.exposed_s for row in rows), strict=True)] == pytest.approx(
             exposed_ns, abs=3
         )
         assert sum(exposed_ns) > 1_000_000
@@ -382,4 +376,4 @@ def test_a_report_of_nsys_and_a_trace_of_each_rank_tell_the_same(tmp_path: Path)
     of_kineto = explain(tmp_path / "t.json")
     for part in ("phases", "classes", "communication", "modules", "ranks"):
         assert getattr(of_nsys, part) == getattr(of_kineto, part), part
-    assert [ns(own.waited_s) for own in of_nsys.ranks] == [[0], [7]]
+    assert [each_ns(own.waited_s) for own in of_nsys.ranks] == [[0], [7]]

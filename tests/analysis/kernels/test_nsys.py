@@ -1,9 +1,6 @@
 """Exports with known content, of several versions, and damaged files."""
 
 import contextlib
-import gzip
-import lzma
-import os
 import random
 import sqlite3
 import time
@@ -176,34 +173,13 @@ def test_any_path_is_read_and_left_alone(tmp_path: Path, name: str, monkeypatch:
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-def test_what_is_no_file_is_said_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    assert "no regular file" in problem(tmp_path / "fifo")
-    assert "a directory" in problem(tmp_path)
-    assert "No such file" in problem(tmp_path / "none")
-    with pytest.raises(ProfileError, match="no name of a file"):
-        read_nsys(tmp_path / "a\0b")
-
-
-def test_another_kind_of_file_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_a_database_that_is_none_or_another_is_said(tmp_path: Path) -> None:
     path = tmp_path / "t.sqlite"
     whole = write_export(tmp_path / "whole", training(1)).read_bytes()
-    for content, said in [
-        (b"", "it is empty"),
-        (b'{"traceEvents": []}', "something else"),
-        (lzma.compress(whole), "xz -dk"),
-        (gzip.compress(whole, mtime=0), "gzip -dk"),
-        (whole[:16], "truncated"),
-        (whole[:16] + bytes(5000), "not a whole SQLite database"),
-        (whole[:100] + b"\xff" * len(whole), "not a whole SQLite database"),
-    ]:
+    for content in (whole[:16] + bytes(5000), whole[:100] + b"\xff" * len(whole)):
         path.write_bytes(content)
-        assert said in problem(path)
-    report = tmp_path / "a.nsys-rep"
-    report.write_bytes(b"\x0a\x11")
-    assert "nsys export --type=sqlite a.nsys-rep" in problem(report)
-    change(path.with_name("empty.sqlite"), "CREATE TABLE t (x)")
-    assert f"no table {KERNEL}" in problem(path.with_name("empty.sqlite"))
+        assert "not a whole SQLite database" in problem(path)
+    assert f"no table {KERNEL}" in problem(change(tmp_path / "empty.sqlite", "CREATE TABLE t (x)"))
 
 
 def test_a_truncated_export_is_never_half_read(tmp_path: Path) -> None:
@@ -264,17 +240,6 @@ def test_an_export_that_was_interrupted_is_refused(tmp_path: Path) -> None:
     copy.with_name("copy.sqlite-journal").write_bytes(path.with_name("t.sqlite-journal").read_bytes())
     db.close()
     assert "not a whole SQLite database" in problem(copy)
-
-
-def test_many_processes_and_threads_take_bounded_time(tmp_path: Path) -> None:
-    made = Recording()
-    for process in range(2_000):
-        made.kernels.append(Kernel("k", 5, process << 24))
-        made.spans.append(Span("forward", 0, 10, process << 24))
-    begun = time.process_time()
-    found = attribute(read_nsys(write_export(tmp_path / "t.sqlite", made)))
-    assert time.process_time() - begun < 30
-    assert len(found.steps) == 2_000
 
 
 def test_main_thread_needs_no_number_of_its_own(tmp_path: Path) -> None:

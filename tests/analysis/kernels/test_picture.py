@@ -7,18 +7,9 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.analysis.kernels import explain as explaining
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import CELLS, MAX_IDLE, explain, summarise
+from cs336_systems.analysis.kernels.explain import CELLS, MAX_IDLE, explain
 from cs336_systems.analysis.kernels.step_profile import StepProfile
-from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, make_trace, training, write_export
-
-
-def profile(made: Recording) -> StepProfile:
-    return summarise(attribute(make_trace(made)), source="test")
-
-
-def ns(seconds: float) -> int:
-    return round(seconds * 1e9)
+from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, ns, profile, training, write_export
 
 
 def kernels_of(found: StepProfile) -> list[tuple[object, ...]]:

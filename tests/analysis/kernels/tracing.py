@@ -2,14 +2,16 @@
 
 import random
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from cs336_systems.analysis.kernels.attribution import Attribution
+from cs336_systems.analysis.kernels.attribution import Attribution, attribute
+from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.phases import PHASES
+from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace
 
 PROCESS = 7 << 24
@@ -102,6 +104,19 @@ def make_trace(recording: Recording) -> Trace:
             correlation=ints(range(1, len(calls) + 1)),
         ),
     )
+
+
+def profile(made: Recording | Trace, **changes) -> StepProfile:
+    """The explained recording."""
+    return summarise(attribute(make_trace(made) if isinstance(made, Recording) else made), source="test", **changes)
+
+
+def ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def each_ns(seconds: Iterable[float]) -> list[int]:
+    return [ns(value) for value in seconds]
 
 
 def make_work(kernels: Sequence[Kernel], strings: Sequence[str], calls: Sequence[Call]) -> DeviceWork:
