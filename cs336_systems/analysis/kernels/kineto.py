@@ -16,14 +16,14 @@ from typing import Generic, TypeVar, cast
 import msgspec
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, ProfileError, groups
+from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.files import GZIP_MAGIC, SQLITE_MAGIC, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import (
     MAX_TIME_NS,
     ApiCalls,
     DeviceWork,
+    GroupNesting,
     Launches,
-    Nesting,
     Ranges,
     Strings,
     Trace,
@@ -362,9 +362,7 @@ def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
     """
     own, end_ns = duration_ns.copy(), start_ns + duration_ns
     lasting = np.flatnonzero(duration_ns > 0)
-    for _, chosen in groups(thread[lasting]):
-        rows = lasting[chosen]
-        parent = Nesting(start_ns[rows], end_ns[rows]).parent
-        inner, outer = rows[parent >= 0], rows[parent[parent >= 0]]
-        np.subtract.at(own, outer, np.minimum(end_ns[inner], end_ns[outer]) - start_ns[inner])
+    parent = GroupNesting(thread[lasting], start_ns[lasting], end_ns[lasting]).parent
+    inner, outer = lasting[parent >= 0], lasting[parent[parent >= 0]]
+    np.subtract.at(own, outer, np.minimum(end_ns[inner], end_ns[outer]) - start_ns[inner])
     return np.maximum(own, 0)
