@@ -185,12 +185,12 @@ def _print(record: RunRecord, runs: Path) -> None:
 def _print_memory(config: RunConfig, runs: Path) -> None:
     """Print where the memory went, for a run that ran out of memory too."""
     from cs336_systems.analysis.memory.profile import read_memory_profile
-    from cs336_systems.report.sections.memory.entries import Snapshot
+    from cs336_systems.report.sections.memory.entries import MemoryEntry
     from cs336_systems.report.sections.memory.files import memory_tables
     from cs336_systems.report.terminal import print_table
     from cs336_systems.sweep.store import memory_profile_path
 
-    for table in memory_tables([Snapshot(profile=read_memory_profile(memory_profile_path(config, runs)))], TOP):
+    for table in memory_tables([MemoryEntry(profile=read_memory_profile(memory_profile_path(config, runs)))], TOP):
         print_table(table)
 
 

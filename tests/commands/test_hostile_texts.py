@@ -300,8 +300,6 @@ def test_memory(tmp_path, is_inert, not_rendered):
         is_inert(out)
         assert cli.main(["memory", str(file), "--json"]) == 0
         is_inert()
-    assert cli.main(["memory", str(alone), str(tmp_path / "memory.json")]) == 0
-    is_inert()
 
 
 def test_memory_of_damaged_files(tmp_path, is_inert):

@@ -266,7 +266,7 @@ class _Converter:
 
     def _notes(self) -> Iterator[str]:
         if self._unknown:
-            names = ", ".join(name for name, _ in self._unknown.most_common(3))
+            names = ", ".join(_readable(name)[:40] for name, _ in self._unknown.most_common(3))
             yield f"Passed over: {counted(self._unknown.total(), 'event')} of unknown actions, such as {names}."
 
 

@@ -11,63 +11,56 @@ from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing
 from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
-from cs336_systems.report.sections.memory.allocations import blocks, largest
-from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs
+from cs336_systems.report.sections.memory.entries import MemoryEntry, about
 from cs336_systems.report.sections.memory.findings import findings
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
-from cs336_systems.report.sections.memory.tables import boundaries, peaks, phases
-from cs336_systems.report.sections.memory.words import about
+from cs336_systems.report.sections.memory.tables import blocks, boundaries, largest, peaks, phases
 from cs336_systems.report.table import Table, findings_table, with_note
 
-TOP = 10
-"""Default number of allocations of a single snapshot that a table lists."""
+TOP_OF_RUNS = 3
+"""Largest allocations to list for each of several runs."""
 
 
-def sections_of(entries: Sequence[Snapshot], top: int = TOP) -> list[Section]:
+def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Section]:
     """All sections in reading order, then pictures; a single snapshot also has one on the blocks of its model.
 
     The picture of a single snapshot is `timeline`. Runs have theirs as `<key>_timeline`, and several a bar each in
-    `peaks`, continued in `peaks2`.
+    `peaks`.
     """
-    runs = _in_order(entries)
-    every = runs or entries
-    found = [peaks(every), boundaries(every), phases(every)]
-    if runs:
-        return [*found, largest(runs), Section(name="plots", pictures=[*peak_charts(runs), *_timelines(runs)])]
+    entries = _in_order(entries)
+    found = [peaks(entries), boundaries(entries), phases(entries), largest(entries, top)]
     profile = entries[0].profile
-    timeline = Section(name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))])
-    return [*found, largest(entries, top), blocks(profile), timeline]
+    if entries[0].config is None:
+        timeline = Section(name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))])
+        return [*found, blocks(profile), timeline]
+    return [*found, Section(name="plots", pictures=[*peak_charts(entries), *_timelines(entries)])]
 
 
-def memory_tables(entries: Sequence[Snapshot], top: int = TOP) -> list[Table]:
+def memory_tables(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Table]:
     """Tables for a terminal: peaks of runs; findings and all sections of a single snapshot."""
-    if runs := _in_order(entries):
-        return list(peaks(runs).tables)
-    details = [table for section in sections_of(entries, top) for table in section.tables] if entries else []
-    return [*(_findings(entry.profile) for entry in entries), *details]
+    if not entries or entries[0].config is not None:
+        return list(peaks(_in_order(entries)).tables) if entries else []
+    details = [table for section in sections_of(entries, top) for table in section.tables]
+    return [_findings(entries[0].profile), *details]
 
 
-def write_memory(entries: Sequence[Snapshot], directory: Path, top: int = TOP) -> list[Path]:
-    """Write each section as CSV, Markdown, LaTeX and Typst, and plots/ into the directory; return the paths.
+def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path]:
+    """Write memory.json, findings.md, each section in every format, and plots/ into the directory; return the paths.
 
-    A single snapshot also gets memory.json and findings.md. The directory is made. Without entries nothing is written.
-    The files of an empty section are removed.
+    The directory is made. The files of an empty section are removed.
     """
-    if not entries:
-        return []
-    files: dict[str, str | bytes] = {}
-    is_single = not recorded_runs(entries)
-    if is_single:
-        profile = entries[0].profile
-        files |= {"memory.json": encode_memory_profile(profile), "findings.md": to_markdown(_findings(profile))}
-    for section in sections_of(entries, top):
-        files |= {**texts_of(section, about(entries[0].profile) if is_single else ""), **pngs_of(section)}
+    files: dict[str, str | bytes] = {
+        "memory.json": encode_memory_profile(profile),
+        "findings.md": to_markdown(_findings(profile)),
+    }
+    for section in sections_of([MemoryEntry(profile=profile)], top):
+        files |= {**texts_of(section, about(profile)), **pngs_of(section)}
     return write_files(files, directory)
 
 
-def _in_order(entries: Sequence[Snapshot]) -> list[MemoryEntry]:
-    """The runs of a sweep in the order of tables; empty for a single snapshot."""
-    return sorted(recorded_runs(entries), key=lambda entry: order(entry.config))
+def _in_order(entries: Sequence[MemoryEntry]) -> list[MemoryEntry]:
+    """Runs in the order of tables; a single snapshot as it is."""
+    return sorted(entries, key=lambda entry: order(entry.config) if entry.config else ())
 
 
 def _findings(profile: MemoryProfile) -> Table:
@@ -77,7 +70,7 @@ def _findings(profile: MemoryProfile) -> Table:
 
 def _timelines(entries: Sequence[MemoryEntry]) -> list[Drawing]:
     titles = labels(entries, always=("size", "context_length", "mode", "precision"))
-    stems = file_names(entry.config.key for entry in entries)
+    stems = file_names(entry.config.key for entry in entries if entry.config)
     return [
         Drawing(f"{stem}_timeline", partial(draw_memory, entry.profile, settings([entry]), title))
         for entry, title, stem in zip(entries, titles, stems, strict=True)

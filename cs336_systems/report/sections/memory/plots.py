@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,8 +19,15 @@ from cs336_systems.report.plots import drawing, palette
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style, distinct
 from cs336_systems.report.plots.drawing import LONGEST_SOURCE
 from cs336_systems.report.plots.palette import CATEGORY_COLOURS
-from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.words import START, MemoryUnit, by_category, moment_ms, size, unit_for
+from cs336_systems.report.sections.memory.entries import (
+    START,
+    MemoryEntry,
+    MemoryUnit,
+    by_category,
+    moment_ms,
+    size,
+    unit_for,
+)
 from cs336_systems.text import inert_line, shorten
 
 SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
@@ -227,39 +234,19 @@ def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> Non
     panel.plot(x, y, marker="o", markersize=4.5, color="#222222", markeredgecolor="white", clip_on=False, zorder=6)
 
 
-LabelledRun: TypeAlias = tuple[str, MemoryEntry]
-LabelledProfile: TypeAlias = tuple[str, MemoryProfile]
-MAX_BARS = 40
-"""Most bars in one picture; more would not fit on a printed page."""
 LONGEST_PHASE = 16
 """Characters of the name of a phase."""
 
 
 def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
-    """A bar for each of several runs; a second chart, `peaks2`, has those that the first has no room for."""
+    """A bar for each of several runs: what its peak consists of, and as a mark what was reserved then.
+
+    Each size has a panel with a scale of its own, so that a small model is seen beside a large one. Nothing is cut
+    off: a scale reaches as far as the largest of its size.
+    """
     if len(entries) < 2:
         return []
-    pages = _pages(list(zip(labels(entries), entries, strict=True)))
-    words = settings(entries)
-    return [
-        peak_chart(
-            f"peaks{'' if page == 1 else page}",
-            [[(label, entry.profile) for label, entry in group] for _, group in groupby(shown, _size)],
-            words,
-        )
-        for page, shown in enumerate(pages, start=1)
-    ]
-
-
-def peak_chart(name: str, groups: Sequence[Sequence[LabelledProfile]], words: str = "") -> Chart:
-    """A bar for each labelled profile: what its peak consists of, and as a mark what was reserved then.
-
-    Each group has a panel with a scale of its own, so that a small model is seen beside a large one. Nothing is cut
-    off: a scale reaches as far as the largest of its group. Raise ValueError for no profile.
-    """
-    if not groups or not all(groups):
-        raise ValueError(f"a picture of peaks needs at least one profile in each group, got {list(map(len, groups))}")
-    peaks = [profile.peak for group in groups for _, profile in group]
+    peaks = [entry.profile.peak for entry in entries]
     largest = {
         category: max(by_category(peak)[category] / (peak.allocated_bytes or 1) for peak in peaks)
         for category in CATEGORY_COLOURS
@@ -268,44 +255,30 @@ def peak_chart(name: str, groups: Sequence[Sequence[LabelledProfile]], words: st
         str(category): Style(colour=colour, label=None if largest[category] > VISIBLE else "")
         for category, colour in CATEGORY_COLOURS.items()
     }
-    return Chart(
-        name=name, title="What the peak of memory consists of, by configuration", settings=words,
-        panels=[_panel(group) for group in groups], size=(6.0, 0.0), legend=4, styles=styles, is_lying=True,
-    )  # fmt: skip
+    sizes = groupby(
+        zip(distinct(labels(entries)), entries, strict=True), lambda run: run[1].config and run[1].config.size
+    )
+    return [Chart(
+        name="peaks", title="What the peak of memory consists of, by configuration", settings=settings(entries),
+        panels=[_panel(list(runs)) for _, runs in sizes], size=(6.0, 0.0), legend=4, styles=styles, is_lying=True,
+    )]  # fmt: skip
 
 
-def _panel(group: Sequence[LabelledProfile]) -> Panel:
-    names, profiles = distinct(label for label, _ in group), [profile for _, profile in group]
-    reserved = [Point(x=name, value=own.peak.reserved_bytes / GIB) for name, own in zip(names, profiles, strict=True)]
-    marks = Curve(line=Line(name="reserved", points=tuple(reserved)), colour="#222222", marker="|", dash="", size=13)
-    bars = [_bar(name, profile) for name, profile in zip(names, profiles, strict=True)]
+def _panel(runs: Sequence[tuple[str, MemoryEntry]]) -> Panel:
+    reserved = tuple(Point(x=name, value=entry.profile.peak.reserved_bytes / GIB) for name, entry in runs)
+    marks = Curve(line=Line(name="reserved", points=reserved), colour="#222222", marker="|", dash="", size=13)
     y = Axis(label="memory at the peak (GiB)", unit="GiB")
-    return Panel(x=Axis(names=names), y=y, bars=bars, curves=[marks])
+    bars = [_bar(name, entry) for name, entry in runs]
+    return Panel(x=Axis(names=[name for name, _ in runs]), y=y, bars=bars, curves=[marks])
 
 
-def _bar(label: str, profile: MemoryProfile) -> Bar:
+def _bar(label: str, entry: MemoryEntry) -> Bar:
     """What the peak consists of, with its sum and phase as words."""
-    peak, found = profile.peak, by_category(profile.peak)
-    is_lost = bool(profile.work.out_of_memory)
-    where = f"\nin {shorten(inert_line(peak.phase), LONGEST_PHASE)}" if peak.phase and not is_lost else ""
+    peak, found = entry.profile.peak, by_category(entry.profile.peak)
+    where = f"\nin {shorten(inert_line(peak.phase), LONGEST_PHASE)}" if peak.phase else ""
     return Bar(
         name=label,
         parts={str(category): found[category] / GIB for category in CATEGORY_COLOURS if found[category]},
-        words=f"{size(peak.allocated_bytes)}{where}",
-        failure="out of memory" if is_lost else "",
+        words=f"{size(peak.allocated_bytes)}{'' if entry.is_out_of_memory else where}",
+        failure="out of memory" if entry.is_out_of_memory else "",
     )
-
-
-def _pages(runs: Sequence[LabelledRun]) -> list[list[LabelledRun]]:
-    """The bars of each chart: whole sizes as long as they fit; a size with too many bars begins a new chart."""
-    pages: list[list[LabelledRun]] = [[]]
-    for own in (list(group) for _, group in groupby(runs, _size)):
-        for part in (own[start : start + MAX_BARS] for start in range(0, len(own), MAX_BARS)):
-            if len(pages[-1]) + len(part) > MAX_BARS:
-                pages.append([])
-            pages[-1] += part
-    return pages
-
-
-def _size(run: LabelledRun) -> str:
-    return run[1].config.size
