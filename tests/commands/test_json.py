@@ -115,12 +115,10 @@ def test_a_sweep_prints_what_its_report_does(
 
 def test_a_comparison_is_its_ratio_and_what_it_rests_on(results: Callable[..., dict], here: Path) -> None:
     a, b = sweep_of(here / "a", 0.10, 0.11, 0.12), sweep_of(here / "b", 0.20, 0.22, 0.24)
-    found = results("compare", a, b)
-    assert [side["process_means_s"] for side in found["sides"]] == [
-        pytest.approx([0.10, 0.11, 0.12]), pytest.approx([0.20, 0.22, 0.24]),
-    ]  # fmt: skip
-    assert found["verdict"] == "slower"
-    assert found["comparison"]["ratio"] == pytest.approx(2)
+    (row,) = results("compare", a, b)["results"]
+    assert (row["verdict"], row["a_processes"]) == ("slower", 3)
+    assert (row["a_step_mean_s"], row["b_step_mean_s"]) == (pytest.approx(0.11), pytest.approx(0.22))
+    assert row["ratio"] == pytest.approx(2)
 
 
 def test_a_ladder_has_a_row_for_each_rung(results: Callable[..., dict], here: Path) -> None:

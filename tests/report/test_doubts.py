@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.compare import compare
 from cs336_systems.analysis.warnings import timing_warnings
 from cs336_systems.config import Phase, Precision
 from cs336_systems.record import Status, WarningCode
@@ -14,7 +13,6 @@ from cs336_systems.report.frame import to_frame
 from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_sections
 from cs336_systems.report.sections.ceilings.tables import products_section
-from cs336_systems.report.sections.comparison import comparison_table
 from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import ladder_section
@@ -168,17 +166,6 @@ def test_a_sweep_marks_a_speed_up_of_times_in_doubt(fault):
     expected = (pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))
     assert marked(column(results_table(to_frame([full, fast])), "speed-up")[1]) == [expected]
     assert not marked(column(results_table(to_frame([full, make_record(configs[1], times(0.005))])), "speed-up")[1])
-
-
-def test_a_comparison_says_whose_times_are_in_doubt():
-    means = (0.0100, 0.0101, 0.0102), (0.0200, 0.0201, 0.0202)
-    warned = [[WarningCode.UNSTABLE], [], [WarningCode.LAUNCH_BOUND]], [[], [], []]
-    table = comparison_table(("x", "y"), means, compare(*means), warned)
-    (note,) = [note for note in table.notes if note.startswith("In doubt")]
-    assert "unstable in 1 of 3 processes of A" in note
-    assert not re.search("launch-bound|of B", note)
-    quiet = comparison_table(("x", "y"), means, compare(*means), ([[WarningCode.LAUNCH_BOUND]] * 3, [[]] * 3))
-    assert not any(note.startswith("In doubt") for note in quiet.notes)
 
 
 def test_steady_times_have_no_mark_anywhere():

@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from cs336_systems.analysis.compare import compare
 from cs336_systems.commands.account import AccountArguments
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
+from cs336_systems.report.compared import comparison_section
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.sections.account import Account, account_section, days_table
 from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables
-from cs336_systems.report.sections.comparison import comparison_table
 from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
 from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
@@ -72,7 +71,6 @@ def kinds():
     snapshot = [MemoryEntry(profile=make_memory())]
     memory = [MemoryEntry(config=r.config, profile=make_memory(), plain=r) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
-    means = (0.0101, 0.0102, 0.0103), (0.0201, 0.0202, 0.0203)
     step = AccountArguments(size="xl", context_length=512).config()
     account = Account(config=step, device=find_device(H200), step_s=0.1, memory_bytes=40e9, ceiling_flops_per_s=7e14)
     found = {
@@ -94,8 +92,7 @@ def kinds():
         "account": (account_section(account, 10).tables, ("part", "step")),
         "parameters": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
                                count=1024, mfu=0.5)], ("quantity", "value")),
-        "compare": ([comparison_table(("--size small --no-ranges", "--size small"), means, compare(*means))],
-                    ("side", "configuration", "step")),
+        "compare": (comparison_section(("a", "b"), (records[:6], records[:6])).tables, ("size", "context", "B is")),
         "precision": (accumulation_section(accumulation_study()).tables, ("sum", "addend", "result")),
     }  # fmt: skip
     assert tuple(found) == KINDS

@@ -1,41 +1,17 @@
 """Two sides compared: the verdict on each configuration, what is refused, and the pictures of both."""
 
 import csv
-import re
 from pathlib import Path
 
 import pytest
-import scipy.stats
 
-from cs336_systems.analysis.compare import compare
 from cs336_systems.record import WarningCode, load_records
-from cs336_systems.report.formats import WRITERS
+from cs336_systems.report.compared import comparison_section, ratio_charts
 from cs336_systems.report.plots.draw import draw
 from cs336_systems.report.section import texts_of
-from cs336_systems.report.sections.comparison import comparison_table, processes_chart, ratio_charts, sweeps_section
 from tests.report.making import HOSTILE, make_config, make_environment, make_failure, make_record
 
-DATA = Path(__file__).parents[3] / "data/published/e2e_benchmark"
-
-
-@pytest.mark.parametrize(("num_a", "num_b"), [(2, 2), (2, 5), (5, 5)])
-def test_the_means_of_all_processes_and_an_interval_of_three_or_more(num_a, num_b):
-    sides = [[0.1 + i / 1e3 for i in range(num_a)], [0.2 + i / 1e3 for i in range(num_b)]]
-    table = comparison_table(("x", "y"), sides, compare(*sides))
-    cells = [dict(zip([heading.name for heading in table.headings], row, strict=True)) for row in table.rows]
-    for row, means in zip(cells, sides, strict=True):
-        assert row["step of each process"] == ", ".join(f"{mean * 1e3:.3f}" for mean in means)
-        if len(means) < 3:
-            assert (row["step"], row.get("95 % interval", "")) == (f"{sum(means) / len(means) * 1e3:.1f}", "")
-        else:
-            expected = scipy.stats.t.interval(0.95, len(means) - 1, sum(means) / len(means), scipy.stats.sem(means))
-            ends = [float(end) / 1e3 for end in row["95 % interval"].split(" to ")]
-            assert ends == pytest.approx(expected, rel=1e-2)
-            assert "±" in row["step"]
-    if min(num_a, num_b) < 3:
-        assert any("--repeats 5" in note for note in table.notes)
-    if max(num_a, num_b) < 3:
-        assert not any(re.search(r"\d to [+-]?\d|±", write(table)) for write in WRITERS.values())
+DATA = Path(__file__).parents[2] / "data/published/e2e_benchmark"
 
 
 def by_config(section):
@@ -53,7 +29,7 @@ def test_every_configuration_has_a_row_with_its_verdict() -> None:
     ]
     b.append(make_failure(make_config("large", 128, precision="bf16")))
     b.append(make_record(make_config("2.7B", 128, precision="bf16"), (1, 1)))
-    section = sweeps_section(("old", "new"), (a, b))
+    section = comparison_section(("old", "new"), (a, b))
     found = by_config(section)
     verdicts = {key: row["verdict"] for key, row in found.items()}
     assert verdicts == {
@@ -75,10 +51,12 @@ def test_the_interval_is_of_processes_where_both_sides_have_three() -> None:
     """Three processes that differ by 5 % tell nothing of 4 %, however little the steps of each scatter."""
     a = [make_record(make_config(repeat=i), [mean_s] * 10) for i, mean_s in enumerate((0.095, 0.1, 0.105))]
     b = [make_record(make_config(repeat=i, seed=1), [mean_s] * 10) for i, mean_s in enumerate((0.099, 0.104, 0.109))]
-    (of_three,) = sweeps_section(("a", "b"), (a, b)).rows
+    (of_three,) = comparison_section(("a", "b"), (a, b)).rows
     assert (of_three["verdict"], of_three["a_processes"]) == ("cannot tell", 3)
-    (of_one,) = sweeps_section(("a", "b"), (a[1:2], b[1:2])).rows
+    (of_one,) = comparison_section(("a", "b"), (a[1:2], b[1:2])).rows
     assert of_one["verdict"] == "cannot tell", "one process each tells less than three"
+    (note,) = [note for note in comparison_section(("a", "b"), (a, b)).tables[0].findings if "processes" in note]
+    assert note.startswith("Cannot tell B from A: +4.01 % step time, 99 % interval")
 
 
 def test_a_ratio_of_times_in_doubt_is_marked() -> None:
@@ -86,27 +64,27 @@ def test_a_ratio_of_times_in_doubt_is_marked() -> None:
         [make_record(make_config(precision=precision), (step_s, step_s), codes=codes)]
         for precision, step_s, codes in (("fp32", 0.1, ()), ("bf16", 0.2, (WarningCode.UNSTABLE,)))
     )
-    (table,) = sweeps_section(("a", "b"), (a, b)).tables
+    (table,) = comparison_section(("a", "b"), (a, b)).tables
     assert "2.00 ?" in table.rows[0]
 
 
 def test_another_warm_up_is_refused_unless_allowed() -> None:
     a, b = ([make_record(make_config(warmup_steps=steps), (0.1, 0.1))] for steps in (5, 2))
     with pytest.raises(ValueError, match="A had 5 warm-up steps and B had 2"):
-        sweeps_section(("a", "b"), (a, b))
-    assert len(sweeps_section(("a", "b"), (a, b), allow_mixed=True).rows) == 1
+        comparison_section(("a", "b"), (a, b))
+    assert len(comparison_section(("a", "b"), (a, b), allow_mixed=True).rows) == 1
     both = [*a, *b]
-    assert [row["ratio"] for row in sweeps_section(("a", "b"), (both, both)).rows] == [1, 1], "a study of warm-up"
+    assert [row["ratio"] for row in comparison_section(("a", "b"), (both, both)).rows] == [1, 1], "a study of warm-up"
 
 
 def test_one_configuration_on_two_devices_and_sweeps_without_a_common_one_are_refused() -> None:
     two = [make_record(make_config(), (0.1, 0.1), device_name=name) for name in ("NVIDIA H200", "NVIDIA A100")]
     with pytest.raises(ValueError, match="several devices"):
-        sweeps_section(("a", "b"), (two, two), allow_mixed=True)
+        comparison_section(("a", "b"), (two, two), allow_mixed=True)
     sizes = ("small", "xl"), ("medium", "large")
     a, b = ([make_record(make_config(size, 128), (0.1, 0.1)) for size in own] for own in sizes)
     with pytest.raises(ValueError, match="no configuration of A is in B"):
-        sweeps_section(("a", "b"), (a, b))
+        comparison_section(("a", "b"), (a, b))
 
 
 def test_two_devices_are_compared_if_allowed_and_named() -> None:
@@ -114,7 +92,7 @@ def test_two_devices_are_compared_if_allowed_and_named() -> None:
         [make_record(make_config(size), (step_s, step_s), device_name=name) for size in ("small", "xl")]
         for name, step_s in (("NVIDIA H200", 0.1), ("NVIDIA A100", 0.2))
     )
-    section = sweeps_section(("a", "b"), (a, b), allow_mixed=True)
+    section = comparison_section(("a", "b"), (a, b), allow_mixed=True)
     assert [row["verdict"] for row in section.rows] == ["slower"] * 2
     assert "device (NVIDIA H200, NVIDIA A100)" in texts_of(section)["comparison.md"]
 
@@ -124,7 +102,7 @@ def test_hostile_names_are_inert() -> None:
         [make_record(make_config(model_factory=factory), (step_s, step_s))]
         for factory, step_s in (("a:b", 0.1), ("c:d", 0.2))
     )
-    texts = texts_of(sweeps_section((HOSTILE, HOSTILE), (a, b)))
+    texts = texts_of(comparison_section((HOSTILE, HOSTILE), (a, b)))
     assert "<img" not in texts["comparison.md"]
     assert all("\x1b" not in text and "\0" not in text for text in texts.values())
     assert make_environment().identity.device_name in texts["comparison.csv"]
@@ -133,7 +111,7 @@ def test_hostile_names_are_inert() -> None:
 def test_the_committed_sweeps_have_a_verdict_in_every_row() -> None:
     """The ratios are those of the means in the committed tables."""
     sides = [load_records(DATA / name / "runs")[0] for name in ("train_fp32", "train_bf16")]
-    found = by_config(sweeps_section(("fp32", "bf16"), sides))
+    found = by_config(comparison_section(("fp32", "bf16"), sides))
     tables = []
     for name in ("train_fp32", "train_bf16"):
         with (DATA / name / "results.csv").open(newline="") as file:
@@ -197,14 +175,3 @@ def test_an_interval_that_says_nothing_leaves_the_others_visible():
 def test_one_ratio_is_no_picture():
     assert ratio_charts(ROWS[:1], "") == []
     assert ratio_charts([ROWS[0], ROWS[4]], "") == []
-
-
-def test_the_processes_of_both_sides_stand_in_their_order():
-    chart = processes_chart(("old", "new"), [[0.1, 0.2, 0.3], [0.4, 0.5]])
-    (panel,) = chart.panels
-    assert [[(point.x, point.value) for point in curve.line.points] for curve in panel.curves] == [
-        [(1, pytest.approx(100)), (2, pytest.approx(200)), (3, pytest.approx(300))],
-        [(1, pytest.approx(400)), (2, pytest.approx(500))],
-    ]
-    assert [curve.line.name for curve in panel.curves] == ["A", "B"]
-    assert "old" in chart.settings
