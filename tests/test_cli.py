@@ -501,7 +501,6 @@ READS = {
     "kernels, record": ("x.json", "kernels kernels.json --record x.json"),
     "memory": ("x.pickle", "memory x.pickle"),
     "memory, profile": ("x.json", "memory x.json"),
-    "memory, second": ("x.json", "memory memory.json x.json"),
     "memory, record": ("x.json", "memory memory.json --record x.json"),
     "report": ("x", "report x"),
     "ceilings, measured": ("x.json", "ceilings --device cpu --measured x.json"),
@@ -647,7 +646,7 @@ def test_no_side_is_taken_from_an_earlier_comparison(
     [
         ("--profile", "a profiler makes a run slower"),
         ("--json", "leave out --json"),
-        ("--output x", "leave out --json"),
+        ("--output x", "leave out --output"),
     ],
 )
 def test_a_side_is_a_plain_run_and_no_more(

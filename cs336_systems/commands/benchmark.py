@@ -186,7 +186,7 @@ def _print_memory(config: RunConfig, runs: Path) -> None:
     """Print where the memory went, for a run that ran out of memory too."""
     from cs336_systems.analysis.memory.profile import read_memory_profile
     from cs336_systems.report.sections.memory.entries import MemoryEntry
-    from cs336_systems.report.sections.memory.files import memory_tables
+    from cs336_systems.report.sections.memory.tables import memory_tables
     from cs336_systems.report.terminal import print_table
     from cs336_systems.sweep.store import memory_profile_path
 

@@ -65,7 +65,7 @@ class CompareArguments(MeasuringArguments):
     fail_if_slower: Annotated[float | None, unset("PERCENT", "no limit")] = None
     """End with status 1 if the verdict on any configuration is that B is slower, by more than this."""
     repeats: int = 5
-    """Fresh processes of each; two give no interval, and so no verdict on two configurations."""
+    """Fresh processes of each."""
     allow_mixed: Switch = False
     """Go on with records that come from another GPU, driver, torch, code, own model, token file or warm-up."""
     name: Annotated[str | None, unset("NAME", "made of A and B; finished sweeps are compared without writing")] = None
@@ -241,34 +241,47 @@ def grids_of_flags(sides: Sequence[str]) -> list[Sequence[RunConfig]]:
     """The configurations of both sides; flags of a sweep on one make both of them sweeps."""
     words = [checked(functools.partial(shlex.split, side)) for side in sides]
     flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for own in words for word in own}
-    if flags & GRID_FLAGS:
-        sweeps = [_sweep_of(side, own) for side, own in zip(sides, words, strict=True)]
-        grids: list[Sequence[RunConfig]] = [checked(sweep.plan).configs for sweep in sweeps]
-        devices = [sweep.step.device for sweep in sweeps]
-    else:
-        single = [_flags_of(side, own) for side, own in zip(sides, words, strict=True)]
-        grids = [[checked(side.config)] for side in single]
-        devices = [side.step.device for side in single]
-    for device in dict.fromkeys(devices):
+    asked = [_asked(side, own, bool(flags & GRID_FLAGS)) for side, own in zip(sides, words, strict=True)]
+    grids: list[Sequence[RunConfig]] = [
+        checked(each.plan).configs if isinstance(each, SweepArguments) else [checked(each.config)] for each in asked
+    ]
+    for device in dict.fromkeys(each.step.device for each in asked):
         explain_cpu_fallback(device)
     return grids
 
 
+def _asked(side: str, words: Sequence[str], is_sweep: bool) -> SweepArguments | BenchmarkArguments:
+    """Parse the flags of a side; raise UsageError for flags of `compare` itself."""
+    asked: SweepArguments | BenchmarkArguments
+    own: list[tuple[object, str]]
+    if is_sweep:
+        asked = sweep = parse(SweepArguments, "benchmark_sweep.py", words)
+        own = [(sweep, name) for name in ("repeats", "name", "output", "dry_run", "json")]
+        own += [(sweep.measuring, each.name) for each in fields(sweep.measuring)]
+    else:
+        asked = parse(BenchmarkArguments, "benchmark.py", words)
+        own = [(asked, "json"), (asked, "output")]
+    if given := [name for flags, name in own if getattr(flags, name) != getattr(type(flags), name)]:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(
+            f"{side.strip()}: a side is configurations and no more; leave out {named}, or give it to compare"
+        )
+    return asked
+
+
 def grids_of_records(sides: Sequence[Sequence[RunRecord]]) -> list[Sequence[RunConfig]]:
-    """The configurations of both sides; raise UsageError for those that cannot run here."""
-    plain = map(without_profiled, sides)
-    grids = [list(dict.fromkeys(record.config.configuration for record in side)) for side in plain]
-    for config in (config for grid in grids for config in grid):
-        if config.profiler is not Profiler.NONE:
-            raise UsageError("a profiler makes a run slower; compare runs without one")
-        if config.device is Device.CUDA:
-            checked(functools.partial(resolve_device, "cuda"))
+    """The configurations of both sides; raise UsageError where they need a GPU that is not here."""
+    grids = [[*dict.fromkeys(record.config.configuration for record in without_profiled(side))] for side in sides]
+    if any(config.device is Device.CUDA for grid in grids for config in grid):
+        checked(functools.partial(resolve_device, "cuda"))
     return [*grids]
 
 
 def pairs(grids: Sequence[Sequence[RunConfig]], allow_mixed: bool) -> list[tuple[RunConfig, RunConfig]]:
     """The configurations that are on both sides, in A's order; others are named on standard error."""
     a, b = grids
+    if any(config.profiler is not Profiler.NONE for config in (*a, *b)):
+        raise UsageError("a profiler makes a run slower; compare runs without one")
     if len(a) == len(b) == 1:
         return [(a[0], b[0])]
     from cs336_systems.report.compared import matched
@@ -288,27 +301,3 @@ def name_of(pairs: Sequence[tuple[RunConfig, RunConfig]]) -> str:
         return f"compare_{a.size}_{a.digest}_{b.digest}"
     digests = (hashlib.sha256("".join(config.digest for config in side).encode()) for side in zip(*pairs, strict=True))
     return f"compare_sweeps_{'_'.join(digest.hexdigest()[:10] for digest in digests)}"
-
-
-def _flags_of(side: str, words: Sequence[str]) -> BenchmarkArguments:
-    """Parse the flags of a side; raise UsageError for a profiler, and for flags about output."""
-    asked = parse(BenchmarkArguments, "benchmark.py", words)
-    if checked(asked.config).profiler is not Profiler.NONE:
-        raise UsageError(f"{side.strip()}: a profiler makes a run slower; compare runs without one")
-    if asked.json or asked.output != BenchmarkArguments.output:
-        raise UsageError(f"{side.strip()}: a side has no output of its own; leave out --json and --output")
-    return asked
-
-
-def _sweep_of(side: str, words: Sequence[str]) -> SweepArguments:
-    """Parse the flags of a side that is a sweep; raise UsageError for a profiler, and for flags of `compare` itself."""
-    asked = parse(SweepArguments, "benchmark_sweep.py", words)
-    if checked(lambda: asked.profiler) is not Profiler.NONE:
-        raise UsageError(f"{side.strip()}: a profiler makes a run slower; compare runs without one")
-    own = ("repeats", "name", "output", "dry_run", "json")
-    given = [name for name in own if getattr(asked, name) != getattr(SweepArguments, name)]
-    given += [each.name for each in fields(asked.measuring) if getattr(asked.measuring, each.name) != each.default]
-    if given:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(f"{side.strip()}: a side is a grid and no more; leave out {flags}, or give it to compare")
-    return asked

@@ -71,7 +71,7 @@ def run(arguments: MemoryArguments) -> int:
         profile = _explain(file, config)
         from cs336_systems.analysis.memory.profile import encode_memory_profile
         from cs336_systems.report.sections.memory.entries import MemoryEntry
-        from cs336_systems.report.sections.memory.files import memory_tables, write_memory
+        from cs336_systems.report.sections.memory.tables import memory_tables, write_memory
 
         if arguments.output is not None:
             status("drawing and writing")

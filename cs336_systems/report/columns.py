@@ -360,8 +360,6 @@ COLUMNS: dict[str, Column] = {
                              "512 bytes, and a rest of up to 1 MiB is not split off."),
     "peak_requested_bytes": Column("peak asked for", "",
                                    "The peak without rounding: what PyTorch's viewer draws."),
-    "peak_recorded_bytes": Column("peak recorded", "",
-                                  "The peak with what was held throughout as blocks, all else as asked for."),
     "held_bytes": Column("held throughout", "", "There before the recording and after it."),
     "reserved_at_peak_bytes": Column("reserved at the peak", "", "Segments that PyTorch held then."),
     "fragmentation_bytes": Column("fragmentation", "",

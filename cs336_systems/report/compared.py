@@ -62,7 +62,6 @@ LOOKS = {Verdict.FASTER: ("#0072B2", "o"), Verdict.SLOWER: ("#D55E00", "s"), Ver
 ROW_INCHES, LEAST_INCHES, MOST_INCHES = 0.42, 6.4, 30.0
 BEYOND = 1.15
 """Factor by which the axis is longer than the ratios and their intervals."""
-TICKS = [step * 10.0**power for power in range(-2, 4) for step in (1, 2, 5)]
 WIDEST = 10.0
 """Factor around the ratios within which intervals are shown whole."""
 
@@ -324,8 +323,7 @@ def ratio_charts(rows: Sequence[Row], settings: str) -> list[Chart]:
     low, high = min(ratios) / WIDEST, max(ratios) * WIDEST
     shown = [1.0, *ratios, *(min(max(end, low), high) for end in ends)]
     limits = min(shown) / BEYOND, max(shown) * BEYOND
-    ticks = [tick for tick in TICKS if limits[0] <= tick <= limits[1]]
-    y = Axis(label="step of B / step of A", unit="times A's step", is_log=True, limits=limits, ticks=ticks)
+    y = Axis(label="step of B / step of A", unit="times A's step", is_log=True, limits=limits)
     panel = Panel(
         x=Axis(names=[row["name"] for row in known]), y=y, curves=list(_curves(known)),
         references=[Reference(value=1.0, colour=GREY, name="as fast as A")],

@@ -239,7 +239,7 @@ def test_the_configurations_of_two_directories_are_measured_again(measured, here
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--nsys", "a profiler makes a run slower"),
+        ("--profile", "a profiler makes a run slower"),
         ("--name x", "leave out --name"),
         ("--repeats 3", "leave out --repeats"),
         ("--fresh", "leave out --fresh"),

@@ -28,7 +28,7 @@ from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import ladder_section
 from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.files import memory_tables
+from cs336_systems.report.sections.memory.tables import memory_tables
 from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
 from cs336_systems.report.table import Table

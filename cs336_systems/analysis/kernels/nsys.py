@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, ProfileError, joined
-from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
+from cs336_systems.analysis.columns import SQLITE_MAGIC, Ints, ProfileError, joined, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import (
     ApiCalls,
     DeviceWork,

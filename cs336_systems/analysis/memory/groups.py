@@ -164,7 +164,6 @@ def places_of(stack: Stack) -> tuple[Place, ...]:
 
 _ROLE_OF_PHASE: Mapping[str, Role] = {Phase.FORWARD: Role.ACTIVATION, Phase.OPTIMIZER: Role.WEIGHT}
 """The role of tensors that a phase allocates; backward is absent because it allocates both roles."""
-_BACKWARD, _OPTIMIZER_FILES = "backward", ("/optim/", "/optimizer.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +185,7 @@ class Groups:
         self._known = known
         rows, sighting = known.replay.allocations, known.contents.sighting
         used, self._stack_of_row = np.unique(rows.stack, return_inverse=True)
-        self._stacks = [known.stacks[number] for number in used.tolist()]
-        self._places = [places_of(stack) for stack in self._stacks]
+        self._places = [places_of(known.stacks[number]) for number in used.tolist()]
         self._names = [short_name(sighting) for sighting in known.sightings]
         self._phase_names = ("", *known.phases.names)
         self._phase_of_row = np.where(rows.start == BEFORE, 0, known.phases.at(rows.start) + 1)
@@ -209,15 +207,10 @@ class Groups:
         self._members = np.split(order, np.flatnonzero(is_new)[1:])
 
     def largest(self, chosen: Mask, live: Mask, limit: int) -> tuple[LikeAllocations, ...]:
-        """The groups of the chosen allocations, the largest allocations first; `live` are the allocations at the peak.
-
-        Returns at least `limit` groups, if there are so many, and all groups of the smallest size among these.
-        """
+        """At most `limit` groups of the chosen allocations, the largest first; `live` are those at the peak."""
         counts = np.bincount(self._group[chosen], minlength=len(self._first))
-        sizes = self._known.replay.allocations.requested_bytes[self._first]
-        order = np.lexsort((-counts, -sizes))
-        order = order[counts[order] > 0]
-        return tuple(self._row(group, live) for group in order[np.isin(sizes[order], sizes[order[:limit]])].tolist())
+        order = np.lexsort((-counts, -self._known.replay.allocations.requested_bytes[self._first]))
+        return tuple(self._row(group, live) for group in order[counts[order] > 0][:limit].tolist())
 
     def at_peak(self, live: Mask) -> tuple[LikeAllocations, ...]:
         """The groups that have live allocations, those first that take most memory."""
@@ -273,7 +266,7 @@ class Groups:
             return _ROLE_OF_PHASE.get(phase)
         if CATEGORIES[contents.category[row]] is Category.HELD or rows.start[row] == BEFORE:
             return Role.WEIGHT
-        return _role_of_code(self._stacks[self._stack_of_row[row]])
+        return None
 
 
 def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:
@@ -283,15 +276,6 @@ def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:
     return formulas.sighted(
         sighting.num_bytes, sighting.shape, sighting.dtype, role, what_saved(name) if is_saved else ""
     )
-
-
-def _role_of_code(stack: Stack) -> Role | None:
-    """The role of what code allocates outside of known phases; None for backward (both roles) and without a stack."""
-    if not stack or any(frame.name == _BACKWARD for frame in stack):
-        return None
-    if any(word in frame.filename for frame in stack for word in _OPTIMIZER_FILES):
-        return Role.WEIGHT
-    return Role.ACTIVATION
 
 
 def _common(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import psutil
 
-from cs336_systems.analysis.columns import Columns, Ints, ProfileError
-from cs336_systems.analysis.files import read_head, what_it_is
+from cs336_systems.analysis.columns import Columns, Ints, ProfileError, read_head, what_it_is
 from cs336_systems.text import counted
 
 NEEDED = "a memory snapshot of PyTorch"

@@ -1,7 +1,7 @@
 """Pictures of memory: one profile over time, and the peaks of several runs as bars."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -30,14 +30,10 @@ from cs336_systems.report.sections.memory.entries import (
 )
 from cs336_systems.text import inert_line, shorten
 
-SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
-"""Short names of phases, for where the whole name does not fit."""
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""
 HEADROOM = 1.17
 """Upper end of the scale over the highest value: leaves room for the words at the peak."""
-APART = 0.16
-"""Part of the panel's height: if peak and reserved memory are closer than this, the words stand above both."""
 VISIBLE = 1 / 500
 """Smallest part of the highest value with which a category is in the legend."""
 FLAT = 0.85
@@ -54,13 +50,10 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
 
     The points of the timeline are equally far apart, as in PyTorch's viewer: on the CPU's clock, waiting for the GPU
     would take most of the width. If nearly all memory stays allocated, as in inference, a second panel enlarges what
-    changes. `name` of the run is the title; `settings` replace the name of the file. Raise ValueError for a timeline
-    without points.
+    changes. `name` of the run is the title; `settings` replace the name of the file.
     """
-    if not profile.timeline.time_s:
-        raise ValueError(f"{profile.source}: a picture needs points on the timeline, but this profile has none")
     source = shorten(inert_line(profile.source).replace(", ", " "), LONGEST_SOURCE)
-    words = [settings or source, f"GPU {profile.device}", *_oom_words(profile), "legend: sizes at the peak"]
+    words = [settings or source, f"GPU {profile.device}", "legend: sizes at the peak"]
     shown = _shown(profile)
     failed = ", out of memory" if profile.work.out_of_memory else ""
     title = shorten(inert_line(name), LONGEST_NAME) or "Memory over time"
@@ -93,12 +86,6 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     return figure
 
 
-def _oom_words(profile: MemoryProfile) -> Iterator[str]:
-    if failure := profile.work.first_failure:
-        where = f" in {shorten(inert_line(failure.phase), 20)} of step {failure.step}" if failure.phase else ""
-        yield f"asked for {size(failure.requested_bytes)} with {size(failure.free_bytes)} free{where}"
-
-
 def _shown(profile: MemoryProfile) -> dict[Category, int]:
     """Categories that are large enough to be seen, from the bottom up, with their bytes at the peak."""
     timeline, least, peak = profile.timeline, VISIBLE * _highest(profile), by_category(profile.peak)
@@ -117,13 +104,13 @@ def _x(profile: MemoryProfile, time_s: float) -> int:
 def _draw_stack(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
     timeline = profile.timeline
     x = np.arange(len(timeline.time_s))
-    bottom = np.zeros(len(x))
-    for category, values in zip(timeline.categories, timeline.num_bytes, strict=True):
-        top = bottom + np.array(values) / unit.num_bytes
-        if any(values):
-            colour = palette.CATEGORY_COLOURS[category]
-            panel.fill_between(x, bottom, top, step="post", color=colour, linewidth=0, label=str(category))
-        bottom = top
+    rows = {own: np.array(values) for own, values in zip(timeline.categories, timeline.num_bytes, strict=True)}
+    there = [category for category, values in rows.items() if values.any()]
+    if there:
+        panel.stackplot(
+            x, [rows[category] / unit.num_bytes for category in there], labels=there, step="post", linewidth=0,
+            colors=[palette.CATEGORY_COLOURS[category] for category in there],
+        )  # fmt: skip
     panel.plot(x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
     panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
     panel.set_ylim(0, HEADROOM * _highest(profile) / unit.num_bytes or 1.0)
@@ -203,24 +190,22 @@ def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
 def _write_between(
     panel: Axes, profile: MemoryProfile, phases: Sequence[PhaseMemory], name: str, y: float, bold: bool = False
 ) -> None:
-    """The name, or a short one, above the middle of the phases if it fits."""
+    """The name above the middle of the phases if it fits."""
     begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
     room = (end - begin) / panel.get_xlim()[1] / CHARACTER
-    fitting = next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), "")
-    if fitting:
+    if len(name) < room:
         panel.text(
-            (begin + end) / 2, y, drawing.inert(fitting), ha="center", va="bottom", fontsize=8.5,
+            (begin + end) / 2, y, drawing.inert(name), ha="center", va="bottom", fontsize=8.5,
             transform=panel.get_xaxis_transform(), fontweight="bold" if bold else "normal",
         )  # fmt: skip
 
 
 def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
-    """A point at the peak with its size in words, which stand above the line of reserved memory if that is close."""
+    """A point at the peak with its size in words above all lines."""
     peak = profile.peak
     x, y = int(_allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes
     limit = panel.get_ylim()[1]
-    reserved = peak.reserved_bytes / unit.num_bytes
-    base = y if reserved - y > APART * limit else max(y, _highest(profile) / unit.num_bytes)
+    base = _highest(profile) / unit.num_bytes
     across = x / panel.get_xlim()[1]
     side = "left" if across < 0.2 else "right" if across > 0.8 else "center"
     where = f", in {drawing.inert(peak.phase, 20)}" if peak.phase else ""

@@ -1,8 +1,13 @@
-"""Tables of memory: the peak and its categories, phase by phase, the largest allocations, what a block saves."""
+"""Tables of memory: the peak and its categories, phase by phase, the largest allocations, what a block saves.
+
+They are for a terminal and for the files of a directory, of one snapshot or of the runs of a sweep.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
+from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import (
     Category,
@@ -11,20 +16,25 @@ from cs336_systems.analysis.memory.profile import (
     MemoryProfile,
     Moment,
     SavedTensor,
+    encode_memory_profile,
 )
 from cs336_systems.config import Mode
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.entries import identities_of, over_configurations, rows_of
-from cs336_systems.report.identity import rows_without
+from cs336_systems.report.entries import identities_of, labels, over_configurations, rows_of, settings
+from cs336_systems.report.formats import to_markdown
+from cs336_systems.report.frame import order
+from cs336_systems.report.identity import file_names, rows_without
 from cs336_systems.report.numbers import GIB, MIB, label, percent, ratio
-from cs336_systems.report.section import Section
+from cs336_systems.report.plots.draw import Drawing
+from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
 from cs336_systems.report.sections.memory.entries import (
     GIB_CELL,
     MIB_CELL,
     START,
     MemoryEntry,
     MemoryUnit,
+    about,
     check_words,
     difference_bytes,
     fields_of,
@@ -37,13 +47,17 @@ from cs336_systems.report.sections.memory.entries import (
     typical,
     unit_for,
 )
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.sections.memory.findings import findings
+from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
+from cs336_systems.report.table import Table, findings_table, make_table, with_note
 from cs336_systems.text import counted
 
 SMALL = 0.01
 """Part of the largest total below which a category is dropped first on a narrow terminal."""
 NUM_CONTRIBUTORS = 5
 """Largest tensors of a block to list; the course asks for five."""
+TOP_OF_RUNS = 3
+"""Largest allocations to list for each of several runs."""
 _PHASE_KEYS = (
     "step", "phase", "status", "begin_ms", "end_ms", "begin_bytes", "peak_bytes", "peak_ms", "end_bytes"
 )  # fmt: skip
@@ -128,7 +142,6 @@ def _peak(entry: MemoryEntry) -> Iterator[Row]:
         "predicted_peak_allocated_bytes": entry.predicted_peak_bytes,
         "rounding_bytes": profile.rounding_bytes_at_peak,
         "peak_requested_bytes": profile.peak_requested_bytes,
-        "peak_recorded_bytes": profile.peak_recorded_bytes,
         "held_bytes": profile.held_bytes,
         "reserved_at_peak_bytes": peak.reserved_bytes,
         "fragmentation_bytes": fragmentation_bytes(profile),
@@ -364,3 +377,59 @@ def blocks(profile: MemoryProfile) -> Section:
         notes.append(f"Of these, {size(again)} are not kept from forward on: backward computes them again.")
     title = f"Largest tensors that {label(block.name)} saves for backward"
     return Section(name="blocks", tables=(make_table(title, columns, tensors[:NUM_CONTRIBUTORS], notes),), rows=rows)
+
+
+def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Section]:
+    """All sections in reading order, then pictures; a single snapshot also has one on the blocks of its model.
+
+    The picture of a single snapshot is `timeline`. Runs have theirs as `<key>_timeline`, and several a bar each in
+    `peaks`.
+    """
+    entries = _in_order(entries)
+    found = [peaks(entries), boundaries(entries), phases(entries), largest(entries, top)]
+    profile = entries[0].profile
+    if entries[0].config is None:
+        timeline = Section(name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))])
+        return [*found, blocks(profile), timeline]
+    return [*found, Section(name="plots", pictures=[*peak_charts(entries), *_timelines(entries)])]
+
+
+def memory_tables(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Table]:
+    """Tables for a terminal: peaks of runs; findings and all sections of a single snapshot."""
+    if not entries or entries[0].config is not None:
+        return list(peaks(_in_order(entries)).tables) if entries else []
+    details = [table for section in sections_of(entries, top) for table in section.tables]
+    return [_findings(entries[0].profile), *details]
+
+
+def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path]:
+    """Write memory.json, findings.md, each section in every format, and plots/ into the directory; return the paths.
+
+    The directory is made. The files of an empty section are removed.
+    """
+    files: dict[str, str | bytes] = {
+        "memory.json": encode_memory_profile(profile),
+        "findings.md": to_markdown(_findings(profile)),
+    }
+    for section in sections_of([MemoryEntry(profile=profile)], top):
+        files |= {**texts_of(section, about(profile)), **pngs_of(section)}
+    return write_files(files, directory)
+
+
+def _in_order(entries: Sequence[MemoryEntry]) -> list[MemoryEntry]:
+    """Runs in the order of tables; a single snapshot as it is."""
+    return sorted(entries, key=lambda entry: order(entry.config) if entry.config else ())
+
+
+def _findings(profile: MemoryProfile) -> Table:
+    """The findings as a table, with the name of the snapshot below it."""
+    return with_note(findings_table(findings(profile)), about(profile))
+
+
+def _timelines(entries: Sequence[MemoryEntry]) -> list[Drawing]:
+    titles = labels(entries, always=("size", "context_length", "mode", "precision"))
+    stems = file_names(entry.config.key for entry in entries if entry.config)
+    return [
+        Drawing(f"{stem}_timeline", partial(draw_memory, entry.profile, settings([entry]), title))
+        for entry, title, stem in zip(entries, titles, stems, strict=True)
+    ]
