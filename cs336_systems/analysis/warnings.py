@@ -25,13 +25,13 @@ MIN_OUTLIER = 0.05
 FULL_CLOCK = 0.995
 """Share of the maximal SM clock from which on a GPU is not throttled, whatever reason it names."""
 MIN_DRIFT = 0.01
-"""Least drift, relative to the mean: of the last step from the first, or the coefficient of variation of correlated
-steps."""
+"""Least drift, relative to the mean: of the last step from the first, of the second half from the first, or the
+coefficient of variation of correlated steps."""
 MIN_DRIFT_STEPS = 10
 """Fewest steps for a warning about drift; with fewer, noise looks like drift too often."""
 MAX_T = 4.5
-"""Standard errors above which a slope is significant: by chance in 1 of 500 runs of 10 independent steps, in fewer of
-longer runs."""
+"""Standard errors above which a slope, or the difference between halves, is significant: by chance in 1 of 500 runs of
+10 independent steps, in fewer of longer runs."""
 MIN_LAG1 = 0.5
 """Least lag-1 autocorrelation r that warns: 3 such steps are worth 1 independent step, by (1 + r) / (1 - r)."""
 MAX_LAG1_Z = 2.5
@@ -163,7 +163,7 @@ def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
 def _drift(times_s: Sequence[float], repeated: Repeated) -> str | None:
     if len(times_s) < MIN_DRIFT_STEPS:
         return None
-    seen = _slope_seen(times_s, repeated) or _correlation_seen(times_s, repeated)
+    seen = _slope_seen(times_s, repeated) or _halves_seen(times_s, repeated) or _correlation_seen(times_s, repeated)
     if seen is None:
         return None
     return f"{seen}: use {repeated.warmup}, and look at the clocks and the temperature"
@@ -177,6 +177,17 @@ def _slope_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
     return (
         f"the {repeated.name} time changed steadily by {_signed_percent(change)} over {len(times_s)} {repeated.plural}"
     )
+
+
+def _halves_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    half = len(times_s) // 2
+    first, second = times_s[:half], times_s[-half:]
+    difference = statistics.fmean(second) - statistics.fmean(first)
+    error = math.sqrt((statistics.variance(first) + statistics.variance(second)) / half)
+    change = difference / statistics.fmean(times_s)
+    if abs(difference) <= MAX_T * error or abs(change) < MIN_DRIFT:
+        return None
+    return f"the second half of the {repeated.plural} took {_signed_percent(change)} against the first half"
 
 
 def _correlation_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:

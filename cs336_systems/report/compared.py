@@ -1,4 +1,4 @@
-"""Two sides compared, each one configuration or a sweep: the verdict on each configuration, as a table and a picture.
+"""Two sides compared, each one configuration or a sweep: the verdict on each configuration, as a table.
 
 What was compared is kept in COMPARISON_FILE, from which the tables are made again.
 """
@@ -18,7 +18,6 @@ from cs336_systems.analysis.compare import (
     STEP_FACTOR,
     TIME_DEVIATION,
     Matching,
-    Verdict,
     compare_processes,
     least_difference,
     match,
@@ -30,25 +29,22 @@ from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.files import read_json
 from cs336_systems.record import Measurement, RecordError, RunRecord, Status, load_records, read_record
-from cs336_systems.report.columns import WIDEST_RATIO, Row, column
+from cs336_systems.report.columns import Row, column
 from cs336_systems.report.frame import codes_of, rows_of, to_frame
 from cs336_systems.report.identity import (
     ALWAYS,
     SHAPE,
     heading,
     identity_columns,
-    names_of,
     rows_without,
     shared_settings,
     without_unused,
 )
 from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.plots.charts import Axis, Chart, Curve, Line, Panel, Point, Reference
-from cs336_systems.report.plots.palette import GREY
-from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
+from cs336_systems.report.section import Section, texts_of, write_files
 from cs336_systems.report.table import known, make_table
 from cs336_systems.report.words import status_text
-from cs336_systems.text import counted, inert_line, text_of
+from cs336_systems.text import counted, text_of
 
 COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
@@ -57,13 +53,6 @@ SWEEPS = ("a_step_mean_ms", "b_step_mean_ms", "ratio", "ratio_low", "verdict", "
 VALUES = ("verdict", "ratio", "ratio_low", "ratio_high", "a_step_mean_ms", "a_step_std_ms", "a_processes", "a_status",
           "a_warnings", "b_step_mean_ms", "b_step_std_ms", "b_processes", "b_status", "b_warnings")  # fmt: skip
 """Columns of the CSV file after those of the configuration."""
-LOOKS = {Verdict.FASTER: ("#0072B2", "o"), Verdict.SLOWER: ("#D55E00", "s"), Verdict.CANNOT_TELL: (GREY, "D")}
-"""Colour and mark of each verdict."""
-ROW_INCHES, LEAST_INCHES, MOST_INCHES = 0.42, 6.4, 30.0
-BEYOND = 1.15
-"""Factor by which the axis is longer than the ratios and their intervals."""
-WIDEST = 10.0
-"""Factor around the ratios within which intervals are shown whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +78,7 @@ class Sides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The verdict on each configuration of two sides, and the table and the picture that show it."""
+    """The verdict on each configuration of two sides, and the table that shows it."""
 
     sides: Sides
     records: Sequence[Sequence[RunRecord]]
@@ -111,8 +100,8 @@ class Compared:
         return {"sides": sides, "results": self.section.json}
 
     def write(self, directory: Path) -> None:
-        """Write the tables and pictures."""
-        write_files({**texts_of(self.section), **pngs_of(self.section)}, directory)
+        """Write the table in every format."""
+        write_files(texts_of(self.section), directory)
 
 
 def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]]) -> Compared:
@@ -200,8 +189,6 @@ def comparison_section(
     ]
     always = [name for name in ALWAYS if name not in matching.differing]
     identities = [row["identity"] for row in rows]
-    for row, name in zip(rows, names_of(identities, always=always), strict=True):
-        row["name"] = inert_line(name)
     columns = [*identity_columns(rows, always), *known([column(key) for key in SWEEPS], rows)]
     shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
     told = [*_what_is_what(names, found, matching, are_alternate), *_counted(rows)]
@@ -209,8 +196,7 @@ def comparison_section(
     table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told)
     apart = [f"{name}_{side}" for name in matching.differing for side in "ab"]
     keys = (*without_unused(identities), *apart, *VALUES)
-    pictures = ratio_charts(rows, f"A is {names[0]}, B is {names[1]}; {shared}")
-    return Section(name="comparison", tables=(table,), rows=rows, keys=keys, pictures=pictures)
+    return Section(name="comparison", tables=(table,), rows=rows, keys=keys)
 
 
 def matched(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], *, allow_mixed: bool = False) -> Matching:
@@ -311,44 +297,3 @@ def _rules(rows: Sequence[Row]) -> Iterator[str]:
             f"measurement one of {100 * TIME_DEVIATION:g} %. One process of each side cannot tell differences below "
             f"{100 * least_difference():.1f} %: repeats can (--repeats {FEWEST})."
         )
-
-
-def ratio_charts(rows: Sequence[Row], settings: str) -> list[Chart]:
-    """B's step over A's with its interval, for each row that has one, by its `name`; none for fewer than two rows."""
-    known = [row for row in rows if row["ratio"] is not None]
-    if len(known) < 2:
-        return []
-    ratios = [row["ratio"] for row in known]
-    ends = [end for row in known for end in (row["ratio_low"], row["ratio_high"]) if end is not None]
-    low, high = min(ratios) / WIDEST, max(ratios) * WIDEST
-    shown = [1.0, *ratios, *(min(max(end, low), high) for end in ends)]
-    limits = min(shown) / BEYOND, max(shown) * BEYOND
-    y = Axis(label="step of B / step of A", unit="times A's step", is_log=True, limits=limits)
-    panel = Panel(
-        x=Axis(names=[row["name"] for row in known]), y=y, curves=list(_curves(known)),
-        references=[Reference(value=1.0, colour=GREY, name="as fast as A")],
-    )  # fmt: skip
-    width = min(max(LEAST_INCHES, ROW_INCHES * len(known)), MOST_INCHES)
-    title = f"Step of B over step of A, with {100 * CONFIDENCE:g} % intervals"
-    return [Chart(name="ratios", title=title, settings=settings, panels=[panel], size=(width, 4.0), legend=3)]
-
-
-def _curves(known: Sequence[Row]) -> Iterator[Curve]:
-    """The points of each verdict; those in doubt are hollow."""
-    for verdict, (colour, marker) in LOOKS.items():
-        for is_doubted in (False, True):
-            points = tuple(
-                _point(row) for row in known if row["verdict"] == verdict and row["ratio_is_doubted"] is is_doubted
-            )
-            line = Line(name=f"{verdict}{', in doubt' if is_doubted else ''}", points=points)
-            if points:
-                yield Curve(line=line, colour=colour, marker=marker, dash="", is_hollow=is_doubted, size=6.0)
-
-
-def _point(row: Row) -> Point:
-    """The ratio with its interval, which is cut off at a factor of WIDEST_RATIO."""
-    name, ratio, low, high = row["name"], row["ratio"], row["ratio_low"], row["ratio_high"]
-    if low is None or high is None:
-        return Point(x=name, value=ratio)
-    above, below = min(high, ratio * WIDEST_RATIO) - ratio, ratio - max(low, ratio / WIDEST_RATIO)
-    return Point(x=name, value=ratio, error=above, error_below=below)

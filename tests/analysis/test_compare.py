@@ -109,26 +109,14 @@ def comparison(ratio: float, low: float, high: float) -> Comparison:
             "Cannot tell B from A, and any difference is below 0.5 %: "
             "+0.20 % step time, 99 % interval +0.10 % to +0.30 %, 5 and 6 processes.",
         ),
+        (
+            (0.8, 0.49, 0.9),
+            "B is faster than A: -20.00 % step time, 99 % interval 0.49 to 0.9 times A's, 5 and 6 processes.",
+        ),
     ],
 )
 def test_the_sentence_says_the_verdict_and_its_numbers(interval, sentence) -> None:
     assert comparison(*interval).sentence == sentence
-
-
-def test_an_interval_beyond_twice_is_told_in_factors() -> None:
-    told = [comparison(1.2, low, high).sentence for low, high in ((0.5, 2.0), (0.49, 1.5), (0.9, 2.01))]
-    assert "interval -50.00 % to +100.00 %" in told[0]
-    assert "interval 0.49 to 1.5 times A's" in told[1]
-    assert "interval 0.9 to 2 times A's" in told[2]
-
-
-def test_times_without_any_scatter() -> None:
-    assert compare([1.0] * 3, [1.0] * 3).verdict is Verdict.CANNOT_TELL
-    assert compare([1.0] * 3, [2.0] * 3).verdict is Verdict.SLOWER
-
-
-def test_wildly_different_times_have_a_finite_answer() -> None:
-    assert compare([1e-300, 1e-150, 1.0], [1.0, 1e150, 1e300]).verdict is Verdict.CANNOT_TELL
 
 
 def test_interleave_is_a_b_b_a() -> None:
@@ -215,36 +203,9 @@ def test_without_any_scatter_the_interval_is_that_of_the_assumed_deviations() ->
     )
 
 
-def test_where_the_steps_scatter_much_the_interval_is_that_of_welch() -> None:
-    """Against 40 % of scatter 2 % is nothing, and then the formula is Welch's with a deviation that is doubled."""
-    a = Measurement(Phase.STEP, tuple(0.1 * (1 + 0.4 * sign) for sign in (-1, 1) * 3))
-    b = Measurement(Phase.STEP, tuple(0.1 * (1 + 0.8 * sign) for sign in (-1, 1) * 2))
-    found = compare_processes([a], [b])
-    deviations = [2 * np.std(each.times_s, ddof=1) / np.mean(each.times_s) for each in (a, b)]
-    variances = [deviation**2 for deviation in deviations]
-    freedom = sum(variances) ** 2 / (variances[0] ** 2 / 5 + variances[1] ** 2 / 3)
-    half_width = scipy.stats.t.ppf(0.995, freedom) * math.sqrt(sum(variances))
-    assert math.log(found.high / found.ratio) == pytest.approx(half_width, rel=0.01)
-
-
-def test_three_processes_of_each_side_are_compared_by_their_means_alone() -> None:
-    generator = np.random.default_rng(1)
-    a, b = simulate(generator, 0.1, 3, 0.02), simulate(generator, 0.12, 4, 0.02)
-    means = [[each.mean_s for each in side] for side in (a, b)]
-    assert compare_processes(a, b, are_alternate=True) == compare(*means)
-    assert compare_processes(a, b) == compare(*means, between=0.005)
-
-
 def test_a_single_step_tells_nothing_of_the_scatter() -> None:
     found = compare_processes([Measurement(Phase.STEP, (0.1,))], [Measurement(Phase.STEP, (0.2, 0.2))])
     assert (found.ratio, found.low, found.verdict) == (pytest.approx(2), None, Verdict.CANNOT_TELL)
-
-
-def test_swapping_the_sides_inverts_the_interval() -> None:
-    generator = np.random.default_rng(2)
-    a, b = simulate(generator, 0.1, 1, 0.01), simulate(generator, 0.2, 2, 0.003)
-    there, back = compare_processes(a, b), compare_processes(b, a)
-    assert (there.low, there.high) == pytest.approx((1 / back.high, 1 / back.low))
 
 
 @pytest.mark.parametrize("times_s", [(), (0.0, 0.0)])
@@ -305,12 +266,6 @@ def test_a_setting_that_follows_from_others_on_one_side_is_left_out() -> None:
     found = match(a, b)
     assert found.differing == ("compile",)
     assert found.pairs == ((0, 0), (1, 1))
-
-
-def test_two_sizes_are_not_matched_with_two_others() -> None:
-    a, b = (grid(size=sizes, context=[128]) for sizes in (["small", "medium"], ["large", "xl"]))
-    found = match(a, b)
-    assert (found.pairs, found.only_a, found.only_b) == ((), (0, 1), (0, 1))
 
 
 IDENTITY = {"device_name": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "code": "abc"}

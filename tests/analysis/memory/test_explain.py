@@ -28,8 +28,6 @@ from cs336_systems.analysis.memory.profile import (
     Moment,
     Place,
     encode_memory_profile,
-    read_memory_profile,
-    write_memory_profile,
 )
 from cs336_systems.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.programs import BATCH, BEFORE, MODEL, STACK, Program, Training
@@ -292,23 +290,6 @@ def test_a_phase_that_runs_out_of_memory_goes_on_to_the_end(tmp_path: Path) -> N
     )  # fmt: skip
 
 
-def test_the_first_of_several_failures_has_its_own_phase(tmp_path: Path) -> None:
-    """The program survives a failure in forward; a later one, in backward of another step, ends it."""
-    run = Training(limit_bytes=40 * MIB)
-    run.program.mark(0, "start")
-    assert run.program.malloc(50 * MIB) is None
-    run.program.free(run.program.malloc(MIB))
-    run.program.mark(0, "forward")
-    run.step(1)
-    run.forward(2)
-    assert run.program.malloc(60 * MIB) is None
-    profile = explain_memory(run.end(tmp_path))
-    failure = profile.work.first_failure
-    assert (profile.work.out_of_memory, failure.requested_bytes) == (2, 50 * MIB)
-    assert (failure.step, failure.phase) == (0, "forward")
-    assert [(p.step, p.phase) for p in profile.phases if not p.is_finished] == [(2, "backward")]
-
-
 def test_a_ring_that_has_lost_its_beginning_is_placed_from_its_end(training: Training, tmp_path: Path) -> None:
     program = training.program
     lost = 25
@@ -463,22 +444,6 @@ def test_what_backward_computes_again_belongs_to_its_block(tmp_path: Path) -> No
     assert (first.saved_bytes, first.recomputed_bytes) == (8000, 5000)
     assert [(t.name, t.num_bytes, t.is_recomputed) for t in second.saved] == [("ffn", 7000, True)]
     assert first.saved[1].explanation == "750 x 4: checkpoint of block 0"
-
-
-@pytest.mark.parametrize(
-    ("version", "words"),
-    [
-        (1, r"needed format version 2, got 1.*explain the snapshot again"),
-        (3, "version 3 is newer than this program's 2; update it"),
-    ],
-)
-def test_a_profile_of_another_version_says_what_to_do(
-    explained: MemoryProfile, tmp_path: Path, version: int, words: str
-) -> None:
-    path = tmp_path / "profile.json"
-    write_memory_profile(replace(explained, format_version=version), path)
-    with pytest.raises(ProfileError, match=words):
-        read_memory_profile(path)
 
 
 def test_frames_outside_of_installed_packages_are_the_place(tmp_path: Path) -> None:

@@ -117,10 +117,6 @@ def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
     assert panel.get_xlim() == (0, 7), "what comes later is of no step"
 
 
-def test_the_name_of_the_run_is_the_title() -> None:
-    assert "xl ctx 512 train fp32: peak 780.0 MiB" in texts(draw_memory(make_memory(), "H200", "xl ctx 512 train fp32"))
-
-
 def test_little_that_changes_on_top_of_much_is_enlarged() -> None:
     """5,000 MiB stay and 100 come and go: the second panel begins 10 MiB below and ends 10 MiB above what changes."""
     timeline = make_timeline((0, 6, 10), 5200, parameters=[5000] * 3, temporary=[0, 100, 0])
@@ -157,21 +153,6 @@ def test_bars_hold_the_categories_of_the_peak() -> None:
     assert marks == pytest.approx([900, 200])
     assert {"780.0 MiB\nin backward", "160.0 MiB\nin forward", "1.46 GiB"} <= set(texts(figure))
     assert "780.0 MiB\nout of memory" in texts(draw_peaks(make_oom(), make_oom()))
-
-
-def test_no_bar_is_cut_off_whichever_ran_out_of_memory() -> None:
-    """Bars that end at 160 and 780 MiB, of 900 reserved at most: the picture reaches that far."""
-    figure = draw_peaks(make_inference(), make_oom())
-    (panel,) = figure.axes
-    assert panel.get_xlim()[1] == pytest.approx(900 / 1024)
-    ends = {}
-    for patch in panel.patches:
-        bar = round(patch.get_y() + patch.get_height() / 2)
-        ends[bar] = max(ends.get(bar, 0.0), patch.get_x() + patch.get_width())
-    assert [ends[bar] * 1024 for bar in (0, 1)] == pytest.approx([160, 780])
-    marks = [x * 1024 for line in panel.lines for x in line.get_xdata()]
-    assert marks == pytest.approx([200, 900])
-    assert overlaps(figure) == []
 
 
 def test_one_run_needs_no_bar() -> None:
