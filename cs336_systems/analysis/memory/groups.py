@@ -246,27 +246,17 @@ class Groups:
     def _explanation(self, members: Ints, sightings: Sequence[Sighting], name: str) -> str:
         """The formulas of all members, each once."""
         formulas = self._known.formulas
-        texts = [explain_sighting(formulas, sighting, name) for sighting in sightings] or self._unsighted(members)
+        texts = [explain_sighting(formulas, sighting, name) for sighting in sightings] or [self._unsighted(members[0])]
         return OR.join(dict.fromkeys(formula for text in texts for formula in text.split(OR) if formula))
 
-    def _unsighted(self, members: Ints) -> list[str]:
-        """Explanations of allocations without a sighting, one for each role that one of them may have."""
-        known, first = self._known, int(members[0])
-        rows, places = known.replay.allocations, self._places[self._stack_of_row[first]]
-        requested, function = int(rows.requested_bytes[first]), places[0].function if places else ""
-        _, different = np.unique(2 * self._stack_of_row[members] + (rows.start[members] == BEFORE), return_index=True)
-        roles = dict.fromkeys(self._role(row) for row in members[different].tolist())
-        return [known.formulas.unsighted(requested, role, function, self._may_have_half) for role in roles]
-
-    def _role(self, row: int) -> Role | None:
-        """The role of an allocation without a sighting; None if it is not known."""
-        rows, contents = self._known.replay.allocations, self._known.contents
-        phase = self._phase_names[self._phase_of_row[row]]
-        if phase:
-            return _ROLE_OF_PHASE.get(phase)
-        if CATEGORIES[contents.category[row]] is Category.HELD or rows.start[row] == BEFORE:
-            return Role.WEIGHT
-        return None
+    def _unsighted(self, row: int) -> str:
+        """The formula of an allocation without a sighting. Its phase tells its role, if it was made in one."""
+        known, rows = self._known, self._known.replay.allocations
+        phase, places = self._phase_names[self._phase_of_row[row]], self._places[self._stack_of_row[row]]
+        is_old = CATEGORIES[known.contents.category[row]] is Category.HELD or rows.start[row] == BEFORE
+        role = _ROLE_OF_PHASE.get(phase) if phase else Role.WEIGHT if is_old else None
+        function = places[0].function if places else ""
+        return known.formulas.unsighted(int(rows.requested_bytes[row]), role, function, self._may_have_half)
 
 
 def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:

@@ -30,6 +30,8 @@ from cs336_systems.report.sections.memory.entries import (
 )
 from cs336_systems.text import inert_line, shorten
 
+SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
+"""Short names of phases, for where the whole name does not fit."""
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""
 HEADROOM = 1.17
@@ -190,12 +192,12 @@ def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
 def _write_between(
     panel: Axes, profile: MemoryProfile, phases: Sequence[PhaseMemory], name: str, y: float, bold: bool = False
 ) -> None:
-    """The name above the middle of the phases if it fits."""
+    """The name, or a short one, above the middle of the phases if it fits."""
     begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
     room = (end - begin) / panel.get_xlim()[1] / CHARACTER
-    if len(name) < room:
+    if fitting := next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), ""):
         panel.text(
-            (begin + end) / 2, y, drawing.inert(name), ha="center", va="bottom", fontsize=8.5,
+            (begin + end) / 2, y, drawing.inert(fitting), ha="center", va="bottom", fontsize=8.5,
             transform=panel.get_xaxis_transform(), fontweight="bold" if bold else "normal",
         )  # fmt: skip
 

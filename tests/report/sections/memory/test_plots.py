@@ -86,6 +86,19 @@ def test_memory_from_a_gib_on_is_drawn_in_gib() -> None:
     assert figure.axes[0].get_ylim()[1] > 2000 / 1024
 
 
+def test_a_narrow_phase_has_a_short_name_or_none() -> None:
+    whole = make_memory(num_steps=1, boundaries=make_memory().boundaries[:4])
+    times_s = (0, 0.050, 0.0545, 0.0549)
+    moved = [
+        replace(phase, begin_s=begin_s, end_s=end_s)
+        for phase, begin_s, end_s in zip(whole.phases[:3], times_s[:-1], times_s[1:], strict=True)
+    ]
+    shown = texts(draw_memory(replace(whole, phases=tuple(moved))))
+    assert "forward" in shown
+    assert "bwd" in shown
+    assert not {"backward", "optimizer", "opt."} & set(shown)
+
+
 def test_the_peak_is_marked_where_it_is() -> None:
     figure = draw_memory(make_memory())
     (panel,) = figure.axes
