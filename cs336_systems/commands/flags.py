@@ -22,6 +22,7 @@ from cs336_systems.commands.outcome import UsageError
 from cs336_systems.config import (
     MAX_MEASURED_RANKS,
     SIZES,
+    UNSIZED,
     Arch,
     Attention,
     Device,
@@ -401,7 +402,7 @@ def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = F
             f"{_typed(name, many)} {ignored[name]} would do nothing: the factory {config.model_factory} does not take "
             f"{'any dimension of the model' if name == 'size' else name}; leave it out"
         )
-    return config
+    return config if taken & ({*values} - {"context_length"}) else replace(config, size=UNSIZED)
 
 
 def _typed(name: str, many: bool) -> str:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def plain(text: str) -> str:
     return escape(inert_line(text))
 
 
-def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
+def print_run(record: RunRecord, path: Path | None = None, ceilings: Ceilings = NO_CEILINGS) -> None:
     """Print the table of one run, its failure or warnings, and the path of its record."""
     from cs336_systems.report.frame import to_frame  # pandas is slow to import, and the other functions do not need it
     from cs336_systems.report.sections.steps import results_table
@@ -73,6 +74,9 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
         console.print(f"[red]{record.status}[/]{plain(where)}: {plain(record.failure.message)}")
         for line in shortened(own_traceback(record), LONGEST_TRACEBACK).splitlines():
             console.print(plain(line), soft_wrap=True)
+    if record.between_s:
+        between_ms = 1e3 * statistics.fmean(record.between_s)
+        print_line(f"between steps: {between_ms:.4g} ms, in which the loop did other things, such as loading data")
     for warning in record.warnings:
         console.print(f"[yellow]{warning.code}[/]: {plain(warning.message)}")
     print_line(f"record: {path}")

@@ -53,8 +53,8 @@ from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure import nvml
 from cs336_systems.measure.environment import cpu_name
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.model.factory import call_factory
 from cs336_systems.model.fast.choose import fastest
+from cs336_systems.model.own import call_factory
 from cs336_systems.record import load_records
 from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 from cs336_systems.settings import flag_of

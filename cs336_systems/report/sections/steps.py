@@ -8,7 +8,7 @@ from types import MappingProxyType
 import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.config import Precision, RunConfig
+from cs336_systems.config import UNSIZED, Precision, RunConfig
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.columns import Row, column, three_digits
@@ -62,7 +62,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
     With `has_csv`, a note counts the warnings and points to the CSV, which has them in each row.
     """
     notes = [
-        *([OFFERED] if any(config.model_factory for config in frame.index) else []),
+        *([OFFERED] if any(config.model_factory and config.size != UNSIZED for config in frame.index) else []),
         "Times are mean ± standard deviation over the measured steps of a process.",
         *interval_notes(frame["processes"]),
         *mfu_notes(frame),
