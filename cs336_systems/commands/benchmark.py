@@ -172,7 +172,7 @@ def _print(record: RunRecord, runs: Path) -> None:
     """The tables of the run, and of its profile if it has one."""
     from cs336_systems.report.terminal import print_run
     from cs336_systems.studies.ceilings_files import ceilings_beside
-    from cs336_systems.sweep.explain import has_explanation
+    from cs336_systems.sweep.keep import has_explanation
 
     config = record.config
     print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cs336_systems.config import RunConfig
 from cs336_systems.record import RunRecord
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.text import inert_line
 
 

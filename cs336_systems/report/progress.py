@@ -25,7 +25,7 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.text import counted, inert_line
 
 FIRST = "importing PyTorch, once for all runs"

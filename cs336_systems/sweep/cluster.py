@@ -43,16 +43,15 @@ from cs336_systems.measure.environment import identity
 from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import Failure, Identity, RunRecord, Status
-from cs336_systems.sweep.interrupts import Interrupts
 from cs336_systems.sweep.isolation import (
+    Interrupts,
     ensure_fork_server,
     preload,
     preload_to_explain,
     remove_temporaries,
     spare_children,
 )
-from cs336_systems.sweep.keep import Keeper, resume
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Keeper, Listener, resume
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, when_it_ends
 from cs336_systems.sweep.run import Loop, Outcome, measure_one, modules_of, num_slots, outcome

@@ -5,12 +5,14 @@ Sweeps and studies start, wait for and kill their workers here only.
 
 import contextlib
 import functools
+import math
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -19,12 +21,13 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import TypeAlias
 
 import psutil
 
 from cs336_systems.config import RunConfig
-from cs336_systems.interrupt import CLEANUPS
+from cs336_systems.interrupt import CLEANUPS, end_at_once
 from cs336_systems.record import Failure, Status
 from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
 from cs336_systems.sweep.store import SweepError
@@ -43,8 +46,8 @@ _END_S = 60.0
 _DEATH_S = 10.0
 """How long killed processes may take to end. One that waits for a device that hangs does not end at all."""
 
-_PRELOAD = ("cs336_systems.sweep.preload",)
-"""Imported once for all workers."""
+_PRELOAD = ("cs336_systems.sweep.server", "cs336_systems.sweep.worker")
+"""Imported once for all workers, in this order. It must not touch CUDA."""
 EXPLAINING = ("cs336_systems.analysis.kernels.explain", "cs336_systems.analysis.memory.explain")
 """Modules that explain profiles, none of which needs torch."""
 _PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", *EXPLAINING)
@@ -344,3 +347,49 @@ def _in_other_session(process: psutil.Process) -> bool:
         return os.getsid(process.pid) != os.getsid(0)
     except ProcessLookupError:
         return False
+
+
+_ONE_REQUEST_S = 0.3
+"""Signals this close together count as one request: `timeout` and a closing terminal send theirs twice."""
+
+
+class Interrupts:
+    """Counts SIGINT, SIGTERM and SIGHUP and wakes the sweep's loop; the second signal ends the process at once.
+
+    A signal that was ignored when the process started, as under nohup, stays ignored.
+    """
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.count = 0
+        self.at_once = at_once
+        """Whether the first signal ends the process at once too, because no worker has started yet."""
+        self._last = -math.inf
+        self.workers: list[Worker] = []
+        self.wakeup, self._write = os.pipe()
+
+    def __enter__(self) -> "Interrupts":
+        os.set_blocking(self._write, False)
+        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in handled}
+        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        time.sleep(max(0.0, self._last + _ONE_REQUEST_S - monotonic()))
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self.wakeup)
+        os.close(self._write)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if monotonic() - self._last < _ONE_REQUEST_S:
+            return
+        if self.at_once:
+            end_at_once()
+        self._last = monotonic()
+        self.count += 1
+        if self.count > 1:
+            for worker in self.workers:
+                worker.kill()
+            end_at_once()

@@ -20,12 +20,10 @@ from cs336_systems.measure.environment import identity
 from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import CPU_SHARED, RunRecord, RunWarning, Status, WarningCode, load_records
-from cs336_systems.sweep import explain
-from cs336_systems.sweep.explain import can_be_explained, has_explanation, lacks_explanation
-from cs336_systems.sweep.interrupts import Interrupts
 from cs336_systems.sweep.isolation import (
     EXPLAINING,
     Entry,
+    Interrupts,
     Worker,
     end_in_words,
     ensure_fork_server,
@@ -36,8 +34,15 @@ from cs336_systems.sweep.isolation import (
     spare_children,
     wait_for_workers,
 )
-from cs336_systems.sweep.keep import Keeper, resume
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import (
+    Keeper,
+    Listener,
+    can_be_explained,
+    explain_in_worker,
+    has_explanation,
+    lacks_explanation,
+    resume,
+)
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.sweep.store import SweepError, make_writable, refuse_to_mix, write_environment
@@ -231,7 +236,7 @@ class Loop:
         return worker
 
     def _explain(self, config: RunConfig) -> Worker:
-        worker = self._start(config, explain.main)
+        worker = self._start(config, explain_in_worker)
         self.explaining.add(worker)
         self.keeper.listener.explaining(config)
         return worker

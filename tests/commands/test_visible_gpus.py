@@ -15,7 +15,7 @@ from cs336_systems.measure import nvml
 from cs336_systems.record import load_records
 from cs336_systems.studies import runner
 from cs336_systems.sweep import run as sweep
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.run import gpus_left_out, run_sweep
 from tests.fake_nvml import Slice, fake_driver

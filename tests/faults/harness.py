@@ -17,7 +17,7 @@ import pytest
 from cs336_systems.config import SIZES, RunConfig
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.isolation import Worker
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.process import STOP_SIGNALS
 from cs336_systems.sweep.run import run_sweep
 

@@ -10,7 +10,7 @@ import pytest
 from cs336_systems.config import Device
 from cs336_systems.measure import run as measurement
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.measure.progress import Progress
+from cs336_systems.measure.run import Progress
 from cs336_systems.record import Status, WarningCode
 from tests.faults.harness import Witness, config, contents, sweep
 

@@ -18,7 +18,7 @@ from cs336_systems.config import SIZES, CompileMode, Mode, Phase, Profiler, RunC
 from cs336_systems.measure.run import measure
 from cs336_systems.model.annotate import Annotator, annotate, set_annotator
 from cs336_systems.record import Status, load_records
-from cs336_systems.sweep.explain import explain_run
+from cs336_systems.sweep.keep import explain_run
 from cs336_systems.sweep.plan import Plan
 from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
 from cs336_systems.sweep.worker import run_here

@@ -44,11 +44,10 @@ from cs336_systems.config import (
 )
 from cs336_systems.measure import run as measurement
 from cs336_systems.measure.clock import HostClock, StepTimes
+from cs336_systems.measure.counters import KEEP_MEMORY, count_page_faults
 from cs336_systems.measure.failure import classify, requested_bytes
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.measure.page_faults import KEEP_MEMORY, count_page_faults
-from cs336_systems.measure.progress import Progress
-from cs336_systems.measure.run import MAX_EXTRA_WARMUP_STEPS, measure
+from cs336_systems.measure.run import MAX_EXTRA_WARMUP_STEPS, Progress, measure
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.measure.watchers import Watch
 from cs336_systems.model.batches import FileBatches

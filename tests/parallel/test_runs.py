@@ -13,7 +13,7 @@ from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, 
 from cs336_systems.costs.communication import sent_bytes
 from cs336_systems.record import Status, WarningCode, read_record
 from cs336_systems.sweep import run as sweep_module
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
 from tests.faults.harness import eventually, processes_in
 from tests.parallel.models import SLEEP_S

@@ -21,7 +21,7 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import Status, encode_record
 from cs336_systems.sweep import cluster
 from cs336_systems.sweep.cluster import Needs, Node, Reply, Request, sweep_on_cluster
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.store import SweepError, raw_profile_path
 from tests.sweep.records import IDENTITY, grid, record_of
 

@@ -48,7 +48,7 @@ def test_the_compiler_is_imported_after_all_else_for_runs_that_need_it(
     preload(*modules_of([plain, replace(plain, **changes)]))
     found = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
     assert found == [*preloaded, *modules]
-    assert found[0] == "cs336_systems.sweep.preload"
+    assert found[0] == "cs336_systems.sweep.server"
     assert all(importlib.util.find_spec(name) for name in found), "the server says nothing of what it does not find"
 
 

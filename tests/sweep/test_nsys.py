@@ -13,7 +13,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.config import SIZES, Device, Parallel, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, load_records
-from cs336_systems.sweep.explain import explain_run
+from cs336_systems.sweep.keep import explain_run
 from cs336_systems.sweep.nsys import CAPTURE
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
