@@ -118,10 +118,7 @@ def refuse_another_kind(path: Path, data: bytes | bytearray, needed: str, error:
         return
     for kind, (fields, reader) in _KINDS.items():
         if fields <= names and kind != needed:
-            profiles = [path.parent.parent / folder / path.name for folder in ("kernels", "memory")]
-            kept = [str(profile) for profile in profiles if kind == RECORD and profile.is_file()]
-            hint = f"; the profile of this run is {kept[0]}" if kept else ""
-            raise error(path, f"this is {kind}, which {reader}; needed {needed}{hint}")
+            raise error(path, f"this is {kind}, which {reader}; needed {needed}")
 
 
 def why_no_file(path: Path) -> str | None:

@@ -78,12 +78,6 @@ class RunWarning:
     message: str
 
 
-CPU_SHARED = RunWarning(
-    code=WarningCode.CPU_SHARED,
-    message="another sweep or benchmark.py was at work on this CPU; run one after the other",
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Why a run failed."""

@@ -108,27 +108,6 @@ class EventClock:
         self._ends.append(event)
 
 
-Beat = Callable[[], None]
-
-
-class BeatingClock:
-    """Wraps a clock, and calls `beat` where each phase begins and at the end of the last one."""
-
-    def __init__(self, clock: Clock, beat: Beat) -> None:
-        self._clock, self._beat = clock, beat
-
-    def start(self) -> None:
-        self._clock.start()
-        self._beat()
-
-    def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
-        self._clock.lap(phase, end)
-        self._beat()
-
-    def stop(self) -> StepTimes:
-        return self._clock.stop()
-
-
 def make_clock(config: RunConfig) -> Clock:
     """The clock for the configuration's device and `sync_phases`."""
     if config.device is Device.CPU:

@@ -19,14 +19,12 @@ from torch import nn
 
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import Device, Mode, Phase, Profiler, RunConfig
-from cs336_systems.measure.clock import Beat, BeatingClock, Clock, StepTimes, make_clock
+from cs336_systems.measure.clock import Clock, StepTimes, make_clock
 from cs336_systems.measure.counters import (
     MomentClock,
     compilation,
     compiled_graphs,
-    count_page_faults,
     memory_now,
-    page_fault_warnings,
     read_counters,
 )
 from cs336_systems.measure.environment import environment, lacking_memory
@@ -91,8 +89,6 @@ class Progress:
     """GradScaler's factor after the last step; None without one."""
     warmup: list[StepTimes] = field(default_factory=list)
     measured: list[StepTimes] = field(default_factory=list)
-    page_faults: list[int] = field(default_factory=list)
-    """How many each measured step had."""
     losses: list[float | None] = field(default_factory=list)
     """Losses of all steps; None for a loss that was not finite."""
     warnings: list[RunWarning] = field(default_factory=list)
@@ -146,7 +142,6 @@ def measure(
     profile: Path | None = None,
     say: Say = say_nothing,
     rank: Rank | None = None,
-    beat: Beat | None = None,
 ) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.
 
@@ -154,8 +149,7 @@ def measure(
     `model` (on the right device) replaces the one that the configuration names. `profile` is the file that the run's
     profiler writes; nsys, which runs outside this process, does not need it. `say` receives progress messages.
 
-    Of a run on several ranks, this process is `rank`, and the record is this rank's; `beat` is called where each phase
-    begins.
+    Of a run on several ranks, this process is `rank`, and the record is this rank's.
     """
     inputs = inputs_of(config)  # before the user's module is imported: its source may be edited at any time
     progress = Progress(
@@ -168,7 +162,7 @@ def measure(
     try:
         with contextlib.nullcontext() if rank is None else group_of(rank, config.device):
             try:
-                record = _measure(progress, model, 0 if rank is None else rank.rank, beat)
+                record = _measure(progress, model, 0 if rank is None else rank.rank)
             finally:
                 if progress.step is not None:
                     progress.step.give_up_graph()
@@ -181,7 +175,7 @@ def measure(
     return replace(record, inputs=inputs)
 
 
-def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat | None) -> RunRecord:
+def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecord:
     config = progress.config
     # a machine without enough memory would hardly answer any more, or end any of its processes
     if model is None and (lacking := lacking_memory(config)) is not None:
@@ -199,8 +193,6 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat 
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
     progress.step, progress.watch = step, make_watch(step, progress.profile)
     clock = progress.watch.clock(make_clock(config))
-    if beat is not None:
-        clock = BeatingClock(clock, beat)
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
@@ -346,11 +338,9 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
     progress.collector_on = gc.isenabled()
     while len(progress.measured) < config.measured_steps:
         progress.where = f"measured step {len(progress.measured)}"
-        faults_before = count_page_faults()
         times, is_taken = _run(step, clock, progress)
         if is_taken:
             progress.measured.append(times)
-            progress.page_faults.append(count_page_faults() - faults_before)
         else:
             progress.skipped_steps += 1
             _check_skipped(progress.skipped_steps, config.measured_steps)
@@ -422,8 +412,6 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
         progress.warn(
             WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps"
         )
-    elif progress.config.device is Device.CPU and progress.config.profiler is Profiler.NONE:
-        progress.warnings += page_fault_warnings(progress.page_faults, [times.step_s for times in progress.measured])
     if memory and (memory.segments_allocated or memory.alloc_retries):
         progress.warn(
             WarningCode.ALLOCATOR_GREW,

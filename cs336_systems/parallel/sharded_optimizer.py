@@ -10,15 +10,13 @@ from torch import nn
 from cs336_systems.model.optimizer import EagerOptimizer
 from cs336_systems.parallel.collectives import wait
 
-_TOPOLOGY = ("rank", "ranks", "owners")
-
 
 class ShardedOptimizer(EagerOptimizer):
     """`optimizer_cls(params, **kwargs)`; each rank updates the parameters it owns (ZeRO-1, Rajbhandari et al. 2020).
 
     Each rank must have the whole gradients of the parameters that it owns, as after data parallelism. Every parameter
     goes to the rank that owns the fewest elements so far, so that the shares are about equal. Hyperparameters are those
-    of `param_groups`, so learning-rate schedulers work as usual. `state_dict` is that of this rank alone.
+    of `param_groups`, so learning-rate schedulers work as usual. Saving and loading its state is left out.
     """
 
     def __init__(
@@ -86,28 +84,3 @@ class ShardedOptimizer(EagerOptimizer):
     def _usual(self, parameters: list[nn.Parameter]) -> dict[str, Any]:
         """Default hyperparameters of `optimizer_cls`, for ranks that own no parameter too."""
         return self._make([nn.Parameter(each[:0]) for each in parameters[:1]], **self._settings).defaults
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the parameters that this rank owns, and which rank of how many it is."""
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
-        local = None if self._local is None else self._local.state_dict()
-        return {**self._topology(), "param_groups": groups, "local": local}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state that the same rank of as many ranks saved; raise ValueError for another."""
-        for name, here in self._topology().items():
-            if state_dict.get(name) != here:
-                raise ValueError(
-                    f"the saved state is of {name} {state_dict.get(name)}, needed that of {name} {here}: load on each "
-                    "rank what the same rank saved, for the same parameters"
-                )
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
-        if self._local is not None:
-            self._local.load_state_dict(state_dict["local"])
-            self.state = self._local.state
-            groups = iter(self._local.param_groups)  # which load_state_dict has replaced
-            self._local_groups = [(group, next(groups)) for group, _ in self._local_groups]
-
-    def _topology(self) -> dict[str, Any]:
-        return dict(zip(_TOPOLOGY, (self._rank, self._ranks, list(self._owner.values())), strict=True))

@@ -50,8 +50,6 @@ _PRELOAD = ("cs336_systems.sweep.server", "cs336_systems.sweep.worker")
 """Imported once for all workers, in this order. It must not touch CUDA."""
 EXPLAINING = ("cs336_systems.analysis.kernels.explain", "cs336_systems.analysis.memory.explain")
 """Modules that explain profiles, none of which needs torch."""
-_PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", *EXPLAINING)
-"""Imported once in place of _PRELOAD if nothing is measured: without torch, which takes seconds to import."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 """Function that a worker calls with a run, the directory of records, and the connection for its output."""
 
@@ -72,21 +70,13 @@ def remove_temporaries() -> None:
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import these modules too when it starts, so that not every run imports them itself.
-
-    A fork server that was started to explain profiles is ended first, because it has not imported torch.
-    """
-    if _server() in _started_to_explain:
-        _kill_server(_server())
+    """Have the fork server import these modules too when it starts, so that not every run imports them itself."""
     fork_server().set_forkserver_preload([*_PRELOAD, *modules])
 
 
 def preload_to_explain() -> None:
-    """Start the fork server, unless it is running, with only the modules that explain profiles."""
-    if not _server():
-        fork_server().set_forkserver_preload([*_PRELOAD_TO_EXPLAIN])
-        ensure_fork_server()
-        _started_to_explain.add(_server())
+    """Have the fork server import only what explains profiles when it starts: torch takes seconds to import."""
+    fork_server().set_forkserver_preload([_PRELOAD[0], *EXPLAINING])
 
 
 def ensure_fork_server() -> None:
@@ -125,8 +115,6 @@ def _ensure_tracker() -> None:
 
 _answering: set[int] = set()
 """Fork servers, by process, that have started a worker."""
-_started_to_explain: set[int] = set()
-"""Fork servers that have not imported torch."""
 
 
 def start(process: BaseProcess) -> None:

@@ -119,9 +119,6 @@ class Keeper:
         except RecordError as error:
             message = f"the record was not readable; kept as {quarantine(path).name}: {error}"
             return self.refuse(config, message, elapsed_s, log_tail)
-        if record.config != config:
-            message = f"the record is of another run; kept as {quarantine(path).name}"
-            return self.refuse(config, message, elapsed_s, log_tail)
         changed = self._changed_since(record)
         return record if changed is None else self.refuse(config, changed, elapsed_s, log_tail)
 

@@ -151,19 +151,6 @@ SMALL = (
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_benchmark_says_where_the_time_of_its_steps_went(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.benchmark([*SMALL, "--context-length", "32"]) == 0
-    printed = capsys.readouterr().out
-    for words in ("forward", "backward", "optimizer", "matrix product", "aten::"):
-        assert words in printed
-    folder = tmp_path / "data" / "kineto_profiles" / "single"
-    assert len(list((folder / "traces").glob("*.json.gz"))) == len(list((folder / "runs").glob("*.json"))) == 1
-
-
-@pytest.mark.usefixtures("no_pictures")
 def test_a_profiled_sweep_publishes_the_times_of_the_plain_runs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,7 +54,7 @@ def test_the_compiler_is_imported_after_all_else_for_runs_that_need_it(
 
 @pytest.mark.parametrize(
     "changes",
-    ["", "optimizer=OptimizerKind.FOREACH", "checkpoint_blocks=1", "fused_loss=True", "profiler=Profiler.KINETO"],
+    ["", "checkpoint_blocks=1", "profiler=Profiler.KINETO"],
 )
 def test_a_run_finds_imported_what_it_needs_and_a_plain_one_nothing_else(changes: str, tmp_path: Path) -> None:
     """In a process that imports what the fork server would, which then is its own worker."""
