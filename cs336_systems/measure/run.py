@@ -51,7 +51,7 @@ from cs336_systems.record import (
     Traffic,
     WarningCode,
 )
-from cs336_systems.text import LONGEST_PART, inert_line
+from cs336_systems.text import LONGEST_PART, shortened
 
 MAX_EXTRA_WARMUP_STEPS = 20
 """Most steps that are added to the warm-up while torch.compile still compiles."""
@@ -439,7 +439,7 @@ def _failed(progress: Progress, error: BaseException) -> RunRecord:
         progress.watch.failed()
     except (RuntimeError, OSError) as unwritten:  # a broken context or a full disk; the run's failure stays the result
         progress.warn(
-            WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {inert_line(str(unwritten), LONGEST_PART)}"
+            WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {shortened(str(unwritten), LONGEST_PART)}"
         )
     record = RunRecord(
         config=progress.config,

@@ -32,7 +32,7 @@ from cs336_systems.sweep.store import (
     set_aside,
     set_aside_unreadable,
 )
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside
 
 
 class Listener:
@@ -201,7 +201,8 @@ def explain_in_worker(config: RunConfig, runs: Path, log: Connection) -> None:
     try:
         explain_run(config, runs)
     except Exception as error:
-        print(f"\n{_in_words(error)}", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        print_aside(_in_words(error))
         os._exit(NOT_EXPLAINED)
 
 
@@ -218,9 +219,9 @@ def _in_words(error: Exception) -> str:
     from cs336_systems.analysis.kernels.nsys import NsysError
 
     if isinstance(error, FileError | NsysError):
-        return inert_line(str(error))
+        return str(error)
     if isinstance(error, OSError):
-        return inert_line(error_in_words(error))
+        return error_in_words(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     what = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-    return inert_line(": ".join(filter(None, [what, str(error)])) + f" ({Path(last.filename).name}:{last.lineno})")
+    return ": ".join(filter(None, [what, str(error)])) + f" ({Path(last.filename).name}:{last.lineno})"
