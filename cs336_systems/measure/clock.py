@@ -108,6 +108,24 @@ class EventClock:
         self._ends.append(event)
 
 
+class ObservedClock:
+    """Wraps a clock, and calls `observe` with None when a step begins, and with each phase when it has ended."""
+
+    def __init__(self, clock: Clock, observe: Callable[[Phase | None], None]) -> None:
+        self._clock, self._observe = clock, observe
+
+    def start(self) -> None:
+        self._clock.start()
+        self._observe(None)
+
+    def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
+        self._clock.lap(phase, end)
+        self._observe(phase)
+
+    def stop(self) -> StepTimes:
+        return self._clock.stop()
+
+
 def make_clock(config: RunConfig) -> Clock:
     """The clock for the configuration's device and `sync_phases`."""
     if config.device is Device.CPU:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cs336_systems.config import CompileMode, Device, Phase, RunConfig
-from cs336_systems.measure.clock import Clock, StepTimes
+from cs336_systems.config import CompileMode, Device, RunConfig
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.record import Compilation, Memory, MemoryMoment, Moment
 
@@ -82,27 +81,6 @@ def memory_now(step: TrainingStep, moment: Moment) -> MemoryMoment:
         gradients_bytes=_bytes(tensor.grad for tensor in trained if tensor.grad is not None),
         optimizer_state_bytes=_bytes(value for state in states for value in state.values() if torch.is_tensor(value)),
     )
-
-
-class MomentClock:
-    """Wraps a clock, and notes what is in memory before and after the optimizer's step."""
-
-    def __init__(self, clock: Clock, step: TrainingStep) -> None:
-        self._clock, self._step = clock, step
-        self.moments: list[MemoryMoment] = []
-
-    def start(self) -> None:
-        self._clock.start()
-
-    def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
-        self._clock.lap(phase, end)
-        if phase is Phase.COMMUNICATION:
-            self.moments.append(memory_now(self._step, Moment.BEFORE_OPTIMIZER))
-        elif phase is Phase.OPTIMIZER:
-            self.moments.append(memory_now(self._step, Moment.AFTER_OPTIMIZER))
-
-    def stop(self) -> StepTimes:
-        return self._clock.stop()
 
 
 def _trained(step: TrainingStep) -> Iterator[Tensor]:

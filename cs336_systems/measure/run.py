@@ -19,9 +19,8 @@ from torch import nn
 
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import Device, Mode, Phase, Profiler, RunConfig
-from cs336_systems.measure.clock import Clock, StepTimes, make_clock
+from cs336_systems.measure.clock import Clock, ObservedClock, StepTimes, make_clock
 from cs336_systems.measure.counters import (
-    MomentClock,
     compilation,
     compiled_graphs,
     memory_now,
@@ -384,10 +383,15 @@ def _look_inside(
 
     step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
-    counter, looking = TrafficCounter(), MomentClock(clock, step)
+    moment_after = {Phase.COMMUNICATION: Moment.BEFORE_OPTIMIZER, Phase.OPTIMIZER: Moment.AFTER_OPTIMIZER}
+
+    def look(ended: Phase | None) -> None:
+        if ended in moment_after:
+            moments.append(memory_now(step, moment_after[ended]))
+
+    counter = TrafficCounter()
     with counter:
-        step(looking)
-    moments += looking.moments
+        step(ObservedClock(clock, look))
     return counter.traffic()
 
 

@@ -160,16 +160,6 @@ def test_damaged_records_are_set_aside_reported_and_measured_again(place):
         assert data is None or aside.read_bytes() == data
 
 
-def test_leftovers_of_a_dead_writer_are_removed_and_other_files_are_not(place):
-    (place / "runs").mkdir()
-    leftover, foreign = place / "runs" / ".some.json.123.tmp", place / "runs" / "notes.txt"
-    leftover.write_text('{"half": ')
-    foreign.write_text("mine")
-    sweep(place, config())
-    assert not leftover.exists()
-    assert foreign.read_text() == "mine"
-
-
 def in_a_small_file_system(words):
     """`words`, run where ./data is a file system of 256 KiB of its own, copied to ./after at the end."""
     namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]

@@ -20,9 +20,8 @@ from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.collectives import TrafficCounter, meet_on_host
-from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
+from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
 from cs336_systems.parallel.fully_sharded import FSDP
-from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.ways import TorchDDP, TorchFSDP
 from tests.parallel.fast import config_of, sent_by
 from tests.parallel.models import blocks_apart
