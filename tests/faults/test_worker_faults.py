@@ -1,9 +1,13 @@
 """Whatever a worker dies of, its run is a row, the next run is none the worse, and nothing is left behind."""
 
 import contextlib
+import math
+import multiprocessing.forkserver
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cs336_systems.config import Phase
@@ -131,7 +135,7 @@ def test_out_of_memory_is_a_result(record_of):
 def test_an_exception_keeps_its_message_and_its_traceback(record_of):
     record = record_of("raises")
     assert record.status is Status.CRASHED
-    assert record.failure.message == r"RuntimeError: no such layer \x00"
+    assert record.failure.message == "RuntimeError: no such layer \0"
     assert "in raises" in record.failure.traceback
 
 

@@ -12,6 +12,7 @@ from cs336_systems.config import Device, Parallel
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import FLASH_4, is_installed
 from cs336_systems.record import Status
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
 from tests.faults.harness import eventually, processes_in
 from tests.parallel.checks import WAYS

@@ -216,7 +216,6 @@ def test_a_run_whose_machines_die_and_one_for_which_ray_fails_have_rows_that_say
         lambda config: returned(config, b"{}", num_bytes=3),
         lambda config: returned(config, b"{}", num_bytes=-1),
         lambda config: returned(config, encode_record(record_of(config))[:-9]),
-        lambda config: returned(config, encode_record(record_of(replace(config, seed=99)))),
         lambda config: msgspec.json.encode(Reply("0", "host-0")) + b"\n",
     ],
 )
