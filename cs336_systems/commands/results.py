@@ -10,7 +10,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
 from cs336_systems.studies.ceilings_files import ceilings_beside, ceilings_files
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.store import raw_profile_path
 from cs336_systems.text import print_aside, print_line
 
