@@ -261,7 +261,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     from cs336_systems.report.page.collection import Climbed
     from cs336_systems.report.results import Results
     from cs336_systems.report.sections.kernels.entries import load_profiled
-    from cs336_systems.report.sections.ladder.rows import ladder_rows
+    from cs336_systems.report.sections.ladder import ladder_rows
 
     ladder = read_ladder(directory / LADDER_FILE)
     records = _of_ladder(ladder, load_records_or_warn(directory / "runs"))
@@ -281,7 +281,7 @@ def _explain(runs: Path) -> bool:
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from cs336_systems.report.page.collection import Collection
-    from cs336_systems.report.sections.ladder.tables import ladder_section, write_ladder_report
+    from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_line, print_table
 

@@ -20,7 +20,7 @@ from cs336_systems.report.sections.attention import write_attention
 from cs336_systems.report.sections.ceilings.summary import write_ceilings
 from cs336_systems.report.sections.forecast import write_forecast
 from cs336_systems.report.sections.fusion import write_fusion
-from cs336_systems.report.sections.ladder.tables import write_ladder_report
+from cs336_systems.report.sections.ladder import write_ladder_report
 from cs336_systems.report.sections.precision import write_precision
 from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE

@@ -16,8 +16,7 @@ from cs336_systems.report.sections.ceilings.summary import ceilings_sections
 from cs336_systems.report.sections.ceilings.tables import products_section
 from cs336_systems.report.sections.comparison import comparison_table
 from cs336_systems.report.sections.fusion import fusion_section
-from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import ladder_section
+from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
 from cs336_systems.report.sections.steps import results_table
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.ceilings_records import (

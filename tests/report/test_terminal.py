@@ -26,8 +26,7 @@ from cs336_systems.report.sections.comparison import comparison_table
 from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
 from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
-from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import ladder_section
+from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
 from cs336_systems.report.sections.memory.compare import compare_memory
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot
 from cs336_systems.report.sections.memory.files import memory_tables

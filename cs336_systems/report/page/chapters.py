@@ -14,7 +14,7 @@ from cs336_systems.report.section import Section
 from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_sections
 from cs336_systems.report.sections.fusion import fusion_section
-from cs336_systems.report.sections.ladder.tables import ladder_section
+from cs336_systems.report.sections.ladder import ladder_section
 from cs336_systems.report.sections.precision import precision_sections
 from cs336_systems.report.table import known, make_table
 from cs336_systems.report.words import status_text

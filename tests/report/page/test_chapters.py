@@ -17,7 +17,7 @@ from cs336_systems.report.page.chapters import SELF, collection_page
 from cs336_systems.report.page.collection import Climbed, Collection, block_id
 from cs336_systems.report.page.write import to_html, write_page
 from cs336_systems.report.results import Results
-from cs336_systems.report.sections.ladder.rows import ladder_rows
+from cs336_systems.report.sections.ladder import ladder_rows
 from cs336_systems.report.status_line import StatusLine
 from cs336_systems.studies.attention_records import Implementation
 from cs336_systems.studies.fusion_records import Version
