@@ -15,7 +15,7 @@ from cs336_systems.commands.outputs import guard_outputs, print_last
 from cs336_systems.files import FileError, error_in_words
 from cs336_systems.interrupt import LINE
 from cs336_systems.sweep.locks import LockedError
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside
 
 COMMANDS = (
     "benchmark", "sweep", "kernels", "memory", "account", "scale", "precision", "fusion", "attention",
@@ -40,11 +40,11 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return main(argv)
         except (UsageError, FileError) as error:
-            print(inert_line(f"error: {error}"), file=sys.stderr)
+            print_aside(f"error: {error}")
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:
             message = error_in_words(error) if isinstance(error, OSError) else error
-            print(inert_line(f"error: {message}"), file=sys.stderr)
+            print_aside(f"error: {message}")
             return FAILED
         except KeyboardInterrupt:  # a run in a worker was stopped
             print_last(LINE)

@@ -1,9 +1,12 @@
-"""Text from files, made safe to print, and counts in words.
+"""Text from files, printed so that it cannot do harm, and counts in words.
 
-Such text may hold escape sequences, which a terminal would obey, or a name that is a megabyte long.
+Such text may hold escape sequences, which a terminal would obey, or a name that is a megabyte long. It becomes inert
+where it leaves this program: here on its way to a terminal, in `report/formats.py` in tables and CSV files, in
+`report/page/write.py` in HTML, in `report/plots/drawing.py` in pictures.
 """
 
 import re
+import sys
 import unicodedata
 from collections.abc import Callable
 
@@ -22,6 +25,16 @@ def inert_line(text: str, longest: int = LONGEST_LINE) -> str:
     middle, and the line says how much that was. An inert line stays as it is.
     """
     return _cut(text, longest, _visible)
+
+
+def print_line(text: str) -> None:
+    """Print one line on standard output."""
+    print(inert_line(text))
+
+
+def print_aside(text: str) -> None:
+    """Print one line on standard error: a note, a warning or an error."""
+    print(inert_line(text), file=sys.stderr, flush=True)
 
 
 def shortened(text: str, longest: int) -> str:

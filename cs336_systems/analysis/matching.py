@@ -8,7 +8,7 @@ import msgspec
 
 from cs336_systems.config import Profiler
 from cs336_systems.record import RunRecord
-from cs336_systems.text import LONGEST_PART, inert_line
+from cs336_systems.text import LONGEST_PART, shortened
 
 Settings: TypeAlias = Mapping[str, Hashable]
 
@@ -78,7 +78,7 @@ def conditions_apart(records: Iterable[RunRecord]) -> str:
     found: dict[str, set[str]] = {}
     for identity in identities:
         for name, value in msgspec.to_builtins(identity).items():
-            found.setdefault(name, set()).add(inert_line(str(value), LONGEST_PART))
+            found.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
     words = (f"{name.replace('_', ' ')} {' and '.join(sorted(own))}" for name, own in found.items() if len(own) > 1)
     return ", ".join(words)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +36,7 @@ from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, w
 from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
 from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
 from cs336_systems.sweep.process import importing_torch
-from cs336_systems.text import counted, inert_line
+from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.status_line import StatusLine
@@ -111,9 +110,7 @@ def run(arguments: BenchmarkArguments) -> int:
     if arguments.fast:
         explain_fast([config])
     if config.is_shared and is_under_nsys():
-        print(
-            f"note: nsys records ranks only with {FORKED}, and whole with {' '.join(CAPTURED_STEPS)}", file=sys.stderr
-        )
+        print_aside(f"note: nsys records ranks only with {FORKED}, and whole with {' '.join(CAPTURED_STEPS)}")
     from cs336_systems.sweep.store import PROFILE_DIRECTORIES, fresh_profile_path, make_writable, set_aside_run
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
@@ -125,7 +122,7 @@ def run(arguments: BenchmarkArguments) -> int:
         for gpu in gpus if config.device is Device.CUDA else ():
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         if (kept := set_aside_run(config, runs)) is not None:
-            print(inert_line(f"note: the earlier run of this configuration is kept in {kept}"), file=sys.stderr)
+            print_aside(f"note: the earlier run of this configuration is kept in {kept}")
         are_others = stack.enter_context(at_work(cpu_lock_path() if config.device is Device.CPU else None))
         is_disturbed = are_others()
         with StatusLine() as status:
@@ -141,7 +138,7 @@ def run(arguments: BenchmarkArguments) -> int:
             is_explained = profile is None or explain_or_warn([record], runs, status, "explaining what was recorded")
         if print_json is not None:
             print_json(encode_record(record))
-            print(inert_line(f"record: {runs / record.key}.json"))
+            print_line(f"record: {runs / record.key}.json")
         else:
             _print(record, runs)
         print_profile_paths([config], runs)
@@ -198,7 +195,7 @@ def _print_kernels(record: RunRecord, runs: Path) -> None:
     """Print where the time went."""
     from cs336_systems.report.sections.kernels.entries import load_profiled
     from cs336_systems.report.sections.kernels.files import tables_of_one
-    from cs336_systems.report.terminal import print_line, print_table
+    from cs336_systems.report.terminal import print_table
 
     for entry in load_profiled([record], runs.parent):
         for table in tables_of_one(entry, TOP):

@@ -1,7 +1,6 @@
 """`cs336 ceilings`: what this machine reaches at its best, compared with its data sheet."""
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from cs336_systems.studies.ceilings_records import (
 )
 from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside
 
 if TYPE_CHECKING:
     from cs336_systems.studies.step_parts import StepParts
@@ -165,7 +164,7 @@ def run(arguments: CeilingsArguments) -> int:
 
     def write(study: CeilingsStudy, directory: Path) -> None:
         if (kept := keep_earlier(directory, study)) is not None:
-            print(inert_line(f"the earlier ceilings are kept in {kept}"), file=sys.stderr)
+            print_aside(f"the earlier ceilings are kept in {kept}")
         write_ceilings(study, directory, parts)
         _keep_step(step, directory)
 

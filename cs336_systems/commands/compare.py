@@ -1,7 +1,6 @@
 """`cs336 compare`: which of two configurations, or of each two of two sweeps, is faster."""
 
 import functools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import load_records
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.store import SweepError
-from cs336_systems.text import counted
+from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.compared import Compared, Sides
@@ -137,10 +136,10 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
     """Write the comparison into the directory, if there is one, and print its tables or its JSON."""
     from cs336_systems.report.compared import COMPARISON_FILE
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_line, print_table
+    from cs336_systems.report.terminal import print_table
 
     for left_out in compared.left_out:
-        print(f"note: {left_out}", file=sys.stderr)
+        print_aside(f"note: {left_out}")
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / COMPARISON_FILE, encode_json(compared.sides))
@@ -179,10 +178,9 @@ def _guard(compared: "Compared", percent: float | None) -> int:
     told = [ratio for verdict, ratio in verdicts if verdict == Verdict.SLOWER and ratio is not None]
     slower = [ratio for ratio in told if 100 * (ratio - 1) > percent]
     unknown = [verdict for verdict, _ in verdicts if verdict not in (Verdict.FASTER, Verdict.SLOWER)]
-    print(
+    print_aside(
         f"B is slower by more than {percent:g} % in {len(slower)} of {counted(len(verdicts), 'configuration')}; "
-        f"of {len(unknown)} it cannot be told",
-        file=sys.stderr,
+        f"of {len(unknown)} it cannot be told"
     )
     return FAILED if slower else OK
 

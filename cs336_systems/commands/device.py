@@ -1,7 +1,6 @@
 """The meaning of a command's --device flag."""
 
 import re
-import sys
 from typing import Annotated, Literal
 
 import tyro
@@ -9,6 +8,7 @@ import tyro
 from cs336_systems.commands.outcome import UsageError
 from cs336_systems.config import Device
 from cs336_systems.measure.nvml import visible_gpus, wants_slice, why_none_visible
+from cs336_systems.text import print_aside
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 DeviceFlag = Annotated[DeviceChoice, tyro.conf.arg(help="Where to run; auto is the GPU if there is one.")]
@@ -34,7 +34,7 @@ def explain_cpu_fallback(device: DeviceChoice) -> None:
     if why is not None and wants_slice():
         raise UsageError(f"--device auto finds no GPU: {why}. Correct that, or measure the CPU with --device cpu")
     if why is not None:
-        print(f"note: --device auto takes the CPU: {why}", file=sys.stderr)
+        print_aside(f"note: --device auto takes the CPU: {why}")
 
 
 def device_word(device: Device) -> str:

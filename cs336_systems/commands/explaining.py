@@ -1,6 +1,5 @@
 """Explains raw profiles outside of a sweep: after `benchmark.py`, and in reports of earlier runs."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 from cs336_systems.config import RunConfig
 from cs336_systems.record import RunRecord
 from cs336_systems.sweep.listener import Listener
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside
 
 
 def explain_or_warn(records: Sequence[RunRecord], runs: Path, say: Callable[[str], None], doing: str = "") -> bool:
@@ -34,4 +33,4 @@ class _Lines(Listener):
 
     def explained(self, config: RunConfig, failure: str | None) -> None:
         if failure is not None:
-            print(inert_line(f"warning: not explained: {config.label}: {failure}"), file=sys.stderr)
+            print_aside(f"warning: not explained: {config.label}: {failure}")

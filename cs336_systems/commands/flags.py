@@ -37,7 +37,7 @@ from cs336_systems.measure.inputs import check_factory, parameters_of
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.model.fast.choose import check_packages, describe_fast, fastest, missing_packages
 from cs336_systems.settings import Setting, declared, flag_of
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside
 
 MAX_NAME_LENGTH = 100
 
@@ -484,11 +484,11 @@ def explain_fast(configs: Iterable[RunConfig]) -> None:
     """Print on standard error what --fast chose, and what it does without because a package cannot be used."""
     configs = list(configs)
     for chosen in dict.fromkeys(map(describe_fast, configs)):
-        print(f"fast: {chosen}", file=sys.stderr)
+        print_aside(f"fast: {chosen}")
     gpus = visible_gpus()
     missing = (line for config in configs for line in missing_packages(config, gpus[0].name if gpus else None))
     for line in dict.fromkeys(missing):
-        print(inert_line(f"note: {line}"), file=sys.stderr)
+        print_aside(f"note: {line}")
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:

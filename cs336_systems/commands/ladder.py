@@ -59,7 +59,7 @@ from cs336_systems.sweep.ladder import (
 )
 from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import counted, inert_line
+from cs336_systems.text import counted, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.page.collection import Climbed
@@ -200,7 +200,7 @@ def _print_plan(
         return
     for rung in ladder:
         print(f"{rung.name}: {rung.change} ({rung.config.label})")
-    print(inert_line(f"{counted(len(configs), 'run')} into {directory}"))
+    print_line(f"{counted(len(configs), 'run')} into {directory}")
 
 
 def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
@@ -283,7 +283,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
     from cs336_systems.report.page.collection import Collection
     from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_line, print_table
+    from cs336_systems.report.terminal import print_table
 
     with StatusLine() as status:
         status("reading records and profiles")

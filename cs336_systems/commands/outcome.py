@@ -17,6 +17,7 @@ from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import why_no_file
 from cs336_systems.record import RecordError, RunRecord, load_records
 from cs336_systems.sweep.store import VIEWERS, raw_profile_path
+from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.table import Table
@@ -56,7 +57,7 @@ def load_records_or_warn(runs: Path) -> list[RunRecord]:
     """The records in `runs`; one that cannot be read is left out, with a warning on standard error."""
     records, problems = load_records(runs)
     for problem in problems:
-        print(f"warning: {problem}", file=sys.stderr)
+        print_aside(f"warning: {problem}")
     return records
 
 
@@ -67,7 +68,7 @@ def load_ceilings_or_warn(directory: Path) -> "Ceilings":
     try:
         return load_ceilings(directory)
     except RecordError as error:
-        print(f"warning: no share of a measured ceiling: {error}", file=sys.stderr)
+        print_aside(f"warning: no share of a measured ceiling: {error}")
         return NO_CEILINGS
 
 
@@ -92,7 +93,7 @@ def show(
     as_json: bool, encoded: Callable[[], bytes], tables: Callable[[], Iterable["Table"]], directory: Path | None = None
 ) -> None:
     """Print the tables, or only the JSON, and the paths of the files that were written."""
-    from cs336_systems.report.terminal import print_line, print_table
+    from cs336_systems.report.terminal import print_table
 
     with json_alone(as_json) as print_json:
         if print_json is not None:
@@ -121,8 +122,6 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:
     """Print where the raw profiles of these runs are, and which viewer opens them."""
-    from cs336_systems.report.terminal import print_line
-
     profiled = [config for config in configs if config.profiler is not Profiler.NONE]
     for profiler in dict.fromkeys(config.profiler for config in profiled):
         paths = (raw_profile_path(config, runs) for config in profiled if config.profiler is profiler)

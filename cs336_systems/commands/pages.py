@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336_systems.text import inert_line
-
 if TYPE_CHECKING:
     from cs336_systems.report.page.collection import Collection
     from cs336_systems.report.status_line import StatusLine
@@ -19,7 +17,7 @@ def write_collection_page(collection: "Collection", status: "StatusLine") -> Pat
     from cs336_systems.report.page.write import write_page
 
     def on_progress(directory: Path, done: int, total: int) -> None:
-        status(inert_line(f"making the page: {directory}"), done, total)
+        status(f"making the page: {directory}", done, total)
 
     page = collection.root / PAGE_FILE
     made = collection_page(collection, on_progress)

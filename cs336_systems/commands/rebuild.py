@@ -1,6 +1,5 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,7 +28,7 @@ from cs336_systems.studies.fusion_records import FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.records import StudyT, read_study
 from cs336_systems.sweep.store import SweepError
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.status_line import StatusLine
@@ -92,8 +91,6 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
 
     The page of the root has all results that could be read. A directory below it gets a page only if it had one.
     """
-    from cs336_systems.report.terminal import print_line
-
     if not root.is_dir() or not (directories := results_below(root)):
         raise UsageError(f"{root}: no results in or below it; needed a sweep's directory, or one that holds several")
     problems: dict[Path, str] = {}
@@ -110,7 +107,7 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
             status.end()
             problems[directory] = str(error)
             found.append(_unreadable(directory, root, error))
-            print(inert_line(f"error: {directory} is left as it was: {error}"), file=sys.stderr)
+            print_aside(f"error: {directory} is left as it was: {error}")
         else:
             status.end()
             found.append(own)
@@ -151,8 +148,6 @@ def write(found: Collection, status: "StatusLine") -> None:
 
 def _score_forecast(found: Collection, status: "StatusLine") -> None:
     """Write the errors of the step times predicted from ceilings, over all measured steps, if there are ceilings."""
-    from cs336_systems.report.terminal import print_line
-
     status("predicting the times of all steps")
     sweeps = {path: results.published for path, results in found.measured.items()}
     written = write_forecast(sweeps, found.ceilings_of, found.root)
@@ -166,7 +161,7 @@ def _write_sweep(results: Results, found: Collection, path: Path, status: "Statu
     directory = found.root / path
     if results.lost:
         kept = f"warning: {directory}: {results.lost}, and the tables of profiles stay as they were"
-        print(inert_line(kept), file=sys.stderr)
+        print_aside(kept)
         results = Results(records=results.records, ceilings=results.ceilings)
     results.write(directory, status)
 

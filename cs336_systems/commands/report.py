@@ -1,7 +1,6 @@
 """`cs336 report`: writes the tables and plots of finished runs again."""
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, json_alone
 from cs336_systems.commands.results import show_results
 from cs336_systems.record import RecordError, load_records
-from cs336_systems.text import counted
+from cs336_systems.text import counted, print_aside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ def run(arguments: ReportArguments) -> int:
     identities = {record.environment.identity for own in found.values() for record in own if record.environment}
     if len(identities) > len({identity.device_name for identity in identities}):
         what = "the records come from different drivers, torch or code, to which differences may be due"
-        print(f"warning: {what}", file=sys.stderr)
+        print_aside(f"warning: {what}")
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
     from cs336_systems.report.compared import COMPARISON_FILE, load_compared
@@ -92,7 +91,7 @@ def _everything(root: Path, is_json: bool) -> int:
 def _refuse_to_lose(problems: Mapping[Path, Sequence[RecordError]], output: Path | None) -> None:
     """Report which records cannot be read; raise UsageError if tables with these runs would be overwritten."""
     for problem in itertools.chain.from_iterable(problems.values()):
-        print(f"warning: {problem}", file=sys.stderr)
+        print_aside(f"warning: {problem}")
     for directory, found in problems.items():
         if found and (directory / "results.csv").is_file() and (output or directory).resolve() == directory.resolve():
             raise UsageError(

@@ -1,6 +1,5 @@
 """Writes and prints the results of sweeps, after a sweep and for `cs336 report`."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
 from cs336_systems.studies.ceilings_files import ceilings_beside, ceilings_files
 from cs336_systems.sweep.store import raw_profile_path
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.results import Results
@@ -36,7 +35,7 @@ def show_results(
     status("reading records and profiles")
     from cs336_systems.report.page.collection import Collection
     from cs336_systems.report.results import Results
-    from cs336_systems.report.terminal import print_line, print_sweep
+    from cs336_systems.report.terminal import print_sweep
 
     beside = [ceilings_beside(directory) for directory in (output, *found)]
     ceilings = load_ceilings_or_warn(next(filter(ceilings_files, beside), beside[0]))
@@ -48,7 +47,7 @@ def show_results(
         elif not all(raw_profile_path(config, directory / "runs").is_file() for config in results.without_profile):
             is_lost = True
             what = "raw profiles too; the tables of profiles stay as they were, and --fresh measures these runs again"
-            print(inert_line(f"warning: {directory}: {results.lost}, {what}"), file=sys.stderr)
+            print_aside(f"warning: {directory}: {results.lost}, {what}")
     together = Results.together(several.values(), ceilings)
     written = replace(together, kernels=(), memory=()) if is_lost else together
     written.write(output, status)
@@ -74,4 +73,4 @@ def _refuse_to_lose(results: "Results", directory: Path, output: Path) -> None:
         raise UsageError(
             f"{directory}: {results.lost}, and the tables there would lose these runs: write elsewhere with --output"
         )
-    print(inert_line(f"warning: {directory}: {results.lost}, and the tables are without these runs"), file=sys.stderr)
+    print_aside(f"warning: {directory}: {results.lost}, and the tables are without these runs")

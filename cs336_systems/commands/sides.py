@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +15,7 @@ from cs336_systems.commands.outcome import UsageError, checked
 from cs336_systems.commands.sweep import SweepArguments
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.record import RunRecord
+from cs336_systems.text import print_aside
 
 GRID_FLAGS = {*SweepArguments.settings} - {*BenchmarkArguments.settings}
 """Flags that a sweep has and a single run does not."""
@@ -79,7 +79,7 @@ def pairs(grids: Sequence[Sequence[RunConfig]], allow_mixed: bool) -> list[tuple
     settings = ([settings_of(config) for config in grid] for grid in grids)
     matching = checked(functools.partial(matched, *settings, allow_mixed=allow_mixed))
     for config in (*(a[index] for index in matching.only_a), *(b[index] for index in matching.only_b)):
-        print(f"note: {config.label} is not measured: only one side has it", file=sys.stderr)
+        print_aside(f"note: {config.label} is not measured: only one side has it")
     return [(a[i], b[j]) for i, j in matching.pairs]
 
 

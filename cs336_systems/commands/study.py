@@ -1,6 +1,5 @@
 """What the commands of all studies share: flags, and the way from measuring to files and printed tables."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from cs336_systems.config import Device
 from cs336_systems.files import encode_json
 from cs336_systems.settings import declared
 from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.status_line import StatusLine
@@ -100,7 +99,7 @@ def show_study(
     `kind` is the field of `Collection` in which the page has such studies; `others` go into other fields of it.
     """
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_line, print_table
+    from cs336_systems.report.terminal import print_table
 
     with json_alone(as_json) as print_json:
         with StatusLine() as status:
@@ -110,7 +109,7 @@ def show_study(
                 write(study, directory)
                 page = _write_page(directory, status, {kind: study, **others})
         for warning in warnings(study):
-            print(inert_line(f"warning: {warning}"), file=sys.stderr)
+            print_aside(f"warning: {warning}")
         if print_json is not None:
             print_json(encode_json(study))
         else:

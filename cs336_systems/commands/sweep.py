@@ -5,7 +5,6 @@ import hashlib
 import importlib.util
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import timedelta
@@ -66,7 +65,7 @@ from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
-from cs336_systems.text import counted, inert_line
+from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.sweep.cluster import Machine
@@ -274,10 +273,11 @@ def run(arguments: SweepArguments) -> int:
     expected = _expected(arguments, plan, directory)
     if arguments.dry_run:
         if expected is NOTHING_EXPECTED and arguments.cluster is None:
-            print("note: no times are predicted, as `cs336 ceilings` has not measured this device", file=sys.stderr)
+            print_aside("note: no times are predicted, as `cs336 ceilings` has not measured this device")
         elif (curves := expected.curves) is not None:
-            notes = ((SHIPPED, curves.is_shipped), (DOUBTED_FORECAST, curves.is_in_doubt))
-            print(*(f"note: {note}\n" for note, is_true in notes if is_true), sep="", end="", file=sys.stderr)
+            for note, is_true in ((SHIPPED, curves.is_shipped), (DOUBTED_FORECAST, curves.is_in_doubt)):
+                if is_true:
+                    print_aside(f"note: {note}")
         with json_alone(arguments.json) as print_json:
             machines = _machines(arguments)
             if print_json is not None:
@@ -288,10 +288,10 @@ def run(arguments: SweepArguments) -> int:
                     _print_machines(machines, arguments.device())
         return FAILED if machines and all(machine.refused for machine in machines) else OK
     for config in plan.too_large:
-        print(f"{config.label} {_outlook(config)}", file=sys.stderr)
+        print_aside(f"{config.label} {_outlook(config)}")
     missing = _why_no_profile(arguments)
     if missing is not None:
-        print(inert_line(f"error: no profile: {missing}. The times are measured all the same."), file=sys.stderr)
+        print_aside(f"error: no profile: {missing}. The times are measured all the same.")
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
     with json_alone(arguments.json) as print_json:
         status = measure_all(configs, directory, arguments.measuring, print_json, _elsewhere(arguments), expected)
@@ -336,7 +336,7 @@ def _print_plan(plan: Plan, directory: Path, expected: Expected) -> None:
         print(f"will not fit: {config.label} {_outlook(config)}")
     total_s = expected.sweep_s(plan.configs)
     took = "" if total_s is None else f", which should take {timedelta(seconds=round(total_s))} (h:mm:ss)"
-    print(inert_line(f"{counted(len(plan.configs), 'run')} into {directory}{took}"))
+    print_line(f"{counted(len(plan.configs), 'run')} into {directory}{took}")
 
 
 def _outlook(config: RunConfig) -> str:
@@ -411,7 +411,7 @@ def _print_machines(machines: Sequence["Machine"], device: Device) -> None:
         what = f"{machine.count:g} {'GPUs' if device is Device.CUDA else 'cores'}"
         has = f", {node.identity.device_name}, PyTorch {node.identity.torch}" if node else ""
         use = "used" if machine.refused is None else f"not used: {machine.refused}"
-        print(inert_line(f"{machine.host} ({machine.address}), {what}{has}: {use}"))
+        print_line(f"{machine.host} ({machine.address}), {what}{has}: {use}")
     at_once = sum(machine.runs_at_once(device) for machine in machines)
     what = "a GPU for each rank" if device is Device.CUDA else "a machine for each run"
     print(f"{counted(len(machines), 'machine')}, {counted(at_once, 'rank')} at a time ({what}); Ray places the runs")
@@ -466,8 +466,7 @@ def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
     from cs336_systems.sweep.run import gpus_left_out
 
     for gpu in gpus_left_out(configs):
-        print(
+        print_aside(
             f"note: GPU {gpu.index} ({gpu.name}) is left out: it is of another kind than the first visible one; "
-            "choose with CUDA_VISIBLE_DEVICES",
-            file=sys.stderr,
+            "choose with CUDA_VISIBLE_DEVICES"
         )

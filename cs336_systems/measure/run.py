@@ -35,7 +35,7 @@ from cs336_systems.parallel.collectives import group_of, meet_on_host
 from cs336_systems.parallel.rank import Rank
 from cs336_systems.ranges import Range, rank_range
 from cs336_systems.record import Memory, MemoryMoment, Moment, RunRecord, Status, Telemetry, Traffic, WarningCode
-from cs336_systems.text import LONGEST_PART, inert_line
+from cs336_systems.text import LONGEST_PART, shortened
 
 MAX_EXTRA_WARMUP_STEPS = 20
 """Most steps that are added to the warm-up while torch.compile still compiles."""
@@ -356,7 +356,7 @@ def _failed(progress: Progress, error: BaseException) -> RunRecord:
         progress.watch.failed()
     except (RuntimeError, OSError) as unwritten:  # a broken context or a full disk; the run's failure stays the result
         progress.warn(
-            WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {inert_line(str(unwritten), LONGEST_PART)}"
+            WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {shortened(str(unwritten), LONGEST_PART)}"
         )
     record = RunRecord(
         config=progress.config,

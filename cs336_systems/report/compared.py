@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from cs336_systems.record import RecordError, RunRecord, load_records, read_reco
 from cs336_systems.report.columns import Row
 from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
 from cs336_systems.report.sections.comparison import ONLY_A, ONLY_B, pair_section, sweeps_section
-from cs336_systems.text import counted
+from cs336_systems.text import counted, print_aside
 
 COMPARISON_FILE = "comparison.json"
 
@@ -144,5 +143,5 @@ def records_at(path: Path) -> Sequence[RunRecord]:
         others = f" ({problems[0]})" if problems else ""
         raise ValueError(f"{path}: no records of runs{others}; needed the directory of a sweep")
     for problem in problems:
-        print(f"warning: {problem}", file=sys.stderr)
+        print_aside(f"warning: {problem}")
     return found

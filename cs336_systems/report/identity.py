@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from cs336_systems.config import SETTINGS, SIZES, Attention, CompileMode, Mode, Parallel, RunConfig, SdpaBackend
 from cs336_systems.report.columns import Column
 from cs336_systems.settings import Setting, heading_of, in_note, in_words
-from cs336_systems.text import LONGEST_PART, inert_line, text_of
+from cs336_systems.text import LONGEST_PART, shortened, text_of
 
 Identity: TypeAlias = dict[str, Any]
 """All settings of a run by column; None is unknown. Two are equal only if configuration and device are the same."""
@@ -203,7 +203,7 @@ def _varies(rows: Sequence[Identity], name: str) -> bool:
 
 
 def _cell(value: object) -> str:
-    return inert_line(text_of(value), LONGEST_PART)
+    return shortened(text_of(value), LONGEST_PART)
 
 
 def identity_columns(

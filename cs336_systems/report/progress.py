@@ -6,7 +6,6 @@ from time import monotonic
 from types import TracebackType
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,9 +23,10 @@ from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status
 from cs336_systems.report.status_line import StatusLine
+from cs336_systems.report.terminal import plain
 from cs336_systems.report.words import STATUS_WORDS
 from cs336_systems.sweep.listener import Listener
-from cs336_systems.text import counted, inert_line
+from cs336_systems.text import counted
 
 FIRST = "importing PyTorch, once for all runs"
 MOST_NAMED = 8
@@ -80,7 +80,7 @@ class TerminalListener(Listener):
         """Say what is done, what runs and what was set aside."""
         self._progress.start()
         for problem in problems:
-            self._print(f"[yellow]set aside[/] {escape(inert_line(str(problem)))}")
+            self._print(f"[yellow]set aside[/] {plain(str(problem))}")
         if kept:
             self._print(f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go")
         self._total = len(todo)
@@ -127,12 +127,12 @@ class TerminalListener(Listener):
         """Print in one line why a profile could not be explained, if so."""
         self._running.pop(config.key, None)
         if failure is not None:
-            self._print(f"[yellow]not explained[/] {escape(inert_line(f'{self._label(config)}: {failure}'))}")
+            self._print(f"[yellow]not explained[/] {plain(f'{self._label(config)}: {failure}')}")
         self._show()
 
     def noted(self, line: str) -> None:
         """Print the line."""
-        self._print(f"[dim]{escape(inert_line(line))}[/]")
+        self._print(f"[dim]{plain(line)}[/]")
 
     def tick(self) -> None:
         """Update the bar's clock."""
@@ -145,14 +145,14 @@ class TerminalListener(Listener):
     def _label(self, config: RunConfig) -> str:
         name = self._names.get(config.configuration)
         if name is None:
-            return inert_line(config.label)
-        return inert_line(f"{name} #{config.repeat}" if config.repeat else name)
+            return config.label
+        return f"{name} #{config.repeat}" if config.repeat else name
 
     def _show(self) -> None:
         if self._task is not None:
             few = len(self._running) <= MOST_NAMED
             now = " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
-            self._progress.update(self._task, description=escape(now))
+            self._progress.update(self._task, description=plain(now))
         self._progress.refresh()
 
 
@@ -208,12 +208,12 @@ class _LeftColumn(TimeRemainingColumn):
 
 def describe_run(record: RunRecord, label: str) -> str:
     """One line with rich's markup that says how a run, named `label`, has ended."""
-    label = escape(f"{label:<34}")
+    label = plain(f"{label:<34}")
     step = record.measurement(Phase.STEP)
     if step is None:
         colour = "yellow" if record.status is Status.OOM else "red"
         why = record.failure.message if record.failure else ""
-        return f"{label} [{colour}]{STATUS_WORDS[record.status]}[/] {escape(inert_line(why))}"
+        return f"{label} [{colour}]{STATUS_WORDS[record.status]}[/] {plain(why)}"
     spread = "" if step.stdev_s is None else f" ± {step.stdev_s * 1e3:.2f}"
     memory = f"  {record.memory.peak_allocated_bytes / 2**30:.1f} GiB" if record.memory else ""
     doubts = " ".join(warning.code for warning in record.warnings)

@@ -14,7 +14,7 @@ from cs336_systems.report.failures import own_place, own_traceback
 from cs336_systems.report.formats import to_rich
 from cs336_systems.report.table import Table
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
-from cs336_systems.text import inert_line, shortened
+from cs336_systems.text import inert_line, print_line, shortened
 
 UNLIMITED = 1_000_000
 """Width that rich is given for an unlimited width."""
@@ -45,13 +45,8 @@ def _console(width: int | None) -> Console:
     return Console(highlight=False, emoji=False, width=width or UNLIMITED, height=HEIGHT)
 
 
-def print_line(text: str) -> None:
-    """Print one line, however long."""
-    _console(None).print(_inert(text), soft_wrap=True)
-
-
-def _inert(text: str) -> str:
-    """The text without control characters, and escaped so that rich reads no markup in it."""
+def plain(text: str) -> str:
+    """The text within rich's markup: without control characters, and escaped so that rich reads no markup in it."""
     return escape(inert_line(text))
 
 
@@ -64,11 +59,11 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
     console = _console(_width())
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""
-        console.print(f"[red]{record.status}[/]{_inert(where)}: {_inert(record.failure.message)}")
+        console.print(f"[red]{record.status}[/]{plain(where)}: {plain(record.failure.message)}")
         for line in shortened(own_traceback(record), LONGEST_TRACEBACK).splitlines():
-            console.print(_inert(line), soft_wrap=True)
+            console.print(plain(line), soft_wrap=True)
     for warning in record.warnings:
-        console.print(f"[yellow]{warning.code}[/]: {_inert(warning.message)}")
+        console.print(f"[yellow]{warning.code}[/]: {plain(warning.message)}")
     print_line(f"record: {path}")
 
 
@@ -80,5 +75,5 @@ def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory
     for record in records:
         if record.failure is not None:
             place = f" ({place})" if (place := own_place(record)) else ""
-            console.print(f"[red]{_inert(record.config.label)}[/]: {_inert(record.failure.message + place)}")
+            console.print(f"[red]{plain(record.config.label)}[/]: {plain(record.failure.message + place)}")
     print_line(f"results: {directory}")

@@ -17,7 +17,7 @@ from cs336_systems.measure.environment import host_memory_bytes
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.sweep.process import NOT_EXPLAINED, begin_worker
 from cs336_systems.sweep.store import explanation_path, raw_profile_path
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside
 
 
 def lacks_explanation(record: RunRecord, runs: Path) -> bool:
@@ -80,7 +80,8 @@ def main(config: RunConfig, runs: Path, log: Connection) -> None:
     try:
         explain_run(config, runs)
     except Exception as error:
-        print(f"\n{_in_words(error)}", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        print_aside(_in_words(error))
         os._exit(NOT_EXPLAINED)
 
 
@@ -97,9 +98,9 @@ def _in_words(error: Exception) -> str:
     from cs336_systems.analysis.kernels.nsys import NsysError
 
     if isinstance(error, FileError | NsysError):
-        return inert_line(str(error))
+        return str(error)
     if isinstance(error, OSError):
-        return inert_line(error_in_words(error))
+        return error_in_words(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     what = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-    return inert_line(": ".join(filter(None, [what, str(error)])) + f" ({Path(last.filename).name}:{last.lineno})")
+    return ": ".join(filter(None, [what, str(error)])) + f" ({Path(last.filename).name}:{last.lineno})"

@@ -21,6 +21,7 @@ from cs336_systems.sweep.nsys import is_under_nsys, run_under_nsys
 from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_with, forget_safe_path
 from cs336_systems.sweep.ranks import measure_on_ranks
 from cs336_systems.sweep.store import fresh_profile_path
+from cs336_systems.text import print_aside
 
 
 def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str], timeout_s: float) -> None:
@@ -30,7 +31,8 @@ def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str
     try:
         write_record(record, runs)
     except OSError as error:
-        print(f"\n{error_in_words(error)}", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        print_aside(error_in_words(error))
         os._exit(RECORD_NOT_WRITTEN)
 
 

@@ -31,7 +31,7 @@ from cs336_systems.report.sections.ceilings.summary import write_ceilings
 from cs336_systems.report.sections.fusion import write_fusion
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.fusion_records import Op
-from cs336_systems.sweep.locks import LockedError, exclusive
+from cs336_systems.sweep.locks import exclusive
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import Recording, Span, training, write_export
@@ -225,9 +225,6 @@ def test_resuming_a_sweep(sweep_directory, tmp_path, is_inert):
     with exclusive(runs.parent / ".lock", "the directory"):
         (runs.parent / ".lock").write_text(HOSTILE)
         assert cli.sweep(words) == 1
-        with pytest.raises(LockedError) as refused, exclusive(runs.parent / ".lock", "it"):
-            pass
-    check(str(refused.value), 1_000, "the lock's text")
     is_inert()
 
 

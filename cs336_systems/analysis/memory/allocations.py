@@ -1,5 +1,8 @@
 """Replays the events of one device: which allocations there were, how large, when, and their sums over time.
 
+A moment is a number of events that have happened: 0 is before the first event. Memory exists at moment m if
+start < m <= end.
+
 The allocator rounds requests up to 512 bytes and takes the beginning of a free block. The remainder stays free, unless
 it is at most 1 MiB of a block for large requests: then the request gets the whole block, up to the next block in use or
 the segment's end.
@@ -8,26 +11,160 @@ A recording begins while the program runs and may have lost its oldest events. S
 is allocated when the snapshot is taken, but was not allocated by an event, existed before the recording.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, Mask, joined
-from cs336_systems.analysis.memory.lifetimes import (
-    BEFORE,
-    NO_STACK,
-    Action,
-    BlockState,
-    DeviceMemory,
-    LifetimeReader,
-    Lifetimes,
-    always,
-    nearest,
-)
-from cs336_systems.analysis.memory.snapshot import Setting
+from cs336_systems.analysis.columns import Columns, Ints, Mask, joined
+from cs336_systems.analysis.memory.snapshot import NO_STACK, Action, BlockState, DeviceMemory, Events
 from cs336_systems.text import counted
+
+BEFORE = -1
+"""In place of an event's number: the event happened before the recording."""
+NONE = -1
+"""In place of a row: there is no such memory."""
+MAX_ADDRESSES = 4096
+"""Most addresses that `nearest` looks at for one wanted address."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetimes(Columns):
+    """Memory that events allocated or freed, sorted by address and then by time."""
+
+    address: Ints
+    num_bytes: Ints
+    """As in the events: of an allocation the requested bytes, of a segment its size."""
+    stream: Ints
+    start: Ints
+    """Number of the event that allocated the memory, or BEFORE."""
+    free_requested: Ints
+    """Number of the event with which the program freed the memory, or BEFORE; the number of events if it did not."""
+    end: Ints
+    """Number of the event after which the memory could be reused; the number of events if there is none."""
+    stack: Ints
+    """Stack of the event that allocated the memory."""
+
+
+def always(address: Ints, num_bytes: Ints, stream: Ints, num_events: int) -> Lifetimes:
+    """Memory that existed during the whole recording."""
+    never = np.full(len(address), num_events)
+    return Lifetimes(
+        address=address,
+        num_bytes=num_bytes,
+        stream=stream,
+        start=np.full(len(address), BEFORE),
+        free_requested=never,
+        end=never,
+        stack=np.full(len(address), NO_STACK),
+    )
+
+
+def nearest(address: Ints, start: Ints, end: Ints, wanted: Ints, limit: Ints, moments: Ints) -> Ints:
+    """For each wanted address and moment, the row of the nearest memory that exists then, or NONE.
+
+    The search goes from the wanted address up or down to the limit, and gives up after MAX_ADDRESSES addresses. Nothing
+    exists at negative moments.
+    """
+    order = np.lexsort((start, address))
+    addresses, first, index = np.unique(address[order], return_index=True, return_inverse=True)
+    span = max(start.max(initial=0), moments.max(initial=0)) + 2
+    key = index * span + start[order] - BEFORE
+    found = np.full(len(wanted), NONE)
+    rows = np.flatnonzero(moments >= 0)
+    step = np.where(limit >= wanted, 1, -1)
+    at = np.where(step > 0, np.searchsorted(addresses, wanted), np.searchsorted(addresses, wanted, side="right") - 1)
+    for _ in range(MAX_ADDRESSES):
+        rows = rows[(at[rows] >= 0) & (at[rows] < len(addresses))]
+        rows = rows[step[rows] * (addresses[at[rows]] - limit[rows]) <= 0]
+        if not len(rows):
+            break
+        last = np.searchsorted(key, at[rows] * span + moments[rows], side="right") - 1  # at the address, by the moment
+        exists = (last >= first[at[rows]]) & (end[order[last]] >= moments[rows])
+        found[rows[exists]] = order[last[exists]]
+        rows = rows[~exists]
+        at[rows] += step[rows]
+    return found
+
+
+class LifetimeReader:
+    """Finds the lifetimes in the events: at each address, each allocation and the frees that follow it."""
+
+    def __init__(self, events: Events, allocate: Action, free: Action, request_free: Action | None = None) -> None:
+        """The actions that begin and end a lifetime; `request_free` is the first of two, if a free takes two events."""
+        self._events, self._num_events = events, len(events)
+        self._allocate, self._request_free, self._free = allocate, request_free, free
+        actions = [action for action in (allocate, request_free, free) if action is not None]
+        rows = np.flatnonzero(np.isin(events.action, actions))
+        self._event = rows[np.argsort(events.address[rows], kind="stable")]
+        self._action = events.action[self._event]
+        address = events.address[self._event]
+        is_first = np.append(True, address[1:] != address[:-1])[: len(address)] | (self._action == allocate)
+        self._first = np.flatnonzero(is_first)
+        self._life = np.cumsum(is_first) - 1
+        self._address = address[self._first]
+        self._is_followed = np.append(self._address[1:] == self._address[:-1], False)[: len(self._first)]
+        self._contradictions: Counter[str] = Counter()
+
+    def lifetimes(self) -> Lifetimes:
+        """All memory that an event allocated or freed."""
+        events = self._events
+        first = self._event[self._first]
+        start = np.where(self._action[self._first] == self._allocate, first, BEFORE)
+        requested, end = self._ends(start)
+        sizes = events.num_bytes[self._event]
+        self._count("freed with another size than it was allocated with", sizes != sizes[self._first][self._life])
+        return Lifetimes(
+            address=self._address,
+            num_bytes=events.num_bytes[first],
+            stream=events.stream[first],
+            start=start,
+            free_requested=requested,
+            end=end,
+            stack=np.where(start == BEFORE, NO_STACK, events.stack[first]),
+        )
+
+    def _ends(self, start: Ints) -> tuple[Ints, Ints]:
+        """The events that request the free and that complete it."""
+        never, end = self._num_events, self._event_of(self._free)
+        requested = end if self._request_free is None else self._event_of(self._request_free)
+        if not self._has(self._free):
+            end = requested.copy()
+        elif self._request_free is not None and self._has(self._request_free):
+            is_early = requested > end
+            requested[is_early & (start == BEFORE)] = BEFORE
+            self._count("freed before the program gave it back", is_early & (start != BEFORE))
+        is_lost = self._is_followed & (end == never)
+        self._count("allocated while it was in use", is_lost)
+        end[is_lost] = np.append(start[1:], never)[is_lost]
+        return np.minimum(requested, end), end
+
+    def _event_of(self, action: Action) -> Ints:
+        """In each life the first event with this action; the number of all events if there is none."""
+        rows = np.flatnonzero(self._action == action)
+        is_second = np.append(False, self._life[rows][1:] == self._life[rows][:-1])[: len(rows)]
+        self._count("freed twice", is_second)
+        found = np.full(len(self._first), self._num_events, dtype=np.int64)
+        found[self._life[rows[~is_second]]] = self._event[rows[~is_second]]
+        return found
+
+    def _has(self, action: Action) -> bool:
+        return bool((self._action == action).any())
+
+    def _count(self, what: str, is_so: Mask) -> None:
+        self._contradictions[what] += int(np.count_nonzero(is_so))
+
+    def notes(self) -> Iterator[str]:
+        """What was found wrong with the events."""
+        if self._request_free is not None and self._has(self._request_free) and not self._has(self._free):
+            yield "No completed frees were recorded: memory counts as free as soon as the program gives it back."
+        for what, count in self._contradictions.items():
+            if count:
+                yield f"Events contradict each other: {counted(count, 'time')} memory is {what}."
+
 
 ROUNDING_BYTES = 512
 SMALL_BYTES = 2**20
@@ -41,18 +178,13 @@ def rounded(requested_bytes: Ints) -> Ints:
     return np.maximum(-(-requested_bytes // ROUNDING_BYTES), 1) * ROUNDING_BYTES
 
 
-def rounds_to_powers(settings: Mapping[str, Setting]) -> bool:
-    """Whether the allocator is set to round to powers of two, which this module does not imitate."""
-    return any(name.startswith("roundup_power2_divisions.") and value not in (0, 1) for name, value in settings.items())
-
-
-def may_be_larger(requested_bytes: Ints, settings: Mapping[str, Setting]) -> Mask:
+def may_be_larger(requested_bytes: Ints, settings: Mapping[str, Any]) -> Mask:
     """Whether the blocks may be larger than the rounded requests."""
     is_large: Mask = rounded(requested_bytes) > SMALL_BYTES
     return is_large & (settings.get("expandable_segments") is not True)
 
 
-def block_sizes(blocks: Lifetimes, segments: Lifetimes, settings: Mapping[str, Setting]) -> Ints:
+def block_sizes(blocks: Lifetimes, segments: Lifetimes, settings: Mapping[str, Any]) -> Ints:
     """The bytes of each block, from the request in `blocks` and from what followed it in memory when it was allocated.
 
     What followed a block that was allocated before the recording is not known; the first moment is used instead.
@@ -62,7 +194,7 @@ def block_sizes(blocks: Lifetimes, segments: Lifetimes, settings: Mapping[str, S
     end = blocks.address[rows] + sizes[rows]
     moment = np.maximum(blocks.start[rows], 0)
     largest = settings.get("max_split_size", -1)
-    is_whole = sizes[rows] >= (largest if isinstance(largest, int) and largest >= 0 else NO_LIMIT)
+    is_whole = sizes[rows] >= (largest if largest >= 0 else NO_LIMIT)
     limit = np.where(is_whole, NO_LIMIT - 1, end + SMALL_BYTES)
     behind = np.full(len(rows), NO_LIMIT)
     for memory, boundary in ((blocks, blocks.address), (segments, segments.address + segments.num_bytes)):
@@ -136,7 +268,7 @@ class Replay:
         return np.flatnonzero(self.memory.events.action == Action.OOM).tolist()
 
 
-def replay(memory: DeviceMemory, settings: Mapping[str, Setting]) -> Replay:
+def replay(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
     """Combine the events and the segments of a device; `settings` are those of the snapshot."""
     reader = LifetimeReader(memory.events, Action.ALLOC, Action.FREE_COMPLETED, Action.FREE_REQUESTED)
     recorded = reader.lifetimes()
@@ -155,7 +287,7 @@ def replay(memory: DeviceMemory, settings: Mapping[str, Setting]) -> Replay:
     )
 
 
-def _num_bytes(memory: DeviceMemory, lifetimes: Lifetimes, settings: Mapping[str, Setting]) -> Ints:
+def _num_bytes(memory: DeviceMemory, lifetimes: Lifetimes, settings: Mapping[str, Any]) -> Ints:
     """The sizes of the blocks: known for those still in use, and inferred from the requests for the others."""
     num_bytes = block_sizes(lifetimes, _segments(memory), settings)
     used = np.flatnonzero(memory.blocks.state != BlockState.INACTIVE)
@@ -218,14 +350,14 @@ def _reserved(memory: DeviceMemory) -> Ints:
     return np.append(at_end, at_end + np.cumsum(change))
 
 
-def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Setting]) -> Iterator[str]:
+def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Any]) -> Iterator[str]:
     is_guessed = (lifetimes.start == BEFORE) & (lifetimes.end < never) & may_be_larger(lifetimes.num_bytes, settings)
     if num := int(np.count_nonzero(is_guessed)):
         yield (
             f"Made before the recording and freed in it: {counted(num, 'large allocation')}. Each block may be up to "
             "1 MiB larger than shown; requested bytes are exact."
         )
-    if rounds_to_powers(settings):
+    if any(value not in (0, 1) for value in settings.get("roundup_power2_divisions", {}).values()):
         yield (
             "The allocator rounds to powers of two (roundup_power2_divisions): blocks that were freed in the "
             "recording are larger than shown; requested bytes are exact."

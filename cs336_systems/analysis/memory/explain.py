@@ -25,7 +25,6 @@ from cs336_systems.analysis.memory.groups import (
     places_of,
     resolve,
 )
-from cs336_systems.analysis.memory.lifetimes import Action, DeviceMemory
 from cs336_systems.analysis.memory.notes import (
     NO_PHASES,
     NOWHERE,
@@ -48,7 +47,7 @@ from cs336_systems.analysis.memory.profile import (
     PhaseMemory,
     Timeline,
 )
-from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Snapshot, read_snapshot
+from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Action, DeviceMemory, Snapshot, read_snapshot
 from cs336_systems.config import ModelConfig
 from cs336_systems.text import counted, inert_line
 

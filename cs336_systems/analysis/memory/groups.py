@@ -8,9 +8,8 @@ from itertools import takewhile
 import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
-from cs336_systems.analysis.memory.allocations import Allocations, Replay
+from cs336_systems.analysis.memory.allocations import BEFORE, NONE, Allocations, Replay, nearest
 from cs336_systems.analysis.memory.formulas import HALF_BYTES, OR, Formulas, Role, element_bytes
-from cs336_systems.analysis.memory.lifetimes import BEFORE, NONE, Action, Stack, nearest
 from cs336_systems.analysis.memory.notes import (
     Kind,
     Phases,
@@ -31,6 +30,7 @@ from cs336_systems.analysis.memory.profile import (
     Place,
     SavedTensor,
 )
+from cs336_systems.analysis.memory.snapshot import Action, Stack
 from cs336_systems.config import Phase
 from cs336_systems.ranges import block_range
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Ints, ProfileError
-from cs336_systems.analysis.memory.lifetimes import Action, Events
+from cs336_systems.analysis.memory.snapshot import Action, Events
 from cs336_systems.config import Phase
 from cs336_systems.files import MEMORY_NOTES, read_json, write_atomically
 from cs336_systems.ranges import Range

@@ -8,7 +8,7 @@ from cs336_systems.record import Environment, RunRecord, Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.frame import order
 from cs336_systems.report.page.collection import Collection, block_id
-from cs336_systems.report.page.write import LONGEST_LINE, Block, Chapter, Closed, Page, PictureBlock, Prose, TableBlock
+from cs336_systems.report.page.write import Block, Chapter, Closed, Page, PictureBlock, Prose, TableBlock
 from cs336_systems.report.results import KERNELS, MEMORY, Results
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.attention import attention_section
@@ -19,7 +19,7 @@ from cs336_systems.report.sections.precision import precision_sections
 from cs336_systems.report.table import known, make_table
 from cs336_systems.report.words import status_text
 from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
-from cs336_systems.text import counted, inert_line, shortened
+from cs336_systems.text import counted, shortened
 
 SELF = Path()
 """The directory of a page with the results of a single directory."""
@@ -51,7 +51,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
     for number, directory in enumerate(directories):
         on_progress(collection.place(directory), number, len(directories))
         made[directory] = list(_chapters(collection, directory))
-    name = inert_line(collection.root.resolve().name)
+    name = collection.root.resolve().name
     if directories == [SELF]:
         title = f"{SUBJECTS[_subject(collection, SELF)]}: {name}"
         return Page(title=title, source=_source(collection, SELF), chapters=made[SELF])
@@ -59,7 +59,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
     for subject, title in SUBJECTS.items():
         parts = [
             Chapter(
-                id=block_id(directory, "all"), title=inert_line(str(directory)), is_closed=True,
+                id=block_id(directory, "all"), title=str(directory), is_closed=True,
                 source=_source(collection, directory), chapters=made[directory],
             )
             for directory in directories
@@ -67,7 +67,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
         ]  # fmt: skip
         chapters += [Chapter(id=f"subject-{subject}", title=title, chapters=parts)] if parts else []
     if collection.unreadable:
-        sentences = [inert_line(f"{path}: {why}") for path, why in collection.unreadable.items()]
+        sentences = [f"{path}: {why}" for path, why in collection.unreadable.items()]
         chapters.append(Chapter(id="unreadable", title="What cannot be read", blocks=[Prose(paragraphs=sentences)]))
     return Page(title=f"All results in {name}", source=counted(len(directories), "directory"), chapters=chapters)
 
@@ -87,7 +87,7 @@ def _chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
     """What stands out, then the tables and pictures of each subject, then all runs."""
     sections, results = _sections(collection, directory), _results(collection, directory)
     tables = [table for own in sections.values() for section in own for table in section.tables]
-    told = [Prose(heading=own.title, paragraphs=list(map(inert_line, own.findings))) for own in tables if own.findings]
+    told = [Prose(heading=own.title, paragraphs=own.findings) for own in tables if own.findings]
     if directory in collection.comparisons:
         told.append(Prose(paragraphs=collection.comparisons[directory].left_out))
     if results is not None and (missing := _missing(results)):
@@ -161,7 +161,7 @@ def _runs(records: Sequence[RunRecord], identifier: str) -> Iterator[Block]:
             where = f" (in {failure.where})" if failure.where else ""
             texts = [failure.message, shortened(failure.traceback or "", LONGEST_TEXT), failure.log_tail or ""]
             title = f"{record.config.label}: {status_text(record.status)}{where}"
-            yield Closed(title=inert_line(title), text="\n\n".join(filter(None, texts)))
+            yield Closed(title=title, text="\n\n".join(filter(None, texts)))
 
 
 def _run(record: RunRecord) -> Row:
@@ -169,7 +169,7 @@ def _run(record: RunRecord) -> Row:
     is_profiled = config.profiler is not Profiler.NONE
     raw = raw_profile_path(config, Path("runs")) if is_profiled else None
     return {
-        "run": inert_line(f"{config.label}{f', under {config.profiler}' if is_profiled else ''}"),
+        "run": f"{config.label}{f', under {config.profiler}' if is_profiled else ''}",
         "status": str(record.status),
         "step_mean_ms": None if step is None else step.mean_s * 1e3,
         "step_std_ms": None if step is None or step.stdev_s is None else step.stdev_s * 1e3,
@@ -198,7 +198,7 @@ def _source(collection: Collection, directory: Path) -> str:
     told += [f"measured {' to '.join(dict.fromkeys((times[0], times[-1])))} UTC"] if times else []
     if command := command_in(collection.root / directory):
         told.append(f"command: {command}")
-    return inert_line("; ".join(told), LONGEST_LINE)
+    return "; ".join(told)
 
 
 def _conditions(environments: Sequence[Environment]) -> Iterator[str]:

@@ -67,7 +67,7 @@ class TableBlock:
         for number, row in enumerate(table.rows):
             values = table.values[number] if number < len(table.values) else {}
             cells = zip(table.headings, row, strict=True)
-            yield number in table.failed, [(inert_line(text), _order(own, values, text)) for own, text in cells]
+            yield number in table.failed, [(text, _order(own, values, text)) for own, text in cells]
 
 
 def _order(heading: Column, values: Mapping[str, Any], text: str) -> str | None:

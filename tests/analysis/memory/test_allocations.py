@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.memory.allocations import Replay, replay
-from cs336_systems.analysis.memory.lifetimes import BEFORE
+from cs336_systems.analysis.memory.allocations import BEFORE, Replay, replay
 from cs336_systems.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.snapshots import (
     MIB,

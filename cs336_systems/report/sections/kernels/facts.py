@@ -20,7 +20,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     Work,
 )
 from cs336_systems.report.numbers import label, significant
-from cs336_systems.text import inert_line
 
 NOTICEABLE = 0.005
 """Share of the step's wall time: a phase that launched nothing and is shorter is not shown, such as taking a batch that
@@ -162,7 +161,7 @@ def about(profile: StepProfile) -> str:
 
 def path_text(path: tuple[str, ...], cut: bool = True) -> str:
     """Ranges around a launch as `block.3 > ffn`; each name is `cut` to what a table has room for."""
-    return " > ".join(label(inert_line(name)) if cut else name for name in path) or "outside of all ranges"
+    return " > ".join(label(name) if cut else name for name in path) or "outside of all ranges"
 
 
 def ms(time_s: float) -> str:

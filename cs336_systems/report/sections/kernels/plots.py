@@ -22,7 +22,7 @@ from cs336_systems.report.plots.palette import CLASS_COLOURS, FAILURE_COLOUR, RE
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import collectives_s, exposed_s
 from cs336_systems.report.sections.kernels.tables import CLASS_KEYS, class_rows, is_shown, phase_rows
-from cs336_systems.text import inert_line, shorten
+from cs336_systems.text import shorten
 
 Times = NDArray[np.float64]
 CELLS = 260
@@ -212,7 +212,7 @@ def _number_gaps(panel: Axes, gaps: Sequence[Gap], step: PicturedStep) -> None:
 
 def gap_lines(gaps: Sequence[Gap]) -> list[str]:
     """The numbered gaps in words, wrapped to lines that fit."""
-    texts = (inert_line(f"{number}  {gap_words(gap)}") for number, gap in enumerate(gaps, start=1))
+    texts = (f"{number}  {gap_words(gap)}" for number, gap in enumerate(gaps, start=1))
     return [line for text in texts for line in textwrap.wrap(text, LONGEST_LINE, subsequent_indent="    ")]
 
 
@@ -260,13 +260,13 @@ def _covered(pieces: Sequence[Piece], edges: Times) -> Times:
 
 def describe_source(profile: StepProfile) -> list[str]:
     """File and devices, in words."""
-    source = shorten(inert_line(profile.source).replace(", ", " "), LONGEST_SOURCE)
+    source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
     return [source, *describe_devices([profile])]
 
 
 def describe_devices(profiles: Sequence[StepProfile]) -> list[str]:
     """Names of the devices, each once."""
-    return list(dict.fromkeys(inert_line(name) for profile in profiles for name in profile.device_names))
+    return list(dict.fromkeys(name for profile in profiles for name in profile.device_names))
 
 
 COPIES = "copy by the driver"

@@ -21,7 +21,7 @@ from cs336_systems.report.plots.drawing import LONGEST_SOURCE
 from cs336_systems.report.plots.palette import CATEGORY_COLOURS
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.words import START, MemoryUnit, by_category, moment_ms, size, unit_for
-from cs336_systems.text import inert_line, shorten
+from cs336_systems.text import shorten
 
 SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
 """Short names of phases, for where the whole name does not fit."""
@@ -52,11 +52,11 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     """
     if not profile.timeline.time_s:
         raise ValueError(f"{profile.source}: a picture needs points on the timeline, but this profile has none")
-    source = shorten(inert_line(profile.source).replace(", ", " "), LONGEST_SOURCE)
+    source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
     words = [settings or source, f"GPU {profile.device}", *_oom_words(profile), "legend: sizes at the peak"]
     shown = _shown(profile)
     failed = ", out of memory" if profile.work.out_of_memory else ""
-    title = shorten(inert_line(name), LONGEST_NAME) or "Memory over time"
+    title = shorten(name, LONGEST_NAME) or "Memory over time"
     floor_bytes = int(_allocated(profile).min())
     is_flat = FLAT * profile.peak.allocated_bytes < floor_bytes < profile.peak.allocated_bytes
     figure = drawing.new_figure(
@@ -88,7 +88,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
 
 def _oom_words(profile: MemoryProfile) -> Iterator[str]:
     if failure := profile.work.first_failure:
-        where = f" in {shorten(inert_line(failure.phase), 20)} of step {failure.step}" if failure.phase else ""
+        where = f" in {shorten(failure.phase, 20)} of step {failure.step}" if failure.phase else ""
         yield f"asked for {size(failure.requested_bytes)} with {size(failure.free_bytes)} free{where}"
 
 
@@ -287,7 +287,7 @@ def _bar(label: str, profile: MemoryProfile) -> Bar:
     """What the peak consists of, with its sum and phase as words."""
     peak, found = profile.peak, by_category(profile.peak)
     is_lost = bool(profile.work.out_of_memory)
-    where = f"\nin {shorten(inert_line(peak.phase), LONGEST_PHASE)}" if peak.phase and not is_lost else ""
+    where = f"\nin {shorten(peak.phase, LONGEST_PHASE)}" if peak.phase and not is_lost else ""
     return Bar(
         name=label,
         parts={str(category): found[category] / GIB for category in CATEGORY_COLOURS if found[category]},
