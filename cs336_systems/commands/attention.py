@@ -40,7 +40,7 @@ def run(arguments: AttentionArguments) -> int:
     from cs336_systems.report.sections.attention import attention_section, write_attention, write_attention_record
 
     study = measure_and_show(
-        arguments, write_attention, lambda study: attention_section(study).tables, on_progress=write_attention_record
+        arguments, write_attention, lambda study: [attention_section(study)], on_progress=write_attention_record
     )
     is_well = all(
         result.status.is_result

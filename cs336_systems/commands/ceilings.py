@@ -159,7 +159,7 @@ def run(arguments: CeilingsArguments) -> int:
         step = _earlier_step(directory)
     parts = None if step is None else _parts(step, directory, device_name)
     make_writable(directory)
-    from cs336_systems.report.sections.ceilings.summary import ceilings_tables, doubts, write_ceilings
+    from cs336_systems.report.sections.ceilings import ceilings_sections, doubts, write_ceilings
     from cs336_systems.studies.runner import run_study
 
     def write(study: CeilingsStudy, directory: Path) -> None:
@@ -171,7 +171,7 @@ def run(arguments: CeilingsArguments) -> int:
     study = show_study(
         lambda status: earlier or run_study(grid, status),
         write,
-        lambda study: ceilings_tables(study, parts),
+        lambda study: ceilings_sections(study, parts),
         directory,
         arguments.FOLDER,
         as_json=arguments.json,

@@ -51,7 +51,7 @@ def run(arguments: PrecisionArguments) -> int:
     show_study(
         measure,
         write_precision,
-        lambda study: [table for section in precision_sections(study) for table in section.tables],
+        precision_sections,
         arguments.output,
         "precision",
         as_json=arguments.json,

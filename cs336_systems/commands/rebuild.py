@@ -16,7 +16,7 @@ from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.page.collection import Collection
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.attention import write_attention
-from cs336_systems.report.sections.ceilings.summary import write_ceilings
+from cs336_systems.report.sections.ceilings import write_ceilings
 from cs336_systems.report.sections.forecast import write_forecast
 from cs336_systems.report.sections.fusion import write_fusion
 from cs336_systems.report.sections.ladder import write_ladder_report

@@ -16,8 +16,8 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
+    from cs336_systems.report.section import Section
     from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.table import Table
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
 StudyT = TypeVar("StudyT")
@@ -64,7 +64,7 @@ def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
 def measure_and_show(
     arguments: StudyArguments,
     write: Callable[[StudyT, Path], object],
-    tables: Callable[[StudyT], Iterable["Table"]],
+    sections: Callable[[StudyT], Iterable["Section"]],
     on_progress: Callable[[StudyT, Path], object] = lambda *_: None,
 ) -> StudyT:
     """Measure the grid of the arguments, write the results, print them, and return the study.
@@ -80,13 +80,13 @@ def measure_and_show(
         study: StudyT = run_study(grid, status, lambda study: on_progress(study, directory))
         return study
 
-    return show_study(measure, write, tables, directory, arguments.FOLDER, as_json=arguments.json)
+    return show_study(measure, write, sections, directory, arguments.FOLDER, as_json=arguments.json)
 
 
 def show_study(
     measure: Callable[["StatusLine"], StudyT],
     write: Callable[[StudyT, Path], object],
-    tables: Callable[[StudyT], Iterable["Table"]],
+    sections: Callable[[StudyT], Iterable["Section"]],
     directory: Path | None,
     kind: str,
     *,
@@ -98,6 +98,7 @@ def show_study(
 
     `kind` is the field of `Collection` in which the page has such studies; `others` go into other fields of it.
     """
+    from cs336_systems.report.sections.study import all_tables
     from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table
 
@@ -113,7 +114,7 @@ def show_study(
         if print_json is not None:
             print_json(encode_json(study))
         else:
-            for table in tables(study):
+            for table in all_tables(sections(study)):
                 print_table(table, directory)
         if directory is not None:
             print_line(f"results: {directory}")

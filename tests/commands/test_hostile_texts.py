@@ -27,7 +27,7 @@ from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
 from cs336_systems.report.progress import TerminalListener
 from cs336_systems.report.sections.attention import write_attention
-from cs336_systems.report.sections.ceilings.summary import write_ceilings
+from cs336_systems.report.sections.ceilings import write_ceilings
 from cs336_systems.report.sections.fusion import write_fusion
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.fusion_records import Op

@@ -12,8 +12,7 @@ from cs336_systems.config import Phase, Precision
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.sections.attention import attention_section
-from cs336_systems.report.sections.ceilings.summary import ceilings_sections
-from cs336_systems.report.sections.ceilings.tables import products_section
+from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.comparison import comparison_table
 from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
@@ -200,7 +199,7 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
         )
         for side, fault in ((1024, WarningCode.UNSTABLE), (512, None))
     )
-    (table,) = products_section(make_ceilings([best, other])).tables
+    (table,) = ceilings_sections(make_ceilings([best, other]))[1].tables
     whole, part = column(table, "of best")
     assert whole == "100"
     assert marked(part)

@@ -12,7 +12,7 @@ from cs336_systems.report.page.write import Block, Chapter, Closed, Page, Pictur
 from cs336_systems.report.results import KERNELS, MEMORY, Results
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.attention import attention_section
-from cs336_systems.report.sections.ceilings.summary import ceilings_sections
+from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.ladder import ladder_section
 from cs336_systems.report.sections.precision import precision_sections
