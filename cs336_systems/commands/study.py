@@ -13,7 +13,7 @@ from cs336_systems.config import Device
 from cs336_systems.files import encode_json
 from cs336_systems.settings import declared
 from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import print_aside, print_line
+from cs336_systems.text import print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.section import Section
@@ -91,7 +91,6 @@ def show_study(
     kind: str,
     *,
     as_json: bool,
-    warnings: Callable[[StudyT], Iterable[str]] = lambda _: (),
     **others: object,
 ) -> StudyT:
     """Measure, showing progress; write the results into the directory, if one is given; print and return them.
@@ -109,8 +108,6 @@ def show_study(
                 status("drawing and writing")
                 write(study, directory)
                 page = _write_page(directory, status, {kind: study, **others})
-        for warning in warnings(study):
-            print_aside(f"warning: {warning}")
         if print_json is not None:
             print_json(encode_json(study))
         else:

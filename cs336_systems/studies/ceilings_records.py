@@ -5,124 +5,52 @@ The fastest matmul and the largest copy of a study are its ceilings, of which ot
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import product
-from typing import Annotated, ClassVar
-
-import msgspec
+from typing import Annotated, Any, ClassVar
 
 from cs336_systems.config import SIZES, Device, Precision
-from cs336_systems.costs.calls import Collective, sent_share
+from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.forecast.tape import Pass
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.files import CEILINGS
-from cs336_systems.record import Count, Environment, Status
+from cs336_systems.record import Count, Environment
 from cs336_systems.settings import ByDevice, Setting, check
-from cs336_systems.studies.kernel_records import KernelCell, PassCell, kernel_cells, pass_cells
-from cs336_systems.studies.loops import TimedRow, Timing, joined
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, Row
+from cs336_systems.studies.ceilings_rows import (
+    MAX_SIDE,
+    QUEUED_BYTES,
+    STREAM_BYTES,
+    TIMED_ROWS,
+    UNTIMED,
+    CacheRow,
+    CollectiveCell,
+    KernelCell,
+    Launch,
+    LaunchCell,
+    PassCell,
+    ProductCell,
+    ProductPrecision,
+    Shape,
+    Stream,
+    StreamCell,
+    Timing,
+    joined,
+    kernel_cells,
+    pass_cells,
+)
+from cs336_systems.studies.records import FORMAT_VERSION, Cell, Grid, Row
 
-MAX_SIDE = 2**20
-"""Most rows or columns of a matrix, so that a typing error does not ask for a petabyte."""
 MAX_BYTES = 2**42
 PADDED = ", padded"
 """Suffix of the name of a matmul whose columns are those of another one, rounded up."""
 SMALL_COLLECTIVES_BYTES = (2**12, 2**16)
 """Bytes of small collectives, such as those of a model's vectors, in addition to the sizes of passes over memory."""
-
-
-class ProductPrecision(StrEnum):
-    """Data type of the factors of a matmul. Sums are in fp32; fp8 is e4m3 with one scale for each matrix."""
-
-    FP32 = "fp32"
-    TF32 = "tf32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8 = "fp8"
-
-
-FACTOR_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 1}
-RESULT_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 2}
-"""Bytes per element of a matmul's result; that of an fp8 matmul is in bf16."""
-
-
 STEP_PRECISIONS = (ProductPrecision.FP32, ProductPrecision.TF32, ProductPrecision.BF16)
 """Precisions of the steps whose kernels are measured."""
-ONLY_ON_GPUS = (ProductPrecision.TF32, ProductPrecision.FP8)
-"""Precisions in which a CPU has no matmuls."""
-
-
-class Stream(StrEnum):
-    """A pass over memory: a copy, a sum (which only reads), or PyTorch's fused AdamW on one flat tensor."""
-
-    COPY = "copy"
-    READ = "read"
-    ADAMW = "adamw"
-
-
-STREAM_BYTES = {Stream.COPY: 2 * FP32_BYTES, Stream.READ: FP32_BYTES, Stream.ADAMW: 7 * FP32_BYTES}
-"""Bytes moved per element. AdamW reads parameter, gradient and both moments, and writes all but the gradient."""
-
-
-class Launch(StrEnum):
-    """What is launched, and how."""
-
-    EAGER = "eager"
-    """A kernel on one element, many times, each launched by the host."""
-    STEP = "step"
-    """The calls of a training step so narrow that the device always waits for the next one."""
-    GRAPH = "graph"
-    """The kernel of EAGER, many times in one CUDA graph."""
-    QUEUED = "queued"
-    """A copy of QUEUED_BYTES, which takes so long that the host launches the next one in time."""
-
-
-QUEUED_BYTES = 2**28
-"""Bytes moved by the copies that show the gap between two kernels: each takes that much longer than in a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A matmul of (rows, inner) by (inner, columns), as in a linear layer: the second matrix is transposed."""
-
-    rows: int
-    inner: int
-    columns: int
-    name: str = "square"
-
-    def __post_init__(self) -> None:
-        sides = (self.rows, self.inner, self.columns)
-        if not 1 <= min(sides) <= max(sides) <= MAX_SIDE:
-            raise ValueError(f"sides of a product must be from 1 to {MAX_SIDE}, got {self.label}")
-
-    @property
-    def label(self) -> str:
-        """`rows x inner x columns`."""
-        return f"{self.rows} x {self.inner} x {self.columns}"
-
-    @property
-    def flops(self) -> int:
-        """A multiply-add counts as 2."""
-        return 2 * self.rows * self.inner * self.columns
-
-    @property
-    def cube_side(self) -> float:
-        """Side of the square matmul with as many FLOPs."""
-        return float((self.flops // 2) ** (1 / 3))
-
-    @property
-    def is_square(self) -> bool:
-        return self.rows == self.inner == self.columns
-
-    def moved_bytes(self, precision: ProductPrecision) -> int:
-        """Both factors read once and the result written once: the least that any matmul moves."""
-        factors = self.rows * self.inner + self.inner * self.columns
-        return FACTOR_BYTES[precision] * factors + RESULT_BYTES[precision] * self.rows * self.columns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
+class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
     """What to run."""
 
     MEASURE: ClassVar[str] = "cs336_systems.studies.ceilings_cell:measure_rows"
@@ -176,30 +104,29 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         """
         return self.device is Device.CPU
 
-    def groups(self) -> list[list[Cell["CeilingsRow | CacheRow"]]]:
+    def groups(self) -> list[list[Cell[Row]]]:
         """One group of all cells; cells that are measured in rounds occur once per loop."""
         cells = [*self.cells()]
         again = [cell for cell in cells if self.has_rounds and not isinstance(cell.rows[0], CollectiveCell)]
         return [[*cells, *(again * (self.loops - 1))]]
 
-    def cells(self) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
+    def cells(self) -> Iterator[Cell[Row]]:
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""
-        timing = Timing(status=Status.OK)
         for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
-            row = ProductCell(precision=precision, shape=shape, timing=timing)
+            row = ProductCell(precision=precision, shape=shape, timing=UNTIMED)
             yield Cell(label=f"{precision} product {shape.label}", rows=(row,))
         for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
             moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]  # a whole number of elements
-            passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=timing)
+            passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=UNTIMED)
             yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
         for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
-            yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=timing),))
-        yield from self._step_cells(timing)
+            yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=UNTIMED),))
+        yield from self._step_cells()
         for ranks in self.numbers_of_ranks:
             multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
             sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
             collectives = tuple(
-                CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=timing)
+                CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=UNTIMED)
                 for kind in Collective
                 if kind is not Collective.PUSH or self.device is Device.CUDA  # pushes use a GPU's copy engines
                 for size in sizes
@@ -207,14 +134,14 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
             )
             yield Cell(label=f"collectives of {ranks} processes", rows=collectives)
 
-    def _step_cells(self, timing: Timing) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
+    def _step_cells(self) -> Iterator[Cell[Row]]:
         """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
         if not self.step_presets:
             return
         precisions = [Precision(name) for name in dict.fromkeys(self.precisions) if name in STEP_PRECISIONS]
-        for kernel in kernel_cells(self.step_presets, self.step_contexts, precisions, self.step_batch_size, timing):
+        for kernel in kernel_cells(self.step_presets, self.step_contexts, precisions, self.step_batch_size):
             yield Cell(label=kernel.label, rows=(kernel,))
-        for each in pass_cells(self.device, sorted(set(self.stream_bytes)), timing):
+        for each in pass_cells(self.device, sorted(set(self.stream_bytes))):
             yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
 
     @property
@@ -223,87 +150,14 @@ class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
         powers = [2**power for power in range(1, self.world_size.bit_length()) if 2**power < self.world_size]
         return [*powers, self.world_size] if self.world_size > 1 else []
 
-    def study(self, rows: tuple["CeilingsRow | CacheRow", ...], environment: Environment) -> "CeilingsStudy":
+    def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
         rows = joined(rows) if self.has_rounds else rows
-        return CeilingsStudy(
-            grid=self,
-            products=tuple(row for row in rows if isinstance(row, ProductCell)),
-            streams=tuple(row for row in rows if isinstance(row, StreamCell)),
-            launches=tuple(row for row in rows if isinstance(row, LaunchCell)),
-            reductions=tuple(row for row in rows if isinstance(row, CollectiveCell)),
-            kernels=tuple(row for row in rows if isinstance(row, KernelCell)),
-            passes=tuple(row for row in rows if isinstance(row, PassCell)),
-            cache_bytes=next((row.num_bytes for row in rows if isinstance(row, CacheRow)), None),
-            environment=environment,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProductCell(TimedRow):
-    """One matmul."""
-
-    precision: ProductPrecision
-    shape: Shape
-    timing: Timing
-
-    @property
-    def flops_per_s(self) -> float | None:
-        return self.timing.rate(self.shape.flops)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamCell(TimedRow):
-    """One pass over memory."""
-
-    stream: Stream
-    moved_bytes: Count
-    timing: Timing
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        """Bytes read plus bytes written, per second."""
-        return self.timing.rate(self.moved_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchCell(TimedRow):
-    """One of many launches, by the host's clock; on a CPU, one operation."""
-
-    launch: Launch
-    timing: Timing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCell(TimedRow):
-    """One collective of a tensor in fp32, timed by the first process."""
-
-    collective: Collective = Collective.ALL_REDUCE
-    num_bytes: Count
-    """Bytes of the whole tensor: of all parts together, if each process has a part."""
-    world_size: Annotated[int, msgspec.Meta(ge=2, le=2**20)]
-    timing: Timing
-
-    @property
-    def algorithm_bytes_per_s(self) -> float | None:
-        """Bytes of the tensor per second."""
-        return self.timing.rate(self.num_bytes)
-
-    @property
-    def bus_bytes_per_s(self) -> float | None:
-        """Bytes that each process sends in a ring, per second (as in nccl-tests, except for the broadcast)."""
-        return self.timing.rate(self.num_bytes * sent_share(self.collective, self.world_size))
-
-
-@dataclass(frozen=True, slots=True)
-class CacheRow(Row):
-    """Row that the worker adds to those of launches on a GPU."""
-
-    num_bytes: int
-    """Size of the GPU's last cache before its memory."""
-
-
-CeilingsRow = ProductCell | StreamCell | LaunchCell | CollectiveCell | KernelCell | PassCell
+        by_field: dict[str, Any] = {
+            name: tuple(row for row in rows if isinstance(row, kind)) for name, kind in TIMED_ROWS.items()
+        }
+        cache_bytes = next((row.num_bytes for row in rows if isinstance(row, CacheRow)), None)
+        return CeilingsStudy(grid=self, **by_field, cache_bytes=cache_bytes, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,10 +187,7 @@ class CeilingsStudy:
     @property
     def timings(self) -> tuple[Timing, ...]:
         """Timings of all cells."""
-        cells: tuple[CeilingsRow, ...] = (
-            *self.products, *self.streams, *self.launches, *self.reductions, *self.kernels, *self.passes,
-        )  # fmt: skip
-        return tuple(cell.timing for cell in cells)
+        return tuple(cell.timing for name in TIMED_ROWS for cell in getattr(self, name))
 
     def products_of(self, precision: ProductPrecision) -> list[ProductCell]:
         """The matmuls at one precision, in the order in which they were measured."""

@@ -2,19 +2,19 @@
 
 from cs336_systems.config import Device
 from cs336_systems.record import Failure, Status
-from cs336_systems.studies.ceilings_records import (
-    CeilingsGrid,
-    CeilingsStudy,
+from cs336_systems.studies.ceilings_records import CeilingsGrid, CeilingsStudy
+from cs336_systems.studies.ceilings_rows import (
     CollectiveCell,
     Launch,
     LaunchCell,
+    Loops,
     ProductCell,
     ProductPrecision,
     Shape,
     Stream,
     StreamCell,
+    Timing,
 )
-from cs336_systems.studies.loops import Loops, Timing
 from tests.report.making import H200, make_environment
 
 MIB = 2**20

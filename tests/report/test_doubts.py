@@ -18,18 +18,19 @@ from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
 from cs336_systems.report.sections.steps import results_table
 from cs336_systems.studies.attention_records import AttentionStudy, Implementation
-from cs336_systems.studies.ceilings_records import (
-    CeilingsStudy,
+from cs336_systems.studies.ceilings_records import CeilingsStudy
+from cs336_systems.studies.ceilings_rows import (
     CollectiveCell,
     Launch,
     LaunchCell,
+    Loops,
     ProductCell,
     ProductPrecision,
     Stream,
     StreamCell,
+    Timing,
 )
 from cs336_systems.studies.fusion_records import FusionStudy, Version
-from cs336_systems.studies.loops import Loops, Timing
 from cs336_systems.studies.records import read_study
 from tests.report.ceilings import MIB, make_ceilings, square
 from tests.report.ladders import make_ladder, make_process

@@ -12,17 +12,17 @@ from cs336_systems.costs.calls import Collective
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, RecordError, Status
 from cs336_systems.studies.ceilings_files import SHIPPED, ceilings_beside, load_ceilings, ship, shipped
-from cs336_systems.studies.ceilings_records import (
-    CeilingsGrid,
-    CeilingsStudy,
+from cs336_systems.studies.ceilings_records import CeilingsGrid, CeilingsStudy
+from cs336_systems.studies.ceilings_rows import (
     CollectiveCell,
     Launch,
+    Loops,
     ProductCell,
     ProductPrecision,
     Shape,
     Stream,
+    joined,
 )
-from cs336_systems.studies.loops import Loops, joined
 from cs336_systems.studies.records import read_study
 from tests.committed import DATA
 from tests.report.ceilings import (

@@ -22,7 +22,8 @@ from cs336_systems.report.plots.charts import (
 )
 from cs336_systems.report.plots.palette import GREY, PRECISION_COLOURS
 from cs336_systems.report.sections.study import promised_bandwidth
-from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision, Stream
+from cs336_systems.studies.ceilings_records import CeilingsStudy
+from cs336_systems.studies.ceilings_rows import ProductPrecision, Stream
 from cs336_systems.studies.step_parts import StepPart, StepParts
 
 COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.items()} | {

@@ -12,8 +12,8 @@ from cs336_systems.report.sections.precision import (
     layer_norm_section,
     precision_sections,
 )
-from cs336_systems.studies.precision import NORM_INPUT, NORM_OUTPUT, ObservedDtype, accumulation_study, normalise
-from cs336_systems.studies.precision_records import PrecisionStudy
+from cs336_systems.studies.precision import accumulation_study, normalise
+from cs336_systems.studies.precision_records import NORM_INPUT, NORM_OUTPUT, ObservedDtype, PrecisionStudy
 
 
 def observed(quantity: str, device: Device, precision: Precision, dtype: str) -> ObservedDtype:
