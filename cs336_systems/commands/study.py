@@ -1,23 +1,28 @@
-"""What the commands of all studies share: flags, and the way from measuring to files and printed tables."""
+"""`cs336 attention`, `fusion` and `precision`, and what all studies share: flags, files and printing."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from cs336_systems.commands.device import DeviceFlag, explain_cpu_fallback, resolve_device
+import tyro
+
+from cs336_systems.commands.device import DeviceChoice, DeviceFlag, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.flags import Flags, Switch, study_name, unset, with_flags_of
-from cs336_systems.commands.outcome import checked, json_alone
+from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
 from cs336_systems.commands.pages import write_collection_page
 from cs336_systems.config import Device
 from cs336_systems.files import encode_json
+from cs336_systems.measure.inputs import check_factory, source_of
 from cs336_systems.settings import declared
+from cs336_systems.studies.operators import AttentionGrid, FusionGrid
 from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.section import Section
     from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.studies.precision_records import PrecisionStudy
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
 StudyT = TypeVar("StudyT")
@@ -59,6 +64,97 @@ class StudyArguments(Flags):
 def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
     """Make a class of arguments a dataclass with a flag for each setting of its grid."""
     return with_flags_of(kind.GRID)(kind)
+
+
+@with_grid
+class AttentionArguments(StudyArguments):
+    """Time attention alone over head dimensions and context lengths, each way to compute it, and say what it holds.
+
+    Without heads, as in the course's exercise. Cells that run out of memory or for which there is no kernel have rows
+    of their own. Results go to OUTPUT/attention/NAME/, as JSON with every raw time, tables, plots and index.html.
+
+    --own flash:FlashAttention adds yours, from flash.py in this directory; examples/flex_attention.py of the
+    repository is one. Where it is over 10 times as far from float64 as PyTorch's kernel, it is marked WRONG, its times
+    are in no table, and the exit status is 1. Without a backward (NotImplementedError) only forward is timed. The
+    course's grid for it:
+    --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 --context-lengths 128 256 512 1024 2048 4096
+    8192 16384 32768 65536.
+    """
+
+    GRID, FOLDER = AttentionGrid, "attention"
+
+    def grid(self, **others: object) -> AttentionGrid:
+        """The grid that the flags mean, with the state of the user's source; ValueError if there is no such name."""
+        grid: AttentionGrid = super().grid(**others)
+        if grid.own is None:
+            return grid
+        check_factory(grid.own, "--own")
+        return replace(grid, source=source_of(grid.own))
+
+    def run(self) -> int:
+        """Measure the grid, write its record after every cell, then the tables, plots and page."""
+        from cs336_systems.report.sections.operators import attention_section, write_attention, write_attention_record
+
+        study = measure_and_show(self, write_attention, lambda study: [attention_section(study)],
+                                 write_attention_record)  # fmt: skip
+        return OK if all(result.status.is_result for result in study.results) else FAILED
+
+
+@with_grid
+class FusionArguments(StudyArguments):
+    """Show what fusing does to GELU, softmax, RMSNorm and attention: written out, compiled, and PyTorch's own.
+
+    For each, forward and backward: kernels launched, bytes moved, time, share of the memory bandwidth, error. Results
+    go to OUTPUT/fusion/NAME/, as JSON with every raw time, tables, plots and index.html.
+    """
+
+    GRID, FOLDER = FusionGrid, "fusion"
+
+    def run(self) -> int:
+        """Measure the grid, print the tables, and write them with the record and the plots."""
+        from cs336_systems.report.sections.operators import fusion_section, write_fusion
+
+        study = measure_and_show(self, write_fusion, lambda study: [fusion_section(study)])
+        return OK if all(row.status.is_result for row in study.rows) else FAILED
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionArguments:
+    """Show what accumulation, layer norm and autocast do to precision, as observed on this machine."""
+
+    device: DeviceChoice = "auto"
+    """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
+    json: Switch = False
+    """Print JSON instead of tables."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON, and index.html."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
+        chosen = resolve_device(self.device)
+        return (Device.CPU, Device.CUDA) if self.device == "auto" and chosen is Device.CUDA else (chosen,)
+
+    def run(self) -> int:
+        """Observe sums, layer norm and data types, print them, and write them into the directory if one is given."""
+        explain_cpu_fallback(self.device)
+        devices = checked(self.devices)
+        if self.output is not None:
+            self.output.mkdir(parents=True, exist_ok=True)
+        from cs336_systems.report.sections.precision import precision_sections, write_precision
+
+        def measure(status: "StatusLine") -> "PrecisionStudy":
+            status("importing PyTorch")
+            from cs336_systems.studies.precision import run_precision_study
+
+            return run_precision_study(devices, status)
+
+        show_study(measure, write_precision, precision_sections, self.output, "precision", as_json=self.json)
+        return OK
+
+
+def run(arguments: AttentionArguments | FusionArguments | PrecisionArguments) -> int:
+    """Run the command that these are the arguments of."""
+    return arguments.run()
 
 
 def measure_and_show(

@@ -11,13 +11,11 @@ from cs336_systems.analysis.warnings import timing_warnings
 from cs336_systems.config import Phase, Precision
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.comparison import comparison_table
-from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
+from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.steps import results_table
-from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.ceilings_rows import (
     CollectiveCell,
@@ -30,7 +28,7 @@ from cs336_systems.studies.ceilings_rows import (
     StreamCell,
     Timing,
 )
-from cs336_systems.studies.fusion_records import FusionStudy, Version
+from cs336_systems.studies.operators import AttentionStudy, FusionStudy, Implementation, Version
 from cs336_systems.studies.records import read_study
 from tests.report.ceilings import MIB, make_ceilings, square
 from tests.report.ladders import make_ladder, make_process

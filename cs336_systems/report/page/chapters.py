@@ -11,10 +11,9 @@ from cs336_systems.report.page.collection import Collection, block_id
 from cs336_systems.report.page.write import Block, Chapter, Closed, Page, PictureBlock, Prose, TableBlock
 from cs336_systems.report.results import KERNELS, MEMORY, Results
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings import ceilings_sections
-from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.ladder import ladder_section
+from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.precision import precision_sections
 from cs336_systems.report.table import known, make_table
 from cs336_systems.report.words import status_text

@@ -10,10 +10,9 @@ from urllib.parse import quote
 from cs336_systems.report.columns import Row
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.results import Results
-from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.fusion_records import FusionStudy
+from cs336_systems.studies.operators import AttentionStudy, FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.step_parts import StepParts
 from cs336_systems.sweep.ladder import Rung
