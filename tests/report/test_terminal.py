@@ -19,6 +19,7 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
 from cs336_systems.report.frame import to_frame
+from cs336_systems.report.section import Table
 from cs336_systems.report.sections.account import Account, account_section, days_table
 from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.comparison import comparison_table
@@ -32,7 +33,6 @@ from cs336_systems.report.sections.operators import attention_section, fusion_se
 from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
 from cs336_systems.report.sections.study import all_tables
-from cs336_systems.report.table import Table
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision import accumulation_study

@@ -10,9 +10,8 @@ from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
-from cs336_systems.report.numbers import DOUBT, GIGA, MIB, TERA, ratio, significant
 from cs336_systems.report.plots.charts import Chart
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.ceilings_plots import (
     bandwidth_chart,
     collective_chart,
@@ -27,7 +26,7 @@ from cs336_systems.report.sections.study import (
     promised_bandwidth,
     write_study,
 )
-from cs336_systems.report.table import Table, known, make_table
+from cs336_systems.report.words import DOUBT, GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy
 from cs336_systems.studies.ceilings_rows import QUEUED_BYTES, Launch, ProductCell, ProductPrecision, Stream, TimedRow

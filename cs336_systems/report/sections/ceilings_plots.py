@@ -6,10 +6,11 @@ from typing import Any
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Phase
 from cs336_systems.report.columns import Row
-from cs336_systems.report.numbers import GIGA, MIB, TERA
-from cs336_systems.report.plots import palette
+from cs336_systems.report.plots import charts
 from cs336_systems.report.plots.charts import (
+    GREY,
     MARKERS,
+    PRECISION_COLOURS,
     Axis,
     Chart,
     Curve,
@@ -20,8 +21,8 @@ from cs336_systems.report.plots.charts import (
     curves_of,
     doubling,
 )
-from cs336_systems.report.plots.palette import GREY, PRECISION_COLOURS
 from cs336_systems.report.sections.study import promised_bandwidth
+from cs336_systems.report.words import GIGA, MIB, TERA
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.ceilings_rows import ProductPrecision, Stream
 from cs336_systems.studies.step_parts import StepPart, StepParts
@@ -31,7 +32,7 @@ COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.
 }
 MARKS = dict(zip(ProductPrecision, MARKERS, strict=False))
 RATE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
-PHASE_COLOURS = {phase: palette.PHASE_COLOURS[Phase(phase)] for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD,
+PHASE_COLOURS = {phase: charts.PHASE_COLOURS[Phase(phase)] for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD,
                                                                           LaunchPhase.OPTIMIZER)}  # fmt: skip
 DATA_SHEET = "data sheet"
 STEPS = 2.0
@@ -58,7 +59,7 @@ def product_chart(study: CeilingsStudy, rows: Sequence[Row]) -> list[Chart]:
     every = [row["cube_side"] for row in rows]
     panel = Panel(
         x=doubling(sides or every, "side of the square product of as many FLOPs", others=every),
-        y=Axis(label="rate (TFLOP/s)", unit="TFLOP/s", is_log=True), curves=curves, references=references,
+        y=Axis(label="rate (TFLOP/s)", is_log=True), curves=curves, references=references,
     )  # fmt: skip
     return [_chart("products", "Rate of matrix products over their size", study, [panel], 4)]
 
@@ -74,13 +75,8 @@ def _chart(name: str, title: str, study: CeilingsStudy, panels: Sequence[Panel],
 
 
 def _points(rows: Sequence[Row], x: str, name: str, y: str = "tflops_per_s") -> Line:
-    """The values by two keys; the point of a layer is named after the layer."""
-    return Line(
-        name=name,
-        points=tuple(
-            Point(x=float(row[x]), value=row[y], about=f"{row.get('name') or row['label']}, {name}") for row in rows
-        ),
-    )
+    """The values by two keys."""
+    return Line(name=name, points=tuple(Point(x=float(row[x]), value=row[y]) for row in rows))
 
 
 def bandwidth_chart(study: CeilingsStudy, rows: Sequence[Row]) -> list[Chart]:
@@ -97,7 +93,7 @@ def bandwidth_chart(study: CeilingsStudy, rows: Sequence[Row]) -> list[Chart]:
         references.append(Reference(value=study.cache_bytes / MIB, colour="#BBBBBB", name=name, is_upright=True))
     panel = Panel(
         x=doubling([row["moved_mib"] for row in rows], "read plus written (MiB)"),
-        y=Axis(label="rate (GB/s)", unit="GB/s", from_zero=True),
+        y=Axis(label="rate (GB/s)", from_zero=True),
         curves=curves_of(lines, RATE_COLOURS), references=references,
     )  # fmt: skip
     return [_chart("bandwidth", "Rate of passes over memory", study, [panel], 5)]
@@ -114,7 +110,7 @@ def collective_chart(study: CeilingsStudy, rows: Sequence[Row]) -> list[Chart]:
         ]
         panels.append(Panel(
             x=doubling([row["tensor_mib"] for row in own], f"tensor (MiB), {ranks} processes"),
-            y=Axis(label="bus bandwidth (GB/s)", unit="GB/s", from_zero=True), curves=curves_of(lines, RATE_COLOURS),
+            y=Axis(label="bus bandwidth (GB/s)", from_zero=True), curves=curves_of(lines, RATE_COLOURS),
         ))  # fmt: skip
     return [_chart("collectives", "Rate of collectives", study, panels, 4)] if panels else []
 
@@ -147,7 +143,7 @@ def roofline_chart(study: CeilingsStudy, products: Sequence[Row], parts: StepPar
         roofs.append(Curve(line=Line(name=DATA_SHEET, points=()), colour=GREY, width=1.2, dash=":"))
     panel = Panel(
         x=Axis(label="intensity (FLOP/byte)", is_log=True, limits=span),
-        y=Axis(label="rate (TFLOP/s)", unit="TFLOP/s", is_log=True), curves=[*roofs, *measured, named, *_marks(shown)],
+        y=Axis(label="rate (TFLOP/s)", is_log=True), curves=[*roofs, *measured, named, *_marks(shown)],
     )  # fmt: skip
     settings = ", ".join(filter(None, [study.device_name, parts.label if parts else ""]))
     return [Chart(name="roofline", title="Roofline", settings=settings, panels=[panel], size=(8.5, 5.2),
@@ -168,7 +164,7 @@ def _roofs(
 
 
 def _roof(name: str, colour: str, ends: Sequence[tuple[float, float]], source: str) -> Curve:
-    points = tuple(Point(x=x, value=rate / TERA, about=f"{name}, {source}") for x, rate in ends)
+    points = tuple(Point(x=x, value=rate / TERA) for x, rate in ends)
     line = Line(name=name, points=points)
     if source == DATA_SHEET:
         return Curve(line=line, colour=colour, width=1.2, dash=":", opacity=0.6, label="")
@@ -187,7 +183,7 @@ def _marks(parts: Sequence[StepPart]) -> Iterator[Curve]:
     for name in names:
         yield Curve(line=Line(name=name, points=()), colour="#555555", marker=marks[name], dash="")
     for part in parts:
-        point = Point(x=part.intensity, value=part.flops_per_s / TERA, about=f"{part.name} in {part.phase}")
+        point = Point(x=part.intensity, value=part.flops_per_s / TERA)
         yield _mark(Line(name=part.name, points=(point,)), part.phase, marks[part.name])
 
 

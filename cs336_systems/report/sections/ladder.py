@@ -12,16 +12,15 @@ from cs336_systems.config import SETTINGS, Device, RunConfig
 from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Row, column, short
+from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
-from cs336_systems.report.numbers import DOUBT, ratio, significant
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style
-from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
+from cs336_systems.report.section import Section, known, make_table
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.report.sections.study import derived
-from cs336_systems.report.table import known, make_table
-from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.report.words import DOUBT, STATUS_WORDS, ratio, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.sweep.ladder import GATE_STEPS, Gate, Rung, judge, reason_run, reference
 
@@ -331,7 +330,7 @@ def ladder_chart(rows: Rows, settings: str) -> Chart:
     ]
     means = Curve(line=Line(name="mean, 95 % interval", points=tuple(intervals)), colour="#000000", dash="", label="")
     panel = Panel(
-        x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", unit="ms", from_zero=True),
+        x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", from_zero=True),
         bars=[_bar(row) for row in rows], curves=[means],
     )  # fmt: skip
     has_both = any(row["step_mean_ms"] is not None and not row["is_credited"] for row in rows)

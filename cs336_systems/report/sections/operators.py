@@ -9,9 +9,8 @@ from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
-from cs336_systems.report.failures import place_in
-from cs336_systems.report.numbers import DOUBT, GIB, GIGA, MIB, TERA, ratio, scientific, significant
 from cs336_systems.report.plots.charts import (
+    FAILURE_COLOUR,
     Axis,
     Bar,
     Chart,
@@ -24,8 +23,7 @@ from cs336_systems.report.plots.charts import (
     curves_of,
     doubling,
 )
-from cs336_systems.report.plots.palette import FAILURE_COLOUR
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.study import (
     across,
     derived,
@@ -36,7 +34,7 @@ from cs336_systems.report.sections.study import (
     times_ms,
     write_study,
 )
-from cs336_systems.report.table import Table, known, make_table
+from cs336_systems.report.words import DOUBT, GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
 from cs336_systems.studies.operators import (
     PHASES,
     AttentionStudy,
@@ -185,7 +183,7 @@ def cells_of(rows: Rows, implementation: Implementation, *known: str) -> list[Ro
 
 
 def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
-    time = column(f"{timed}_mean_ms", unit="", doubt=f"{timed}_is_doubted", instead="ended")
+    time = column(f"{timed}_mean_ms", unit="", drop_order=0, doubt=f"{timed}_is_doubted", instead="ended")
     notes = [
         f"In ms, mean ± standard deviation of {study.grid.passes} passes after {study.grid.warmup_passes} of warm-up.",
         *(_grid_notes(study, rows) if timed == "forward" else ()),
@@ -321,11 +319,11 @@ def attention_charts(study: AttentionStudy, rows: Rows) -> Iterator[Chart]:
         own = [row for row in rows if row["precision"] is precision]
         for phase in PHASES:
             if any(row[f"{phase}_mean_ms"] is not None for row in own):
-                y = Axis(label="time (ms)", unit="ms", is_log=True)
+                y = Axis(label="time (ms)", is_log=True)
                 title = f"{phase.capitalize()} pass of attention, {precision}"
                 yield _chart(study, own, f"{phase}_{precision}", title, y, f"{phase}_mean_ms", f"{phase}_std_ms")
         if any(row["saved_mib"] is not None for row in own):
-            y = Axis(label="memory (MiB)", unit="MiB", is_log=True)
+            y = Axis(label="memory (MiB)", is_log=True)
             title = f"What attention's forward leaves for backward, {precision}"
             yield _chart(study, own, f"memory_{precision}", title, y, "saved_mib")
 
@@ -472,7 +470,7 @@ def _panel(rows: Rows, op: str, phase: Phase, bandwidth: float | None) -> Panel:
     least = [rows[0]["must_move_mib"] * MIB / bandwidth * 1e3] if bandwidth is not None and rows else []
     return Panel(
         x=Axis(names=[row["version"] for row in rows]),
-        y=Axis(label=f"{phase}, median time (ms)", unit="ms", from_zero=True),
+        y=Axis(label=f"{phase}, median time (ms)", from_zero=True),
         title=op,
         bars=bars,
         references=[Reference(value=time_ms, colour=FAILURE_COLOUR, name=LEAST) for time_ms in least],

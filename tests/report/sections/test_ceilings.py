@@ -10,7 +10,7 @@ from PIL import Image
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Device
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.ceilings import ceilings_sections, parts_section, write_ceilings
 from cs336_systems.report.sections.ceilings_plots import PHASE_COLOURS
 from cs336_systems.report.sections.study import all_tables
@@ -50,7 +50,7 @@ def section(name, study, parts=None):
 
 def drawn(study, name, parts=None):
     (picture,) = [each for own in ceilings_sections(study, parts) for each in own.pictures if each.name == name]
-    return draw(picture)
+    return figure_of(picture)
 
 
 def lines_of(panel):

@@ -12,7 +12,7 @@ from PIL import Image
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import Status, WarningCode
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.ladder import (
     UNCREDITED,
     counts_of,
@@ -174,7 +174,7 @@ def test_records_of_other_configurations_are_not_mixed_in(ladder):
 def test_a_rung_of_an_own_model_claims_no_attention():
     (rung, *_) = make_ladder()
     own = replace(rung, config=replace(rung.config, model_factory="pkg.mod:make"))
-    for ladder, expected in (((rung,), ("small", "naive-auto")), ((own,), ("small (offered)", None))):
+    for ladder, expected in (((rung,), ("small", "naive-auto")), ((own,), ("make small", None))):
         (row,) = ladder_rows(ladder, [make_process(ladder[0], 0.1)], [])
         assert (row["size"], row["attention"]) == expected
 
@@ -187,7 +187,7 @@ def rows(ladder):
 
 
 def draw_ladder(rows, words):
-    return draw(ladder_chart(rows, words))
+    return figure_of(ladder_chart(rows, words))
 
 
 def test_speed_by_hand(rows):

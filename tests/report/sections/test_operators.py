@@ -9,7 +9,7 @@ from PIL import Image
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.record import Failure, Input, Status
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.operators import (
     COLOURS,
     CSV_COLUMNS,
@@ -149,7 +149,7 @@ def test_lines_hold_known_points_and_failures(study):
 
 
 def test_pictures_say_what_they_show(study):
-    forward, _, memory = (draw(chart) for chart in attention_charts(study, attention_rows(study)))
+    forward, _, memory = (figure_of(chart) for chart in attention_charts(study, attention_rows(study)))
     assert {"naive: out of memory", "d_head 64", "time (ms)", "512", "2048"} <= set(texts(forward))
     assert {"naive", "flash", "naive, in closed form"} <= set(texts(memory))
     (panel,) = forward.axes
@@ -282,16 +282,16 @@ def test_an_unknown_device_has_no_share_and_no_line(fusion):
     assert "of bandwidth" not in [heading.name for heading in fusion_section(unknown).tables[0].headings]
     assert {row["bandwidth_share"] for row in csv_rows(fusion_section(unknown))} == {""}
     line = "what must move, at the data sheet's bandwidth"
-    assert line in texts(draw(charted(fusion)))
-    assert line not in texts(draw(charted(unknown)))
+    assert line in texts(figure_of(charted(fusion)))
+    assert line not in texts(figure_of(charted(unknown)))
 
 
 def test_the_line_is_the_least_time_that_the_bandwidth_allows(fusion):
-    panel = draw(charted(fusion)).axes[0]
+    panel = figure_of(charted(fusion)).axes[0]
     heights = [line.get_ydata()[0] for line in panel.get_lines() if list(line.get_xdata()) == [0, 1]]
     assert heights == [pytest.approx(2 * MIB / 4800e9 * 1e3)]
     assert [patch.get_height() for patch in panel.patches] == pytest.approx([8, 1, 2])
-    assert "out of memory" in texts(draw(charted(fusion)))
+    assert "out of memory" in texts(figure_of(charted(fusion)))
 
 
 def test_csv_has_every_value_of_fusion(fusion):
