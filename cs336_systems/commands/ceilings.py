@@ -23,8 +23,15 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
 from cs336_systems.record import RecordError, read_record
 from cs336_systems.studies.ceilings_files import FILE_NAME
-from cs336_systems.studies.ceilings_records import MAX_BYTES, PADDED, CeilingsGrid, CeilingsStudy
-from cs336_systems.studies.ceilings_rows import ONLY_ON_GPUS, ProductPrecision, Shape
+from cs336_systems.studies.ceilings_records import (
+    MAX_BYTES,
+    ONLY_ON_GPUS,
+    PADDED,
+    CeilingsGrid,
+    CeilingsStudy,
+    ProductPrecision,
+    Shape,
+)
 from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import make_writable
 

@@ -14,8 +14,7 @@ from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Failure, Status
 from cs336_systems.studies.ceilings_ranks import measure_collectives
-from cs336_systems.studies.ceilings_records import CeilingsGrid
-from cs336_systems.studies.ceilings_rows import (
+from cs336_systems.studies.ceilings_records import (
     D_HEAD,
     HEADS,
     MASK_SIDE,
@@ -24,6 +23,7 @@ from cs336_systems.studies.ceilings_rows import (
     QUEUED_BYTES,
     STREAM_BYTES,
     CacheRow,
+    CeilingsGrid,
     CollectiveCell,
     KernelCell,
     Launch,

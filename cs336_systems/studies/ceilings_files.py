@@ -21,8 +21,7 @@ from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
 from cs336_systems.files import CEILINGS, decode_json, write_atomically
 from cs336_systems.record import RecordError
-from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.ceilings_rows import Launch, ProductPrecision
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision
 from cs336_systems.studies.records import FORMAT_VERSION, read_study
 
 FILE_NAME = "ceilings.json"

@@ -22,8 +22,7 @@ from cs336_systems.parallel.collectives import all_gather, group_of, reduce_scat
 from cs336_systems.parallel.exchange import of_all_ranks, shared_rows
 from cs336_systems.parallel.rank import Rank, devices_of
 from cs336_systems.record import Failure, Status
-from cs336_systems.studies.ceilings_records import CeilingsGrid
-from cs336_systems.studies.ceilings_rows import CollectiveCell, Loops
+from cs336_systems.studies.ceilings_records import CeilingsGrid, CollectiveCell, Loops
 from cs336_systems.studies.timing import PROBES, device_timer, host_timer, replayed
 from cs336_systems.sweep.process import die_with_forker
 

@@ -24,7 +24,7 @@ from cs336_systems.costs.accounting import (
 )
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.ranges import Range
-from cs336_systems.studies.ceilings_rows import FACTOR_BYTES, ProductPrecision
+from cs336_systems.studies.ceilings_records import FACTOR_BYTES, ProductPrecision
 
 LINEAR = (Component.QKV, Component.OUTPUT, Component.FFN, Component.HEAD)
 SCORES_AND_VALUES = (Component.SCORES, Component.VALUES)

@@ -12,8 +12,7 @@ from time import perf_counter_ns
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.studies.ceilings_records import CeilingsGrid
-from cs336_systems.studies.ceilings_rows import Loops
+from cs336_systems.studies.ceilings_records import CeilingsGrid, Loops
 
 GRAPH_BELOW_S = 1e-3
 """A run shorter than this is repeated within a CUDA graph; otherwise its launch may take longer than the run itself.

@@ -24,7 +24,7 @@ from cs336_systems.files import encode_json
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.studies.ceilings_files import load_ceilings
-from cs336_systems.studies.ceilings_rows import Launch, LaunchCell, Stream
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.committed import DATA
 from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
 

@@ -16,8 +16,7 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord, Status, write_record
 from cs336_systems.studies import runner
 from cs336_systems.studies.ceilings_files import load_ceilings
-from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.ceilings_rows import ProductCell, ProductPrecision, Shape, Stream
+from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductCell, ProductPrecision, Shape, Stream
 from cs336_systems.studies.records import read_study
 from tests.report.ceilings import lost, make_ceilings, make_whole, square, stream_at
 from tests.report.sections.kernels.profiles import make_profile

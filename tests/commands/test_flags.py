@@ -58,7 +58,7 @@ from cs336_systems.record import load_records
 from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 from cs336_systems.settings import flag_of
 from cs336_systems.studies.ceilings_files import load_ceilings
-from cs336_systems.studies.ceilings_rows import Launch, LaunchCell, Stream
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.neighbours import make_bases, neighbours, settings_of
 from tests.report.ceilings import FP32, lasting, make_ceilings, product_at, square, stream_at
 

@@ -13,7 +13,7 @@ from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY
 from cs336_systems.costs.limits import FORMULAS, Scheme
 from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.studies.ceilings_rows import Launch, LaunchCell, Stream
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.report.ceilings import CollectiveCell, lasting, make_ceilings, product_at, square, stream_at
 
 GIVEN = ["--size", "8B", "--ranks", "8", "64", "1024", "--gpus-per-node", "8", "--network-gb-per-s", "50"]

@@ -2,8 +2,9 @@
 
 from cs336_systems.config import Device
 from cs336_systems.record import Failure, Status
-from cs336_systems.studies.ceilings_records import CeilingsGrid, CeilingsStudy
-from cs336_systems.studies.ceilings_rows import (
+from cs336_systems.studies.ceilings_records import (
+    CeilingsGrid,
+    CeilingsStudy,
     CollectiveCell,
     Launch,
     LaunchCell,

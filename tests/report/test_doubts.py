@@ -16,8 +16,8 @@ from cs336_systems.report.sections.comparison import comparison_table
 from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
 from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.steps import results_table
-from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.ceilings_rows import (
+from cs336_systems.studies.ceilings_records import (
+    CeilingsStudy,
     CollectiveCell,
     Launch,
     LaunchCell,

@@ -17,7 +17,7 @@ from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
 from cs336_systems.report.plots.steps import named_rows
 from cs336_systems.studies.ceilings_files import Ceilings
-from cs336_systems.studies.ceilings_rows import CollectiveCell
+from cs336_systems.studies.ceilings_records import CollectiveCell
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
 from tests.report.making import CODES, make_config, make_failure, make_record
 

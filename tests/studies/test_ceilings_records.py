@@ -12,8 +12,9 @@ from cs336_systems.costs.calls import Collective
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, RecordError, Status
 from cs336_systems.studies.ceilings_files import SHIPPED, ceilings_beside, load_ceilings, ship, shipped
-from cs336_systems.studies.ceilings_records import CeilingsGrid, CeilingsStudy
-from cs336_systems.studies.ceilings_rows import (
+from cs336_systems.studies.ceilings_records import (
+    CeilingsGrid,
+    CeilingsStudy,
     CollectiveCell,
     Launch,
     Loops,

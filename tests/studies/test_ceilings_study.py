@@ -28,9 +28,9 @@ from cs336_systems.studies.ceilings_cell import (
     why_unavailable,
 )
 from cs336_systems.studies.ceilings_ranks import measure_collectives
-from cs336_systems.studies.ceilings_records import CeilingsGrid
-from cs336_systems.studies.ceilings_rows import (
+from cs336_systems.studies.ceilings_records import (
     STREAM_BYTES,
+    CeilingsGrid,
     Launch,
     ProductCell,
     ProductPrecision,

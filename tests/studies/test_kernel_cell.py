@@ -14,11 +14,12 @@ from cs336_systems.costs.forecast.tape import Form, Kind, Pass
 from cs336_systems.costs.time import operations, step_time
 from cs336_systems.studies.ceilings_cell import make_fused_attention, make_matmul, make_pass, measure_kernel
 from cs336_systems.studies.ceilings_files import Ceilings
-from cs336_systems.studies.ceilings_records import CeilingsGrid, CeilingsStudy
-from cs336_systems.studies.ceilings_rows import (
+from cs336_systems.studies.ceilings_records import (
     PASS_BYTES,
     PASS_UNIT,
     UNTIMED,
+    CeilingsGrid,
+    CeilingsStudy,
     KernelCell,
     Launch,
     LaunchCell,

@@ -28,8 +28,16 @@ from cs336_systems.report.sections.study import (
 )
 from cs336_systems.report.words import DOUBT, GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.ceilings_files import FILE_NAME
-from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy
-from cs336_systems.studies.ceilings_rows import QUEUED_BYTES, Launch, ProductCell, ProductPrecision, Stream, TimedRow
+from cs336_systems.studies.ceilings_records import (
+    PADDED,
+    QUEUED_BYTES,
+    CeilingsStudy,
+    Launch,
+    ProductCell,
+    ProductPrecision,
+    Stream,
+    TimedRow,
+)
 from cs336_systems.studies.step_parts import ALL_KERNELS, StepPart, StepParts
 
 SUMMARY = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")

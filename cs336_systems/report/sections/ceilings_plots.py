@@ -23,8 +23,7 @@ from cs336_systems.report.plots.charts import (
 )
 from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.report.words import GIGA, MIB, TERA
-from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.ceilings_rows import ProductPrecision, Stream
+from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision, Stream
 from cs336_systems.studies.step_parts import StepPart, StepParts
 
 COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.items()} | {

@@ -176,10 +176,7 @@ def _records_of(config: RunConfig, records: Sequence[RunRecord]) -> list[RunReco
 
 def _reference_losses(first: Rung, records: Sequence[RunRecord]) -> list[tuple[float | None, ...]]:
     """Losses of the first rung; where it has none, of the same step with its activations computed again."""
-    candidates = [first.config]
-    if first.config.model_factory is None:
-        candidates.append(reference(first))
-    for config in candidates:
+    for config in filter(None, (first.config, reference(first))):
         if done := [record.losses for record in _records_of(config, records) if record.status is Status.OK]:
             return done
     return []

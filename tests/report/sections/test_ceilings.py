@@ -14,8 +14,7 @@ from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.ceilings import ceilings_sections, parts_section, write_ceilings
 from cs336_systems.report.sections.ceilings_plots import PHASE_COLOURS
 from cs336_systems.report.sections.study import all_tables
-from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.ceilings_rows import Launch, LaunchCell, ProductCell, Stream
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Stream
 from cs336_systems.studies.records import read_study
 from cs336_systems.studies.step_parts import StepPart, StepParts
 from tests.report.ceilings import (

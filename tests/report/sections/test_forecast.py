@@ -19,7 +19,7 @@ from cs336_systems.record import Measurement, WarningCode
 from cs336_systems.report.formats import texts_of
 from cs336_systems.report.sections.forecast import FOLDER, Shapes, forecast_section, scored
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
-from cs336_systems.studies.ceilings_rows import Shape
+from cs336_systems.studies.ceilings_records import Shape
 from tests.committed import DATA
 from tests.report.ceilings import FP32, make_rates, product_at
 from tests.report.making import make_config, make_record
