@@ -428,7 +428,7 @@ COLUMNS: dict[str, Column] = {
     "least_activations_bytes": Column("activations", "GB", "What else the products read and write.",
                                       drop_order=6, scale=1e-9, write=short),
     "last": _text("over", "The rung that this one is compared with.", drop_order=1),
-    "reasons": _text("what changes", "Counts, bytes and times that change."),
+    "class_s": Column("longest", "ms", "The classes of kernels that take most time.", numeric=False, drop_order=7),
     # the study of precision
     "model": _text("model", "The model that was observed."),
     "dtype": _text("dtype", "Data type."),
