@@ -10,18 +10,19 @@ from typing import Annotated, Any
 
 from cs336_systems import __version__
 from cs336_systems.analysis.kernels.nsys import NsysError
-from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError
-from cs336_systems.commands.outputs import guard_outputs, print_last
+from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError, guard_outputs, print_last
 from cs336_systems.files import FileError, error_in_words
 from cs336_systems.interrupt import LINE
 from cs336_systems.sweep.locks import LockedError
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside
 
 COMMANDS = (
     "benchmark", "sweep", "kernels", "memory", "account", "scale", "precision", "fusion", "attention",
     "ceilings", "ladder", "compare", "report",
 )  # fmt: skip
-"""The subcommands of `cs336`. Each is a module of commands/, imported only when it is called."""
+"""The subcommands of `cs336`."""
+MODULES = dict.fromkeys(("precision", "fusion", "attention"), "study")
+"""The module of commands/ that has a command, if not that of its name; it is imported only when it is called."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
 VERSION_HELP = "cs336 --version prints the version of this program."
 
@@ -40,11 +41,11 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return main(argv)
         except (UsageError, FileError) as error:
-            print(inert_line(f"error: {error}"), file=sys.stderr)
+            print_aside(f"error: {error}")
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:
             message = error_in_words(error) if isinstance(error, OSError) else error
-            print(inert_line(f"error: {message}"), file=sys.stderr)
+            print_aside(f"error: {message}")
             return FAILED
         except KeyboardInterrupt:  # a run in a worker was stopped
             print_last(LINE)
@@ -101,7 +102,7 @@ def _arguments(name: str) -> Callable[..., object]:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"cs336_systems.commands.{name}")
+    return importlib.import_module(f"cs336_systems.commands.{MODULES.get(name, name)}")
 
 
 def _sides_apart(words: Sequence[str]) -> list[str]:

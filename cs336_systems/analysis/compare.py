@@ -21,7 +21,7 @@ import msgspec
 from cs336_systems.analysis.statistics import FEWEST, standard_error
 from cs336_systems.config import Phase, Profiler
 from cs336_systems.record import Measurement, RunRecord, Status
-from cs336_systems.text import LONGEST_PART, inert_line
+from cs336_systems.text import LONGEST_PART, shortened
 
 CONFIDENCE = 0.99
 """Confidence of the interval of a ratio."""
@@ -260,7 +260,7 @@ def _conditions_apart(records: Iterable[RunRecord]) -> str:
     found: dict[str, set[str]] = {}
     for identity in {record.environment.identity for record in records if record.environment}:
         for name, value in msgspec.to_builtins(identity).items():
-            found.setdefault(name, set()).add(inert_line(str(value), LONGEST_PART))
+            found.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
     words = (f"{name.replace('_', ' ')} {' and '.join(sorted(own))}" for name, own in found.items() if len(own) > 1)
     return ", ".join(words)
 

@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from cs336_systems.costs.ranks_time import depends_on_host, predicted_time
 from cs336_systems.costs.time import has_large_matmuls
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")
@@ -264,7 +263,7 @@ def run(arguments: AccountArguments) -> int:
     name, device = checked(meant)
     memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
     from cs336_systems.files import encode_json
-    from cs336_systems.report.section import texts_of, write_files
+    from cs336_systems.report.formats import texts_of, write_files
     from cs336_systems.report.sections.account import Account, account_json, account_section
 
     measured = None if name is None else ceilings.curves(name)
@@ -293,7 +292,7 @@ def run(arguments: AccountArguments) -> int:
     if name is None and ceilings.device_names:
         choices = " or ".join(f'--device-name "{each}"' for each in ceilings.device_names)
         said = f"no times are predicted, as no GPU is named and this machine has none that is known; try {choices}"
-        print(inert_line(said), file=sys.stderr)
+        print_aside(said)
     return OK
 
 

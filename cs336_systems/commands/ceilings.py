@@ -1,14 +1,19 @@
 """`cs336 ceilings`: what this machine reaches at its best, compared with its data sheet."""
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cs336_systems.commands.device import device_word, explain_cpu_fallback, resolve_device
-from cs336_systems.commands.flags import checked_name, unset, value_or
+from cs336_systems.commands.flags import (
+    checked_name,
+    device_word,
+    explain_cpu_fallback,
+    resolve_device,
+    unset,
+    value_or,
+)
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
 from cs336_systems.commands.study import StudyArguments, show_study, with_grid
 from cs336_systems.config import SIZES, Device
@@ -17,7 +22,7 @@ from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
 from cs336_systems.record import RecordError, read_record
-from cs336_systems.studies.ceilings_files import FILE_NAME, keep_earlier
+from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import (
     MAX_BYTES,
     ONLY_ON_GPUS,
@@ -29,7 +34,6 @@ from cs336_systems.studies.ceilings_records import (
 )
 from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import inert_line
 
 if TYPE_CHECKING:
     from cs336_systems.studies.step_parts import StepParts
@@ -160,23 +164,20 @@ def run(arguments: CeilingsArguments) -> int:
         step = _earlier_step(directory)
     parts = None if step is None else _parts(step, directory, device_name)
     make_writable(directory)
-    from cs336_systems.report.sections.ceilings.summary import ceilings_tables, doubts, write_ceilings
+    from cs336_systems.report.sections.ceilings import ceilings_sections, write_ceilings
     from cs336_systems.studies.runner import run_study
 
     def write(study: CeilingsStudy, directory: Path) -> None:
-        if (kept := keep_earlier(directory, study)) is not None:
-            print(inert_line(f"the earlier ceilings are kept in {kept}"), file=sys.stderr)
         write_ceilings(study, directory, parts)
         _keep_step(step, directory)
 
     study = show_study(
         lambda status: earlier or run_study(grid, status),
         write,
-        lambda study: ceilings_tables(study, parts),
+        lambda study: ceilings_sections(study, parts),
         directory,
         arguments.FOLDER,
         as_json=arguments.json,
-        warnings=doubts,
         parts=parts,
     )
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,8 +12,16 @@ import tyro
 
 from cs336_systems.analysis.compare import Verdict, interleave, without_profiled
 from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
-from cs336_systems.commands.flags import MeasuringArguments, Switch, check_repeats, checked_name, parse, unset
+from cs336_systems.commands.flags import (
+    MeasuringArguments,
+    Switch,
+    check_repeats,
+    checked_name,
+    explain_cpu_fallback,
+    parse,
+    resolve_device,
+    unset,
+)
 from cs336_systems.commands.outcome import (
     FAILED,
     INTERRUPTED,
@@ -26,18 +33,18 @@ from cs336_systems.commands.outcome import (
     load_ceilings_or_warn,
     load_records_or_warn,
 )
-from cs336_systems.commands.pages import PAGE_FILE, write_collection_page
+from cs336_systems.commands.results import PAGE_FILE, write_collection_page
 from cs336_systems.commands.sweep import SweepArguments, measure_all
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import RunRecord, load_records
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.store import SweepError
-from cs336_systems.text import counted
+from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.compared import Compared, Sides
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +146,11 @@ def _measure(
 def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | None) -> None:
     """Write the comparison into the directory, if there is one, and print its tables or its JSON."""
     from cs336_systems.report.compared import COMPARISON_FILE
-    from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_line, print_table
+    from cs336_systems.report.progress import StatusLine
+    from cs336_systems.report.terminal import print_table
 
     for left_out in compared.left_out:
-        print(f"note: {left_out}", file=sys.stderr)
+        print_aside(f"note: {left_out}")
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / COMPARISON_FILE, encode_json(compared.sides))
@@ -162,7 +169,7 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
 
 def write_comparison(compared: "Compared", directory: Path, status: "StatusLine") -> None:
     """Write the tables and the page of a comparison; the page has the runs too, if they are in the directory."""
-    from cs336_systems.report.page.collection import Collection
+    from cs336_systems.report.page.chapters import Collection
     from cs336_systems.report.results import Results
 
     compared.write(directory)
@@ -182,10 +189,9 @@ def _guard(compared: "Compared", percent: float | None) -> int:
     told = [ratio for verdict, ratio in verdicts if verdict == Verdict.SLOWER and ratio is not None]
     slower = [ratio for ratio in told if 100 * (ratio - 1) > percent]
     unknown = [verdict for verdict, _ in verdicts if verdict not in (Verdict.FASTER, Verdict.SLOWER)]
-    print(
+    print_aside(
         f"B is slower by more than {percent:g} % in {len(slower)} of {counted(len(verdicts), 'configuration')}; "
-        f"of {len(unknown)} it cannot be told",
-        file=sys.stderr,
+        f"of {len(unknown)} it cannot be told"
     )
     return FAILED if slower else OK
 
@@ -290,7 +296,7 @@ def pairs(grids: Sequence[Sequence[RunConfig]], allow_mixed: bool) -> list[tuple
     settings = ([settings_of(config) for config in grid] for grid in grids)
     matching = checked(functools.partial(matched, *settings, allow_mixed=allow_mixed))
     for config in (*(a[index] for index in matching.only_a), *(b[index] for index in matching.only_b)):
-        print(f"note: {config.label} is not measured: only one side has it", file=sys.stderr)
+        print_aside(f"note: {config.label} is not measured: only one side has it")
     return [(a[i], b[j]) for i, j in matching.pairs]
 
 

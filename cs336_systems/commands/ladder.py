@@ -9,9 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
-from cs336_systems.commands.device import DeviceFlag, device_word, explain_cpu_fallback, plain_word, resolve_device
-from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import (
+    DeviceFlag,
     Flags,
     Flat,
     MeasuringArguments,
@@ -19,7 +18,11 @@ from cs336_systems.commands.flags import (
     check_repeats,
     checked_factory,
     checked_name,
+    device_word,
+    explain_cpu_fallback,
     make_config,
+    plain_word,
+    resolve_device,
     unset,
     value_or,
     with_flags,
@@ -35,13 +38,13 @@ from cs336_systems.commands.outcome import (
     json_alone,
     load_ceilings_or_warn,
     load_records_or_warn,
+    print_last,
     status_of,
 )
-from cs336_systems.commands.outputs import print_last
-from cs336_systems.commands.pages import write_collection_page
+from cs336_systems.commands.results import explain_or_warn, write_collection_page
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.files import FileError, encode_json
+from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
@@ -59,10 +62,10 @@ from cs336_systems.sweep.ladder import (
 )
 from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import counted, inert_line
+from cs336_systems.text import counted, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.page.collection import Climbed
+    from cs336_systems.report.page.chapters import Climbed
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
@@ -161,8 +164,12 @@ def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
     with json_alone(arguments.json) as print_json:
         if arguments.report is not None:
+            from cs336_systems.report.progress import StatusLine
+
             existing(arguments.report / LADDER_FILE, "the rungs of a ladder")
-            is_explained = _explain(arguments.report / "runs")
+            runs = arguments.report / "runs"
+            with StatusLine() as status:
+                is_explained = explain_or_warn(load_records(runs)[0], runs, status)
             _report(arguments.report, print_json)
             return OK if is_explained else FAILED
         return _climb(arguments, print_json)
@@ -182,9 +189,10 @@ def _climb(arguments: LadderArguments, print_json: PrintJson | None) -> int:
     write_ladder(ladder, directory / LADDER_FILE)
     with _empty_compiler_cache():
         status = _measure(configs, directory, arguments, ladder)
-        if status != INTERRUPTED and _lacks_reference(ladder, directory):
+        again = reference(ladder[0])
+        if status != INTERRUPTED and again is not None and _lacks_reference(ladder[0], directory):
             print(f"{ladder[0].name} ran out of memory: its losses come from a run that computes activations again")
-            configs = (*configs, reference(ladder[0]))
+            configs = (*configs, again)
             status = _measure(configs, directory, arguments, ladder, fresh=False)
     _report(directory, print_json)
     if status == INTERRUPTED:
@@ -200,17 +208,14 @@ def _print_plan(
         return
     for rung in ladder:
         print(f"{rung.name}: {rung.change} ({rung.config.label})")
-    print(inert_line(f"{counted(len(configs), 'run')} into {directory}"))
+    print_line(f"{counted(len(configs), 'run')} into {directory}")
 
 
 def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
     """Raise UsageError if the directory has the ladder of another step, whose tables would be overwritten."""
     if fresh or not (directory / LADDER_FILE).is_file():
         return
-    try:
-        there = read_ladder(directory / LADDER_FILE)[0].config
-    except FileError:  # the damaged file will be overwritten
-        return
+    there = read_ladder(directory / LADDER_FILE)[0].config
     if there != first.config:
         raise UsageError(
             f"{directory} holds the ladder of another step ({there.label}; this one is "
@@ -242,26 +247,23 @@ def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
     """The name to show for each configuration: that of its rung, and for other runs what they are for."""
     names = {rung.config: rung.name for rung in ladder}
     names |= {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
-    if ladder[0].config.model_factory is None:
-        names[reference(ladder[0])] = f"{ladder[0].name} with checkpoints"
-    return names
+    again = reference(ladder[0])
+    return names if again is None else names | {again: f"{ladder[0].name} with checkpoints"}
 
 
-def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
+def _lacks_reference(first: Rung, directory: Path) -> bool:
     """Whether the first rung ran out of memory, so that the reference losses need a run with checkpoints."""
-    first = ladder[0].config
-    ended = {
-        record.status for record in load_records_or_warn(directory / "runs") if record.config.configuration == first
-    }
-    return first.model_factory is None and Status.OOM in ended and Status.OK not in ended
+    records = load_records_or_warn(directory / "runs")
+    ended = {record.status for record in records if record.config.configuration == first.config}
+    return Status.OOM in ended and Status.OK not in ended
 
 
 def load(directory: Path, beside: Ceilings) -> "Climbed":
     """The ladder in a directory: rungs, records, profiles and table rows, with shares of the ceilings `beside`."""
-    from cs336_systems.report.page.collection import Climbed
+    from cs336_systems.report.page.chapters import Climbed
     from cs336_systems.report.results import Results
     from cs336_systems.report.sections.kernels.entries import load_profiled
-    from cs336_systems.report.sections.ladder.rows import ladder_rows
+    from cs336_systems.report.sections.ladder import ladder_rows
 
     ladder = read_ladder(directory / LADDER_FILE)
     records = _of_ladder(ladder, load_records_or_warn(directory / "runs"))
@@ -270,20 +272,12 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     return Climbed(rungs=ladder, results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
 
 
-def _explain(runs: Path) -> bool:
-    """Explain raw profiles of the rungs that have no explanation; return whether all could be."""
-    from cs336_systems.report.status_line import StatusLine
-
-    with StatusLine() as status:
-        return explain_or_warn(load_records(runs)[0], runs, status)
-
-
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
-    from cs336_systems.report.page.collection import Collection
-    from cs336_systems.report.sections.ladder.tables import ladder_section, write_ladder_report
-    from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.terminal import print_line, print_table
+    from cs336_systems.report.page.chapters import Collection
+    from cs336_systems.report.progress import StatusLine
+    from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
+    from cs336_systems.report.terminal import print_table
 
     with StatusLine() as status:
         status("reading records and profiles")
@@ -305,9 +299,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
 
 def _of_ladder(ladder: Sequence[Rung], records: Sequence[RunRecord]) -> list[RunRecord]:
     """The records of the rungs and of the reference. The directory may have others, of ladders with other flags."""
-    wanted = {config for rung in ladder for config in (rung.config, reason_run(rung))}
-    if ladder[0].config.model_factory is None:
-        wanted.add(reference(ladder[0]))
+    wanted = {reference(ladder[0]), *(config for rung in ladder for config in (rung.config, reason_run(rung)))}
     return [record for record in records if record.config.configuration in wanted]
 
 

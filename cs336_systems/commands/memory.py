@@ -64,7 +64,7 @@ def run(arguments: MemoryArguments) -> int:
         raise UsageError(f"--top must be at least 1, got {arguments.top}")
     config = arguments.config
     file = existing(arguments.file, "a memory snapshot of PyTorch, or a memory profile")
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     with StatusLine() as status:
         status.reading(file)

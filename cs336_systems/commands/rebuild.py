@@ -1,6 +1,5 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -8,31 +7,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ceilings, ladder
-from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
-from cs336_systems.commands.pages import PAGE_FILE, write_collection_page
+from cs336_systems.commands.results import PAGE_FILE, explain_or_warn, write_collection_page
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import RunRecord, load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
-from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.chapters import Collection
 from cs336_systems.report.results import Results
-from cs336_systems.report.sections.attention import write_attention
-from cs336_systems.report.sections.ceilings.summary import write_ceilings
+from cs336_systems.report.sections.ceilings import write_ceilings
 from cs336_systems.report.sections.forecast import write_forecast
-from cs336_systems.report.sections.fusion import write_fusion
-from cs336_systems.report.sections.ladder.tables import write_ladder_report
+from cs336_systems.report.sections.ladder import write_ladder_report
+from cs336_systems.report.sections.operators import write_attention, write_fusion
 from cs336_systems.report.sections.precision import write_precision
-from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
-from cs336_systems.studies.fusion_records import FusionStudy
+from cs336_systems.studies.operators import AttentionStudy, FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.records import StudyT, read_study
 from cs336_systems.sweep.store import SweepError
-from cs336_systems.text import inert_line
+from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""
@@ -92,8 +88,6 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
 
     The page of the root has all results that could be read. A directory below it gets a page only if it had one.
     """
-    from cs336_systems.report.terminal import print_line
-
     if not root.is_dir() or not (directories := results_below(root)):
         raise UsageError(f"{root}: no results in or below it; needed a sweep's directory, or one that holds several")
     problems: dict[Path, str] = {}
@@ -110,7 +104,7 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
             status.end()
             problems[directory] = str(error)
             found.append(_unreadable(directory, root, error))
-            print(inert_line(f"error: {directory} is left as it was: {error}"), file=sys.stderr)
+            print_aside(f"error: {directory} is left as it was: {error}")
         else:
             status.end()
             found.append(own)
@@ -151,8 +145,6 @@ def write(found: Collection, status: "StatusLine") -> None:
 
 def _score_forecast(found: Collection, status: "StatusLine") -> None:
     """Write the errors of the step times predicted from ceilings, over all measured steps, if there are ceilings."""
-    from cs336_systems.report.terminal import print_line
-
     status("predicting the times of all steps")
     sweeps = {path: results.published for path, results in found.measured.items()}
     written = write_forecast(sweeps, found.ceilings_of, found.root)
@@ -166,7 +158,7 @@ def _write_sweep(results: Results, found: Collection, path: Path, status: "Statu
     directory = found.root / path
     if results.lost:
         kept = f"warning: {directory}: {results.lost}, and the tables of profiles stay as they were"
-        print(inert_line(kept), file=sys.stderr)
+        print_aside(kept)
         results = Results(records=results.records, ceilings=results.ceilings)
     results.write(directory, status)
 

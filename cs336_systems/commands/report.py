@@ -1,7 +1,6 @@
 """`cs336 report`: writes the tables and plots of finished runs again."""
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +10,11 @@ from typing import Annotated
 import tyro
 
 from cs336_systems.commands.compare import write_comparison
-from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, json_alone
-from cs336_systems.commands.results import show_results
+from cs336_systems.commands.results import explain_or_warn, show_results
 from cs336_systems.record import RecordError, load_records
-from cs336_systems.text import counted
+from cs336_systems.text import counted, print_aside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +55,11 @@ def run(arguments: ReportArguments) -> int:
     identities = {record.environment.identity for own in found.values() for record in own if record.environment}
     if len(identities) > len({identity.device_name for identity in identities}):
         what = "the records come from different drivers, torch or code, to which differences may be due"
-        print(f"warning: {what}", file=sys.stderr)
+        print_aside(f"warning: {what}")
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
     from cs336_systems.report.compared import COMPARISON_FILE, load_compared
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     with json_alone(arguments.json) as print_json, StatusLine() as status:
         is_explained = [explain_or_warn(own, directory / "runs", status) for directory, own in found.items()]
@@ -83,7 +81,7 @@ def _is_sweep(directory: Path) -> bool:
 def _everything(root: Path, is_json: bool) -> int:
     """Rebuild all results below the directory."""
     from cs336_systems.commands.rebuild import rebuild_all
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     with json_alone(is_json) as print_json, StatusLine() as status:
         return rebuild_all(root, status, print_json)
@@ -92,7 +90,7 @@ def _everything(root: Path, is_json: bool) -> int:
 def _refuse_to_lose(problems: Mapping[Path, Sequence[RecordError]], output: Path | None) -> None:
     """Report which records cannot be read; raise UsageError if tables with these runs would be overwritten."""
     for problem in itertools.chain.from_iterable(problems.values()):
-        print(f"warning: {problem}", file=sys.stderr)
+        print_aside(f"warning: {problem}")
     for directory, found in problems.items():
         if found and (directory / "results.csv").is_file() and (output or directory).resolve() == directory.resolve():
             raise UsageError(

@@ -5,7 +5,6 @@ import hashlib
 import importlib.util
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import timedelta
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.analysis.kernels.nsys import NsysError, find_nsys
-from cs336_systems.commands.device import device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (
     AXES,
     FIELDS,
@@ -32,11 +30,15 @@ from cs336_systems.commands.flags import (
     checked_factory,
     checked_here,
     checked_name,
+    device_word,
+    explain_cpu_fallback,
     explain_fast,
     make_config,
     make_fast_config,
     one_precision,
+    plain_word,
     profiled_config,
+    resolve_device,
     unset,
     with_flags,
 )
@@ -49,9 +51,9 @@ from cs336_systems.commands.outcome import (
     checked,
     json_alone,
     load_ceilings_or_warn,
+    print_last,
     status_of,
 )
-from cs336_systems.commands.outputs import print_last
 from cs336_systems.commands.results import show_results
 from cs336_systems.config import Device, Mode, Parallel, Precision, Profiler, RunConfig
 from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected, expect
@@ -61,12 +63,11 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
 from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
-from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
+from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
-from cs336_systems.text import counted, inert_line
+from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.sweep.cluster import Machine
@@ -274,10 +275,11 @@ def run(arguments: SweepArguments) -> int:
     expected = _expected(arguments, plan, directory)
     if arguments.dry_run:
         if expected is NOTHING_EXPECTED and arguments.cluster is None:
-            print("note: no times are predicted, as `cs336 ceilings` has not measured this device", file=sys.stderr)
+            print_aside("note: no times are predicted, as `cs336 ceilings` has not measured this device")
         elif (curves := expected.curves) is not None:
-            notes = ((SHIPPED, curves.is_shipped), (DOUBTED_FORECAST, curves.is_in_doubt))
-            print(*(f"note: {note}\n" for note, is_true in notes if is_true), sep="", end="", file=sys.stderr)
+            for note, is_true in ((SHIPPED, curves.is_shipped), (DOUBTED_FORECAST, curves.is_in_doubt)):
+                if is_true:
+                    print_aside(f"note: {note}")
         with json_alone(arguments.json) as print_json:
             machines = _machines(arguments)
             if print_json is not None:
@@ -288,10 +290,10 @@ def run(arguments: SweepArguments) -> int:
                     _print_machines(machines, arguments.device())
         return FAILED if machines and all(machine.refused for machine in machines) else OK
     for config in plan.too_large:
-        print(f"{config.label} {_outlook(config)}", file=sys.stderr)
+        print_aside(f"{config.label} {_outlook(config)}")
     missing = _why_no_profile(arguments)
     if missing is not None:
-        print(inert_line(f"error: no profile: {missing}. The times are measured all the same."), file=sys.stderr)
+        print_aside(f"error: no profile: {missing}. The times are measured all the same.")
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
     with json_alone(arguments.json) as print_json:
         status = measure_all(configs, directory, arguments.measuring, print_json, _elsewhere(arguments), expected)
@@ -336,7 +338,7 @@ def _print_plan(plan: Plan, directory: Path, expected: Expected) -> None:
         print(f"will not fit: {config.label} {_outlook(config)}")
     total_s = expected.sweep_s(plan.configs)
     took = "" if total_s is None else f", which should take {timedelta(seconds=round(total_s))} (h:mm:ss)"
-    print(inert_line(f"{counted(len(plan.configs), 'run')} into {directory}{took}"))
+    print_line(f"{counted(len(plan.configs), 'run')} into {directory}{took}")
 
 
 def _outlook(config: RunConfig) -> str:
@@ -396,7 +398,7 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
     if arguments.cluster is None:
         return []
     _check_ray()
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.sweep.cluster import Needs, connected, look
 
     with StatusLine() as status, connected(arguments.cluster):
@@ -411,7 +413,7 @@ def _print_machines(machines: Sequence["Machine"], device: Device) -> None:
         what = f"{machine.count:g} {'GPUs' if device is Device.CUDA else 'cores'}"
         has = f", {node.identity.device_name}, PyTorch {node.identity.torch}" if node else ""
         use = "used" if machine.refused is None else f"not used: {machine.refused}"
-        print(inert_line(f"{machine.host} ({machine.address}), {what}{has}: {use}"))
+        print_line(f"{machine.host} ({machine.address}), {what}{has}: {use}")
     at_once = sum(machine.runs_at_once(device) for machine in machines)
     what = "a GPU for each rank" if device is Device.CUDA else "a machine for each run"
     print(f"{counted(len(machines), 'machine')}, {counted(at_once, 'rank')} at a time ({what}); Ray places the runs")
@@ -435,8 +437,7 @@ def measure_all(
         raise UsageError(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
         )
-    from cs336_systems.report.progress import FIRST, TerminalListener
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import FIRST, StatusLine, TerminalListener
     from cs336_systems.sweep.run import run_sweep
 
     if elsewhere is None:
@@ -449,11 +450,6 @@ def measure_all(
         )  # fmt: skip
     with StatusLine() as status:
         show_results({directory: outcome.records}, directory, status, print_json=print_json)
-    if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
-        print(
-            f"{counted(len(outcome.measured), 'run')} in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s "
-            "per run were neither warm-up nor measured steps"
-        )
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED
@@ -466,8 +462,7 @@ def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
     from cs336_systems.sweep.run import gpus_left_out
 
     for gpu in gpus_left_out(configs):
-        print(
+        print_aside(
             f"note: GPU {gpu.index} ({gpu.name}) is left out: it is of another kind than the first visible one; "
-            "choose with CUDA_VISIBLE_DEVICES",
-            file=sys.stderr,
+            "choose with CUDA_VISIBLE_DEVICES"
         )

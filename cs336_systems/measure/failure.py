@@ -12,7 +12,7 @@ import torch
 import cs336_systems
 from cs336_systems.config import Device
 from cs336_systems.record import Failure, Status
-from cs336_systems.text import inert_line, shortened
+from cs336_systems.text import shortened
 
 MAX_MESSAGE_LENGTH = 500
 MAX_TRACEBACK_LENGTH = 20_000
@@ -36,7 +36,7 @@ def classify(error: BaseException) -> Status:
 
 def describe(error: BaseException, status: Status, where: str, device: Device) -> Failure:
     """The failure as a record keeps it; `where` is the phase and step that raised `error`. Long texts are shortened."""
-    first_line = inert_line((str(error).strip().splitlines() or [type(error).__name__])[0], MAX_MESSAGE_LENGTH)
+    first_line = shortened((str(error).strip().splitlines() or [type(error).__name__])[0], MAX_MESSAGE_LENGTH)
     trace = _without_roots("".join(traceback.format_exception(error, limit=-20)))
     free: int | None = None
     if status is Status.OOM and device is Device.CUDA:

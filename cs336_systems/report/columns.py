@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeAlias, TypedDict, Unpack
 
-from cs336_systems.report.numbers import (
+from cs336_systems.report.words import (
     DOUBT,
     MIN_DIGITS,
     amount,
@@ -18,8 +18,8 @@ from cs336_systems.report.numbers import (
     rounded,
     scientific,
     significant,
+    status_text,
 )
-from cs336_systems.report.words import status_text
 
 LEAST_DISTANCE = 0.001
 """Smallest distance between losses that is written as a number, in percent of the fall of the loss."""
@@ -288,15 +288,6 @@ COLUMNS: dict[str, Column] = {
     "rank": Column("rank", "", "Number of the process among those that share the step.", write=str),
     "waited_mean_ms": Column("waited", "ms", "How long it waited in collectives for the rank that came last.",
                              write=rounded),
-    "gathered": _text("gathered", "Module whose parameters are gathered together.", write=label),
-    "gathers_per_step": Column("gathers", "", "Gathers of parameters that the phase needed.", write=count),
-    "late_per_step": Column("late", "", "Gathers that ended after what needs them was ready.", write=count),
-    "gather_ms": Column("gather", "ms", "From the start of a gather's first kernel to the end of its last.",
-                        drop_order=3, write=rounded),
-    "lead_ms": Column("ahead", "ms", "How long before what needs it was ready the gather ended; below 0 if later.",
-                      drop_order=1, write=rounded),
-    "gather_waited_ms": Column("waited", "ms", "How long what needs the gather waited for it.", write=rounded),
-    "late_steps": Column("late in", "steps", "Steps in which the gather came late.", drop_order=2, write=count),
     "total_ms_per_step": Column("time", "ms", "Durations of these kernels, added up.", write=rounded),
     "count_per_step": Column("launches", "", "Launches of these kernels.", write=count),
     "class": _text("class", "What kind of work the kernels do, by their names."),
@@ -307,16 +298,6 @@ COLUMNS: dict[str, Column] = {
     "max_s": Column("max", "µs", "Longest launch.", drop_order=7, scale=1e6),
     "std_s": Column("std", "µs", "Standard deviation of the launches' durations.", drop_order=5, scale=1e6),
     "of": _text("of", "Forward, or the whole step."),
-    "linear_per_step": Column("linear", "", "Matrix products of linear layers.", write=count),
-    "linear_ms_per_step": Column("linear time", "ms", "GPU time of linear layers' matrix products.", write=rounded),
-    "attention_per_step": Column("attention", "", "Matrix products of attention's scores and values.", write=count),
-    "attention_ms_per_step": Column("attention time", "ms", "GPU time of attention's matrix products.", write=rounded),
-    "unknown_per_step": Column("unknown", "", "Matrix products that may be a linear layer's or attention's.",
-                               write=count),
-    "unknown_ms_per_step": Column("unknown time", "ms", "GPU time of these matrix products.", write=rounded),
-    "linear_expected": Column("expected", "", "One for each linear layer in forward, two in backward.",
-                              drop_order=2, write=count),
-    "as_expected": _text("as expected", "Whether as many were launched as expected.", drop_order=1),
     "part": _text("part", "Scores, softmax or values."),
     "share_of_phase": Column("of phase", "%", "Part of the phase's GPU time.", drop_order=4, write=in_percent),
     "products_ms_per_step": Column("products", "ms", "GPU time of matrix products.", drop_order=1, write=rounded),
@@ -331,16 +312,8 @@ COLUMNS: dict[str, Column] = {
     "time_per_flop_ratio": Column("time per FLOP", "", "Softmax over matrix products, in time per FLOP.",
                                   drop_order=3, write=three_digits),
     "module": _text("module", "Ranges around the launch, the outermost first."),
-    "block_min_ms": Column("min", "ms", "Time of the shortest block.", drop_order=2, write=rounded),
-    "block_median_ms": Column("median", "ms", "Median time of a block.", write=rounded),
-    "block_max_ms": Column("max", "ms", "Time of the longest block.", drop_order=1, write=rounded),
-    "longest_block": _text("longest", "Ranges of the longest block.", drop_order=4),
-    "host_launches_per_step": Column("launches", "", "Calls that launch work.", drop_order=1, write=count),
-    "host_launches_ms": Column("time", "ms", "Time of the host in launches.", write=rounded),
-    "host_launches_each_s": Column("each", "µs", "Mean time of a launch.", drop_order=2, scale=1e6),
-    "host_waits_per_step": Column("waits", "", "Calls that wait for the device.", drop_order=1, write=count),
-    "host_waits_ms": Column("time", "ms", "Time of the host in waits.", write=rounded),
-    "host_waits_each_s": Column("each", "µs", "Mean time of a wait.", drop_order=2, scale=1e6),
+    "function": _text("function", "What the host called.", write=label),
+    "is_wait": _text("waits", "Whether the calls wait for the device.", write=lambda waits: "yes" if waits else ""),
     "cause": _text("cause", "Why the GPU had nothing to run."),
     "idle_ms_per_step": Column("idle", "ms", "Time in which no kernel or copy ran.", write=rounded),
     "share_of_wall": Column("of wall", "%", "Part of the step's wall time.", drop_order=1, write=in_percent),
@@ -435,7 +408,7 @@ COLUMNS: dict[str, Column] = {
     "least_activations_bytes": Column("activations", "GB", "What else the products read and write.",
                                       drop_order=6, scale=1e-9, write=short),
     "last": _text("over", "The rung that this one is compared with.", drop_order=1),
-    "reasons": _text("what changes", "Counts, bytes and times that change."),
+    "class_s": Column("longest", "ms", "The classes of kernels that take most time.", numeric=False, drop_order=7),
     # the study of precision
     "model": _text("model", "The model that was observed."),
     "dtype": _text("dtype", "Data type."),

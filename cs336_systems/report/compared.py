@@ -4,7 +4,6 @@ What was compared is kept in COMPARISON_FILE, from which the tables are made aga
 """
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from cs336_systems.config import Phase, RunConfig
 from cs336_systems.files import read_json
 from cs336_systems.record import Measurement, RecordError, RunRecord, Status, load_records, read_record
 from cs336_systems.report.columns import Row, column
+from cs336_systems.report.formats import texts_of, write_files
 from cs336_systems.report.frame import codes_of, rows_of, to_frame
 from cs336_systems.report.identity import (
     ALWAYS,
@@ -40,11 +40,9 @@ from cs336_systems.report.identity import (
     shared_settings,
     without_unused,
 )
-from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.section import Section, texts_of, write_files
-from cs336_systems.report.table import known, make_table
-from cs336_systems.report.words import status_text
-from cs336_systems.text import counted, text_of
+from cs336_systems.report.section import Section, known, make_table
+from cs336_systems.report.words import DOUBT, status_text
+from cs336_systems.text import counted, print_aside, text_of
 
 COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
@@ -159,7 +157,7 @@ def records_at(path: Path) -> Sequence[RunRecord]:
         others = f" ({problems[0]})" if problems else ""
         raise ValueError(f"{path}: no records of runs{others}; needed the directory of a sweep")
     for problem in problems:
-        print(f"warning: {problem}", file=sys.stderr)
+        print_aside(f"warning: {problem}")
     return found
 
 

@@ -1,6 +1,5 @@
 """Tables of explained profiles: first the columns that distinguish the configurations, then those of the values."""
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -18,9 +17,8 @@ from cs336_systems.report.identity import (
     shared_settings,
     trailing,
 )
-from cs336_systems.report.section import Section
-from cs336_systems.report.table import FINDING, finding_rows, make_table
-from cs336_systems.text import inert_line
+from cs336_systems.report.section import FINDING, Section, finding_rows, make_table
+from cs336_systems.text import print_aside
 
 
 class Entry(Protocol):
@@ -57,12 +55,12 @@ def load_entries(
                 found.append(load(record))
             except ProfileError as error:
                 ended = "" if record.status is Status.OK else f"; the run ended as {record.status}"
-                problems.append(inert_line(f"warning: {record.config.label}: {error}{ended}"))
+                problems.append(f"warning: {record.config.label}: {error}{ended}")
     if len(problems) > MOST_WARNINGS:
         rest = len(problems) - (MOST_WARNINGS - 1)
         problems[MOST_WARNINGS - 1 :] = [f"warning: {rest} more explained profiles of this sweep cannot be read"]
     for text in problems:
-        print(text, file=sys.stderr)
+        print_aside(text)
     return found
 
 

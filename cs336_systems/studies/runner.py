@@ -19,7 +19,6 @@ from cs336_systems.sweep.isolation import WorkerProcess, fork_server, preload, w
 from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, begin_worker
 from cs336_systems.sweep.store import SweepError
-from cs336_systems.text import inert_line
 
 Announce: TypeAlias = Callable[[str, int, int], object]
 """Called before each cell with its label, how many cells are done, and how many there are."""
@@ -81,7 +80,7 @@ class _CellWorker(Generic[RowT, StudyT]):
         except _WorkerFailedError as error:
             last_line = (error.failure.log_tail or "").splitlines()[-1:]
             reason = ": ".join(["no worker could start", error.failure.message, *last_line])
-            raise SweepError(inert_line(reason)) from None
+            raise SweepError(reason) from None
         return environment
 
     def measure(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], Environment | None]:

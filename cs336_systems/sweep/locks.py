@@ -1,4 +1,4 @@
-"""Locks: one sweep at a time on a directory and on a GPU; sweeps that share a CPU detect each other.
+"""Locks: one sweep at a time on a directory and on a GPU.
 
 The kernel releases a lock when its holder ends, so no lock is ever stale.
 """
@@ -10,10 +10,10 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from cs336_systems.text import LONGEST_PART, inert_line
+from cs336_systems.text import LONGEST_PART, shorten
 
 
 class LockedError(RuntimeError):
@@ -29,49 +29,12 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "another process"
-            raise LockedError(
-                f"{what} is in use by {inert_line(holder, LONGEST_PART)}; wait for it or end it"
-            ) from None
+            raise LockedError(f"{what} is in use by {shorten(holder, LONGEST_PART)}; wait for it or end it") from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}: {shlex.join(sys.argv)}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def at_work(path: Path | None) -> Iterator[Callable[[], bool]]:
-    """Share the lock file `path` during the context; yield a function that says whether others share it now.
-
-    The function says False if `path` is None or this user may not open the file.
-    """
-    try:
-        descriptor = None if path is None else _open(path)
-    except OSError:
-        descriptor = None
-    if descriptor is None:
-        yield lambda: False
-        return
-    try:
-        _are_others(descriptor)
-        yield lambda: _are_others(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _are_others(descriptor: int) -> bool:
-    """Whether other processes hold the lock; this process holds it afterwards in any case.
-
-    A POSIX record lock, unlike one of flock, is kept when the request for an exclusive one is refused.
-    """
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        with contextlib.suppress(OSError):  # another process holds it exclusively for a moment, to look for others
-            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    fcntl.lockf(descriptor, fcntl.LOCK_SH)
-    return False
 
 
 def _open(path: Path) -> int:
@@ -92,8 +55,3 @@ def _open(path: Path) -> int:
 def gpu_lock_path(uuid: str) -> Path:
     """Lock file of a GPU, the same for all users of this machine. Older drivers put slashes into UUIDs of slices."""
     return Path(tempfile.gettempdir()) / f"cs336-systems-{uuid.replace('/', '-')}.lock"
-
-
-def cpu_lock_path() -> Path:
-    """Lock file shared by all processes that measure this machine's CPU."""
-    return Path(tempfile.gettempdir()) / "cs336-systems-cpu.lock"

@@ -12,7 +12,7 @@ import msgspec
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, remedy, write_atomically
 from cs336_systems.record import Identity, Input, RecordError, RunRecord
-from cs336_systems.text import LONGEST_PART, inert_line
+from cs336_systems.text import LONGEST_PART, shortened
 
 _PROBE_BYTES = 2**16
 """Size of a large record, so that the probe also finds a full disk."""
@@ -187,7 +187,7 @@ def _changed_conditions(record: RunRecord, present: Identity) -> list[str]:
 
 
 def _shown(text: str | None) -> str:
-    return inert_line(str(text), LONGEST_PART)
+    return shortened(str(text), LONGEST_PART)
 
 
 def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:

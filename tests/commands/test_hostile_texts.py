@@ -1,7 +1,7 @@
 """No text of any file reaches a terminal, a table or a picture with its control characters, or whole if it is long.
 
-Every text that a file of any kind may hold is the worst there is, and so is the file's own name; then the commands that
-read such files run, and all that they print, write and draw is looked through.
+JSON is for programs. Every text that a file of any kind may hold is the worst there is, and so is the file's own name;
+then the commands that read such files run, and all that they print, write and draw is looked through.
 """
 
 import contextlib
@@ -26,12 +26,11 @@ from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
 from cs336_systems.report.progress import TerminalListener
-from cs336_systems.report.sections.attention import write_attention
-from cs336_systems.report.sections.ceilings.summary import write_ceilings
-from cs336_systems.report.sections.fusion import write_fusion
+from cs336_systems.report.sections.ceilings import write_ceilings
+from cs336_systems.report.sections.operators import write_attention, write_fusion
 from cs336_systems.report.terminal import print_run
-from cs336_systems.studies.fusion_records import Op
-from cs336_systems.sweep.locks import LockedError, exclusive
+from cs336_systems.studies.operators import Op
+from cs336_systems.sweep.locks import exclusive
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import Recording, Span, training, write_export
@@ -95,16 +94,17 @@ def is_inert(capfd, drawn):
 
     def look(directory=None):
         out, err = capfd.readouterr()
-        check(out, len(out) if out.startswith("{") else MOST_PRINTED, "output")
+        if not out.startswith("{"):
+            check(out, MOST_PRINTED, "output")
         check(err, MOST_PRINTED, "errors")
         for text in drawn:
             check(text, MOST_WRITTEN, "drawn")
         for path in sorted(directory.rglob("*")) if directory is not None else ():
             check(path.name, 255, "file name")
             assert path.name.isprintable()
-            if path.suffix in (".csv", ".md", ".tex", ".typ", ".json"):
+            if path.suffix in (".csv", ".md", ".tex", ".typ"):
                 text = path.read_bytes().decode()
-                check(text, len(text) if path.suffix in (".csv", ".json") else MOST_WRITTEN, path.name)
+                check(text, len(text) if path.suffix == ".csv" else MOST_WRITTEN, path.name)
                 if path.suffix == ".csv":
                     assert max(len(cell) for row in csv.reader(text.splitlines()) for cell in row) <= LONGEST_CELL
 
@@ -225,9 +225,6 @@ def test_resuming_a_sweep(sweep_directory, tmp_path, is_inert):
     with exclusive(runs.parent / ".lock", "the directory"):
         (runs.parent / ".lock").write_text(HOSTILE)
         assert cli.sweep(words) == 1
-        with pytest.raises(LockedError) as refused, exclusive(runs.parent / ".lock", "it"):
-            pass
-    check(str(refused.value), 1_000, "the lock's text")
     is_inert()
 
 

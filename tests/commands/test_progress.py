@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 
 import cs336_systems.report.results
-import cs336_systems.report.sections.attention
-import cs336_systems.report.sections.ceilings.summary
-import cs336_systems.report.sections.fusion
-import cs336_systems.report.sections.ladder.tables
+import cs336_systems.report.sections.ceilings
+import cs336_systems.report.sections.ladder
+import cs336_systems.report.sections.operators
 import cs336_systems.studies.runner
 import cs336_systems.sweep.run
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.record import Failure, Status, write_record
-from cs336_systems.report import status_line
+from cs336_systems.report import progress
 from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
 from tests.report.ladders import make_ladder, make_records
@@ -89,14 +88,14 @@ def test_what_takes_longer_says_what_it_does(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(status_line, "LARGE_BYTES", 0)
+    monkeypatch.setattr(progress, "LARGE_BYTES", 0)
     for module, function, fake in (
         (cs336_systems.sweep.run, "run_sweep", fake_sweep),
         (cs336_systems.studies.runner, "run_study", fake_study),
-        (cs336_systems.report.sections.attention, "write_attention", do_not),
-        (cs336_systems.report.sections.ceilings.summary, "write_ceilings", do_not),
-        (cs336_systems.report.sections.fusion, "write_fusion", do_not),
-        (cs336_systems.report.sections.ladder.tables, "write_ladder_report", do_not),
+        (cs336_systems.report.sections.operators, "write_attention", do_not),
+        (cs336_systems.report.sections.ceilings, "write_ceilings", do_not),
+        (cs336_systems.report.sections.operators, "write_fusion", do_not),
+        (cs336_systems.report.sections.ladder, "write_ladder_report", do_not),
         (cs336_systems.report.results, "write_files", do_not),
     ):
         monkeypatch.setattr(module, function, fake)

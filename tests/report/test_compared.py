@@ -7,7 +7,7 @@ import pytest
 
 from cs336_systems.record import WarningCode, load_records
 from cs336_systems.report.compared import comparison_section
-from cs336_systems.report.section import texts_of
+from cs336_systems.report.formats import csv_of, texts_of
 from tests.report.making import HOSTILE, make_config, make_environment, make_failure, make_record
 
 DATA = Path(__file__).parents[2] / "data/published/e2e_benchmark"
@@ -43,7 +43,7 @@ def test_every_configuration_has_a_row_with_its_verdict() -> None:
     text = texts_of(section)["comparison.md"]
     assert "precision (fp32, bf16)" in text
     assert "out of memory" in table.rows[[row["size"] for row in section.rows].index("large")]
-    assert len(list(csv.DictReader(section.csv.splitlines()))) == 6
+    assert len(list(csv.DictReader(csv_of(section).splitlines()))) == 6
 
 
 def test_the_interval_is_of_processes_where_both_sides_have_three() -> None:

@@ -20,7 +20,7 @@ from cs336_systems.report import entries as report_entries
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
-from cs336_systems.report.plots import draw, drawing
+from cs336_systems.report.plots import draw
 from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Profiled
@@ -32,7 +32,7 @@ from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
 from tests.report.making import make_record
 from tests.report.reading import csv_rows
-from tests.report.sections.kernels.profiles import FORWARD, make_gather, make_profile, make_ranks, make_shared
+from tests.report.sections.kernels.profiles import make_profile, make_ranks, make_shared
 from tests.report.sections.memory.profiles import make_memory
 from tests.report.writing import write_plots, write_tables
 
@@ -74,7 +74,6 @@ def kernel_entry(config, **changes):
     record = make_record(config, (0.03, 0.03))
     of_ranks = {
         "ranks": make_ranks((0, 0), (1, 3)),
-        "gathers": (make_gather("layers.0", FORWARD, (2, 2), (-1, 3), (1, 0)),),
     }
     profile = make_shared(**of_ranks | changes)
     plain = make_record(config, (0.02,))
@@ -211,7 +210,7 @@ def test_settings_that_all_share_are_said_of_any_valid_configuration() -> None:
 
 
 def test_a_profiled_sweep_over_warm_up_has_a_picture_and_a_row_of_each(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(drawing, "to_png", lambda _: b"a picture")  # to draw it takes seconds
+    monkeypatch.setattr(draw, "to_png", lambda _: b"a picture")  # to draw it takes seconds
     runs = tmp_path / "runs"
     runs.mkdir()
     for steps in (1, 5):

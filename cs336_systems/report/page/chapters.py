@@ -1,25 +1,34 @@
 """The page of one results directory, and of all below a directory by subject: findings, tables, pictures and runs."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from cs336_systems.config import Phase, Profiler
 from cs336_systems.record import Environment, RunRecord, Status
 from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.compared import Compared
+from cs336_systems.report.formats import csv_of
 from cs336_systems.report.frame import order
-from cs336_systems.report.page.collection import Collection, block_id
-from cs336_systems.report.page.write import LONGEST_LINE, Block, Chapter, Closed, Page, PictureBlock, Prose, TableBlock
+from cs336_systems.report.page.write import Block, Chapter, Closed, Page, PictureBlock, Prose, TableBlock
 from cs336_systems.report.results import KERNELS, MEMORY, Results
-from cs336_systems.report.section import Section
-from cs336_systems.report.sections.attention import attention_section
-from cs336_systems.report.sections.ceilings.summary import ceilings_sections
-from cs336_systems.report.sections.fusion import fusion_section
-from cs336_systems.report.sections.ladder.tables import ladder_section
+from cs336_systems.report.section import Section, known, make_table
+from cs336_systems.report.sections.ceilings import ceilings_sections
+from cs336_systems.report.sections.ladder import ladder_section
+from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.precision import precision_sections
-from cs336_systems.report.table import known, make_table
 from cs336_systems.report.words import status_text
+from cs336_systems.studies.ceilings_files import Ceilings
+from cs336_systems.studies.ceilings_records import CeilingsStudy
+from cs336_systems.studies.operators import AttentionStudy, FusionStudy
+from cs336_systems.studies.precision_records import PrecisionStudy
+from cs336_systems.studies.step_parts import StepParts
+from cs336_systems.sweep.ladder import Rung
 from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
-from cs336_systems.text import counted, inert_line, shortened
+from cs336_systems.text import counted, shortened
 
 SELF = Path()
 """The directory of a page with the results of a single directory."""
@@ -41,6 +50,80 @@ RUN = (
 """Columns of the table of runs."""
 
 
+def block_id(directory: Path, name: str) -> str:
+    """The identifier, in the page, of the table or figure `name` of a results directory.
+
+    The directory is relative to the root of the page. That of a cell is `block_id(directory, "results.0.2")`. With an
+    empty name this is what all identifiers of the directory begin with; it is empty for the root itself.
+    """
+    path = quote(os.fsencode(directory.as_posix()), safe="/")
+    return name if path == "." else f"{path}/{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Climbed:
+    """A ladder that was run: its rungs, the records and profiles of them, and a row of values for each rung."""
+
+    rungs: tuple[Rung, ...]
+    results: Results
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """Results by their directories, which are relative to `root` and in order; the root itself is `Path(".")`."""
+
+    root: Path
+    sweeps: Mapping[Path, Results] = field(default_factory=dict)
+    """Includes the runs that compare two sides."""
+    comparisons: Mapping[Path, Compared] = field(default_factory=dict)
+    """Verdicts on runs that `cs336 compare` measured, which are among the sweeps too, and on finished sweeps."""
+    ladders: Mapping[Path, Climbed] = field(default_factory=dict)
+    ceilings: Mapping[Path, CeilingsStudy] = field(default_factory=dict)
+    parts: Mapping[Path, StepParts] = field(default_factory=dict)
+    """The parts of a step that are on the roofline of a directory of ceilings."""
+    attention: Mapping[Path, AttentionStudy] = field(default_factory=dict)
+    fusion: Mapping[Path, FusionStudy] = field(default_factory=dict)
+    precision: Mapping[Path, PrecisionStudy] = field(default_factory=dict)
+    unreadable: Mapping[Path, str] = field(default_factory=dict)
+    """Why the results of a directory cannot be read."""
+
+    @classmethod
+    def together(cls, root: Path, several: Iterable["Collection"]) -> "Collection":
+        """The results of several collections of the same root, whose directories differ."""
+        found, names = list(several), [each.name for each in fields(cls) if each.name != "root"]
+        merged: dict[str, dict[Path, Any]] = {name: {} for name in names}
+        for own in found:
+            for name in names:
+                merged[name] |= getattr(own, name)
+        return cls(root=root, **{name: dict(sorted(own.items())) for name, own in merged.items()})
+
+    def at(self, directory: Path) -> "Collection":
+        """The results of this directory below the root, as a collection of which it is the root."""
+        path = directory.relative_to(self.root)
+        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "root"}
+        return Collection(root=directory, **{name: {Path(): own[path]} for name, own in kept.items() if path in own})
+
+    def place(self, directory: Path) -> Path:
+        """How the page names the directory: by its path below the root, or the root by its name."""
+        return directory if directory != Path() else Path(self.root.resolve().name)
+
+    @property
+    def measured(self) -> Mapping[Path, Results]:
+        """The results of sweeps and of ladders."""
+        return {**self.sweeps, **{path: climbed.results for path, climbed in self.ladders.items()}}
+
+    def ceilings_of(self, directory: Path) -> Ceilings:
+        """The ceilings that were measured beside a sweep, of which its rates are given as shares."""
+        return self.measured[directory].ceilings
+
+    @property
+    def directories(self) -> list[Path]:
+        """All directories with results that could be read, each once."""
+        kinds = self.sweeps, self.comparisons, self.ladders, self.ceilings, self.attention, self.fusion, self.precision
+        return sorted(set().union(*kinds))
+
+
 def collection_page(collection: Collection, on_progress: Callable[[Path, int, int], object] = lambda *_: None) -> Page:
     """The page of all results: a chapter for each subject with its directories, closed.
 
@@ -51,7 +134,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
     for number, directory in enumerate(directories):
         on_progress(collection.place(directory), number, len(directories))
         made[directory] = list(_chapters(collection, directory))
-    name = inert_line(collection.root.resolve().name)
+    name = collection.root.resolve().name
     if directories == [SELF]:
         title = f"{SUBJECTS[_subject(collection, SELF)]}: {name}"
         return Page(title=title, source=_source(collection, SELF), chapters=made[SELF])
@@ -59,7 +142,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
     for subject, title in SUBJECTS.items():
         parts = [
             Chapter(
-                id=block_id(directory, "all"), title=inert_line(str(directory)), is_closed=True,
+                id=block_id(directory, "all"), title=str(directory), is_closed=True,
                 source=_source(collection, directory), chapters=made[directory],
             )
             for directory in directories
@@ -67,7 +150,7 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
         ]  # fmt: skip
         chapters += [Chapter(id=f"subject-{subject}", title=title, chapters=parts)] if parts else []
     if collection.unreadable:
-        sentences = [inert_line(f"{path}: {why}") for path, why in collection.unreadable.items()]
+        sentences = [f"{path}: {why}" for path, why in collection.unreadable.items()]
         chapters.append(Chapter(id="unreadable", title="What cannot be read", blocks=[Prose(paragraphs=sentences)]))
     return Page(title=f"All results in {name}", source=counted(len(directories), "directory"), chapters=chapters)
 
@@ -87,7 +170,7 @@ def _chapters(collection: Collection, directory: Path) -> Iterator[Chapter]:
     """What stands out, then the tables and pictures of each subject, then all runs."""
     sections, results = _sections(collection, directory), _results(collection, directory)
     tables = [table for own in sections.values() for section in own for table in section.tables]
-    told = [Prose(heading=own.title, paragraphs=list(map(inert_line, own.findings))) for own in tables if own.findings]
+    told = [Prose(heading=own.title, paragraphs=own.findings) for own in tables if own.findings]
     if directory in collection.comparisons:
         told.append(Prose(paragraphs=collection.comparisons[directory].left_out))
     if results is not None and (missing := _missing(results)):
@@ -132,7 +215,7 @@ def _results(collection: Collection, directory: Path) -> Results | None:
 def _blocks(section: Section, directory: Path, prefix: str) -> Iterator[Block]:
     """The tables of the section, below its name, of which the second is called `NAME1`; then its pictures."""
     for number, table in enumerate(section.tables):
-        csv = "" if number else section.csv
+        csv = "" if number else csv_of(section)
         yield TableBlock(id=block_id(directory, f"{prefix}{section.name}{number or ''}"), table=table, csv=csv)
     for picture in section.pictures:
         yield PictureBlock(id=block_id(directory, f"picture-{picture.name}"), picture=picture)
@@ -161,7 +244,7 @@ def _runs(records: Sequence[RunRecord], identifier: str) -> Iterator[Block]:
             where = f" (in {failure.where})" if failure.where else ""
             texts = [failure.message, shortened(failure.traceback or "", LONGEST_TEXT), failure.log_tail or ""]
             title = f"{record.config.label}: {status_text(record.status)}{where}"
-            yield Closed(title=inert_line(title), text="\n\n".join(filter(None, texts)))
+            yield Closed(title=title, text="\n\n".join(filter(None, texts)))
 
 
 def _run(record: RunRecord) -> Row:
@@ -169,7 +252,7 @@ def _run(record: RunRecord) -> Row:
     is_profiled = config.profiler is not Profiler.NONE
     raw = raw_profile_path(config, Path("runs")) if is_profiled else None
     return {
-        "run": inert_line(f"{config.label}{f', under {config.profiler}' if is_profiled else ''}"),
+        "run": f"{config.label}{f', under {config.profiler}' if is_profiled else ''}",
         "status": str(record.status),
         "step_mean_ms": None if step is None else step.mean_s * 1e3,
         "step_std_ms": None if step is None or step.stdev_s is None else step.stdev_s * 1e3,
@@ -198,7 +281,7 @@ def _source(collection: Collection, directory: Path) -> str:
     told += [f"measured {' to '.join(dict.fromkeys((times[0], times[-1])))} UTC"] if times else []
     if command := command_in(collection.root / directory):
         told.append(f"command: {command}")
-    return inert_line("; ".join(told), LONGEST_LINE)
+    return "; ".join(told)
 
 
 def _conditions(environments: Sequence[Environment]) -> Iterator[str]:

@@ -24,9 +24,9 @@ from markupsafe import Markup
 
 from cs336_systems.files import write_atomically
 from cs336_systems.report.columns import Column
-from cs336_systems.report.page.copies import FORMATS, copies
+from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
 from cs336_systems.report.plots.draw import Picture, svg_of
-from cs336_systems.report.table import Table
+from cs336_systems.report.section import Table
 from cs336_systems.text import inert_line
 
 TABLES = ("itables", "html/dt_bundle.js")
@@ -56,6 +56,13 @@ class TableBlock:
     kind: str = "table"
 
     @property
+    def copies(self) -> dict[str, str]:
+        """What a reader copies, by the name of its format."""
+        shown = self.csv or to_csv([heading.label for heading in self.table.headings], self.table.rows)
+        readable = {"Markdown": to_markdown, "LaTeX": to_latex, "Typst": to_typst}
+        return {"CSV": shown, **{name: write(self.table) for name, write in readable.items()}}
+
+    @property
     def notes(self) -> list[str]:
         """The notes that are not findings, which the page shows first."""
         return [note for note in self.table.notes if note not in self.table.findings]
@@ -67,7 +74,7 @@ class TableBlock:
         for number, row in enumerate(table.rows):
             values = table.values[number] if number < len(table.values) else {}
             cells = zip(table.headings, row, strict=True)
-            yield number in table.failed, [(inert_line(text), _order(own, values, text)) for own, text in cells]
+            yield number in table.failed, [(text, _order(own, values, text)) for own, text in cells]
 
 
 def _order(heading: Column, values: Mapping[str, Any], text: str) -> str | None:
@@ -142,7 +149,7 @@ def to_html(page: Page) -> str:
     if len(set(named)) < len(named):
         twice = next(name for place, name in enumerate(named) if name in named[:place])
         raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
-    written = {block.id: copies(block.table, block.csv) for block in blocks if isinstance(block, TableBlock)}
+    written = {block.id: block.copies for block in blocks if isinstance(block, TableBlock)}
     packed = {"copies": _packed(json.dumps(written, allow_nan=False, separators=(",", ":")).encode()), **_library()}
     script = _read("page.js")
     environment = jinja2.Environment(
@@ -153,7 +160,6 @@ def to_html(page: Page) -> str:
         hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup(_read("page.css")),
         script=Markup(script),
-        formats=FORMATS,
         packed=packed,
     )
 

@@ -20,7 +20,7 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.entries import load_entries
-from cs336_systems.report.numbers import GIB, MIB, label, significant
+from cs336_systems.report.words import GIB, MIB, label, significant
 from cs336_systems.sweep.store import memory_profile_path
 from cs336_systems.text import counted
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile, Moment
-from cs336_systems.report.numbers import GIB, MIB, label, percent_of
 from cs336_systems.report.sections.memory.entries import (
     START,
     by_category,
@@ -19,6 +18,7 @@ from cs336_systems.report.sections.memory.entries import (
     size,
     when,
 )
+from cs336_systems.report.words import GIB, MIB, label, percent_of
 from cs336_systems.text import counted
 
 MIN_FRAGMENTATION = 0.15

@@ -14,11 +14,20 @@ from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
 from cs336_systems.report.entries import labels, settings
-from cs336_systems.report.numbers import GIB
-from cs336_systems.report.plots import drawing, palette
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style, distinct
-from cs336_systems.report.plots.drawing import LONGEST_SOURCE
-from cs336_systems.report.plots.palette import CATEGORY_COLOURS
+from cs336_systems.report.plots import charts, draw
+from cs336_systems.report.plots.charts import (
+    CATEGORY_COLOURS,
+    Axis,
+    Bar,
+    Chart,
+    Curve,
+    Line,
+    Panel,
+    Point,
+    Style,
+    distinct,
+)
+from cs336_systems.report.plots.draw import LONGEST_SOURCE
 from cs336_systems.report.sections.memory.entries import (
     START,
     MemoryEntry,
@@ -28,7 +37,8 @@ from cs336_systems.report.sections.memory.entries import (
     size,
     unit_for,
 )
-from cs336_systems.text import inert_line, shorten
+from cs336_systems.report.words import GIB
+from cs336_systems.text import shorten
 
 SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
 """Short names of phases, for where the whole name does not fit."""
@@ -54,14 +64,14 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     would take most of the width. If nearly all memory stays allocated, as in inference, a second panel enlarges what
     changes. `name` of the run is the title; `settings` replace the name of the file.
     """
-    source = shorten(inert_line(profile.source).replace(", ", " "), LONGEST_SOURCE)
+    source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
     words = [settings or source, f"GPU {profile.device}", "legend: sizes at the peak"]
     shown = _shown(profile)
     failed = ", out of memory" if profile.work.out_of_memory else ""
-    title = shorten(inert_line(name), LONGEST_NAME) or "Memory over time"
+    title = shorten(name, LONGEST_NAME) or "Memory over time"
     floor_bytes = int(_allocated(profile).min())
     is_flat = FLAT * profile.peak.allocated_bytes < floor_bytes < profile.peak.allocated_bytes
-    figure = drawing.new_figure(
+    figure = draw.new_figure(
         6.5,
         (5.4 if is_flat else 3.9) + 0.19 * -(-(len(shown) + 1) // 3),
         f"{title}: peak {size(profile.peak.allocated_bytes)}{failed}",
@@ -72,7 +82,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
         _draw_stack(panel, profile, unit)
         _draw_boundaries(panel, profile)
         _draw_failure(panel, profile)
-        drawing.style(panel)
+        draw.style(panel)
         panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
     _name_phases(panels[0], profile)
     _annotate_peak(panels[0], profile, unit)
@@ -80,11 +90,11 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
         _enlarge(panels[1], floor_bytes, profile.peak.allocated_bytes, unit)
     _mark_times(panels[-1], profile)
     handles: list[Patch | Line2D] = [
-        Patch(color=palette.CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
+        Patch(color=CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
         for category, num_bytes in shown.items()
     ]
     handles.append(Line2D([], [], label=f"reserved, {size(profile.peak.reserved_bytes)}", **RESERVED))
-    drawing.legend_below(figure, handles, 3)
+    draw.legend_below(figure, handles, 3)
     return figure
 
 
@@ -111,7 +121,7 @@ def _draw_stack(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
     if there:
         panel.stackplot(
             x, [rows[category] / unit.num_bytes for category in there], labels=there, step="post", linewidth=0,
-            colors=[palette.CATEGORY_COLOURS[category] for category in there],
+            colors=[CATEGORY_COLOURS[category] for category in there],
         )  # fmt: skip
     panel.plot(x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
     panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
@@ -171,12 +181,12 @@ def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
     """A line with words along it where memory first ran out."""
     if failure := profile.work.first_failure:
         x = _x(profile, failure.time_s)
-        panel.axvline(x, color=palette.FAILURE_COLOUR, linewidth=2)
+        panel.axvline(x, color=charts.FAILURE_COLOUR, linewidth=2)
         is_late = x > 0.1 * panel.get_xlim()[1]
         panel.annotate(
             "out of memory", (x, 0.03), (-3 if is_late else 3, 0), xycoords=panel.get_xaxis_transform(),
             textcoords="offset points", rotation=90, ha="right" if is_late else "left", va="bottom", fontsize=8.5,
-            fontweight="bold", color=palette.FAILURE_COLOUR, path_effects=_WHITE_EDGE,
+            fontweight="bold", color=charts.FAILURE_COLOUR, path_effects=_WHITE_EDGE,
         )  # fmt: skip
 
 
@@ -197,7 +207,7 @@ def _write_between(
     room = (end - begin) / panel.get_xlim()[1] / CHARACTER
     if fitting := next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), ""):
         panel.text(
-            (begin + end) / 2, y, drawing.inert(fitting), ha="center", va="bottom", fontsize=8.5,
+            (begin + end) / 2, y, draw.inert(fitting), ha="center", va="bottom", fontsize=8.5,
             transform=panel.get_xaxis_transform(), fontweight="bold" if bold else "normal",
         )  # fmt: skip
 
@@ -210,7 +220,7 @@ def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> Non
     base = _highest(profile) / unit.num_bytes
     across = x / panel.get_xlim()[1]
     side = "left" if across < 0.2 else "right" if across > 0.8 else "center"
-    where = f", in {drawing.inert(peak.phase, 20)}" if peak.phase else ""
+    where = f", in {draw.inert(peak.phase, 20)}" if peak.phase else ""
     panel.annotate(
         f"peak {size(peak.allocated_bytes)}{where}", (x, y), (x, base + 0.035 * limit), ha=side, va="bottom",
         fontsize=8.5, fontweight="bold", path_effects=_WHITE_EDGE, annotation_clip=False,
@@ -254,7 +264,7 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
 def _panel(runs: Sequence[tuple[str, MemoryEntry]]) -> Panel:
     reserved = tuple(Point(x=name, value=entry.profile.peak.reserved_bytes / GIB) for name, entry in runs)
     marks = Curve(line=Line(name="reserved", points=reserved), colour="#222222", marker="|", dash="", size=13)
-    y = Axis(label="memory at the peak (GiB)", unit="GiB")
+    y = Axis(label="memory at the peak (GiB)")
     bars = [_bar(name, entry) for name, entry in runs]
     return Panel(x=Axis(names=[name for name, _ in runs]), y=y, bars=bars, curves=[marks])
 
@@ -262,7 +272,7 @@ def _panel(runs: Sequence[tuple[str, MemoryEntry]]) -> Panel:
 def _bar(label: str, entry: MemoryEntry) -> Bar:
     """What the peak consists of, with its sum and phase as words."""
     peak, found = entry.profile.peak, by_category(entry.profile.peak)
-    where = f"\nin {shorten(inert_line(peak.phase), LONGEST_PHASE)}" if peak.phase else ""
+    where = f"\nin {shorten(peak.phase, LONGEST_PHASE)}" if peak.phase else ""
     return Bar(
         name=label,
         parts={str(category): found[category] / GIB for category in CATEGORY_COLOURS if found[category]},

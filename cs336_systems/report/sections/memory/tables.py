@@ -22,12 +22,11 @@ from cs336_systems.config import Mode
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import identities_of, labels, over_configurations, rows_of, settings
-from cs336_systems.report.formats import to_markdown
+from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names, rows_without
-from cs336_systems.report.numbers import GIB, MIB, label, percent, ratio
 from cs336_systems.report.plots.draw import Drawing
-from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
+from cs336_systems.report.section import Section, Table, findings_table, make_table, with_note
 from cs336_systems.report.sections.memory.entries import (
     GIB_CELL,
     MIB_CELL,
@@ -49,7 +48,7 @@ from cs336_systems.report.sections.memory.entries import (
 )
 from cs336_systems.report.sections.memory.findings import findings
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
-from cs336_systems.report.table import Table, findings_table, make_table, with_note
+from cs336_systems.report.words import GIB, MIB, label, percent, ratio
 from cs336_systems.text import counted
 
 SMALL = 0.01

@@ -10,8 +10,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.report.plots import drawing, palette
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots import charts, draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from tests.report.drawn import overlaps, texts
@@ -41,7 +41,7 @@ def draw_peaks(*profiles):
         for place, profile in enumerate(profiles)
     ]
     (chart,) = peak_charts(entries)
-    return draw(chart)
+    return figure_of(chart)
 
 
 def areas(figure):
@@ -51,7 +51,7 @@ def areas(figure):
         (path,) = patch.get_paths()
         x, y = path.vertices[:, 0], path.vertices[:, 1]
         found[patch.get_label()] = abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2  # shoelace
-        assert to_hex(patch.get_facecolor()[0]) == palette.CATEGORY_COLOURS[Category(patch.get_label())].lower()
+        assert to_hex(patch.get_facecolor()[0]) == charts.CATEGORY_COLOURS[Category(patch.get_label())].lower()
     return found
 
 
@@ -125,7 +125,7 @@ def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
     assert [shown.count(name) for name in ("forward", "backward", "optimizer")] == [2, 1, 1]
     assert "out of memory" in shown
     (panel,) = figure.axes
-    marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == palette.FAILURE_COLOUR]
+    marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == charts.FAILURE_COLOUR]
     assert marks == [7], "the number of the point at 35 ms"
     assert panel.get_xlim() == (0, 7), "what comes later is of no step"
 
@@ -178,8 +178,8 @@ def test_a_profile_of_one_moment_of_nothing_is_drawn() -> None:
     nothing = make_bare(timeline=timeline, peak=peak)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawing.to_png(draw_memory(nothing))
-        drawing.to_png(draw_peaks(nothing, nothing))
+        draw.to_png(draw_memory(nothing))
+        draw.to_png(draw_peaks(nothing, nothing))
 
 
 def test_hostile_names_are_drawn_as_they_are() -> None:
@@ -194,14 +194,14 @@ def test_hostile_names_are_drawn_as_they_are() -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawing.to_png(draw_memory(profile))
-        drawing.to_png(draw_peaks(profile, profile))
+        draw.to_png(draw_memory(profile))
+        draw.to_png(draw_peaks(profile, profile))
     for figure in (draw_memory(profile), draw_peaks(profile, profile)):
         assert not any("\x1b" in text or "\0" in text for text in texts(figure))
 
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_everyone_tells_the_categories_apart(sight: str) -> None:
-    assert set(palette.CATEGORY_COLOURS) == set(Category)
-    for one, other in itertools.combinations(palette.CATEGORY_COLOURS.values(), 2):
+    assert set(charts.CATEGORY_COLOURS) == set(Category)
+    for one, other in itertools.combinations(charts.CATEGORY_COLOURS.values(), 2):
         assert np.linalg.norm(lab(one, sight) - lab(other, sight)) > 12  # about 2 is just seen

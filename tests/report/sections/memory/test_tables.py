@@ -6,8 +6,7 @@ import pytest
 
 from cs336_systems.analysis.memory.profile import Category, read_memory_profile
 from cs336_systems.config import Mode, Precision, Profiler
-from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.section import pngs_of, texts_of, write_files
+from cs336_systems.report.formats import WRITERS, pngs_of, texts_of, write_files
 from cs336_systems.report.sections.memory.entries import (
     MemoryEntry,
     MemoryUnit,

@@ -1,0 +1,304 @@
+"""Tables, files and pictures of ceilings that were made by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.config import Device
+from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report.sections.ceilings import ceilings_sections, parts_section, write_ceilings
+from cs336_systems.report.sections.ceilings_plots import PHASE_COLOURS
+from cs336_systems.report.sections.study import all_tables
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Stream
+from cs336_systems.studies.records import read_study
+from cs336_systems.studies.step_parts import StepPart, StepParts
+from tests.report.ceilings import (
+    FP32,
+    MIB,
+    lasting,
+    lost,
+    make_ceilings,
+    make_whole,
+    product_at,
+    square,
+    stream_at,
+)
+from tests.report.drawn import overlaps, texts
+from tests.report.reading import column, csv_rows
+
+UNKNOWN = "A device that nobody knows"
+
+
+@pytest.fixture
+def study():
+    return make_whole()
+
+
+def near(*points):
+    return pytest.approx(np.array(points))
+
+
+def section(name, study, parts=None):
+    return {own.name: own for own in ceilings_sections(study, parts)}[name]
+
+
+def drawn(study, name, parts=None):
+    (picture,) = [each for own in ceilings_sections(study, parts) for each in own.pictures if each.name == name]
+    return figure_of(picture)
+
+
+def lines_of(panel):
+    """The points of each line of a picture that has any."""
+    return [line.get_xydata() for line in panel.get_lines() if len(line.get_xydata())]
+
+
+def test_the_summary_by_hand(study):
+    (table,) = section("results", study).tables
+    assert column(table, "ceiling") == [
+        "bf16 product", "fp32 product", "copy (memory)", "adamw (memory)",
+        "a kernel on one element, launched one by one", "a kernel on one element, in a CUDA graph",
+        "all-reduce among 4 (bus)",
+    ]  # fmt: skip
+    assert column(table, "measured") == [
+        "800.0 ± 0", "50.00 ± 0", "4,000 ± 0", "3,600 ± 0", "4.000 ± 0", "1.000 ± 0", "300.0 ± 0"
+    ]  # fmt: skip
+    assert column(table, "unit") == ["TFLOP/s", "TFLOP/s", "GB/s", "GB/s", "µs", "µs", "GB/s"]
+    assert column(table, "data sheet") == ["989.5", "67.00", "4,800", "4,800", "", "", ""]
+    assert column(table, "of data sheet") == ["80.8", "74.6", "83.3", "75.0", "", "", ""]
+    assert column(table, "reached at")[:3] == ["4096 x 4096 x 4096", "1024 x 1024 x 1024", "4,096 MiB"]
+    (row, *_) = csv_rows(section("results", study))
+    assert float(row["data_sheet_share"]) == pytest.approx(800 / 989.5)
+
+
+def test_sentences_by_hand(study):
+    (table,) = section("results", study).tables
+    assert table.notes == (
+        "FLOPs per byte below which memory, not arithmetic, is the limit: bf16 200, fp32 12.5.",
+        # the cube roots of 4e-6 x 800e12 / 2 and 4e-6 x 50e12 / 2
+        "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
+        "bf16 1,170, fp32 464.",
+        # 600 over 400 TFLOP/s, for 50304 over 50257 times the FLOPs
+        "gpt2 head, times as fast with padded columns: bf16 1.50.",
+    )
+
+
+def test_products_by_hand(study):
+    bf16, fp32, fp8 = section("products", study).tables
+    assert bf16.title == "Matrix products, bf16, NVIDIA H200"
+    assert column(bf16, "rate") == ["300.0", "800.0", "700.0", "400.0", "600.0"]
+    assert column(bf16, "of data sheet") == ["30.3", "80.8", "70.7", "40.4", "60.6"]
+    assert column(bf16, "of best") == ["37.5", "100", "87.5", "50.0", "75.0"]
+    assert column(bf16, "time")[1] == "0.1718 ± 0"  # 2 x 4096^3 over 800e12
+    assert column(bf16, "time")[0] == "0.00716 ± 0.00017"  # 2 x 1024^3 over 300e12; loops of 1, 1.025 and 1 / 1.025
+    assert column(bf16, "intensity")[0] == "341"  # 2 x 1024^3 over 3 x 1024^2 x 2
+    assert column(fp32, "of best") == ["100"]
+    assert "of data sheet" not in [heading.name for heading in fp8.headings], "nothing is known of it"
+    assert column(fp8, "time") == ["no kernel", "no kernel"]
+    assert fp8.failed == {0, 1}
+    assert fp8.notes[-1] == "1024 x 1024 x 1024 and 1 more: too old."
+    rows = csv_rows(section("products", study))
+    assert [rows[0][name] for name in ("precision", "name", "rows", "status")] == ["bf16", "square", "1024", "ok"]
+    assert float(rows[0]["flops"]) == 2 * 1024**3
+    assert float(rows[0]["moved_mib"]) == 6
+    assert float(rows[0]["tflops_per_s"]) == pytest.approx(300)
+    assert float(rows[0]["loop_spread"]) == pytest.approx(0.05)
+    loops = np.array([1, 1 / 1.025, 1.05 / 1.025])
+    assert float(rows[0]["std_ms"]) == pytest.approx(2 * 1024**3 / 300e9 * loops.std(ddof=1))
+    assert rows[0]["warnings"] == ""
+    assert [rows[6][name] for name in ("status", "error", "median_ms", "tflops_per_s", "best_share")] == [
+        "unavailable", "too old.", "", "", "",
+    ]  # fmt: skip
+
+
+def test_memory_and_collectives_by_hand(study):
+    (memory,) = section("bandwidth", study).tables
+    assert column(memory, "pass") == ["copy", "copy", "copy", "adamw"]
+    assert column(memory, "moved") == ["1.000", "4,096", "8,192", "4,096"]
+    assert column(memory, "rate") == ["9,000", "4,000", "", "3,600"]
+    assert column(memory, "of data sheet") == ["188", "83.3", "", "75.0"]
+    assert column(memory, "time")[2] == "out of memory"
+    assert "The last cache holds 50.00 MiB." in memory.notes
+    (reduce,) = section("collectives", study).tables
+    assert column(reduce, "algorithm") == ["100.0", "200.0"]
+    assert column(reduce, "bus") == ["150.0", "300.0"]  # four processes: 2 x 3 / 4
+    assert [float(row["bus_gb_per_s"]) for row in csv_rows(section("collectives", study))] == pytest.approx([150, 300])
+    assert section("collectives", make_ceilings()).tables == ()
+
+
+def test_an_unknown_device_and_a_cpu_have_no_data_sheet():
+    study = make_ceilings(
+        [product_at(square(64), 0.05, FP32)], [stream_at(20)],
+        [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6))], device_name=UNKNOWN, device=Device.CPU,
+    )  # fmt: skip
+    summary, *others = all_tables(ceilings_sections(study))
+    assert column(summary, "measured") == ["0.05000 ± 0", "20.00 ± 0", "2.000 ± 0"]
+    assert column(summary, "ceiling")[2] == "an operation on one element"
+    for table in (summary, *others):
+        assert not any("data sheet" in heading.name for heading in table.headings)
+        assert not any("CUDA" in note or "launch" in note for note in table.notes)
+    for figure in (drawn(study, "products"), drawn(study, "bandwidth"), drawn(study, "roofline")):
+        assert "data sheet" not in texts(figure)
+
+
+def test_cells_that_set_a_ceiling_and_whose_loops_differ_are_named():
+    """The best product of each precision, the largest of each pass over memory and a launch; 9 % is not too much."""
+    products = [product_at(square(64), 1, spread=0.09), product_at(square(32), 0.5, spread=3),
+                product_at(square(64), 0.1, FP32, spread=0.38)]  # fmt: skip
+    streams = [stream_at(2, spread=0.24), stream_at(9, MIB, spread=2), stream_at(1, stream=Stream.ADAMW, spread=0.09)]
+    launches = [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6, spread=0.5))]
+    (summary,) = section("results", make_ceilings(products, streams, launches)).tables
+    marked = dict(
+        zip(column(summary, "ceiling"), (cell.endswith(" ?") for cell in column(summary, "measured")), strict=True)
+    )
+    assert marked == {
+        "bf16 product": False, "fp32 product": True, "copy (memory)": True, "adamw (memory)": False,
+        "a kernel on one element, launched one by one": True,
+    }  # fmt: skip
+    (note,) = [note for note in summary.notes if note.startswith("In doubt")]
+    assert [name in note for name in marked] == list(marked.values())
+    assert all(f"{spread} %" in note for spread in (38, 24, 50))
+    steady = make_ceilings([product_at(square(64), 1, spread=0.09)], [stream_at(2, spread=0.09)])
+    assert not any("In doubt" in note for note in section("results", steady).tables[0].notes)
+
+
+def test_rates_of_products_stand_over_their_size(study):
+    figure = drawn(study, "products")
+    points = lines_of(figure.axes[0])
+    assert points[0] == near((1024, 300), (4096, 800), (8192, 700))
+    side = (2048 * 768 * 50257) ** (1 / 3)
+    assert points[1][0] == near(side, 400)
+    assert [y for (x, y), *_ in points if x == 0] == pytest.approx([989.5, 67])  # lines across
+    assert [y for x, y in points[2]] == pytest.approx([50])
+    assert {"bf16", "fp32", "a layer's", "data sheet"} <= set(texts(figure))
+    assert "fp8" not in texts(figure)
+    assert not overlaps(figure)
+
+
+def test_rates_of_memory_stand_over_their_bytes(study):
+    figure = drawn(study, "bandwidth")
+    points = lines_of(figure.axes[0])
+    assert points[0] == near((1, 9000), (4096, 4000))
+    assert points[1] == near((4096, 3600))
+    assert points[2][0][1] == pytest.approx(4800)
+    assert points[3][0][0] == pytest.approx(50)
+    hidden = "10000"  # a tick above the picture, which is not drawn
+    assert not [pair for pair in overlaps(figure) if hidden not in pair]
+    (points,) = lines_of(drawn(study, "collectives").axes[0])
+    assert points == near((1, 150), (64, 300))
+
+
+def test_the_roof_has_its_corners_where_memory_and_arithmetic_meet(study):
+    figure = drawn(study, "roofline")
+    slope, bf16, fp32, *others = lines_of(figure.axes[0])
+    assert slope[1] == near(200, 800)
+    assert slope[0][1] / slope[0][0] == pytest.approx(4)  # 4000 GB/s
+    assert bf16[0] == near(200, 800)
+    assert bf16[1][1] == pytest.approx(800)
+    assert fp32[0] == near(12.5, 50)
+    promised_slope, promised_bf16, promised_fp32, *_ = others
+    assert promised_slope[1] == near(989.5 / 4.8, 989.5)
+    assert promised_bf16[0] == near(989.5 / 4.8, 989.5)
+    assert promised_fp32[0] == near(67 / 4.8, 67)
+    products = others[3]
+    assert products[0] == near(1024 / 3, 300)
+    left, right = figure.axes[0].get_xlim()
+    assert left < 12.5 < 1024 / 3 < right
+    assert not overlaps(figure)
+
+
+def test_without_times_there_are_no_pictures():
+    empty = make_ceilings([ProductCell(precision=FP32, shape=square(8), timing=lost())])
+    assert not any(own.pictures for own in ceilings_sections(empty))
+    assert not section("roofline", make_ceilings([product_at(square(1024), 3)])).pictures, "no slope"
+    (table, *_) = all_tables(ceilings_sections(empty))
+    assert (table.rows, table.notes) == ((), ())
+
+
+def test_everything_is_written_and_read_back(study, tmp_path):
+    directory = tmp_path / "deep" / "er"
+    written = write_ceilings(study, directory)
+    assert read_study(directory / "ceilings.json", CeilingsStudy) == study
+    tables = ("results", "products", "bandwidth", "launches", "collectives")
+    expected = {f"{name}.{ending}" for name in tables for ending in ("csv", "md", "tex", "typ")}
+    expected |= {"ceilings.json"} | {f"{name}.png" for name in ("products", "bandwidth", "collectives", "roofline")}
+    assert {path.name for path in written} == expected
+    assert {path.name for path in directory.rglob("*.*")} == expected
+    for path in (directory / "plots").iterdir():
+        with Image.open(path) as image:
+            image.verify()
+            assert image.width >= 600
+    write_ceilings(replace(study, reductions=()), directory)
+    assert not (directory / "collectives.md").exists()
+    assert not (directory / "plots" / "collectives.png").exists()
+
+
+FORWARD, BACKWARD = LaunchPhase.FORWARD, LaunchPhase.BACKWARD
+PARTS = StepParts(
+    label="a step",
+    parts=(
+        StepPart(name="linear", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.002,
+                 causal_flops=0.6e6),
+        StepPart(name="norms", phase=BACKWARD, precision=FP32, flops=1e5, moved_bytes=1e6, time_s=0.001,
+                 causal_flops=0.5e5),
+    ),
+    mixed=("all products",),
+)  # fmt: skip
+
+
+def make_study():
+    """fp32 at 1 GFLOP/s and copies at 2 GB/s: the ridge is at half a FLOP per byte."""
+    return make_ceilings([product_at(square(64), 0.001, FP32)], [stream_at(2)])
+
+
+def test_shares_of_the_roof_by_hand():
+    """As causal, memory's roof comes down with the FLOPs; arithmetic's does not."""
+    own = parts_section(make_study(), PARTS)
+    linear, norms = csv_rows(own)
+    assert (linear["limit"], norms["limit"]) == ("arithmetic", "memory")
+    assert [float(row["roof_share"]) for row in (linear, norms)] == pytest.approx([0.5, 0.5])
+    assert [float(row["causal_roof_share"]) for row in (linear, norms)] == pytest.approx([0.3, 0.5])
+    assert any("forward 30.0 %, backward 50.0 %" in note for note in own.tables[0].notes)
+    assert any("Left out" in note and "all products" in note for note in own.tables[0].notes)
+    blind = csv_rows(parts_section(make_ceilings([product_at(square(64), 1)], [stream_at(2)]), PARTS))  # bf16 alone
+    assert {(row["roof_share"], row["limit"]) for row in blind} == {("", "")}
+    assert parts_section(make_study(), None).tables == ()
+
+
+def test_parts_stand_at_their_intensity_and_rate():
+    figure = drawn(make_study(), "roofline", PARTS)
+    places = [tuple(map(float, (line.get_xdata()[0], line.get_ydata()[0]))) for line in figure.axes[0].get_lines()]
+    expected = [(part.flops / part.moved_bytes, part.flops / part.time_s / 1e12) for part in PARTS.parts]
+    assert places[-len(expected) :] == [pytest.approx(point) for point in expected]
+    left, right = figure.axes[0].get_xlim()
+    bottom, top = figure.axes[0].get_ylim()
+    assert all(left < x < right and bottom < y < top for x, y in expected)
+    assert {"linear", "norms", "in forward", "in backward"} <= set(texts(figure))
+    assert not overlaps(figure)
+
+
+def test_forward_and_backward_at_the_same_place_are_both_seen():
+    """Their colours are looked for in the picture, around the one point at which both stand."""
+    part = StepPart(name="a", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.01)
+    parts = StepParts(label="a step", parts=(part, replace(part, phase=BACKWARD)))
+    figure = drawn(make_study(), "roofline", parts)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+    x, y = figure.axes[0].transData.transform((1, 1e-4)).astype(int)
+    around = pixels[len(pixels) - y - 15 : len(pixels) - y + 15, x - 15 : x + 15].reshape(-1, 3)
+    for phase in (FORWARD, BACKWARD):
+        colour = np.round(255 * np.array(to_rgb(PHASE_COLOURS[phase])))
+        assert (np.abs(around - colour).max(axis=1) <= 2).sum() >= 20, phase
+
+
+def test_the_parts_are_written_and_removed_again(tmp_path):
+    write_ceilings(make_study(), tmp_path, PARTS)
+    assert "norms" in (tmp_path / "roofline.md").read_text()
+    write_ceilings(make_study(), tmp_path)
+    assert not (tmp_path / "roofline.md").exists()
+    assert (tmp_path / "plots" / "roofline.png").exists()

@@ -1,0 +1,308 @@
+"""Tables, pictures and files of hand-made studies of attention and of fusion."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.record import Failure, Input, Status
+from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report.sections.operators import (
+    COLOURS,
+    CSV_COLUMNS,
+    ERROR_COLUMNS,
+    FUSION_CSV_COLUMNS,
+    TITLES,
+    attention_charts,
+    attention_lines,
+    attention_rows,
+    attention_section,
+    fusion_section,
+    write_attention,
+)
+from cs336_systems.studies.operators import AttentionStudy, ExactError, Implementation, Quantity, Version
+from cs336_systems.studies.records import read_study
+from tests.report.drawn import texts
+from tests.report.reading import column, csv_rows
+from tests.report.studies import (
+    MIB,
+    make_cell,
+    make_failed,
+    make_fusion,
+    make_lost_row,
+    make_result,
+    make_row,
+    make_study,
+)
+
+NAIVE, FLASH = Implementation.NAIVE, Implementation.FLASH
+
+
+@pytest.fixture
+def study():
+    """Naive takes four times the memory at twice the context and has none at 2048; flash twice, and half the time."""
+    return make_study(
+        make_result(make_cell(NAIVE, 64, 512), saved_mib=2.5, peak_mib=10),
+        make_result(make_cell(NAIVE, 64, 1024), saved_mib=10, peak_mib=24),
+        make_failed(make_cell(NAIVE, 64, 2048), requested_bytes=32 * MIB),
+        make_result(make_cell(FLASH, 64, 512), (0.00099, 0.001, 0.00101), saved_mib=1),
+        make_result(make_cell(FLASH, 64, 1024), (0.00099, 0.001, 0.00101), saved_mib=2),
+        make_result(make_cell(FLASH, 64, 2048), (0.00099, 0.001, 0.00101), saved_mib=4),
+    )
+
+
+def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(study):
+    forward, backward, together, memory = attention_section(study).tables
+    assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive", "flash"]
+    assert forward.rows == (
+        ("64", "512", "2.000 ± 0.010", "1.000 ± 0.010"),
+        ("64", "1024", "2.000 ± 0.010", "1.000 ± 0.010"),
+        ("64", "2048", "out of memory", "1.000 ± 0.010"),
+    )
+    assert [row[2] for row in backward.rows] == ["5.00 ± 0.02", "5.00 ± 0.02", "out of memory"]
+    assert [row[2] for row in together.rows] == ["7.00 ± 0.03", "7.00 ± 0.03", "out of memory"]
+    assert forward.title == "Forward pass of attention, fp32, batch 2, no heads, NVIDIA H200"
+    # 2 x T x T x 4 bytes of weights, and twice 2 x T x 64 x 4 bytes
+    assert [row[-1] for row in memory.rows] == ["2.500", "9.000", "34.00"]
+    assert [row[2:4] for row in memory.rows] == [
+        ("6.500 (2.500)", "5.000 (1.000)"),
+        ("14.00 (10.00)", "6.000 (2.000)"),
+        ("out of memory", "8.000 (4.000)"),
+    ]
+
+
+def test_sentences_answer_the_courses_question(study):
+    notes = " ".join(attention_section(study).tables[3].notes)
+    assert (
+        "naive runs out of memory at d_head 64, context 2048 when it asked for 0.03125 GiB: "
+        "one matrix of batch x T x T elements takes 0.03125 GiB." in notes
+    )
+    assert (
+        "At d_head 64, context 1024 naive's forward left 10.00 MiB; in closed form 9.000: softmax's weights 8.000, "
+        "the scaled queries 0.5000, the output 0.5000." in notes
+    )
+
+
+def test_an_interrupted_study_says_how_many_cells_it_has(study):
+    def said(study):
+        return [note for note in attention_section(study).tables[0].notes if "interrupted" in note]
+
+    grid = replace(study.grid, implementations=(NAIVE, FLASH), d_heads=(64,), context_lengths=(512, 1024, 2048))
+    assert said(replace(study, grid=grid)) == []
+    (note,) = said(replace(study, grid=grid, results=study.results[:-1]))
+    assert [int(number) for number in re.findall(r"\d+", note)] == [5, 6]
+
+
+def test_times_are_compared_at_the_largest_shape_that_both_can_do(study):
+    assert any("flash 2.00 (d_head 64, context 1024)" in note for note in attention_section(study).tables[0].notes)
+
+
+def test_an_implementation_without_any_kernel_is_a_sentence_and_no_column():
+    cells = [make_failed(make_cell(FLASH, 64, c), Status.UNAVAILABLE, "needs fp16") for c in (512, 1024)]
+    forward, *_ = attention_section(make_study(make_result(make_cell()), *cells)).tables
+    assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive"]
+    assert "No flash in fp32: needs fp16" in forward.notes
+    partly = make_study(make_result(make_cell(FLASH, 64, 512)), cells[1])
+    assert [row[2] for row in attention_section(partly).tables[0].rows] == ["2.000 ± 0.010", "no kernel"]
+
+
+def test_without_an_allocator_there_is_no_memory_and_precisions_have_tables_of_their_own():
+    cells = [make_cell(precision=precision) for precision in (Precision.FP32, Precision.BF16)]
+    study = make_study(*(make_result(cell, saved_mib=None) for cell in cells), device_name=None)
+    tables = attention_section(study).tables
+    assert [table.title.split(", ")[:2] for table in tables] == [
+        [title, precision] for precision in ("fp32", "bf16") for title in TITLES.values()
+    ]
+    (row, _) = csv_rows(attention_section(study))
+    assert [row[name] for name in ("saved_mib", "peak_mib", "before_backward_mib", "device_name")] == [""] * 4
+
+
+def test_csv_has_every_value(study):
+    rows = csv_rows(attention_section(study))
+    assert tuple(rows[0]) == CSV_COLUMNS
+    assert len(rows) == 6
+    second = rows[1]
+    assert (second["implementation"], second["context_length"], second["batch_size"]) == ("naive", "1024", "2")
+    assert float(second["forward_mean_ms"]) == pytest.approx(2)
+    assert float(second["backward_std_ms"]) == pytest.approx(0.02)
+    assert float(second["forward_tflops_per_s"]) == pytest.approx(4 * 2 * 1024**2 * 64 / 0.002 / 1e12)
+    assert float(second["backward_tflops_per_s"]) == pytest.approx(8 * 2 * 1024**2 * 64 / 0.005 / 1e12)
+    assert float(rows[4]["backward_tflops_per_s"]) == pytest.approx(10 * 2 * 1024**2 * 64 / 0.005 / 1e12)
+    assert float(second["together_mean_ms"]) == pytest.approx(7)
+    assert float(second["together_tflops_per_s"]) == pytest.approx(12 * 2 * 1024**2 * 64 / 0.007 / 1e12)
+    assert float(rows[4]["together_tflops_per_s"]) == pytest.approx(14 * 2 * 1024**2 * 64 / 0.006 / 1e12)
+    assert [float(second[f"{name}_mib"]) for name in ("saved", "naive_saved_closed_form", "peak")] == [10, 9, 24]
+    assert (rows[2]["status"], rows[2]["requested_mib"], rows[2]["forward_mean_ms"]) == ("oom", "32", "")
+
+
+def test_lines_hold_known_points_and_failures(study):
+    rows = attention_rows(study)
+    naive, flash = attention_lines(rows, 64, "forward_mean_ms")
+    assert [(point.x, point.value) for point in naive.known] == [(512, pytest.approx(2)), (1024, pytest.approx(2))]
+    assert [(point.x, point.failure) for point in naive.failed] == [(2048, "out of memory")]
+    assert len(flash.known) == 3
+    closed_form, _ = attention_lines(rows, 64, "closed_form_mib")
+    assert [(point.x, point.value) for point in closed_form.points] == [(512, 2.5), (1024, 9), (2048, 34)]
+
+
+def test_pictures_say_what_they_show(study):
+    forward, _, memory = (figure_of(chart) for chart in attention_charts(study, attention_rows(study)))
+    assert {"naive: out of memory", "d_head 64", "time (ms)", "512", "2048"} <= set(texts(forward))
+    assert {"naive", "flash", "naive, in closed form"} <= set(texts(memory))
+    (panel,) = forward.axes
+    low = panel.get_ylim()[0]
+    band = 0.07
+    lowest = min(line.get_ydata().min() for line in panel.get_lines() if line.get_transform() == panel.transData)
+    height = (math.log(lowest) - math.log(low)) / (math.log(panel.get_ylim()[1]) - math.log(low))
+    assert height >= band  # the failed cells have room below every line
+    assert len(set(COLOURS)) == len(COLOURS) == len(Implementation)
+
+
+def test_everything_is_written_and_read_back(study, tmp_path):
+    write_attention(study, tmp_path / "deep" / "er")
+    directory = tmp_path / "deep" / "er"
+    assert read_study(directory / "attention.json", AttentionStudy) == study
+    assert {path.name for path in directory.iterdir()} == {
+        "attention.json", "plots", "results.csv", "results.md", "results.tex", "results.typ",
+    }  # fmt: skip
+    assert (directory / "results.md").read_text().count("\n### ") == 3
+    for name in ("forward_fp32", "backward_fp32", "memory_fp32"):
+        with Image.open(directory / "plots" / f"{name}.png") as image:
+            image.verify()
+            assert image.width >= 800
+
+
+@pytest.fixture
+def own_study():
+    """The user's own takes half of naive's time; its gradients are wrong, and at 2048 it raises."""
+    errors = [
+        ExactError(quantity=quantity, max_error=error, max_exact=4.0)
+        for quantity, error in zip(Quantity, (1e-6, 2e-6, 1.0, 0.5), strict=True)
+    ]
+    raised = Failure(
+        message="ValueError: no block",
+        traceback='Traceback (most recent call last):\n  File "cs336_systems/studies/cell.py", line 9, in attempt\n'
+        '  File "mine.py", line 7, in flash\n    block()\n  File "torch/x.py", line 3, in y\nValueError: no block\n',
+    )
+    own = make_result(make_cell(Implementation.OWN), (0.00099, 0.001, 0.00101), (0.00249, 0.0025, 0.00251))
+    return make_study(
+        replace(make_result(make_cell()), errors=tuple(replace(error, max_error=1e-6) for error in errors)),
+        replace(own, errors=tuple(errors)),
+        replace(make_failed(make_cell(Implementation.OWN, 64, 2048), Status.CRASHED), failure=raised),
+        implementations=(NAIVE, Implementation.OWN),
+        source=Input(name="source of mine:flash", state="0123abcd"),
+    )
+
+
+def test_errors_are_shown_beside_those_of_the_others_and_kept_for_each_gradient(own_study):
+    section = attention_section(own_study)
+    output, gradients = section.tables[-2:]
+    assert [row[2:] for row in output.rows] == [("1.0e-06 (2.5e-07)", "1.0e-06 (2.5e-07)"), ("", "crashed")]
+    assert gradients.rows[0][2:] == ("1.0e-06 (2.5e-07)", "1.0e+00 (2.5e-01)")
+    _, own, crashed = csv_rows(section)
+    assert [float(own[f"{quantity}_max_error"]) for quantity in Quantity] == [1e-6, 2e-6, 1.0, 0.5]
+    assert [float(own[f"{quantity}_relative_error"]) for quantity in Quantity] == [2.5e-7, 5e-7, 0.25, 0.125]
+    assert {crashed[key] for key in ERROR_COLUMNS} == {""}
+    assert crashed["error"] == "ValueError: no block (mine.py, line 7)"
+
+
+def test_what_own_is_and_how_it_failed_are_told_and_the_others_are_compared_with_it(own_study):
+    forward, backward, *_ = attention_section(own_study).tables
+    assert any("mine:flash" in note and "0123abcd" in note for note in forward.notes)
+    assert any("no block (mine.py, line 7)" in note and "context 2048" in note for note in forward.notes)
+    for table in (forward, backward):
+        (compared,) = [note for note in table.notes if "over that of own" in note]
+        assert "naive 2.00 (d_head 64, context 1024)" in compared
+
+
+def test_an_error_that_is_not_finite_or_not_known_is_no_number(own_study):
+    naive, own, _ = own_study.results
+    broken = replace(own, errors=(replace(own.errors[0], max_error=None), *own.errors[1:]))
+    output, gradients = attention_section(replace(own_study, results=(naive, broken))).tables[-2:]
+    assert output.rows[0][2:] == ("1.0e-06 (2.5e-07)", "not finite")
+    assert gradients.rows[0][3] == "1.0e+00 (2.5e-01)"
+    lacking = attention_section(replace(own_study, results=(replace(naive, errors=()), own))).tables[-2]
+    assert lacking.rows[0][2:] == ("", "1.0e-06 (2.5e-07)")
+
+
+UNKNOWN = "A device that nobody knows"
+
+
+def charted(study):
+    (chart,) = fusion_section(study).pictures
+    return chart
+
+
+@pytest.fixture
+def fusion():
+    """Fusing saves 7/8 of the time forward; backward runs out of memory where it was compiled."""
+    return make_fusion(
+        make_row(kernels=tuple("abcdefgh"), times_s=(0.008, 0.0079, 0.0083)),
+        make_row(phase=Phase.BACKWARD),
+        make_row(version=Version.COMPILED, times_s=(0.001,), kernels=("fused",), moved_bytes=None),
+        make_lost_row(version=Version.COMPILED, phase=Phase.BACKWARD),
+        make_row(version=Version.FUSED, times_s=(0.002,), kernels=("gelu",), moved_bytes=2 * MIB),
+        make_row(version=Version.FUSED, phase=Phase.BACKWARD, max_error=None),
+    )
+
+
+def test_tables_by_hand(fusion):
+    forward, backward = fusion_section(fusion).tables
+    assert column(forward, "version") == ["eager", "compiled", "fused"]
+    assert column(forward, "kernels") == ["8", "1", "1"]
+    assert column(forward, "time") == ["8.0 ± 0.2", "1.000", "2.000"]  # medians
+    assert column(forward, "moved") == ["18.00", "", "2.000"]
+    assert column(forward, "rate") == ["0.262", "2.10", "1.05"]  # 2 MiB a time, in GB/s
+    assert column(forward, "of bandwidth") == ["0.00546", "0.0437", "0.0218"]  # of 4800 GB/s
+    assert column(forward, "speed-up") == ["1.00", "8.00", "4.00"]
+    assert column(backward, "time") == ["2.000", "out of memory", "2.000"]
+    assert column(backward, "kernels") == ["2", "", "2"]
+    assert column(backward, "max error") == ["1.5e-07", "", "not finite"]
+    assert backward.failed == {1}
+    assert forward.title.startswith("Fusion op by op, forward, fp32, batch 2, context 8, width 16")
+
+
+def test_sentences_by_hand(fusion):
+    forward, backward = fusion_section(fusion).tables
+    assert (
+        "gelu: written out 8 kernels that move 9.00 times what must move; compiled 1 kernel, 8.00 times as fast; "
+        "fused 1 kernel, 4.00 times as fast." in forward.notes
+    )
+    assert "gelu compiled: no memory" in backward.notes
+    assert not any("operators" in note for note in forward.notes)
+    on_cpu = replace(fusion, grid=replace(fusion.grid, device=Device.CPU))
+    assert "On a CPU operators take the place of kernels." in fusion_section(on_cpu).tables[0].notes
+
+
+def test_an_unknown_device_has_no_share_and_no_line(fusion):
+    unknown = make_fusion(*fusion.rows, device_name=UNKNOWN)
+    assert "of bandwidth" not in [heading.name for heading in fusion_section(unknown).tables[0].headings]
+    assert {row["bandwidth_share"] for row in csv_rows(fusion_section(unknown))} == {""}
+    line = "what must move, at the data sheet's bandwidth"
+    assert line in texts(figure_of(charted(fusion)))
+    assert line not in texts(figure_of(charted(unknown)))
+
+
+def test_the_line_is_the_least_time_that_the_bandwidth_allows(fusion):
+    panel = figure_of(charted(fusion)).axes[0]
+    heights = [line.get_ydata()[0] for line in panel.get_lines() if list(line.get_xdata()) == [0, 1]]
+    assert heights == [pytest.approx(2 * MIB / 4800e9 * 1e3)]
+    assert [patch.get_height() for patch in panel.patches] == pytest.approx([8, 1, 2])
+    assert "out of memory" in texts(figure_of(charted(fusion)))
+
+
+def test_csv_has_every_value_of_fusion(fusion):
+    rows = csv_rows(fusion_section(fusion))
+    assert tuple(rows[0]) == FUSION_CSV_COLUMNS
+    assert (rows[0]["kernels"], rows[0]["kernel_names"]) == ("8", "a; b; c; d; e; f; g; h")
+    assert [float(rows[0][name]) for name in ("median_ms", "mean_ms", "must_move_mib", "moved_mib")] == [
+        8, pytest.approx(24.2 / 3), 2, 18,
+    ]  # fmt: skip
+    assert float(rows[2]["speed_up"]) == 8
+    assert float(rows[2]["bandwidth_share"]) == pytest.approx(2 * MIB / 0.001 / 4800e9)
+    assert [rows[3][name] for name in ("status", "error", "kernels", "median_ms", "speed_up", "max_error")] == [
+        "oom", "no memory", "", "", "", "",
+    ]  # fmt: skip

@@ -1,0 +1,441 @@
+"""The grid of attention on a CPU: closed forms against torch's counts, and the user's own with known errors."""
+
+import csv
+import math
+import re
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
+
+from cs336_systems.cli import main
+from cs336_systems.commands.flags import parse
+from cs336_systems.commands.study import AttentionArguments
+from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.measure.inputs import source_digest
+from cs336_systems.record import Status
+from cs336_systems.report.sections.operators import attention_rows
+from cs336_systems.studies import operator_cell
+from cs336_systems.studies.cell import attempt, make_generator
+from cs336_systems.studies.operator_cell import (
+    exact_attention,
+    exact_errors,
+    full_attention,
+    make_attention,
+    make_inputs,
+    measure_attention,
+    measure_cell,
+)
+from cs336_systems.studies.operators import (
+    AttentionCell,
+    AttentionGrid,
+    AttentionStudy,
+    CellResult,
+    ExactError,
+    Implementation,
+    Quantity,
+    attention_flops,
+    naive_saved_bytes,
+    wrong_quantities,
+)
+from cs336_systems.studies.records import read_study
+from cs336_systems.studies.runner import run_study
+from tests import own_kernels
+
+SMALL = AttentionGrid(
+    device=Device.CPU, batch_size=2, d_heads=(4,), context_lengths=(8,), implementations=(Implementation.OWN,),
+    own="tests.own_kernels:right", causal=True, passes=2, warmup_passes=1,
+)  # fmt: skip
+ROUNDING = 1e-5
+"""Far above what fp32 leaves of a few sums, far below every error that is put in."""
+
+
+def measured(name: str, precision: Precision = Precision.FP32, **fields) -> CellResult:
+    grid = replace(SMALL, own=f"tests.own_kernels:{name}", **fields)
+    cell = AttentionCell(implementation=Implementation.OWN, precision=precision, d_head=4, context_length=8)
+    return measure_cell(grid, cell)
+
+
+def errors_of(result: CellResult, status: Status = Status.OK) -> dict[Quantity, ExactError]:
+    assert result.status is status, result.failure
+    assert [error.quantity for error in result.errors] == list(Quantity)
+    return {error.quantity: error for error in result.errors}
+
+
+def line_with(text: str) -> str:
+    lines = Path(own_kernels.__file__).read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines, 1) if text in line]
+    return f"tests/own_kernels.py, line {number}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries_in_block", [1, 3, 7, 100])
+def test_blocks_of_queries_make_the_whole_in_float64(
+    causal: bool, queries_in_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator_cell, "BLOCK_BYTES", queries_in_block * 7 * 8)
+    inputs = make_inputs([(2, 7, 3)] * 3, Precision.BF16, make_generator(SMALL))
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs.forward)
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    expected = (output, *torch.autograd.grad(output, (q, k, v), inputs.upstream.double()))
+    for found, known in zip(exact_attention(inputs, causal=causal), expected, strict=True):
+        torch.testing.assert_close(found, known.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_an_error_in_any_sequence_and_one_that_is_not_finite_are_found() -> None:
+    inputs = make_inputs([(3, 5, 2)] * 3, Precision.FP32, make_generator(SMALL))
+    found = exact_attention(inputs, causal=False)
+    for sequence, amount in ((0, 0.5), (2, -0.5)):
+        output = found[0].clone()
+        output[sequence, 4, 1] += amount
+        first, *others = exact_errors((output, *found[1:]), found)
+        assert first.max_error == pytest.approx(0.5, rel=1e-12)
+        assert first.relative == pytest.approx(0.5 / found[0].abs().max().item())
+        assert [other.max_error for other in others] == [0, 0, 0]
+    output[0, 0, 0] = torch.nan
+    first, *_ = exact_errors((output, *found[1:]), found)
+    assert (first.max_error, first.relative) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["right", "Flash", "Flash.apply"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_right_function_is_timed_and_its_error_is_of_rounding(name: str, causal: bool) -> None:
+    result = measured(name, causal=causal)
+    assert all(0 < error.relative < ROUNDING for error in errors_of(result).values())
+    assert [len(m.times_s) for m in result.measurements] == [2, 2]
+    sums = [a + b for a, b in zip(*(m.times_s for m in result.measurements), strict=True)]
+    assert list(result.measurement(Phase.STEP).times_s) == sums
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("a_quarter_more", {Quantity.OUTPUT: "0.25"}),
+        ("half_as_much_again", dict.fromkeys(Quantity, "half")),
+        ("TwiceDk", {Quantity.DK: "whole"}),
+    ],
+)
+def test_a_known_error_is_found_where_it_is_and_as_large_as_it_is(name: str, wrong: dict[Quantity, str]) -> None:
+    for quantity, error in errors_of(measured(name), Status.INVALID).items():
+        amounts = {"0.25": 0.25, "half": error.max_exact / 2, "whole": error.max_exact}
+        known = amounts[wrong[quantity]] if quantity in wrong else 0
+        assert error.max_error == pytest.approx(known, abs=ROUNDING * error.max_exact), quantity
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
+@pytest.mark.parametrize(
+    ("name", "causal", "wrong"),
+    [
+        ("without_the_mask", True, {*Quantity}),
+        ("always_causal", False, {*Quantity}),
+        ("without_the_scale", True, {*Quantity}),
+        ("TwiceDk", True, {Quantity.DK}),
+        ("without_the_mask", False, set()),
+        ("always_causal", True, set()),
+        ("Flash", True, set()),
+    ],
+)
+def test_what_computes_something_else_is_wrong_and_its_times_do_not_count(
+    name: str, causal: bool, wrong: set[Quantity], precision: Precision
+) -> None:
+    result = measured(name, precision, causal=causal)
+    assert result.status is (Status.INVALID if wrong else Status.OK)
+    assert bool(result.measurement(Phase.FORWARD)) is not bool(wrong)
+    assert [len(m.times_s) for m in result.measurements] == [2, 2], "the record keeps what was measured"
+    if wrong:
+        text = result.failure.message
+        assert {quantity for quantity in Quantity if re.search(rf"[:,] {quantity} [0-9.e-]+ \(PyTorch", text)} == wrong
+
+
+def test_products_in_tf32_are_wrong_in_fp32_and_right_in_tf32() -> None:
+    """The error that Triton's tl.dot leaves by default: right to three digits, and 1000 times that of fp32."""
+    assert measured("products_in_tf32").status is Status.INVALID
+    assert measured("products_in_tf32", Precision.TF32).status is Status.OK
+
+
+def test_a_published_kernel_is_right_in_every_shape() -> None:
+    """FlexAttention on an H200, up to a context of 65,536: by sums over the context alone it is 16 times as far off."""
+    study = read_study(Path(__file__).parents[2] / "data/published/attention/own_flex/attention.json", AttentionStudy)
+    kernels = {Precision.FP32: Implementation.EFFICIENT, Precision.BF16: Implementation.FLASH}
+    errors = {(each.cell.implementation, each.cell): each.errors for each in study.results if each.errors}
+    judged = 0
+    for each in study.results:
+        kernel = kernels[each.cell.precision]
+        beside = errors.get((kernel, replace(each.cell, implementation=kernel)))
+        if each.cell.implementation is Implementation.OWN and each.errors and beside:
+            assert wrong_quantities(each.cell, each.errors, beside) == ()
+            judged += 1
+    assert judged > 60
+
+
+@pytest.mark.parametrize(("name", "status"), [("ForwardAlone", 0), ("WrongForwardAlone", 1)])
+def test_a_kernel_without_a_backward_keeps_its_forward(
+    name: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--device", "cpu", "--d-heads", "4", "--context-lengths", "8", "--passes", "2", "--causal", "--name", "n"]
+    flags += ["--implementations", "naive"]
+    own = f"tests.own_kernels:{name}"
+    assert main(["attention", *flags, "--own", own, "--output", str(tmp_path)]) == status
+    with (tmp_path / "attention/n/results.csv").open() as file:
+        _, row = csv.DictReader(file)
+    assert (row["backward_mean_ms"], row["together_mean_ms"], row["dq_max_error"]) == ("", "", "")
+    assert bool(row["forward_mean_ms"]) is (status == 0)
+    shown = capsys.readouterr().out
+    if status == 0:
+        assert row["status"] == "ok"
+        assert row["error"].startswith("NotImplementedError: backward is next week's exercise (tests/own_kernels.py")
+        assert "no backward" in shown
+        assert float(row["output_relative_error"]) < ROUNDING
+    else:
+        assert row["status"] == "invalid"
+        assert "WRONG" in shown
+    study = read_study(tmp_path / "attention/n/attention.json", AttentionStudy)
+    assert [m.phase for m in study.results[1].measurements] == [Phase.FORWARD]
+
+
+def test_a_function_that_writes_to_its_inputs_does_not_hide_its_error() -> None:
+    """Its values are all 0 after the first pass, and its output with them; nothing is left of the right one."""
+    output = errors_of(measured("writes_to_its_inputs"), Status.INVALID)[Quantity.OUTPUT]
+    assert output.max_error == output.max_exact > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("one_query_less", "(2, 7, 4)"),
+        ("in_float64", "float64"),
+        ("on_another_device", "meta"),
+        ("with_the_logsumexp", "tuple"),
+        ("one_nan", "output inf"),
+        ("NanDv", "dv inf"),
+    ],
+)
+def test_what_is_wrong_is_said(name: str, said: str) -> None:
+    result = measured(name)
+    assert result.status is Status.INVALID
+    assert said in result.failure.message
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "line"),
+    [
+        ("raises_at_16", Status.CRASHED, "context 16 is no whole block"),
+        ("RaisesBackward", Status.CRASHED, "no backward yet"),
+        ("out_of_memory", Status.OOM, "torch.empty(2**60)"),
+    ],
+)
+def test_a_cell_that_fails_names_the_line_and_the_next_is_measured(name: str, status: Status, line: str) -> None:
+    grid = replace(SMALL, own=f"tests.own_kernels:{name}", implementations=(Implementation.OWN, Implementation.NAIVE),
+                   context_lengths=(16,))  # fmt: skip
+    study = run_study(grid)
+    own, naive = study.results
+    assert (own.status, naive.status) == (status, Status.OK)
+    assert attention_rows(study)[0]["error"].endswith(f"({line_with(line)})")
+    assert max(error.relative for error in naive.errors) < ROUNDING
+
+
+def test_a_file_that_cannot_be_imported_is_a_row_that_names_its_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unfinished.py").write_text("\n\ndef flash(q, k, v, is_causal)\n    return q\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    grid = replace(SMALL, own="unfinished:flash")
+    (cell,) = grid.groups()[0]
+    (row,), _ = attempt(grid, cell, measure_attention)
+    study = AttentionStudy(grid=grid, results=(row,))
+    assert row.status is Status.CRASHED
+    assert attention_rows(study)[0]["error"].count("unfinished.py, line 3") == 1
+
+
+def test_the_flag_adds_an_implementation_and_keeps_the_state_of_its_source() -> None:
+    flags = ["--device", "cpu", "--implementations", "sdpa", "--own", "tests.own_kernels:Flash"]
+    grid = parse(AttentionArguments, "attention", flags).grid()
+    assert grid.implementations == (Implementation.SDPA, Implementation.OWN)
+    assert grid.source.state == source_digest("tests.own_kernels")
+    without = parse(AttentionArguments, "attention", ["--device", "cpu"]).grid()
+    assert Implementation.OWN not in without.implementations
+    assert without.source is None
+    with pytest.raises(ValueError, match="--own"):
+        replace(without, implementations=(Implementation.OWN,))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tests.own_kernels", "package.module:name"),
+        ("tests.own_kernels:rihgt", "did you mean right"),
+        ("tests.own_kernels:number", "int"),
+    ],
+)
+def test_a_name_that_cannot_be_meant_is_refused_before_anything_starts(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cs336_systems.studies.runner.run_study", lambda *_: pytest.fail("a study was started"))
+    assert main(["attention", "--device", "cpu", "--output", str(tmp_path), "--own", name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--own" in line
+    assert said in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_study_without_an_own_function_takes_no_time_for_errors() -> None:
+    def unused(*_: Tensor, **__: bool) -> None:
+        pytest.fail("float64 was computed")
+
+    grid = replace(SMALL, own=None, implementations=(Implementation.NAIVE,))
+    cell = AttentionCell(implementation=Implementation.NAIVE, precision=Precision.FP32, d_head=4, context_length=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cs336_systems.studies.operator_cell.exact_errors", unused)
+        assert measure_cell(grid, cell).errors == ()
+
+
+GRID = replace(SMALL, own=None, implementations=(Implementation.NAIVE,), causal=False, passes=3, warmup_passes=2,
+               context_lengths=(8, 16, 32))  # fmt: skip
+
+
+def cell_of(implementation: Implementation, d_head: int = 4, context_length: int = 8) -> AttentionCell:
+    return AttentionCell(
+        implementation=implementation, precision=Precision.FP32, d_head=d_head, context_length=context_length
+    )
+
+
+def inputs_of(grid: AttentionGrid, cell: AttentionCell) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (grid.batch_size, cell.context_length, cell.d_head)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for _ in range(3)]
+
+
+def test_a_missing_kernel_is_a_row_and_no_failure() -> None:
+    grid = replace(GRID, implementations=(Implementation.EFFICIENT, Implementation.FLASH), context_lengths=(8, 16))
+    study = run_study(grid)
+    assert [result.status for result in study.results] == [Status.UNAVAILABLE] * 2 + [Status.OK] * 2
+    assert "viable backend" in study.results[0].failure.message
+    assert study.available(Precision.FP32) == [Implementation.FLASH]
+    assert all(result.status.is_result for result in study.results)
+
+
+def test_a_whole_study_keeps_every_time_and_its_environment() -> None:
+    progress: list[AttentionStudy] = []
+    study = run_study(replace(GRID, d_heads=(8, 4), precisions=(Precision.BF16,)), on_progress=progress.append)
+    assert [(r.cell.context_length, r.cell.d_head) for r in study.results] == [
+        (8, 4), (8, 8), (16, 4), (16, 8), (32, 4), (32, 8),
+    ]  # fmt: skip
+    assert [len(seen.results) for seen in progress] == [1, 2, 3, 4, 5, 6]
+    assert progress[-1] == study
+    assert study.environment.identity.torch == torch.__version__
+    for result in study.results:
+        assert [m.phase for m in result.measurements] == [Phase.FORWARD, Phase.BACKWARD]
+        assert all(len(m.times_s) == 3 and m.min_s > 0 for m in result.measurements)
+        assert result.memory is None  # there is no allocator to ask: unknown, not 0
+        assert result.first_pass_s > 0
+        assert result.compile_s is None
+
+
+def test_an_injected_sleep_is_found_in_forward_alone() -> None:
+    def slow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return full_attention(q, k, v)
+
+    result = measure_cell(GRID, cell_of(Implementation.NAIVE), slow)
+    assert result.measurement(Phase.FORWARD).min_s >= 0.1
+    assert result.measurement(Phase.BACKWARD).min_s < 0.05
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_compiling_starts_afresh_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile gives up on a function after some shapes, here after the first, and then raises.
+
+    Without its slow last stage, which gives up on nothing.
+    """
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend="eager", **how))
+    for context_length in (8, 16):
+        result = measure_cell(GRID, cell_of(Implementation.COMPILED, context_length=context_length))
+        assert result.status is Status.OK
+        assert result.compile_s == result.first_pass_s > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "implementation", [Implementation.NAIVE, Implementation.SDPA, Implementation.FLASH, Implementation.MATH]
+)
+def test_every_implementation_computes_what_the_definition_says(implementation: Implementation, causal: bool) -> None:
+    grid, cell = replace(GRID, causal=causal), cell_of(implementation, d_head=4, context_length=6)
+    inputs = inputs_of(grid, cell)
+    q, k, v = (x.detach().double().numpy() for x in inputs)
+    expected = np.zeros_like(q)
+    for batch in range(2):
+        for query in range(6):
+            keys = range(query + 1 if causal else 6)
+            weights = [math.exp(q[batch, query] @ k[batch, key] / 2) for key in keys]
+            weighted = sum(w * v[batch, key] for w, key in zip(weights, keys, strict=True))
+            expected[batch, query] = weighted / sum(weights)
+    output = make_attention(grid, cell)(*inputs)
+    np.testing.assert_allclose(output.detach().numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("d_head", "context_length"), [(4, 8), (16, 3)])
+def test_what_written_out_attention_saves_is_what_autograd_keeps(
+    causal: bool, d_head: int, context_length: int
+) -> None:
+    grid = replace(GRID, batch_size=3, causal=causal)
+    cell = cell_of(Implementation.NAIVE, d_head, context_length)
+    inputs = inputs_of(grid, cell)
+    given = {x.untyped_storage().data_ptr() for x in inputs}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given and tensor.dtype is not torch.bool:  # the causal mask is an input too
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = make_attention(grid, cell)(*inputs)
+    assert naive_saved_bytes(grid, cell) == sum(kept.values()) + output.nbytes
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    cell = cell_of(Implementation.NAIVE, 16, 24)
+    with FlopCounterMode(display=False) as forward:
+        output = make_attention(GRID, cell)(*(inputs := inputs_of(GRID, cell)))
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(output, inputs, torch.ones_like(output))
+    assert attention_flops(GRID, cell, Phase.FORWARD) == forward.get_total_flops()
+    assert attention_flops(GRID, cell, Phase.BACKWARD) == backward.get_total_flops()
+    shape = (2, 1, 24, 16)
+    flash = cell_of(Implementation.FLASH, 16, 24)
+    assert attention_flops(GRID, flash, Phase.BACKWARD) == sdpa_backward_flop_count(shape, shape, shape, shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"context_lengths": (8, -1)}, "at least 1, got -1"), ({"timeout_s": float("nan")}, "timeout_s must be positive")],
+    ids=str,
+)
+def test_an_impossible_grid_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(GRID, **changes)
+
+
+def test_flags_mean_a_grid() -> None:
+    grid = parse(AttentionArguments, "attention", ["--device", "cpu"]).grid()
+    assert (grid.batch_size, grid.passes, grid.causal, grid.precisions) == (8, 10, False, (Precision.FP32,))
+    assert Implementation.SDPA in grid.implementations
+    flags = (
+        "--device cpu --d-heads 16 64 --context-lengths 8 --implementations math --precisions bf16 --passes 2 --causal"
+    )
+    arguments = parse(AttentionArguments, "attention", flags.split())
+    assert arguments.grid() == AttentionGrid(
+        device=Device.CPU, d_heads=(16, 64), context_lengths=(8,), implementations=(Implementation.MATH,),
+        precisions=(Precision.BF16,), passes=2, causal=True,
+    )  # fmt: skip
+    assert arguments.directory() == Path("data/attention/bf16_cpu")
