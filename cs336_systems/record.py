@@ -321,6 +321,8 @@ class RunRecord:
     host_phases: tuple[Measurement, ...] = ()
     """How long the host took to launch each phase; empty on a CPU and where the host waits after each phase, and in
     records written before this field existed."""
+    between_s: tuple[float, ...] = ()
+    """Of a watched loop: from the end of a step to the beginning of the next, on the device. Else empty."""
     losses: tuple[float | None, ...] = ()
     """Loss of every step, warm-up included; None for one that was not finite."""
     skipped_steps: Count = 0

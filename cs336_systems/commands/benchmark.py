@@ -6,8 +6,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
-from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import (
     FIRST,
     Flags,
@@ -21,14 +19,17 @@ from cs336_systems.commands.flags import (
     checked_factory,
     checked_here,
     default_on,
+    explain_cpu_fallback,
     explain_fast,
     make_config,
     make_fast_config,
     one_precision,
     profiled_config,
+    resolve_device,
     with_flags,
 )
 from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
+from cs336_systems.commands.results import explain_or_warn
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
@@ -39,7 +40,7 @@ from cs336_systems.sweep.process import importing_torch
 from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 TOP = 10
 """Rows of a table about a profile."""
@@ -114,7 +115,7 @@ def run(arguments: BenchmarkArguments) -> int:
     from cs336_systems.sweep.store import PROFILE_DIRECTORIES, fresh_profile_path, make_writable, set_aside_run
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     gpus = alike(visible_gpus())[: config.ranks]
     with contextlib.ExitStack() as stack:

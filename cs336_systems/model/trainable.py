@@ -1,4 +1,4 @@
-"""A model as a training step uses it: its loss and its optimizer."""
+"""A model as a training step uses it: its loss and its optimizer; and the model that a configuration names."""
 
 from collections.abc import Callable
 from typing import cast
@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from cs336_systems.config import CompileMode, RunConfig
+from cs336_systems.config import CompileMode, LossKind, RunConfig
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.optimizer import make_optimizer
+from cs336_systems.model.own import Loss, call_factory, check_logits, load_factory, own_loss
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""The mean loss of a batch, from its tokens and its targets."""
 Criterion = Callable[[Tensor, Tensor, int], Tensor]
 """The mean loss, from logits, targets and the size of the vocabulary; logits beyond that size are padding."""
 
@@ -24,7 +24,7 @@ class Trainable:
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         self.model, self.config = model, config
         self.criterion: Criterion = cross_entropy
-        self.loss = self._compiled(self._loss)
+        self.loss = self._compiled(own_loss(model) if config.loss is LossKind.MODEL else self._loss)
         """Mean cross-entropy of a batch, compiled as the configuration says."""
 
     # no shapes are declared below, because the compiler cannot trace the checks of them that tests install
@@ -58,9 +58,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def check_logits(logits: object, targets: Tensor, vocab_size: int) -> Tensor:
-    """The logits; raise ValueError if a user's own model returned something else."""
-    if not isinstance(logits, Tensor) or logits.shape != (*targets.shape, vocab_size):
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"the model must return logits of shape {(*targets.shape, vocab_size)}, got {found}")
-    return logits
+def make_model(config: RunConfig) -> nn.Module:
+    """The model of the configuration, made and initialised on its device."""
+    with torch.device(config.device.value):
+        if config.model_factory is None:
+            return TransformerLM(config.model)
+        return call_factory(load_factory(config.model_factory), config.model).to(config.device.value)

@@ -6,19 +6,21 @@ not needed. A module's `range` names its range in backward too (annotate.backwar
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.config import Arch, Attention, ModelConfig
+from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
 from cs336_systems.model.annotate import annotate
-from cs336_systems.model.attention import Rotations, attention_backend, rope_rotations, rotate_pairs, to_autocast_dtype
-from cs336_systems.model.initialise import initialise
 from cs336_systems.ranges import Range, block_range
 
+Rotations = Float[Tensor, "seq pairs 2"]
+"""Cosine and sine of the angle by which RoPE rotates each pair of features at each position."""
 Mask = Bool[Tensor, "queries keys"]
 """True if the query attends to the key."""
 
@@ -49,7 +51,9 @@ class TransformerLM(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
         if gpt2:
             self.lm_head.weight = self.token_embeddings.weight
-        initialise(self, config)
+            _initialise_gpt2(self, config.num_layers)
+        else:
+            _initialise_cs336(self)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the token after each of `tokens`; raise ValueError for more tokens than the context holds."""
@@ -268,3 +272,65 @@ class LayerNorm(nn.Module):
 
 def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
+
+
+def rope_rotations(context_length: int, d_head: int, theta: float) -> Float[Tensor, "context_length pairs 2"]:
+    """Cosine and sine of position x theta^(-2 pair / d_head), in fp32 (Su et al. 2021, eq. 15)."""
+    frequencies = theta ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+    angles = torch.outer(torch.arange(context_length, dtype=torch.float64), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).float()
+
+
+def rotate_pairs(
+    x: Float[Tensor, "batch seq heads d_head"], rotations: Rotations
+) -> Float[Tensor, "batch seq heads d_head"]:
+    """Rotate each pair of features (2i, 2i + 1) by the angle of its position, in fp32 for any type of `x`."""
+    pairs = rearrange(x.float(), "batch seq heads (pairs two) -> batch seq heads pairs two", two=2)
+    rotations = rotations.unsqueeze(1)
+    if torch.compiler.is_compiling():  # Inductor generates no code for complex numbers, and fuses these
+        (even, odd), (cos, sin) = pairs.unbind(-1), rotations.unbind(-1)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:  # one kernel
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotations))
+    return rotated.flatten(-2).to(x.dtype)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """x, cast once to autocast's type if autocast is on. Autocast itself casts and saves a copy for each matmul."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+_BACKENDS = {
+    SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
+    SdpaBackend.CUDNN: SDPBackend.CUDNN_ATTENTION,
+    SdpaBackend.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    SdpaBackend.MATH: SDPBackend.MATH,
+}
+
+
+def attention_backend(backend: SdpaBackend) -> AbstractContextManager[object]:
+    """While open, PyTorch's fused attention uses this backend alone."""
+    return nullcontext() if backend is SdpaBackend.AUTO else sdpa_kernel(_BACKENDS[backend])
+
+
+def _initialise_cs336(model: nn.Module) -> None:
+    """The course's: normal with variance 2 / (d_in + d_out), 1 for embeddings, cut at 3 standard deviations."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            std = 1.0 if name == "token_embeddings.weight" else math.sqrt(2 / sum(parameter.shape))
+            nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
+
+
+def _initialise_gpt2(model: nn.Module, num_layers: int) -> None:
+    """GPT-2's: normal with standard deviation 0.02, over sqrt(2 num_layers) in layers that add to the residual stream.
+
+    Biases are 0.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith(("output_proj.weight", "ffn.w2.weight")):
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * num_layers))
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)

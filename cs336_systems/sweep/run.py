@@ -307,7 +307,7 @@ def modules_of(configs: Sequence[RunConfig]) -> list[str]:
     if any(config.profiler is Profiler.MEMORY for config in configs):
         modules.append("cs336_systems.measure.memory")
     if any(config.needs_fast_model or config.cuda_graph for config in configs):
-        modules += ["cs336_systems.model.fast.trainable", "cs336_systems.model.fast.step_graph"]
+        modules += ["cs336_systems.model.fast.model", "cs336_systems.model.fast.step_graph"]
     if any(config.is_shared for config in configs):
         modules.append("cs336_systems.parallel.ways")
     if any(map(_uses_dynamo, configs)):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from cs336_systems import cli
-from cs336_systems.commands.device import resolve_device
+from cs336_systems.commands.flags import resolve_device
 from cs336_systems.config import Device, ModelConfig, Parallel, RunConfig
 from cs336_systems.measure import nvml
 from cs336_systems.record import load_records

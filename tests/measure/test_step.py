@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.factory import call_factory, load_factory, make_model
-from cs336_systems.model.trainable import check_logits
+from cs336_systems.model.own import call_factory, load_factory
+from cs336_systems.model.trainable import make_model
 from cs336_systems.model.transformer import TransformerLM
 from tests.conftest import HostTime
 
@@ -259,21 +259,6 @@ def test_a_factory_is_found_in_the_current_directory(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.chdir(tmp_path)
     assert load_factory("model_of_mine:Outer.make")() == 5
-
-
-@pytest.mark.parametrize(
-    ("logits", "found"),
-    [
-        (torch.zeros(3, 8, 12), "(3, 8, 12)"),
-        (torch.zeros(3, 11, 8), "(3, 11, 8)"),
-        (torch.zeros(24, 11), "(24, 11)"),
-        (None, "NoneType"),
-        ((torch.zeros(3, 8, 11),), "tuple"),
-    ],
-)
-def test_logits_of_another_shape_are_refused(logits: object, found: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"must return logits of shape (3, 8, 11), got {found}")):
-        check_logits(logits, torch.zeros(3, 8, dtype=torch.long), 11)
 
 
 def test_a_model_is_made_on_its_device_with_the_weights_of_the_seed() -> None:

@@ -13,8 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import SIZES, Arch, Attention, ModelConfig, SdpaBackend
-from cs336_systems.model.attention import rope_rotations, rotate_pairs
-from cs336_systems.model.factory import call_factory
+from cs336_systems.model.own import call_factory
 from cs336_systems.model.transformer import (
     Embedding,
     GeluMLP,
@@ -23,6 +22,8 @@ from cs336_systems.model.transformer import (
     SwiGLU,
     TransformerLM,
     naive_attention,
+    rope_rotations,
+    rotate_pairs,
 )
 from tests.own_models import BasicsTransformerLM
 from tests.plain import plain_model

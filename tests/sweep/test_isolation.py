@@ -15,7 +15,7 @@ from cs336_systems.sweep.isolation import EXPLAINING, fork_server, preload
 from cs336_systems.sweep.process import child_environment
 from cs336_systems.sweep.run import modules_of
 
-FAST = ["cs336_systems.model.fast.trainable", "cs336_systems.model.fast.step_graph"]
+FAST = ["cs336_systems.model.fast.model", "cs336_systems.model.fast.step_graph"]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from cs336_systems.costs.forecast.tape import Form, Tape
 from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES
 
 PARTIAL_ROWS = 264
-"""Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (sums_kernel.py)."""
+"""Rows of partial sums over a tensor's rows: two programs for each of a Hopper GPU's multiprocessors."""
 
 
 def is_fast_step(config: RunConfig) -> bool:

@@ -6,8 +6,6 @@ random (see `_rounded`), reduce that to 20. A split master (weights.py) takes 2 
 The same kernel finds the largest magnitude of each copy if asked to.
 """
 
-# ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
-
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.sums_kernel import magnitude
+from cs336_systems.model.fast.fused_blocks_kernel import magnitude
 from cs336_systems.model.fast.weights import ALIGNMENT, NAN_BITS
 
 CHUNK = 1024
@@ -24,8 +22,8 @@ NUM_WARPS = 4
 NAN: tl.constexpr = tl.constexpr(NAN_BITS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _adamw_chunks(  # type: ignore[no-untyped-def]
+@triton.jit
+def _adamw_chunks(
     pointers, sizes, chunk_tensors, chunk_numbers, steps,
     lr, beta1, beta2, eps, decay,
     HAS_COPY: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr,
@@ -55,8 +53,8 @@ def _adamw_chunks(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _update(  # type: ignore[no-untyped-def]
+@triton.jit
+def _update(
     row, start, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
     HAS_COPY: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr,
     NUM_NARROW: tl.constexpr, NARROW_MOMENTS: tl.constexpr, SIZE: tl.constexpr, IS_MASKED: tl.constexpr,
@@ -116,7 +114,7 @@ def _update(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rounded(values, noise):  # type: ignore[no-untyped-def]
+def _rounded(values, noise):
     """Round fp32 values to bf16 stochastically, so that they are right on average; NaN stays NaN.
 
     `noise`, uniform from 0 to 2^16 - 1, is added to the 16 bits that bf16 lacks, and these are then cut off.
@@ -127,7 +125,7 @@ def _rounded(values, noise):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mixed(bits):  # type: ignore[no-untyped-def]
+def _mixed(bits):
     """32 bits that look random: the last step of MurmurHash3 (Appleby 2011)."""
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35

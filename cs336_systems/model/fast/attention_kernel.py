@@ -8,6 +8,8 @@ import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
+from cs336_systems.model.fast import packed_kernel
+
 SHORT, LONG = 512, 2048
 """Contexts up to and from which FlashAttention 4 is faster than cuDNN in forward with heads of 64.
 
@@ -31,13 +33,20 @@ def attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     return values.flatten(2), lse
 
 
-def attend_backward(gradient: Tensor, packed: Tensor, values: Tensor, lse: Tensor, num_heads: int) -> Tensor:
-    """Gradient of `packed`."""
+def attend_backward(
+    gradient: Tensor, packed: Tensor, values: Tensor, lse: Tensor, rotations: Tensor | None, num_heads: int,
+    bias_type: torch.dtype | None, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `packed` before its rotation, and of its bias; with a bias and `measures` the first's unit."""
     result = torch.empty_like(packed)
     dq, dk, dv = _parts(result, num_heads)
     by_head = (each.contiguous().unflatten(-1, (num_heads, -1)) for each in (values, gradient))
     _flash_attn_bwd(*_parts(packed, num_heads), *by_head, lse, causal=True, dq=dq, dk=dk, dv=dv)
-    return result
+    if rotations is not None:
+        packed_kernel.rotate(result, rotations, back=True)
+    if bias_type is None:
+        return result, lse.new_empty(0), lse.new_empty(0)
+    return result, *packed_kernel.packed_bias_backward(result, gradient, bias_type, measures=measures)
 
 
 def _parts(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ def fused_cross_entropy(
 
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         needs_gradient = ctx.needs_input_grad[0]
         loss = _losses(logits, targets, vocab_size, len(logits), write_gradients=needs_gradient).mean()
         if needs_gradient:
@@ -32,7 +32,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         _scale(gradient, factor)
         return gradient, None, None
@@ -56,7 +56,7 @@ def chunked_cross_entropy(
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int) -> Tensor:
         needs_gradient = any(ctx.needs_input_grad[:2])
         of_x = torch.empty_like(x) if needs_gradient else None
         of_weight: Tensor | None = None
@@ -74,7 +74,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return torch.cat(losses).mean()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         of_x, of_weight = ctx.saved_tensors
         _scale(of_x, factor)
         _scale(of_weight, factor)

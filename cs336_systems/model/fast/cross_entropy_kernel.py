@@ -4,8 +4,6 @@ A program reads its row again for the gradient. The row is still in the cache th
 40 MB for 50,304 logits in bf16 on 132 processors. With one program per row, every row was read from memory twice.
 """
 
-# ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
-
 import torch
 import triton
 import triton.language as tl
@@ -46,8 +44,8 @@ def scale_rows(rows: Tensor, factor: Tensor) -> None:
     _cross_entropy_scale[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy_losses(  # type: ignore[no-untyped-def]
+@triton.jit
+def _cross_entropy_losses(
     logits, stride, targets, losses, rows, share, vocab_size, padded_size,
     WRITE_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +57,8 @@ def _cross_entropy_losses(  # type: ignore[no-untyped-def]
         at += tl.num_programs(0).to(tl.int64) * stride
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy_row(  # type: ignore[no-untyped-def]
+@triton.jit
+def _cross_entropy_row(
     at, target, loss, share, vocab_size, padded_size,
     WRITE_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -104,8 +102,8 @@ def _cross_entropy_row(  # type: ignore[no-untyped-def]
         tl.store(at + target, wanted.to(at.dtype.element_ty), mask=is_known)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy_scale(rows, stride, factor, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _cross_entropy_scale(rows, stride, factor, size, BLOCK: tl.constexpr):
     by = tl.load(factor)
     if by != 1:
         at = rows + tl.program_id(0).to(tl.int64) * stride

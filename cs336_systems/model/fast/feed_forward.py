@@ -13,6 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.model.fast.operators import operator
+
 
 def feed_forward(
     x: Float[Tensor, "batch seq d_model"],
@@ -40,7 +42,7 @@ class _FeedForward(torch.autograd.Function):
     """An autograd function, so that the compiler sees all matmuls but those with the activation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Tensor, bias: Tensor | None, second: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, first: Tensor, bias: Tensor | None, second: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         slopes, hidden = _expand(rows, first, bias)
         ctx.save_for_backward(rows, first, second, slopes, hidden)
@@ -48,7 +50,7 @@ class _FeedForward(torch.autograd.Function):
         return F.linear(hidden, second).view(*x.shape[:-1], len(second))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # noqa: ANN401
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         rows, first, second, slopes, hidden = ctx.saved_tensors
         own = gradient.flatten(0, -2)
         of_second = own.t() @ hidden
@@ -57,19 +59,12 @@ class _FeedForward(torch.autograd.Function):
         return of_x, of_expanded.t() @ rows, None if ctx.bias_type is None else of_bias, of_second
 
 
-# no shapes are declared below, because PyTorch reads the schema of an operator from its types
-
-
-@torch.library.custom_op("cs336_systems::expand", mutates_args=())
+@operator("feed_forward_kernel.expand")
 def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Slopes of the activation of x weight^T + bias, and the activation.
 
     The slopes of SwiGLU are those along its gate and then those along its other factor.
     """
-    if x.is_cuda:
-        from cs336_systems.model.fast import feed_forward_kernel  # QuACK, which takes seconds to import
-
-        return feed_forward_kernel.expand(x, weight, bias)
     expanded = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if bias is not None:
         hidden = F.gelu(expanded, approximate="tanh")
@@ -81,7 +76,7 @@ def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
     return slopes.to(x.dtype), hidden.to(x.dtype)
 
 
-@torch.library.custom_op("cs336_systems::contract_backward", mutates_args=())
+@operator("feed_forward_kernel.contract_backward")
 def _contract_backward(
     gradient: Tensor, weight: Tensor, slopes: Tensor, bias_type: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
@@ -89,24 +84,7 @@ def _contract_backward(
 
     `bias_type` is the type of the bias, or None without a bias.
     """
-    if gradient.is_cuda:
-        from cs336_systems.model.fast import feed_forward_kernel
-
-        return feed_forward_kernel.contract_backward(gradient, weight, slopes, bias_type)
     own = gradient.float() @ weight.float()
     result = own.repeat(1, slopes.shape[1] // own.shape[1]) * slopes.float()
     of_bias = own.new_empty(0) if bias_type is None else result.sum(dim=0).to(bias_type)
     return result.to(slopes.dtype), of_bias
-
-
-@_expand.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    factors = 1 if bias is not None else 2
-    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight) // factors)
-
-
-@_contract_backward.register_fake
-def _(gradient: Tensor, weight: Tensor, slopes: Tensor, bias_type: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    del gradient
-    of_bias = slopes.new_empty(0 if bias_type is None else weight.shape[1], dtype=bias_type or torch.float32)
-    return slopes.new_empty(slopes.shape), of_bias

@@ -14,7 +14,7 @@ from quack.epilogue.ops import RowVecReduce
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-from cs336_systems.model.fast.sums_kernel import summed
+from cs336_systems.model.fast.fused_blocks_kernel import summed
 
 TILE_ROWS, TILE_COLUMNS = 128, (192, 160, 128)
 """Rows of a tile of the result, and the numbers of columns that there may be."""
@@ -84,25 +84,25 @@ def contract_backward(
 # derivatives return that of the input, times a gradient (here 1), and last the activation itself.
 
 
-@gemm_epilogue(outputs=("hidden",))  # type: ignore[untyped-decorator]
-def _gelu(acc: Any, bias: Any) -> dict[str, Any]:  # noqa: ANN401
+@gemm_epilogue(outputs=("hidden",))
+def _gelu(acc: Any, bias: Any) -> dict[str, Any]:
     slope, hidden = dgelu_tanh_approx(acc + bias, 1.0)
     return {"D": slope, "hidden": hidden}
 
 
-@gemm_epilogue(reduces={"of_bias": RowVecReduce("of_bias")})  # type: ignore[untyped-decorator]
-def _gelu_backward(acc: Any, c: Any) -> dict[str, Any]:  # noqa: ANN401
+@gemm_epilogue(reduces={"of_bias": RowVecReduce("of_bias")})
+def _gelu_backward(acc: Any, c: Any) -> dict[str, Any]:
     of_x = acc * c
     return {"D": of_x, "of_bias": of_x}
 
 
-@gemm_epilogue(outputs=("of_gate", "of_up", "hidden"), mode="acc_pair")  # type: ignore[untyped-decorator]
-def _swiglu(acc: Any) -> dict[str, Any]:  # noqa: ANN401
+@gemm_epilogue(outputs=("of_gate", "of_up", "hidden"), mode="acc_pair")
+def _swiglu(acc: Any) -> dict[str, Any]:
     gate, up = unpack(acc)
     of_gate, of_up, hidden = dswiglu(gate, up, 1.0)
     return {"of_gate": of_gate, "of_up": of_up, "hidden": hidden}
 
 
-@gemm_epilogue(outputs=("of_up",))  # type: ignore[untyped-decorator]
-def _swiglu_backward(acc: Any, gate_slope: Any, up_slope: Any) -> dict[str, Any]:  # noqa: ANN401
+@gemm_epilogue(outputs=("of_up",))
+def _swiglu_backward(acc: Any, gate_slope: Any, up_slope: Any) -> dict[str, Any]:
     return {"D": acc * gate_slope, "of_up": acc * up_slope}

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.config import FP8_MULTIPLE
+from cs336_systems.model.fast.operators import operator
 
 DTYPE = torch.float8_e4m3fn
 """Type of all factors: 3 bits of mantissa, and a range of 2^18.
@@ -114,7 +115,7 @@ def update_units(kept: Sequence[KeptUnit]) -> None:
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -127,7 +128,7 @@ class _Fp8Linear(torch.autograd.Function):
         weight_unit = unit_of(_largest_of_rows(weight)) if weight_unit is None else weight_unit
         has_backward = is_grad_enabled and any(ctx.needs_input_grad)
         (x8, x8_transpose), (weight8, weight8_transpose) = (
-            _casts(each, unit, has_backward) for each, unit in ((x, x_unit), (weight, weight_unit))
+            _fp8_casts(each, unit, has_backward) for each, unit in ((x, x_unit), (weight, weight_unit))
         )
         ctx.save_for_backward(x8_transpose, x_unit, weight8_transpose, weight_unit)
         ctx.has_bias, ctx.reads_tag = bias is not None, reads_tag
@@ -136,14 +137,10 @@ class _Fp8Linear(torch.autograd.Function):
         return result, x.new_empty(1, dtype=torch.float32)
 
     @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401
-        gradient: Tensor,
-        unit: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, unit: Tensor) -> tuple[Tensor | None, ...]:
         x8_transpose, x_unit, weight8_transpose, weight_unit = ctx.saved_tensors
         unit = unit.view(()) if ctx.reads_tag else unit_of(_largest_of_rows(gradient))
-        gradient8, gradient8_transpose = _casts(gradient, unit, True)
+        gradient8, gradient8_transpose = _fp8_casts(gradient, unit, True)
         of_x = _matmul(gradient8, weight8_transpose.t(), unit, weight_unit, gradient.dtype)
         of_weight = _matmul(gradient8_transpose, x8_transpose.t(), unit, x_unit, gradient.dtype)
         return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None, None, None
@@ -174,28 +171,13 @@ def _largest_of_rows(x: Tensor) -> Tensor:
     return x.abs().amax(dim=1)
 
 
-# no shapes are declared below, because PyTorch reads the schema of an operator from its types
-
-
-@torch.library.custom_op("cs336_systems::fp8_casts", mutates_args=())
-def _casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
+@operator("fp8_kernel.casts")
+def _fp8_casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
     """A matrix in fp8, and its transpose, which is empty unless `transposes`; both row-major.
 
     Hopper's fp8 matmul needs the inner axis contiguous in both factors. If any element is not finite, the unit is not,
     and all products with x become NaN.
     """
-    if x.is_cuda:
-        from cs336_systems.model.fast import fp8_kernel  # Triton, which only comes with PyTorch for GPUs
-
-        return fp8_kernel.casts(x, unit, DTYPE, transposes=transposes)
     # rounding may put the largest element slightly above MAX, but the cast gives NaN only from 3 % above MAX on
     found = (x.float() * unit.reciprocal()).to(DTYPE).contiguous()
     return found, found.t().contiguous() if transposes else found.new_empty(0, 0)
-
-
-@_casts.register_fake
-def _(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
-    del unit
-    num_rows, num_columns = x.shape
-    transpose = x.new_empty((num_columns, num_rows) if transposes else (0, 0), dtype=DTYPE)
-    return x.new_empty(x.shape, dtype=DTYPE), transpose

@@ -4,12 +4,12 @@ Forward multiplies a matrix by rows and backward by columns, and Hopper's fp8 ma
 both factors. If the transpose were made on its own, the matrix would be read from memory once more.
 """
 
-# ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from cs336_systems.model.fast.fp8 import DTYPE
 
 ROWS, COLUMNS = 64, 128
 """Rows and columns of the tile that one program casts."""
@@ -18,11 +18,11 @@ TRANSPOSED_TYPES = torch.bfloat16, torch.float16
 """Types that the kernel can transpose: for fp32, Triton 3.6 writes a fourth of the transpose to wrong places."""
 
 
-def casts(x: Tensor, unit: Tensor, dtype: torch.dtype, *, transposes: bool) -> tuple[Tensor, Tensor]:
-    """A matrix over its unit in `dtype`, and its transpose, which is empty unless `transposes`; both row-major."""
+def casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
+    """A matrix over its unit in fp8, and its transpose, which is empty unless `transposes`; both row-major."""
     x = x.contiguous()
     num_rows, num_columns = x.shape
-    result = torch.empty_like(x, dtype=dtype)
+    result = torch.empty_like(x, dtype=DTYPE)
     in_kernel = transposes and x.dtype in TRANSPOSED_TYPES
     transpose = result.new_empty((num_columns, num_rows) if in_kernel else (0, 0))
     _cast_part[(triton.cdiv(num_rows, ROWS), triton.cdiv(num_columns, COLUMNS))](
@@ -32,8 +32,8 @@ def casts(x: Tensor, unit: Tensor, dtype: torch.dtype, *, transposes: bool) -> t
     return result, result.t().contiguous() if transposes and not in_kernel else transpose
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cast_part(  # type: ignore[no-untyped-def]
+@triton.jit
+def _cast_part(
     x, unit, result, transpose, num_rows, num_columns,
     TRANSPOSES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -1,18 +1,23 @@
-"""The operations between a block's matmuls, one kernel each way: residual addition with norm, and bias with GELU.
+"""The operations between matmuls, one kernel each way: residual addition with norm, bias with GELU, the embedding.
 
 A branch is added to the residual stream by the next norm's kernel. torch.compile, used block by block, cannot fuse the
-two if that norm is in the next block, and sums the gradients of gains and biases in separate kernels. On a CPU
-PyTorch's operators compute the same. The sum keeps the stream's type, fp32 under autocast.
+two if that norm is in the next block, and sums the gradients of gains and biases in separate kernels. The sum keeps the
+stream's type, fp32 under autocast.
+
+PyTorch's backward of an embedding sorts the tokens, or gives each row to one thread block, and takes 3 to 6 times the
+time that its memory traffic needs. Here each token's gradient is added to its row in one pass, those of equal tokens in
+no fixed order, as cuDNN's attention adds the gradients of queries.
 """
 
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_unit
+from cs336_systems.model.fast.operators import operator
 
 GELU_PART = 2, 512
 """Rows and columns of a tile of GELU's result, of which the kernel finds the largest magnitude."""
@@ -50,7 +55,7 @@ def norm(
 ) -> Float[Tensor, "... d_model"]:
     """The norm of x alone, as `add_norm` computes it, in `dtype`; raise ValueError if shapes do not fit."""
     _check_widths(x, gain, bias)
-    return cast(tuple[Tensor, Tensor], _norm(x, gain, bias, eps, dtype))[0]
+    return cast(tuple[Tensor, Tensor], _rms_or_layer_norm(x, gain, bias, eps, dtype))[0]
 
 
 def _check_widths(rows: Tensor, *vectors: Tensor | None) -> None:
@@ -73,10 +78,12 @@ def bias_gelu(
     return result, None if tag is None else largest
 
 
-# no shapes are declared below, because PyTorch reads the schema of an operator from its types
+def lookup(weight: Float[Tensor, "vocab d_model"], tokens: Int[Tensor, "..."]) -> Float[Tensor, "... d_model"]:
+    """The rows of `weight` that `tokens` index; like PyTorch's embedding it needs indices within the table."""
+    return cast(Tensor, _lookup(weight, tokens))
 
 
-@torch.library.custom_op("cs336_systems::add_norm", mutates_args=())
+@operator("fused_blocks_kernel.add_norm")
 def _add_norm(
     stream: Tensor,
     branch: Tensor,
@@ -92,37 +99,31 @@ def _add_norm(
     The last result has a magnitude for each row of the norm; it is empty unless `measures`.
     """
     del tag
-    if stream.is_cuda:
-        from cs336_systems.model.fast import fused_blocks_kernel  # Triton, which only comes with PyTorch for GPUs
-
-        return fused_blocks_kernel.add_norm(stream, branch, branch_bias, gain, bias, eps, measures=measures)
     total = stream.float() + branch.float()
     total = (total if branch_bias is None else total + branch_bias.float()).to(stream.dtype).contiguous()
     normed, statistics = _normed(total, gain, bias, eps, branch.dtype)
     return total, normed, statistics, magnitudes(normed, statistics.shape[1] if measures else 0)
 
 
-@torch.library.custom_op("cs336_systems::rms_or_layer_norm", mutates_args=())
-def _norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@operator("fused_blocks_kernel.norm")
+def _rms_or_layer_norm(
+    x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """`norm`, which also returns the statistics that `_add_norm` returns."""
-    if x.is_cuda:
-        from cs336_systems.model.fast import fused_blocks_kernel
-
-        return fused_blocks_kernel.norm(x, gain, bias, eps, dtype)
     return _normed(x, gain, bias, eps, dtype)
 
 
 def _normed(total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     wide = total.float().flatten(0, -2)
     means = [] if bias is None else [wide.mean(dim=-1)]
-    wide = wide - means[0][:, None] if means else wide
+    wide = wide - means[0].unsqueeze(-1) if means else wide
     scale = (wide.square().mean(dim=-1) + eps).rsqrt()
-    normed = wide * scale[:, None] * gain.float()
+    normed = wide * scale.unsqueeze(-1) * gain.float()
     normed = normed if bias is None else normed + bias.float()
     return normed.view(total.shape).to(dtype, copy=True), torch.stack((scale, *means))
 
 
-@torch.library.custom_op("cs336_systems::add_norm_backward", mutates_args=())
+@operator("fused_blocks_kernel.add_norm_backward")
 def _add_norm_backward(
     stream_gradient: Tensor | None,
     gradient: Tensor,
@@ -138,14 +139,7 @@ def _add_norm_backward(
     The last is in `branch_bias_type`, and empty if this is None. Then comes the unit of the branch's gradient, which is
     empty unless `measures`.
     """
-    if total.is_cuda:
-        from cs336_systems.model.fast import fused_blocks_kernel
-
-        return fused_blocks_kernel.add_norm_backward(
-            stream_gradient, gradient, total, statistics, gain, is_centred=is_centred,
-            branch_bias_type=branch_bias_type, measures=measures,
-        )  # fmt: skip
-    scale, *means = statistics[:, :, None]
+    scale, *means = statistics.unsqueeze(-1)
     own = gradient.float().flatten(0, -2)
     wide = total.float().flatten(0, -2)
     normed = (wide - means[0] if means else wide) * scale
@@ -163,16 +157,12 @@ def _add_norm_backward(
 
 def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
     """Rows in fp32, each at a multiple of 16 bytes, which AdamW's kernel reads at once."""
-    return like.new_empty(num_rows, -(-width // 4) * 4)[:, :width]
+    return like.new_empty(num_rows, -(-width // 4) * 4).narrow(1, 0, width)
 
 
-@torch.library.custom_op("cs336_systems::bias_gelu", mutates_args=())
+@operator("fused_blocks_kernel.bias_gelu")
 def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
     """`bias_gelu`; its last result has a magnitude for each tile of the first, and is empty without a tag."""
-    if x.is_cuda:
-        from cs336_systems.model.fast import fused_blocks_kernel
-
-        return fused_blocks_kernel.bias_gelu(x, bias, GELU_PART, measures=tag is not None)
     result = F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype).contiguous()
     return result, magnitudes(result, gelu_parts(x, tag is not None))
 
@@ -184,70 +174,27 @@ def gelu_parts(x: Tensor, measures: bool) -> int:
     return -(-(x.numel() // width) // rows) * -(-width // columns) if measures else 0
 
 
-@torch.library.custom_op("cs336_systems::bias_gelu_backward", mutates_args=())
+@operator("fused_blocks_kernel.bias_gelu_backward")
 def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x and of the bias, and the unit of x's gradient, which is empty unless `measures`."""
-    if x.is_cuda:
-        from cs336_systems.model.fast import fused_blocks_kernel
-
-        return fused_blocks_kernel.bias_gelu_backward(x, bias, gradient, measures=measures)
     wide = torch.ops.aten.gelu_backward(gradient.float(), x.float() + bias.float(), approximate="tanh")
     of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
     of_x = wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
     return of_x, of_bias, own_unit(of_x, measures)
 
 
-@_add_norm.register_fake
-def _(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
-    tag: Tensor | None, measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    del branch_bias, gain, eps, tag
-    statistics = _empty_statistics(stream, bias)
-    largest = statistics.new_empty(statistics.shape[1] if measures else 0)
-    return stream.new_empty(stream.shape), branch.new_empty(branch.shape), statistics, largest
+@operator()
+def _lookup(weight: Tensor, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, weight)
 
 
-@_norm.register_fake
-def _(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    del gain, eps
-    return x.new_empty(x.shape, dtype=dtype), _empty_statistics(x, bias)
+@operator("fused_blocks_kernel.lookup_backward")
+def _lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
+    result = gradient.new_zeros(num_rows, gradient.shape[-1])
+    return result.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
 
 
-def _empty_statistics(rows: Tensor, bias: Tensor | None) -> Tensor:
-    return rows.new_empty(1 if bias is None else 2, rows.numel() // rows.shape[-1], dtype=torch.float32)
-
-
-@_add_norm_backward.register_fake
-def _(
-    stream_gradient: Tensor | None, gradient: Tensor, total: Tensor, statistics: Tensor, gain: Tensor,
-    is_centred: bool, branch_bias_type: torch.dtype | None, measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    del stream_gradient
-    width = total.shape[-1]
-    of_branch_bias = gain.new_empty(0 if branch_bias_type is None else width, dtype=branch_bias_type or torch.float32)
-    rows = _aligned_rows(statistics, 1 + is_centred, width)
-    unit = statistics.new_empty(int(measures))
-    return total.new_empty(total.shape), gradient.new_empty(gradient.shape), rows, of_branch_bias, unit
-
-
-@_bias_gelu.register_fake
-def _(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    del bias
-    return x.new_empty(x.shape), x.new_empty(gelu_parts(x, tag is not None), dtype=torch.float32)
-
-
-@_bias_gelu_backward.register_fake
-def _(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    del gradient
-    return x.new_empty(x.shape), bias.new_empty(bias.shape), x.new_empty(int(measures), dtype=torch.float32)
-
-
-def _keep_add_norm(
-    ctx: Any,  # noqa: ANN401
-    inputs: tuple[Any, ...],
-    output: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
+def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, branch, branch_bias, gain, bias, _, tag, _ = inputs
     total, _, statistics, largest = output
     ctx.save_for_backward(total, statistics, gain)
@@ -258,11 +205,7 @@ def _keep_add_norm(
 
 
 def _differentiate_add_norm(
-    ctx: Any,  # noqa: ANN401
-    stream_gradient: Tensor | None,
-    gradient: Tensor | None,
-    _statistics: None,
-    _largest: None,
+    ctx: Any, stream_gradient: Tensor | None, gradient: Tensor | None, _statistics: None, _largest: None
 ) -> tuple[Tensor | None, ...]:
     total, statistics, gain = ctx.saved_tensors
     branch_type, branch_bias_type, bias_type = ctx.types
@@ -271,19 +214,15 @@ def _differentiate_add_norm(
     of_stream, of_branch, rows, of_branch_bias, unit = _add_norm_backward(
         stream_gradient, gradient, total, statistics, gain, bias_type is not None, branch_bias_type, ctx.is_tagged
     )
+    of_bias = None if bias_type is None else rows[1].to(bias_type)
+    of_tag = unit if ctx.is_tagged else None
     return (
-        of_stream,
-        of_branch,
-        of_branch_bias if branch_bias_type else None,
-        rows[0].to(gain.dtype),
-        None if bias_type is None else rows[1].to(bias_type),
-        None,
-        unit if ctx.is_tagged else None,
-        None,
-    )
+        of_stream, of_branch, of_branch_bias if branch_bias_type else None, rows[0].to(gain.dtype), of_bias, None,
+        of_tag, None,
+    )  # fmt: skip
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, gain, bias, _, _ = inputs
     statistics = output[1]
     ctx.save_for_backward(x, statistics, gain)
@@ -291,33 +230,38 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     ctx.mark_non_differentiable(statistics)
 
 
-def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[Tensor | None, ...]:
     x, statistics, gain = ctx.saved_tensors
     is_centred = ctx.bias_type is not None
     of_x, _, rows, _, _ = _add_norm_backward(None, gradient, x, statistics, gain, is_centred, None, False)
     return of_x, rows[0].to(gain.dtype), rows[1].to(ctx.bias_type) if is_centred else None, None, None
 
 
-def _keep_bias_gelu(
-    ctx: Any,  # noqa: ANN401
-    inputs: tuple[Tensor, Tensor, Tensor | None],
-    output: tuple[Tensor, Tensor],
-) -> None:
+def _keep_bias_gelu(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
     x, bias, tag = inputs
     ctx.save_for_backward(x, bias)
     ctx.is_tagged = tag is not None
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate_bias_gelu(
-    ctx: Any,  # noqa: ANN401
-    gradient: Tensor,
-    _largest: None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _differentiate_bias_gelu(ctx: Any, gradient: Tensor, _largest: None) -> tuple[Tensor, Tensor, Tensor | None]:
     of_x, of_bias, unit = _bias_gelu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
     return of_x, of_bias, unit if ctx.is_tagged else None
 
 
+def _keep_lookup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    del output
+    weight, tokens = inputs
+    ctx.save_for_backward(tokens)
+    ctx.num_rows = len(weight)
+
+
+def _differentiate_lookup(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    (tokens,) = ctx.saved_tensors
+    return cast(Tensor, _lookup_backward(gradient, tokens, ctx.num_rows)), None
+
+
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)
-_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
+_rms_or_layer_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
 _bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_keep_bias_gelu)
+_lookup.register_autograd(_differentiate_lookup, setup_context=_keep_lookup)

@@ -1,17 +1,18 @@
-"""The operations between a block's matmuls, written in Triton: residual addition with norm, and bias with GELU.
+"""The operations between matmuls, written in Triton: residual addition with norm, bias with GELU, the embedding.
 
-Everything is read once and written once. Gradients of gains and biases are sums over all rows, which the same kernels
-make (sums_kernel.py).
+Everything is read once and written once. Gradients of gains and biases are sums over all rows, in two stages: each
+program of a kernel that reads the rows anyway keeps the sum of its rows, and a last kernel adds up the programs' sums.
+The largest magnitude of what a kernel writes is found in the same way. The embedding's backward adds each token's
+gradient to its row, in no fixed order.
 """
-
-# ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.sums_kernel import STAGES, magnitude, num_programs, summed
+from cs336_systems.model.fast.fp8 import MAX, TINY
+from cs336_systems.model.fast.fused_blocks import GELU_PART
 
 NUM_WARPS = 4
 MAX_STAGED = 4096
@@ -25,13 +26,23 @@ GELU_COLUMNS = 1024
 """Columns of one program of GELU's backward, and of its forward unless that measures magnitudes."""
 GELU_COLUMNS_PER_WARP = 512
 """Columns that one warp of GELU computes, 16 in each thread."""
+LOOKUP_COLUMNS = 512
+"""Columns of one program of the embedding's backward; each thread has 4, which are 16 bytes of fp32."""
+STAGES = 3
+"""Pipeline stages of the loop over rows: prefetching rows takes a fourth less time than not prefetching."""
+SUM_ROWS, SUM_COLUMNS = 256, 16
+"""Rows and columns of partial sums in one program of the last kernel."""
+SUM_WARPS = 8
+LEAST: tl.constexpr = tl.constexpr(TINY)
+MOST: tl.constexpr = tl.constexpr(MAX)
 
 
 def add_norm(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float, *,
-    measures: bool,
+    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
+    tag: Tensor | None, measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum, its norm in the type of `branch`, 1 / deviation and, if centred, mean of each row, and magnitudes."""
+    del tag
     stream, branch = stream.contiguous(), branch.contiguous()
     total = torch.empty_like(stream)
     return total, *_launch_norm(stream, branch, branch_bias, gain, bias, eps, total, branch.dtype, measures)
@@ -66,7 +77,6 @@ def add_norm_backward(
     total: Tensor,
     statistics: Tensor,
     gain: Tensor,
-    *,
     is_centred: bool,
     branch_bias_type: torch.dtype | None,
     measures: bool,
@@ -93,16 +103,17 @@ def add_norm_backward(
     return of_stream, of_branch, *summed(partial, branch_bias_type, maxima)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, part: tuple[int, int], *, measures: bool) -> tuple[Tensor, Tensor]:
-    """GELU of x + bias, in its tanh approximation, and with `measures` the largest magnitude of each tile.
+def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
+    """GELU of x + bias, in its tanh approximation, and with a tag the largest magnitude of each tile of GELU_PART.
 
-    `part` is the tile's number of rows and columns; one program computes a tile.
+    One program computes a tile.
     """
+    measures = tag is not None
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
     result = torch.empty_like(x)
-    rows_of_part, block = part if measures else (1, GELU_COLUMNS)
+    rows_of_part, block = GELU_PART if measures else (1, GELU_COLUMNS)
     grid = (triton.cdiv(rows, rows_of_part), triton.cdiv(width, block))
     largest = torch.empty(grid[0] * grid[1] if measures else 0, dtype=torch.float32, device=x.device)
     _bias_gelu_values[grid](
@@ -112,7 +123,7 @@ def bias_gelu(x: Tensor, bias: Tensor, part: tuple[int, int], *, measures: bool)
     return result, largest
 
 
-def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, *, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
+def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x and of the bias, and the unit of x's gradient, which is empty unless `measures`."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
@@ -129,8 +140,47 @@ def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, *, measures: b
     return result, *summed(partial, bias.dtype, maxima)[1:]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_norm_values(  # type: ignore[no-untyped-def]
+def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
+    """Gradient of an embedding with `num_rows` rows."""
+    result = gradient.new_zeros(num_rows, gradient.shape[-1])
+    gradient, tokens = gradient.contiguous(), tokens.contiguous()
+    width = gradient.shape[-1]
+    _lookup_grads[tokens.numel(), triton.cdiv(width, LOOKUP_COLUMNS)](
+        result, tokens, gradient, width, BLOCK=LOOKUP_COLUMNS, num_warps=NUM_WARPS
+    )
+    return result
+
+
+def num_programs(rows: int, block: int, device: torch.device) -> int:
+    """Number of programs: enough to keep the memory busy, few enough that each has several rows."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    per_processor = min(4096 // block, rows // (8 * processors))
+    return min(rows, processors * max(2, per_processor))
+
+
+def summed(
+    partial: Tensor, last_type: torch.dtype | None, maxima: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the last in `last_type`.
+
+    If `last_type` is None, the last sum is a row too, and the second result is empty. Rows begin at multiples of 16
+    bytes, as AdamW's kernel needs. The third result is the fp8 unit of a tensor with these `maxima`; empty if None.
+    """
+    num_sums, programs, width = partial.shape
+    num_rows = num_sums if last_type is None else num_sums - 1
+    rows = partial.new_empty(num_rows, triton.cdiv(width, 4) * 4)[:, :width]
+    last = partial.new_empty(0 if last_type is None else width, dtype=last_type)
+    unit = partial.new_empty(0 if maxima is None else 1)
+    _reduce_sums[(triton.cdiv(width, SUM_COLUMNS), num_sums)](
+        partial, rows, last, maxima, unit, programs, width, rows.stride(0), num_rows,
+        0 if maxima is None else maxima.numel(), HAS_MAXIMA=maxima is not None, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS,
+        num_warps=SUM_WARPS,
+    )  # fmt: skip
+    return rows, last, unit
+
+
+@triton.jit
+def _add_norm_values(
     stream, branch, branch_bias, gain, bias, total, normed, statistics, largest, rows, width, eps,
     HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, IS_CENTRED: tl.constexpr, MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -161,8 +211,8 @@ def _add_norm_values(  # type: ignore[no-untyped-def]
         tl.store(largest + row, tl.max(tl.where(inside, magnitude(y, normed), 0.0), 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_norm_grads(  # type: ignore[no-untyped-def]
+@triton.jit
+def _add_norm_grads(
     stream_gradient, gradient, total, statistics, gain, of_stream, of_branch, partial, maxima, rows, width,
     HAS_STREAM: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, MEASURES: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -210,8 +260,8 @@ def _add_norm_grads(  # type: ignore[no-untyped-def]
         tl.store(maxima + program, tl.max(tl.where(inside, magnitude(largest, of_branch), 0.0), 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _bias_gelu_values(  # type: ignore[no-untyped-def]
+@triton.jit
+def _bias_gelu_values(
     x, bias, result, largest, rows, width, MEASURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -232,8 +282,8 @@ def _bias_gelu_values(  # type: ignore[no-untyped-def]
         tl.store(largest + part, tl.max(magnitude(found, result), 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _bias_gelu_grads(  # type: ignore[no-untyped-def]
+@triton.jit
+def _bias_gelu_grads(
     x, bias, gradient, result, partial, maxima, rows, width,
     MEASURES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -263,6 +313,50 @@ def _bias_gelu_grads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gelu_share(x):  # type: ignore[no-untyped-def]
+def _gelu_share(x):
     """GELU(x) / x: (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is the sigmoid of 2 u."""
     return tl.sigmoid((x + x * x * x * CUBIC) * TWICE_ROOT)
+
+
+@triton.jit
+def _lookup_grads(result, tokens, gradient, width, BLOCK: tl.constexpr):
+    position = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    row = tl.load(tokens + position).to(tl.int64)
+    own = tl.load(gradient + position * width + column, mask=inside, other=0.0)
+    tl.atomic_add(result + row * width + column, own, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _reduce_sums(
+    partial, rows, last, maxima, unit, programs, width, stride, num_rows, num_maxima,
+    HAS_MAXIMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    first = partial + which * programs * width
+    found = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, programs, ROWS):
+        program = start + tl.arange(0, ROWS)
+        here = (program < programs)[:, None] & inside[None, :]
+        found += tl.load(first + program[:, None] * width + column[None, :], mask=here, other=0.0)
+    result = tl.sum(found, 0)
+    of_rows = tl.where(which < num_rows, width, 0)
+    tl.store(rows + which * stride + column, result, mask=column < of_rows)
+    tl.store(last + column, result.to(last.dtype.element_ty), mask=(column >= of_rows) & inside)
+    if HAS_MAXIMA:  # noqa: SIM102  (known when it is compiled, unlike what follows)
+        if (tl.program_id(0) == 0) & (which == 0):
+            item = tl.arange(0, ROWS * COLUMNS)
+            seen = tl.zeros((ROWS * COLUMNS,), tl.float32)
+            for start in range(0, num_maxima, ROWS * COLUMNS):
+                seen = tl.maximum(seen, tl.load(maxima + start + item, mask=start + item < num_maxima, other=0.0))
+            tl.store(unit, tl.maximum(tl.max(seen, 0), LEAST) / MOST)
+
+
+@triton.jit
+def magnitude(x, like):
+    """|x|, rounded to the element type of the pointer `like`, in fp32; infinite if x is NaN."""
+    size = tl.abs(x.to(like.dtype.element_ty).to(tl.float32))
+    return tl.where(size == size, size, float("inf"))

@@ -1,8 +1,12 @@
-"""The operations after a block's packed matmuls, one kernel each way: splitting and rotating heads, SwiGLU's gate.
+"""The operations after a block's packed matmuls, one kernel each way: attention, splitting and rotating heads, SwiGLU.
 
 The gradient of a packed matmul's result is assembled from parts. torch.compile does that with a mask for each part, and
 reads all parts for each, which takes 4 to 7 times the time that the memory traffic needs. Here each part is read once
-and written once, and the same kernel sums the gradient of a bias. On a CPU PyTorch's operators compute the same.
+and written once, and the same kernel sums the gradient of a bias.
+
+In packed attention, queries, keys and values stay where one matmul has written them, side by side. FlashAttention 4
+(attention_kernel.py) reads them there, and in forward cuDNN where it is faster. RoPE rotates them there, and backward
+writes their gradients side by side too, so that nothing is copied between matmul and attention.
 """
 
 from typing import Any, cast
@@ -12,8 +16,9 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.model.attention import rotate_pairs
 from cs336_systems.model.fast.fp8 import Tag, own_unit
+from cs336_systems.model.fast.operators import operator
+from cs336_systems.model.transformer import Rotations, rotate_pairs
 
 Heads = Float[Tensor, "batch seq heads d_head"]
 
@@ -58,130 +63,163 @@ class _CutHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
-        packed: Tensor,
-        bias: Tensor,
-        num_heads: int,
-        tag: Tensor | None,
+        ctx: Any, packed: Tensor, bias: Tensor, num_heads: int, tag: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.bias_type, ctx.is_tagged = bias.dtype, tag is not None
         q, k, v = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
         return q, k, v
 
     @staticmethod
-    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:  # noqa: ANN401
+    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
         of_packed, of_bias, unit = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
         return of_packed, of_bias, None, unit if ctx.is_tagged else None
 
 
-# no shapes are declared below, because PyTorch reads the schema of an operator from its types
-
-
-@torch.library.custom_op("cs336_systems::swiglu", mutates_args=())
+@operator("packed_kernel.swiglu")
 def _swiglu(packed: Tensor) -> Tensor:
-    if packed.is_cuda:
-        from cs336_systems.model.fast import packed_kernel  # Triton, which only comes with PyTorch for GPUs
-
-        return packed_kernel.swiglu(packed)
     gate, up = packed.contiguous().chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-@torch.library.custom_op("cs336_systems::swiglu_backward", mutates_args=())
+@operator("packed_kernel.swiglu_backward")
 def _swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
-    if packed.is_cuda:
-        from cs336_systems.model.fast import packed_kernel
-
-        return packed_kernel.swiglu_backward(packed, gradient)
     gate, up = packed.contiguous().chunk(2, dim=-1)
     return torch.cat((torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1)
 
 
-@torch.library.custom_op("cs336_systems::rope_heads", mutates_args=())
+@operator("packed_kernel.rope_heads")
 def _rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if packed.is_cuda:
-        from cs336_systems.model.fast import packed_kernel
-
-        return packed_kernel.rope_heads(packed, rotations)
     q, k, v = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
     return rotate_pairs(q, rotations), rotate_pairs(k, rotations), v.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("cs336_systems::rope_heads_backward", mutates_args=())
+@operator("packed_kernel.rope_heads_backward")
 def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
-    if q.is_cuda:
-        from cs336_systems.model.fast import packed_kernel
-
-        return packed_kernel.rope_heads_backward(q, k, v, rotations)
     back = rotations * rotations.new_tensor((1, -1))
     turned = (rotate_pairs(part.contiguous(), back) for part in (q, k))
     return torch.stack((*turned, v), dim=2).flatten(2)
 
 
-@torch.library.custom_op("cs336_systems::cut_heads_backward", mutates_args=())
+@operator("packed_kernel.cut_heads_backward")
 def _cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `packed` and `bias`, and the unit of `packed`'s gradient, which is empty unless `measures`."""
-    if q.is_cuda:
-        from cs336_systems.model.fast import packed_kernel
-
-        return packed_kernel.cut_heads_backward(q, k, v, bias_type, measures=measures)
     packed = torch.stack((q, k, v), dim=2).flatten(2)
     return packed, packed.float().sum(dim=(0, 1)).to(bias_type), own_unit(packed, measures)
 
 
-@_swiglu.register_fake
-def _(packed: Tensor) -> Tensor:
-    return packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 2)
-
-
-@_swiglu_backward.register_fake
-def _(packed: Tensor, gradient: Tensor) -> Tensor:
-    del gradient
-    return packed.new_empty(*packed.shape)
-
-
-@_rope_heads.register_fake
-def _(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    d_head = 2 * rotations.shape[1]
-    shape = (*packed.shape[:2], packed.shape[-1] // (3 * d_head), d_head)
-    return packed.new_empty(shape), packed.new_empty(shape), packed.new_empty(shape)
-
-
-@_rope_heads_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
-    del k, v, rotations
-    return q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
-
-
-@_cut_heads_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    del k, v
-    width = 3 * q.shape[2] * q.shape[3]
-    unit = q.new_empty(int(measures), dtype=torch.float32)
-    return q.new_empty(*q.shape[:2], width), q.new_empty(width, dtype=bias_type), unit
-
-
-def _keep_swiglu(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ANN401
-    del output
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate_swiglu(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401
+def _differentiate_swiglu(ctx: Any, gradient: Tensor) -> Tensor:
     (packed,) = ctx.saved_tensors
     return cast(Tensor, _swiglu_backward(packed, gradient))
 
 
-def _keep_rope_heads(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ANN401
-    del output
-    ctx.save_for_backward(inputs[1])
-
-
-def _differentiate_rope_heads(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+def _differentiate_rope_heads(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
     (rotations,) = ctx.saved_tensors
     return cast(Tensor, _rope_heads_backward(q, k, v, rotations)), None
 
 
-_swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_swiglu)
-_rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_rope_heads)
+def _keep_last(ctx: Any, inputs: tuple[Tensor, ...], output: object) -> None:
+    del output
+    ctx.save_for_backward(inputs[-1])
+
+
+_swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_last)
+_rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_last)
+
+
+def packed_attention(
+    packed: Float[Tensor, "batch seq thrice_d_model"],
+    num_heads: int,
+    rotations: Rotations | None,
+    bias: Float[Tensor, " thrice_d_model"] | None = None,
+    tag: Tag | None = None,
+) -> Float[Tensor, "batch seq d_model"]:
+    """Outputs of all heads, side by side, of the q, k and v in `packed`; with `rotations` its q and k are overwritten.
+
+    A `bias` has been added to `packed` already, without a gradient; backward of this function computes its gradient,
+    and the unit that is the gradient of the tag (fp8.py), which only comes with a bias. The bias's gradient is
+    computed from two facts: a query's weights sum to 1, and a bias of k changes no weight, which is not so after a
+    rotation. Raises ValueError for a bias with rotations, and if shapes do not fit.
+    """
+    if rotations is not None and bias is not None:
+        raise ValueError("needed rotations or a bias, got both")
+    if rotations is not None and packed.shape[1] != len(rotations):
+        raise ValueError(f"needed rotations of {packed.shape[1]} positions, got {len(rotations)}")
+    if bias is not None and bias.shape != packed.shape[-1:]:
+        raise ValueError(f"needed a bias of {packed.shape[-1]} elements, got {tuple(bias.shape)}")
+    if packed.shape[-1] % (3 * num_heads):
+        raise ValueError(f"needed a width of 3 parts of {num_heads} heads, got {packed.shape[-1]}")
+    return cast(Tensor, _PackedAttention.apply(packed, num_heads, rotations, bias, tag))  # type: ignore[no-untyped-call]
+
+
+class _PackedAttention(torch.autograd.Function):
+    """An autograd function, because a custom operator with a gradient may not write to its arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, num_heads: int, rotations: Tensor | None, bias: Tensor | None, tag: Tensor | None
+    ) -> Tensor:
+        if rotations is not None:
+            _rotate(packed, rotations)
+        values: Tensor
+        values, lse = _attend(packed, num_heads)
+        ctx.save_for_backward(packed, values, lse, rotations)
+        ctx.num_heads, ctx.bias_type, ctx.is_tagged = num_heads, None if bias is None else bias.dtype, tag is not None
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor | None, Tensor | None]:
+        packed, values, lse, rotations = ctx.saved_tensors
+        of_packed, of_bias, unit = _attend_backward(
+            gradient, packed, values, lse, rotations, ctx.num_heads, ctx.bias_type, ctx.is_tagged
+        )
+        return of_packed, None, None, None if ctx.bias_type is None else of_bias, unit if ctx.is_tagged else None
+
+
+def _heads(packed: Tensor, num_heads: int) -> list[Tensor]:
+    """Views of q, k and v as (batch, heads, seq, d_head)."""
+    return [part.transpose(1, 2) for part in packed.unflatten(-1, (3, num_heads, -1)).unbind(2)]
+
+
+@operator("packed_kernel.rotate", mutates=("packed",))
+def _rotate(packed: Tensor, rotations: Tensor) -> None:
+    """Rotate q and k."""
+    q_and_k = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1]))[:, :, :2]
+    q_and_k.copy_(rotate_pairs(q_and_k.flatten(2, 3), rotations).view_as(q_and_k))
+
+
+@operator("attention_kernel.attend")
+def _attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Outputs of all heads, side by side, and the logarithm of each query's sum of exponentials, in fp32."""
+    values, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_heads(packed, num_heads), 0.0, True)
+    return values.transpose(1, 2).flatten(2).contiguous(), lse.contiguous()
+
+
+@operator("attention_kernel.attend_backward")
+def _attend_backward(
+    gradient: Tensor,
+    packed: Tensor,
+    values: Tensor,
+    lse: Tensor,
+    rotations: Tensor | None,
+    num_heads: int,
+    bias_type: torch.dtype | None,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `packed` before its rotation, and of its bias; and the unit of the first.
+
+    The second is empty if `bias_type` is None, the last unless `measures`.
+    """
+    of_values, by_head = (each.unflatten(-1, (num_heads, -1)).transpose(1, 2) for each in (gradient, values))
+    parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        of_values, *_heads(packed, num_heads), by_head, lse, 0.0, True
+    )
+    of_packed = torch.stack([part.transpose(1, 2) for part in parts], dim=2).flatten(2)
+    if rotations is not None:
+        _rotate(of_packed, rotations * rotations.new_tensor((1, -1)))
+    if bias_type is None:
+        return of_packed, lse.new_empty(0), own_unit(of_packed, measures)
+    of_q, of_v = (each.float().sum(dim=(0, 1)) for each in (of_packed.chunk(3, dim=-1)[0], gradient))
+    of_bias = torch.cat((of_q, torch.zeros_like(of_q), of_v)).to(bias_type)
+    return of_packed, of_bias, own_unit(of_packed, measures)

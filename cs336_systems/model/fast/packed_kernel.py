@@ -3,17 +3,15 @@
 Everything is read once and written once: SwiGLU moves 3 times the bytes of its result in forward and 5 times in
 backward, and the heads take twice the bytes of q, k and v, or only of q and k where these are rotated in place. If q, k
 and v have biases, a program of the backward kernel handles the same columns of many rows, and sums the gradients of the
-biases (sums_kernel.py).
+biases (fused_blocks_kernel.py).
 """
-
-# ruff: noqa: ANN001, ANN202, N803  (Triton reads the annotations of a kernel as its own)
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.sums_kernel import STAGES, magnitude, num_programs, summed
+from cs336_systems.model.fast.fused_blocks_kernel import STAGES, magnitude, num_programs, summed
 
 BLOCK = 1024
 """Elements of a part in one program; each thread has 8, which are 16 bytes."""
@@ -71,7 +69,7 @@ def rotate(packed: Tensor, rotations: Tensor, *, back: bool = False) -> None:
 
 
 def cut_heads_backward(
-    q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, *, measures: bool
+    q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `packed` (a row of q, k and v for each token) and of its bias; with `measures`, the first's unit."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -124,8 +122,8 @@ def _grid(part: Tensor, width: int) -> tuple[int, int]:
     return part.numel() // width, triton.cdiv(width, BLOCK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -136,8 +134,8 @@ def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):  # type: ignore[
     tl.store(result + row * width + column, value.to(result.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -151,8 +149,8 @@ def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):  # type
     tl.store(result + whole + width, (own * gate * share).to(result.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rope_heads(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rope_heads(
     packed, q, k, v, rotations, length, width,
     D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -171,10 +169,8 @@ def _rope_heads(  # type: ignore[no-untyped-def]
         tl.store(v + part, tl.load(whole + 2 * width, mask=inside), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rope_packed(  # type: ignore[no-untyped-def]
-    packed, rotations, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _rope_packed(packed, rotations, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < 2 * width
@@ -185,8 +181,8 @@ def _rope_packed(  # type: ignore[no-untyped-def]
     _rope_part(at, at, cos, sin, inside, BACK, BLOCK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cut_heads_grads(  # type: ignore[no-untyped-def]
+@triton.jit
+def _cut_heads_grads(
     q, k, v, packed, partial, maxima, rows, width,
     MEASURES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -224,8 +220,8 @@ def _cut_heads_grads(  # type: ignore[no-untyped-def]
         tl.store(maxima + part, tl.max(largest, 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _reduce_packed(  # type: ignore[no-untyped-def]
+@triton.jit
+def _reduce_packed(
     packed, gradient, partial, maxima, rows, width,
     MEASURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -259,16 +255,14 @@ def _reduce_packed(  # type: ignore[no-untyped-def]
         tl.store(maxima + at, tl.max(tl.max(largest, 1), 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rope_part(  # type: ignore[no-untyped-def]
-    whole, part, cos, sin, inside, BACK: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _rope_part(whole, part, cos, sin, inside, BACK: tl.constexpr, BLOCK: tl.constexpr):
     even, odd = _pairs(tl.load(part if BACK else whole, mask=inside).to(tl.float32), BLOCK)
     turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BLOCK,))
     tl.store(whole if BACK else part, turned.to(whole.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pairs(x, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _pairs(x, BLOCK: tl.constexpr):
     """First and second elements of pairs, split after loading, so that a thread reads several pairs at once."""
     return tl.split(tl.reshape(x, (BLOCK // 2, 2)))

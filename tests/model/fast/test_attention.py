@@ -11,12 +11,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.model.attention import rope_rotations
-from cs336_systems.model.fast import attention
-from cs336_systems.model.fast.attention import packed_attention
+from cs336_systems.model.fast import packed as module
 from cs336_systems.model.fast.choose import FLASH_4, is_installed
 from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.model.fast.packed import packed_attention
+from cs336_systems.model.transformer import TransformerLM, rope_rotations
 
 FLASH_4_NEEDED = pytest.mark.skipif(
     not is_installed(FLASH_4) or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -144,12 +143,12 @@ def test_the_model_is_the_same_function(monkeypatch: pytest.MonkeyPatch, arch: A
 @pytest.mark.parametrize("device", DEVICES)
 def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     packed, rotations = made(2, 16, 3 * 128, device=device).detach(), rope_rotations(16, 64, 10_000.0).to(device)
-    torch.library.opcheck(attention._rotate, (packed, rotations))
-    torch.library.opcheck(attention._attend, (packed, 2))
-    values, lse = attention._attend(packed, 2)
+    torch.library.opcheck(module._rotate, (packed, rotations))
+    torch.library.opcheck(module._attend, (packed, 2))
+    values, lse = module._attend(packed, 2)
     for turn, bias_type, measures in ((rotations, None, False), (None, torch.bfloat16, True)):
         arguments = made(2, 16, 128, device=device).detach(), packed, values, lse, turn, 2, bias_type, measures
-        torch.library.opcheck(attention._attend_backward, arguments)
+        torch.library.opcheck(module._attend_backward, arguments)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

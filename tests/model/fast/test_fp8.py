@@ -122,12 +122,12 @@ def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(
     for x in (whole[:, : shape[1]], whole[:, : shape[1]].contiguous()):
         unit = fp8.unit_of(x.abs())
         expected = (x.float() * unit.reciprocal()).to(torch.float8_e4m3fn).float()
-        cast, transpose = fp8._casts(x, unit, True)
+        cast, transpose = fp8._fp8_casts(x, unit, True)
         assert cast.is_contiguous()
         assert transpose.is_contiguous()
         assert torch.equal(cast.float(), expected)
         assert torch.equal(transpose.float(), expected.t())
-        assert torch.equal(fp8._casts(x, unit, False)[0].float(), expected)
+        assert torch.equal(fp8._fp8_casts(x, unit, False)[0].float(), expected)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -198,9 +198,9 @@ def test_factors_are_transposed_for_backward_alone(is_compiled: bool, monkeypatc
     weight.requires_grad_()
     torch._dynamo.reset()
     layer = torch.compile(fp8_linear, fullgraph=True, backend=backend) if is_compiled else fp8_linear
-    casts = fp8._casts
+    casts = fp8._fp8_casts
     if not is_compiled:
-        monkeypatch.setattr(fp8, "_casts", lambda *given: (asked.add(given[2]), casts(*given))[1])
+        monkeypatch.setattr(fp8, "_fp8_casts", lambda *given: (asked.add(given[2]), casts(*given))[1])
     for has_backward in (False, True):
         asked.clear()
         with torch.set_grad_enabled(has_backward):
@@ -251,8 +251,8 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
         assert unit.shape == ()
         return casts(x, unit, transposes)
 
-    casts, largest_of_rows = fp8._casts, fp8._largest_of_rows
-    monkeypatch.setattr(fp8, "_casts", checked)
+    casts, largest_of_rows = fp8._fp8_casts, fp8._largest_of_rows
+    monkeypatch.setattr(fp8, "_fp8_casts", checked)
     monkeypatch.setattr(fp8, "_largest_of_rows", lambda x: (read.append(x), largest_of_rows(x))[1])
     for _ in range(2):  # with other weights the second time
         read.clear()

@@ -178,7 +178,7 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     tag = torch.zeros(1, device=device, requires_grad=True)
     torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS, None, False))
     torch.library.opcheck(fused_blocks._add_norm, (stream, branch, None, vectors[0], None, EPS, tag, True))
-    torch.library.opcheck(fused_blocks._norm, (stream, *vectors[:2], EPS, torch.bfloat16))
+    torch.library.opcheck(fused_blocks._rms_or_layer_norm, (stream, *vectors[:2], EPS, torch.bfloat16))
     torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0], None))
     torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0], tag))
 

@@ -17,14 +17,32 @@ from tests.model.fast.rounding import assert_rounded_at_random
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (pip install triton)")
 
-ADAMW = """
+COMMON = """
 import json, torch
-torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
-from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
 
 torch.manual_seed(0)
-settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-found = {}
+torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
+settings, found = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, {}
+
+def compare(name, here, expected):
+    assert here.shape == expected.shape, name
+    if here.numel():
+        found.setdefault(name, []).append(((here - expected).abs().max() / expected.abs().max().clamp(min=1)).item())
+
+def same(operator, kernel, *given, has_maxima=False):
+    "Compare what the kernel returns with what PyTorch's operators do; with maxima, of the last result the largest."
+    here, there = ([each] if isinstance(each, torch.Tensor) else [*each] for each in (kernel(*given), operator(*given)))
+    if has_maxima:
+        assert here[-1].shape == there[-1].shape
+        here[-1], there[-1] = (each[-1].max() if each[-1].numel() else each[-1] for each in (here, there))
+    for number, (one, other) in enumerate(zip(here, there, strict=True)):
+        compare(f"{kernel.__name__} {number}", one, other)
+    return there
+"""
+
+ADAMW = """
+from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
+
 wide, narrow = torch.float32, torch.bfloat16
 for name, types in (("fp32", [wide]), ("bf16", [narrow]), ("of three ranks, tied", [wide] * 3 + [narrow] * 3)):
     # less than a piece, a piece and a bit, a whole chunk, several and a bit
@@ -54,14 +72,10 @@ print(json.dumps(found))
 """
 
 SPLIT = """
-import json, torch
-torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
 from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
 from cs336_systems.model.fast.weights import joined_values, split_values
 
-torch.manual_seed(0)
-settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-sizes, types, found = (1, 37, 130, CHUNK, 3 * CHUNK + 5), [torch.bfloat16], {}
+sizes, types = (1, 37, 130, CHUNK, 3 * CHUNK + 5), [torch.bfloat16]
 whole = [torch.randn(n) for n in sizes]
 copies, remainders = zip(*map(split_values, whole))
 moments = [[torch.zeros(n) for n in sizes] for _ in range(4)]
@@ -90,11 +104,8 @@ print(json.dumps(found))
 """
 
 MOMENTS = """
-import json, torch
-torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
 from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
 
-settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 theirs = [torch.nn.Parameter(torch.ones(n)) for n in (16 * CHUNK, 16 * CHUNK, CHUNK + 37)]
 masters = [p.detach().clone() for p in theirs]
 moments = [[torch.zeros_like(m, dtype=torch.bfloat16) for m in masters] for _ in range(2)]
@@ -123,10 +134,8 @@ print(json.dumps({"away": away, "kept": kept, "alike": alike, "infinite": infini
 """
 
 LOSS = """
-import json, torch
 from cs336_systems.model.fast import cross_entropy_kernel as kernel
 
-torch.manual_seed(0)
 block, found = kernel.BLOCK, {"loss": [], "alone": [], "gradient": [], "padding": []}
 # 14 rows are more than there are programs
 for vocab, padded in ((37, 40), (block, block), (block - 1, 2 * block + 5), (5000, 5120), (kernel.LONG_ROW, 17_000)):
@@ -152,7 +161,6 @@ print(json.dumps(found))
 """
 
 AGAIN = """
-import json, torch
 from cs336_systems.model.fast import cross_entropy
 
 cross_entropy._plain_losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
@@ -171,11 +179,9 @@ print(json.dumps(refused))
 """
 
 CHUNKED = """
-import json, torch
 from cs336_systems.model.fast import cross_entropy
 
 cross_entropy._plain_losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
-torch.manual_seed(0)
 factors = torch.randn(1, 11, 8), torch.randn(40, 8)
 targets = torch.randint(37, (1, 11))
 ours, theirs = ([factor.clone().requires_grad_() for factor in factors] for _ in range(2))
@@ -189,33 +195,23 @@ print(json.dumps([(mine - other).abs().max().item() for mine, other in pairs]))
 """
 
 PACKED = """
-import json, torch
-from cs336_systems.model.attention import rope_rotations
-from cs336_systems.model.fast import attention, packed, packed_kernel as kernel
-
-torch.manual_seed(0)
-found = {}
-def compare(name, found_here, expected):
-    found.setdefault(name, []).append((found_here - expected).abs().max().item())
+from cs336_systems.model.fast import packed, packed_kernel as kernel
+from cs336_systems.model.transformer import rope_rotations
 
 # a row shorter than a block, one that fills it, one with a bit left; heads of 64 and 80
 for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (1, 2, 16, 64), (1, 2, 8, 80)):
     rotations = rope_rotations(seq, d_head, 10_000.0)
     x = torch.randn(batch, seq, 3 * heads * d_head)
-    for part, expected in zip(kernel.rope_heads(x, rotations), packed._rope_heads(x, rotations)):
-        compare("heads", part, expected)
+    same(packed._rope_heads, kernel.rope_heads, x, rotations)
     # as attention returns them: heads before tokens
     parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
-    compare("heads back", kernel.rope_heads_backward(*parts, rotations), packed._rope_heads_backward(*parts, rotations))
+    same(packed._rope_heads_backward, kernel.rope_heads_backward, *parts, rotations)
     for back in (False, True):
         here, there = x.clone(), x.clone()
         kernel.rotate(here, rotations, back=back)
-        attention._rotate(there, rotations * torch.tensor((1, -1)) if back else rotations)
+        packed._rotate(there, rotations * torch.tensor((1, -1)) if back else rotations)
         compare("rotated in place", here, there)
-    back = *parts, torch.float32
-    here, there = kernel.cut_heads_backward(*back, measures=True), packed._cut_heads_backward(*back, True)
-    for name, one, other in zip(("cut", "bias", "unit"), here, there):
-        compare(name, one, other)
+    same(packed._cut_heads_backward, kernel.cut_heads_backward, *parts, torch.float32, True)
 # rows of one tile, of several programs and of several tiles in each; columns of one block, and more
 for batch, seq, width in ((1, 3, 24), (2, 23, 768), (1, 70, 512)):
     of_packed, gradient = torch.randn(batch, seq, 3 * width), torch.randn(batch, width, seq).mT
@@ -233,24 +229,28 @@ for batch, seq, width in ((1, 3, 24), (2, 23, 768), (1, 70, 512)):
         of_packed[at] = 0.0
 for width in (8, 24, kernel.BLOCK, kernel.BLOCK + 576):
     x, gradient = torch.randn(1, 3, 2 * width), torch.randn(1, 3, width)
-    compare("swiglu", kernel.swiglu(x), packed._swiglu(x))
-    compare("swiglu back", kernel.swiglu_backward(x, gradient), packed._swiglu_backward(x, gradient))
+    same(packed._swiglu, kernel.swiglu, x)
+    same(packed._swiglu_backward, kernel.swiglu_backward, x, gradient)
 print(json.dumps(found))
 """
 
 BLOCKS = """
-import json, numpy, torch
+import numpy
 from triton.runtime.interpreter import InterpreterBuilder
-from cs336_systems.model.fast import fused_blocks, fused_blocks_kernel as kernel, lookup, lookup_kernel, sums_kernel
-
-torch.manual_seed(0)
-found = {}
-def compare(name, found_here, expected):
-    found.setdefault(name, []).append(((found_here - expected).abs().max() / expected.abs().max()).item())
+from cs336_systems.model.fast import fused_blocks, fused_blocks_kernel as kernel
 
 # a maximum that was not told to keep NaN drops it, as on a GPU
 InterpreterBuilder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, numpy.fmax)
-part = fused_blocks.GELU_PART
+tag = torch.zeros(1)
+partial = torch.randn(2, kernel.SUM_ROWS + 7, 37)
+compare("sums of programs", kernel.summed(partial, None)[0], partial.sum(1))
+apart, last, _ = kernel.summed(partial, torch.bfloat16)
+maxima = torch.rand(2 * kernel.SUM_ROWS * kernel.SUM_COLUMNS + 7)
+for at in (0, -1):
+    maxima[at] = 2.0 - at
+    compare("largest of programs", 448 * kernel.summed(partial, None, maxima)[2], torch.tensor([2.0 - at]))
+compare("sums apart", apart, partial.sum(1)[:1])
+assert last.dtype is torch.bfloat16 and ((last - partial.sum(1)[1]).abs() <= 2**-7 * partial.sum(1)[1].abs()).all()
 # fewer rows than programs, as many as go round once and a bit; a row that fills its block, one that does not
 for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
     stream, branch, gradient = torch.randn(3, rows, width).unbind()
@@ -258,67 +258,31 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
     kinds = ((False, False), (True, True), (True, False), (False, True))
     for is_centred, has_branch_bias in kinds if rows == 7 else kinds[:2]:
         given = stream, branch, branch_bias if has_branch_bias else None, gain, bias if is_centred else None, 1e-5
-        total, normed, statistics, largest = fused_blocks._add_norm(*given, None, True)
-        made = kernel.add_norm(*given, measures=True)
-        for name, here, there in zip(("sum", "norm"), made, (total, normed)):
-            compare(name, here, there)
-        compare("largest", made[3].max(), largest.max())
-        assert made[3].shape == largest.shape
-        alone = total, *given[3:], torch.float32
-        compare("norm alone", kernel.norm(*alone)[0], fused_blocks._norm(*alone)[0])
+        total, _, statistics, _ = same(fused_blocks._add_norm, kernel.add_norm, *given, None, True, has_maxima=True)
+        same(fused_blocks._rms_or_layer_norm, kernel.norm, total, *given[3:], torch.float32)
         for stream_gradient in (None, torch.randn(rows, width)):
-            back = stream_gradient, gradient, total, statistics, gain
+            back = stream_gradient, gradient, total, statistics, gain, is_centred
             branch_bias_type = torch.float32 if has_branch_bias else None
-            expected = fused_blocks._add_norm_backward(*back, is_centred, branch_bias_type, True)
-            here = kernel.add_norm_backward(
-                *back[:3], made[2], gain, is_centred=is_centred, branch_bias_type=branch_bias_type, measures=True
-            )
-            assert here[3].shape == expected[3].shape == (width if has_branch_bias else 0,)
-            names = "stream back", "branch back", "sums", "branch bias", "unit back"
-            for name, one, other in zip(names, here, expected):
-                if one.numel():
-                    compare(name, one, other)
-    partial = torch.randn(2, sums_kernel.ROWS + rows, width)
-    compare("sums of programs", sums_kernel.summed(partial, None)[0], partial.sum(1))
-    apart, last, _ = sums_kernel.summed(partial, torch.bfloat16)
-    maxima = torch.rand(2 * sums_kernel.ROWS * sums_kernel.COLUMNS + rows)
-    for at in (0, -1):
-        maxima[at] = 2.0 - at
-        compare("largest of programs", 448 * sums_kernel.summed(partial, None, maxima)[2], torch.tensor([2.0 - at]))
-    compare("sums apart", apart, partial.sum(1)[:1])
-    assert last.dtype is torch.bfloat16 and ((last - partial.sum(1)[1]).abs() <= 2**-7 * partial.sum(1)[1].abs()).all()
+            same(fused_blocks._add_norm_backward, kernel.add_norm_backward, *back, branch_bias_type, True)
     # tokens that come once, several times and not at all
-    tokens, table = torch.randint(0, 9, (rows,)), torch.randn(11, width)
-    here = table.clone()
-    lookup_kernel.add_rows(here, tokens, gradient)
-    compare("lookup", here, table + lookup._lookup_backward(gradient, tokens, 11))
-    tag = torch.zeros(1)
-    here, expected = kernel.bias_gelu(stream, bias, part, measures=True), fused_blocks._bias_gelu(stream, bias, tag)
-    compare("gelu", here[0], expected[0])
-    compare("gelu", kernel.bias_gelu(stream, bias, part, measures=False)[0], expected[0])
-    compare("largest of gelu", here[1].max(), expected[1].max())
-    assert here[1].shape == expected[1].shape
-    expected = fused_blocks._bias_gelu_backward(stream, bias, gradient, True)
-    here = kernel.bias_gelu_backward(stream, bias, gradient, measures=True)
-    for name, one, other in zip(("gelu back", "bias", "unit of gelu back"), here, expected):
-        compare(name, one, other)
+    same(fused_blocks._lookup_backward, kernel.lookup_backward, gradient, torch.randint(0, 9, (rows,)), 11)
+    same(fused_blocks._bias_gelu, kernel.bias_gelu, stream, bias, tag, has_maxima=True)
+    same(fused_blocks._bias_gelu, kernel.bias_gelu, stream, bias, None)
+    same(fused_blocks._bias_gelu_backward, kernel.bias_gelu_backward, stream, bias, gradient, True)
     for wrong, at in ((float("nan"), 0), (float("nan"), -1), (float("inf"), -1)):
         spoilt = gradient.clone()
         spoilt[at, at] = wrong
-        back = kernel.add_norm_backward(
-            None, spoilt, total, made[2], gain, is_centred=is_centred, branch_bias_type=None, measures=True
+        units = kernel.add_norm_backward(None, spoilt, total, statistics, gain, is_centred, None, True)[4], (
+            kernel.bias_gelu_backward(stream, bias, spoilt, True)[2]
         )
-        assert back[4].isinf() and kernel.bias_gelu_backward(stream, bias, spoilt, measures=True)[2].isinf()
-        assert kernel.bias_gelu(spoilt, bias, part, measures=True)[1].isinf().any()
+        assert all(unit.isinf() for unit in units) and kernel.bias_gelu(spoilt, bias, tag)[1].isinf().any()
 print(json.dumps(found))
 """
 
 
 CASTS = """
-import json, torch
 from cs336_systems.model.fast import fp8, fp8_kernel as kernel
 
-torch.manual_seed(0)
 found = []
 # one program, several, and parts that a matrix fills or not; nothing is rounded, which the interpreter does wrongly
 for rows, columns in ((16, 16), (kernel.ROWS, kernel.COLUMNS), (kernel.ROWS + 16, 2 * kernel.COLUMNS + 48)):
@@ -327,7 +291,7 @@ for rows, columns in ((16, 16), (kernel.ROWS, kernel.COLUMNS), (kernel.ROWS + 16
         cast[0, 0] = fp8.MAX
         x = (cast / 128).to(dtype)
         for transposes in (False, True):
-            here, transpose = kernel.casts(x, fp8.unit_of(x.abs()), torch.float8_e4m3fn, transposes=transposes)
+            here, transpose = kernel.casts(x, fp8.unit_of(x.abs()), transposes)
             wanted = cast.t() if transposes else torch.empty(0, 0)
             found.append(torch.equal(here.float(), cast) and torch.equal(transpose.float(), wanted))
 print(json.dumps(found))
@@ -365,7 +329,7 @@ def interpreted() -> Iterator[Callable[[str], Any]]:
     with subprocess.Popen(words, env=environment, cwd=Path(__file__).parents[3], **pipes) as process:  # type: ignore[call-overload]
 
         def run(script: str) -> Any:
-            print(json.dumps(script), file=process.stdin, flush=True)
+            print(json.dumps(COMMON + script), file=process.stdin, flush=True)
             printed = json.loads(process.stdout.readline())
             assert printed.startswith(("{", "[")), printed
             return json.loads(printed)
@@ -397,7 +361,7 @@ def test_the_loss_and_its_gradient_are_pytorch_s(interpreted: Callable[[str], An
 
 def test_what_follows_packed_matmuls_is_what_pytorch_computes(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(PACKED)
-    assert len(found) == 10
+    assert len(found) == 12
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 
@@ -420,7 +384,7 @@ def test_adamw_rounds_moments_to_one_of_their_neighbours_in_bf16_and_on_average_
 
 def test_what_is_between_matmuls_is_what_pytorch_computes(interpreted: Callable[[str], Any]) -> None:
     found = interpreted(BLOCKS)
-    assert len(found) == 18
+    assert len(found) == 20
     assert all(error < 1e-5 for errors in found.values() for error in errors), found
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from cs336_systems.model.fast import lookup as module
-from cs336_systems.model.fast.lookup import lookup
+from cs336_systems.model.fast import fused_blocks as module
+from cs336_systems.model.fast.fused_blocks import lookup
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

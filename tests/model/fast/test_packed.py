@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cs336_systems.model.attention import rope_rotations, rotate_pairs
 from cs336_systems.model.fast import packed
+from cs336_systems.model.transformer import rope_rotations, rotate_pairs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(2, 5, 3, 8), (1, 3, 25, 64), (2, 16, 4, 80), (4, 512, 12, 64)]

@@ -13,12 +13,11 @@ from cs336_systems import cli
 from cs336_systems.commands.results import show_results
 from cs336_systems.record import load_records
 from cs336_systems.report.compared import Sides, compare_sides
-from cs336_systems.report.page.chapters import SELF, collection_page
-from cs336_systems.report.page.collection import Climbed, Collection, block_id
+from cs336_systems.report.page.chapters import SELF, Climbed, Collection, block_id, collection_page
 from cs336_systems.report.page.write import to_html, write_page
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.status_line import StatusLine
 from cs336_systems.studies.attention_records import Implementation
 from cs336_systems.studies.fusion_records import Version
 from cs336_systems.studies.precision_records import PrecisionStudy
