@@ -1,7 +1,7 @@
 """No text of any file reaches a terminal, a table or a picture with its control characters, or whole if it is long.
 
-JSON is for programs. Every text that a file of any kind may hold is the worst there is, and so is the file's own name; then the commands that
-read such files run, and all that they print, write and draw is looked through.
+JSON is for programs. Every text that a file of any kind may hold is the worst there is, and so is the file's own name;
+then the commands that read such files run, and all that they print, write and draw is looked through.
 """
 
 import contextlib
