@@ -21,7 +21,7 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
-from cs336_systems.config import SIZES, Device, OptimizerKind, Profiler, RunConfig
+from cs336_systems.config import SIZES, Device, Profiler, RunConfig
 from cs336_systems.record import (
     Durations,
     Environment,
@@ -33,7 +33,6 @@ from cs336_systems.record import (
     read_record,
     write_record,
 )
-from cs336_systems.report.sections.memory.entries import load_memory
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
@@ -294,25 +293,6 @@ sys.exit(main())
     assert (sweep / "runs" / "broken.json").read_text() == "{", "a report leaves the records alone"
 
 
-def test_records_of_graphs_get_their_tables_and_twins(
-    capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
-    """A graph needs steps before it, which no other way to name the run may take away. Here each has a recorded one."""
-    fast = {"optimizer": OptimizerKind.FUSED, "cuda_graph": True}
-    plain = [record(0.125, device=Device.CUDA, **fast), record(0.25, device=Device.CUDA, optimizer=OptimizerKind.FUSED)]
-    recorded = record(0.5, profiler=Profiler.MEMORY, device=Device.CUDA, optimizer=OptimizerKind.FUSED)
-    sweep = directory_of(empty_directory / "sweep", [*plain, recorded])
-    write_profile_of(recorded, sweep / "runs")
-    assert cli.main(["report", "sweep"]) == 0
-    with (sweep / "results.csv").open(newline="") as file:
-        steps = sorted(float(row["step_mean_ms"]) for row in csv.DictReader(file))
-    assert steps == [125, 250], "what recorded its memory has no times"
-    (entry,) = load_memory([*plain, recorded], sweep)
-    assert entry.plain == plain[1], "the graph's memory is another"
-    assert load_memory([plain[0], recorded], sweep)[0].plain is None
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def write_profile_of(run: RunRecord, runs: Path) -> Path:
     """A profile where its sweep would keep it."""
     is_memory = run.config.profiler is Profiler.MEMORY
@@ -428,18 +408,6 @@ def test_two_directories_of_records_are_compared(capsys: pytest.CaptureFixture[s
         assert verdict in " ".join(capsys.readouterr().out.split())
     assert compare(fast / "runs", slow) == 0
     assert sorted(empty_directory.rglob("*")) == before, "nothing is written"
-
-
-def test_a_side_without_any_time_is_said_to_have_none(
-    capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
-    fine = directory_of(empty_directory / "fine", [record(0.1, i) for i in range(2)])
-    failed = [
-        replace(record(0.1, i), status=Status.OOM, measurements=(), failure=Failure(message="no memory"))
-        for i in range(2)
-    ]
-    assert compare(fine, directory_of(empty_directory / "failed", failed)) == 1
-    assert capsys.readouterr().err == "error: B cannot be compared: out of memory in 2 of 2 processes\n"
 
 
 @pytest.mark.parametrize("sides", [("", "--no-ranges"), ("--sync-phases", ""), ("--precision=bf16", "--size tiny")])

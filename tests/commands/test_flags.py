@@ -25,8 +25,6 @@ from cs336_systems.commands.ceilings import CeilingsArguments
 from cs336_systems.commands.flags import (
     FIELDS,
     MAX_NAME_LENGTH,
-    ModelArguments,
-    StepArguments,
     checked_name,
 )
 from cs336_systems.commands.fusion import FusionArguments
@@ -331,14 +329,6 @@ def test_what_a_cpu_measures_by_default_is_ignored_and_no_committed_result_is() 
     assert ignored(committed) == []
 
 
-def test_no_two_flags_share_a_name() -> None:
-    """Groups are flat, so that their fields meet."""
-    own = [{f.name for f in fields(kind)} for kind in (BenchmarkArguments, SweepArguments)]
-    groups = {f.name for f in fields(ModelArguments)} | {f.name for f in fields(StepArguments)}
-    assert not {f.name for f in fields(ModelArguments)} & {f.name for f in fields(StepArguments)}
-    assert all(groups & names == {"model"} for names in own), "model is the group there, and a flag within it"
-
-
 @pytest.mark.usefixtures("gpu")
 def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -466,27 +456,6 @@ def test_fast_leaves_fused_activations_out_for_what_cannot_be_combined_with_them
     assert other.fused_blocks
     with pytest.raises(ValueError, match="--fused-activations cannot be combined with --"):
         one(f"{flags} --fused-activations --{flag}")
-
-
-def test_checkpointing_is_an_axis_of_a_sweep() -> None:
-    found = grid("--sizes tiny --context-lengths 64 --checkpoint-blocks 0 1 2 --warmup-steps 1 2")
-    assert [(config.checkpoint_blocks, config.warmup_steps) for config in found] == [
-        (blocks, steps) for steps in (1, 2) for blocks in (0, 1, 2)
-    ]
-    assert name("--checkpoint-blocks 0 1 2") == "train_fp32_checkpoint-blocks-0-1-2_cpu"
-
-
-def test_a_grid_over_settings_of_the_step_is_their_product() -> None:
-    found = grid("--context-lengths 64 --compile none default --attention naive sdpa --optimizer adamw fused "
-                 "--batch-size 4 8")  # fmt: skip
-    seen = {(c.compile.value, c.model.attention.value, c.optimizer.value, c.batch_size) for c in found}
-    by_hand = {
-        (compiled, attention, optimizer, batch)
-        for compiled in ("none", "default") for attention in ("naive", "sdpa") for optimizer in ("adamw", "fused")
-        for batch in (4, 8)
-    }  # fmt: skip
-    assert (len(found), seen) == (16, by_hand)
-    assert {c.key for c in grid("--attention sdpa naive --context-lengths 64")} < {c.key for c in found}
 
 
 def test_one_value_of_a_setting_of_the_step_is_the_run_of_that_value() -> None:
@@ -666,11 +635,6 @@ def test_fast_on_a_cpu_leaves_precision_and_compilation_as_asked() -> None:
         assert one(f"--fast {flags}").compile is one(flags).compile
     with pytest.raises(ValueError, match="here sdpa: leave out --attention naive"):
         one("--fast --attention naive")
-
-
-def test_what_is_asked_for_as_it_is_anyway_changes_nothing() -> None:
-    for flags in ("--attention naive", "--optimizer adamw", "--compile none", "--pad-vocabulary 1"):
-        assert (one(flags), name(flags)) == (one(), name())
 
 
 def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str]) -> None:
