@@ -20,7 +20,9 @@ COMMANDS = (
     "benchmark", "sweep", "kernels", "memory", "account", "scale", "precision", "fusion", "attention",
     "ceilings", "ladder", "compare", "report",
 )  # fmt: skip
-"""The subcommands of `cs336`. Each is a module of commands/, imported only when it is called."""
+"""The subcommands of `cs336`."""
+MODULES = dict.fromkeys(("precision", "fusion", "attention"), "study")
+"""The module of commands/ that has a command, if not that of its name; it is imported only when it is called."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
 VERSION_HELP = "cs336 --version prints the version of this program."
 
@@ -82,7 +84,7 @@ def _arguments(name: str) -> Callable[..., object]:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"cs336_systems.commands.{name}")
+    return importlib.import_module(f"cs336_systems.commands.{MODULES.get(name, name)}")
 
 
 def _sides_apart(words: Sequence[str]) -> list[str]:

@@ -436,6 +436,19 @@ class RunConfig:
             ),
         ),
     ] = LossKind.CROSS_ENTROPY
+    module_depth: Annotated[
+        int,
+        Setting(
+            "How many levels of your own model's modules have ranges of their own in profiles.", least=0, label=6,
+            note="modules to depth {}",
+            rules=(
+                _needs(
+                    "your own model, as in --model package.module:factory",
+                    lambda run: run.model_factory is not None, "none",
+                ),
+            ),
+        ),
+    ] = 3
     profiler: Annotated[
         Profiler,
         Setting(

@@ -39,8 +39,8 @@ def joined(first: SomeColumns, second: SomeColumns) -> SomeColumns:
     return type(first)(**{name: np.concatenate(columns) for name, columns in both.items()})
 
 
-def chosen(columns: SomeColumns, rows: Mask) -> SomeColumns:
-    """The rows of the table for which the mask is true."""
+def chosen(columns: SomeColumns, rows: Mask | Ints) -> SomeColumns:
+    """The rows of the table for which the mask is true, or those with these numbers, in their order."""
     return type(columns)(**{field.name: getattr(columns, field.name)[rows] for field in fields(columns)})
 
 

@@ -9,7 +9,7 @@ from cs336_systems.commands.outcome import PrintJson, UsageError, load_ceilings_
 from cs336_systems.config import RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.store import raw_profile_path
 from cs336_systems.text import print_aside, print_line
 

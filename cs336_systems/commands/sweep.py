@@ -449,11 +449,6 @@ def measure_all(
         )  # fmt: skip
     with StatusLine() as status:
         show_results({directory: outcome.records}, directory, status, print_json=print_json)
-    if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
-        print(
-            f"{counted(len(outcome.measured), 'run')} in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s "
-            "per run were neither warm-up nor measured steps"
-        )
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED

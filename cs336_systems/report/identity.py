@@ -59,6 +59,7 @@ OPTIONAL: tuple[Mapping[str, object], ...] = (
     MappingProxyType({"fused_activations": False}),
     MappingProxyType({"packed_attention": False}),
     MappingProxyType({"loss": LossKind.CROSS_ENTROPY.value}),
+    MappingProxyType({"module_depth": 3}),
 )
 """Groups of columns that CSV files have only if a run differs from these values in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")

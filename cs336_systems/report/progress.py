@@ -15,7 +15,7 @@ from cs336_systems.config import Phase, RunConfig
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord
 from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.text import counted, inert_line, print_aside
 
 if TYPE_CHECKING:

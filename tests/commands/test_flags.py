@@ -19,7 +19,6 @@ import pytest
 from cs336_systems.cli import sweep
 from cs336_systems.commands import flags as flags_module
 from cs336_systems.commands import sweep as sweep_module
-from cs336_systems.commands.attention import AttentionArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.ceilings import CeilingsArguments
 from cs336_systems.commands.flags import (
@@ -27,8 +26,8 @@ from cs336_systems.commands.flags import (
     MAX_NAME_LENGTH,
     checked_name,
 )
-from cs336_systems.commands.fusion import FusionArguments
 from cs336_systems.commands.ladder import LadderArguments
+from cs336_systems.commands.study import AttentionArguments, FusionArguments
 from cs336_systems.commands.sweep import SweepArguments, default_name
 from cs336_systems.config import (
     SIZES,

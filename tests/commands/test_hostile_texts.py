@@ -24,11 +24,10 @@ from cs336_systems.config import Profiler
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
 from cs336_systems.report.progress import TerminalListener
-from cs336_systems.report.sections.attention import write_attention
-from cs336_systems.report.sections.ceilings.summary import write_ceilings
-from cs336_systems.report.sections.fusion import write_fusion
+from cs336_systems.report.sections.ceilings import write_ceilings
+from cs336_systems.report.sections.operators import write_attention, write_fusion
 from cs336_systems.report.terminal import print_run
-from cs336_systems.studies.fusion_records import Op
+from cs336_systems.studies.operators import Op
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import training, write_export

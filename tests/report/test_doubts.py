@@ -10,26 +10,23 @@ from cs336_systems.analysis.warnings import timing_warnings
 from cs336_systems.config import Precision
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.attention import attention_section
-from cs336_systems.report.sections.ceilings.summary import ceilings_sections
-from cs336_systems.report.sections.ceilings.tables import products_section
+from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.comparison import comparison_table
-from cs336_systems.report.sections.fusion import fusion_section
-from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import ladder_section
+from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
+from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.steps import results_table
-from cs336_systems.studies.attention_records import Implementation
 from cs336_systems.studies.ceilings_records import (
     CollectiveCell,
     Launch,
     LaunchCell,
+    Loops,
     ProductCell,
     ProductPrecision,
     Stream,
     StreamCell,
+    Timing,
 )
-from cs336_systems.studies.fusion_records import Version
-from cs336_systems.studies.loops import Loops, Timing
+from cs336_systems.studies.operators import Implementation, Version
 from tests.report.ceilings import MIB, make_ceilings, square
 from tests.report.ladders import make_ladder, make_process
 from tests.report.making import make_config, make_record
@@ -198,7 +195,7 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
         )
         for side, fault in ((1024, WarningCode.UNSTABLE), (512, None))
     )
-    (table,) = products_section(make_ceilings([best, other])).tables
+    (table,) = ceilings_sections(make_ceilings([best, other]))[1].tables
     whole, part = column(table, "of best")
     assert whole == "100"
     assert marked(part)

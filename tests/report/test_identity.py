@@ -32,7 +32,7 @@ from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
 from tests.report.making import make_record
 from tests.report.reading import csv_rows
-from tests.report.sections.kernels.profiles import FORWARD, make_gather, make_profile, make_ranks, make_shared
+from tests.report.sections.kernels.profiles import make_profile, make_ranks, make_shared
 from tests.report.sections.memory.profiles import make_memory
 from tests.report.writing import write_plots, write_tables
 
@@ -74,7 +74,6 @@ def kernel_entry(config, **changes):
     record = make_record(config, (0.03, 0.03))
     of_ranks = {
         "ranks": make_ranks((0, 0), (1, 3)),
-        "gathers": (make_gather("layers.0", FORWARD, (2, 2), (-1, 3), (1, 0)),),
     }
     profile = make_shared(**of_ranks | changes)
     plain = make_record(config, (0.02,))

@@ -21,22 +21,20 @@ from cs336_systems.report.columns import Column
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.section import Table
 from cs336_systems.report.sections.account import Account, account_section, days_table
-from cs336_systems.report.sections.attention import attention_section
-from cs336_systems.report.sections.ceilings.summary import ceilings_tables
+from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.comparison import comparison_table
-from cs336_systems.report.sections.fusion import fusion_section
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
 from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
-from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import ladder_section
+from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
 from cs336_systems.report.sections.memory.compare import compare_memory
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot
 from cs336_systems.report.sections.memory.files import memory_tables
+from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
+from cs336_systems.report.sections.study import all_tables
 from cs336_systems.report.terminal import print_table
-from cs336_systems.studies.attention_records import Implementation
-from cs336_systems.studies.fusion_records import Version
+from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision import accumulation_study
 from cs336_systems.text import inert_line
 from tests.report.ceilings import make_whole
@@ -81,10 +79,10 @@ def kinds():
         "warm-up": ([warmup_table(to_frame(warmups))], ("size", "context", "precision", "warm-up", "step")),
         "ladder": (ladder_section(rungs).tables[:1], ("rung", "step", "gate")),
         "ladder's others": (ladder_section(rungs).tables[1:], ("rung",)),
-        "ceilings": (ceilings_tables(make_whole())[:1], ("ceiling", "measured", "unit")),
-        "products": (ceilings_tables(make_whole())[1:4], ("product", "rows x inner x columns", "time")),
-        "bandwidth": (ceilings_tables(make_whole())[4:5], ("pass", "moved", "time")),
-        "launches": (ceilings_tables(make_whole())[5:6], ("a kernel on one element", "time")),
+        "ceilings": (all_tables(ceilings_sections(make_whole()))[:1], ("ceiling", "measured", "unit")),
+        "products": (all_tables(ceilings_sections(make_whole()))[1:4], ("product", "rows x inner x columns", "time")),
+        "bandwidth": (all_tables(ceilings_sections(make_whole()))[4:5], ("pass", "moved", "time")),
+        "launches": (all_tables(ceilings_sections(make_whole()))[5:6], ("a kernel on one element", "time")),
         "attention": (attention_section(attention).tables[:3], ("d_head", "context", *Implementation)),
         "attention's memory": (attention_section(attention).tables[3:], ("d_head", "context", "naive")),
         "fusion": (fusion_section(fusion).tables, ("op", "version", "time")),

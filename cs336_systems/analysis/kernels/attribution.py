@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
+from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups
 from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes
 from cs336_systems.analysis.kernels.phases import (
     CODES,
@@ -176,8 +176,8 @@ class _Modules:
 
     @staticmethod
     def _timelines(ranges: Ranges, rows: Ints) -> Iterator[tuple[int, tuple[Ints, Nesting]]]:
-        for thread, chosen in groups(ranges.thread[rows]):
-            on_thread = rows[chosen]
+        for thread, own in groups(ranges.thread[rows]):
+            on_thread = rows[own]
             timeline = Nesting(ranges.start_ns[on_thread], ranges.end_ns[on_thread])
             yield thread, (np.append(on_thread, -1), timeline)
 
@@ -208,10 +208,10 @@ def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
 def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, PhasePlan]) -> Ints:
     """The ranges among `rows` that begin in backward."""
     found = [NO_ROWS]
-    for process, chosen in groups(ranges.process[rows]):
+    for process, own in groups(ranges.process[rows]):
         if process in plans:
-            phase = plans[process].phase_at(ranges.start_ns[rows[chosen]])
-            found.append(rows[chosen][phase == CODES[LaunchPhase.BACKWARD]])
+            phase = plans[process].phase_at(ranges.start_ns[rows[own]])
+            found.append(rows[own][phase == CODES[LaunchPhase.BACKWARD]])
     return np.concatenate(found)
 
 
@@ -240,8 +240,8 @@ def _place(
     module = np.full(len(work), -1, dtype=np.int64)
     is_recomputed = np.zeros(len(work), dtype=np.bool_)
     launched = np.flatnonzero(work.is_launched)
-    for process, chosen in groups(work.process[launched]):
-        plan, rows = plans[process], launched[chosen]
+    for process, own in groups(work.process[launched]):
+        plan, rows = plans[process], launched[own]
         time = work.launch_ns[rows]
         phase[rows] = plan.phase_at(time)
         found = Nesting(plan.step_start, plan.step_end).at(time)
@@ -357,9 +357,9 @@ def _windows(plans: Mapping[int, PhasePlan], steps: HostSteps, *, is_whole_trace
         rows = np.flatnonzero(step >= 0)
         found.append((step[rows], plan.phase[rows], plan.start[rows], plan.end[rows]))
     step, phase, start, end = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    order = np.lexsort((end, start, step))
-    end = np.clip(end, start, np.maximum(start, steps.end_ns[step]))
-    return HostWindows(step=step[order], phase=phase[order], start_ns=start[order], end_ns=end[order])
+    cut_end = np.clip(end, start, np.maximum(start, steps.end_ns[step]))
+    windows = HostWindows(step=step, phase=phase, start_ns=start, end_ns=cut_end)
+    return chosen(windows, np.lexsort((end, start, step)))
 
 
 def frame_of(columns: Columns) -> pd.DataFrame:

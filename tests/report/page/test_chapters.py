@@ -16,9 +16,8 @@ from cs336_systems.report.page.chapters import SELF, Climbed, Collection, block_
 from cs336_systems.report.page.write import to_html, write_page
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results
-from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.studies.attention_records import Implementation
-from cs336_systems.studies.fusion_records import Version
+from cs336_systems.report.sections.ladder import ladder_rows
+from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.records import read_study
 from tests.committed import DATA
