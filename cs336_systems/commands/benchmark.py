@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from dataclasses import field, replace
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,8 @@ from cs336_systems.commands.results import explain_or_warn
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
-from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
-from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
+from cs336_systems.record import RunRecord, encode_record, write_record
+from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
 from cs336_systems.sweep.process import importing_torch
 from cs336_systems.text import counted, print_aside, print_line
@@ -124,8 +124,6 @@ def run(arguments: BenchmarkArguments) -> int:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         if (kept := set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept in {kept}")
-        are_others = stack.enter_context(at_work(cpu_lock_path() if config.device is Device.CPU else None))
-        is_disturbed = are_others()
         with StatusLine() as status:
             # nsys writes its report to the path in its own command line
             profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
@@ -133,15 +131,13 @@ def run(arguments: BenchmarkArguments) -> int:
                 record = _measure_on_ranks(config, runs, arguments.timeout_s, status)
             else:
                 record = _measure(config, profile, status)
-            if (is_disturbed or are_others()) and record.status is Status.OK:
-                record = replace(record, warnings=(*record.warnings, CPU_SHARED))
             write_record(record, runs)
             is_explained = profile is None or explain_or_warn([record], runs, status, "explaining what was recorded")
         if print_json is not None:
             print_json(encode_record(record))
             print_line(f"record: {runs / record.key}.json")
         else:
-            _print(record, runs)
+            print_measured(record, runs)
         print_profile_paths([config], runs)
     return status_of([record], () if is_explained else [config])
 
@@ -166,11 +162,11 @@ def _measure_on_ranks(config: RunConfig, runs: Path, timeout_s: float, status: "
     return measure_one(config, runs, timeout_s=timeout_s)
 
 
-def _print(record: RunRecord, runs: Path) -> None:
+def print_measured(record: RunRecord, runs: Path) -> None:
     """The tables of the run, and of its profile if it has one."""
     from cs336_systems.report.terminal import print_run
     from cs336_systems.studies.ceilings_files import ceilings_beside
-    from cs336_systems.sweep.explain import has_explanation
+    from cs336_systems.sweep.keep import has_explanation
 
     config = record.config
     print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))
@@ -183,12 +179,12 @@ def _print(record: RunRecord, runs: Path) -> None:
 def _print_memory(config: RunConfig, runs: Path) -> None:
     """Print where the memory went, for a run that ran out of memory too."""
     from cs336_systems.analysis.memory.profile import read_memory_profile
-    from cs336_systems.report.sections.memory.entries import Snapshot
-    from cs336_systems.report.sections.memory.files import memory_tables
+    from cs336_systems.report.sections.memory.entries import MemoryEntry
+    from cs336_systems.report.sections.memory.tables import memory_tables
     from cs336_systems.report.terminal import print_table
     from cs336_systems.sweep.store import memory_profile_path
 
-    for table in memory_tables([Snapshot(profile=read_memory_profile(memory_profile_path(config, runs)))], TOP):
+    for table in memory_tables([MemoryEntry(profile=read_memory_profile(memory_profile_path(config, runs)))], TOP):
         print_table(table)
 
 

@@ -16,8 +16,7 @@ from typing import Generic, TypeVar, cast
 import msgspec
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, ProfileError
-from cs336_systems.analysis.files import GZIP_MAGIC, SQLITE_MAGIC, read_head, what_it_is
+from cs336_systems.analysis.columns import GZIP_MAGIC, SQLITE_MAGIC, Ints, ProfileError, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import (
     MAX_TIME_NS,
     ApiCalls,

@@ -24,7 +24,7 @@ from cs336_systems.analysis.kernels.trace import Trace
 from cs336_systems.config import Device, ModelConfig, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.annotate import Annotator, backward_ranges, set_annotator
+from cs336_systems.model.annotate import Annotator, backward_ranges, own_names, set_annotator
 from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, events_of, write_trace
 from tests.analysis.kernels.tracing import (
     BACKWARD_KERNELS,
@@ -255,7 +255,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, profile]:
     config = RunConfig(size="custom", model=model, batch_size=3, device=Device.CPU)
     set_annotator(Annotator.RECORD_FUNCTION)
     step = TrainingStep(config)
-    with backward_ranges(step.model):
+    with backward_ranges(own_names(step.model)):
         step(HostClock())
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             for _ in range(2):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cs336_systems.config import Mode, RunConfig
 from cs336_systems.measure.clock import HostClock
-from cs336_systems.measure.moments import memory_now
+from cs336_systems.measure.counters import memory_now
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.model import FastLM
