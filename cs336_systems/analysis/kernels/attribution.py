@@ -27,14 +27,15 @@ from cs336_systems.analysis.kernels.phases import (
     PHASES,
     Codes,
     LaunchPhase,
-    PhaseNames,
     PhasePlan,
     PhaseSource,
     Steps,
     Windows,
+    phase_of_name,
     phase_plan,
 )
 from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Trace
+from cs336_systems.ranges import PhaseNames
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
 """Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a scatter of gradients.
@@ -161,7 +162,7 @@ class _Modules:
 
     def __init__(self, trace: Trace, names: PhaseNames, plans: Iterable[PhasePlan], phases: _Phases) -> None:
         ranges = trace.ranges
-        outside = [name for name, phase in names.phases.items() if phase is not LaunchPhase.LOSS]
+        outside = [name for name, phase in phase_of_name(names).items() if phase is not LaunchPhase.LOSS]
         structure = trace.string_ids(*outside, names.step, names.warmup, names.measure)
         is_module = ranges.is_nested & ~np.isin(ranges.name, structure)
         for plan in plans:

@@ -64,7 +64,7 @@ from cs336_systems.analysis.kernels.modules import (
 )
 from cs336_systems.analysis.kernels.nsys import NEEDED as NSYS_FILE
 from cs336_systems.analysis.kernels.nsys import export, read_nsys
-from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, check_names
+from cs336_systems.analysis.kernels.phases import PHASES, check_names
 from cs336_systems.analysis.kernels.step_profile import (
     IdleSpans,
     KernelTimes,
@@ -82,6 +82,7 @@ from cs336_systems.analysis.kernels.step_profile import (
 )
 from cs336_systems.analysis.kernels.trace import Trace
 from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.ranges import PhaseNames
 
 HEAD_BYTES = 100
 
@@ -242,7 +243,7 @@ def explain(
     """Explain the profile at `path`; with the run's `config`, attention has its FLOPs too.
 
     Of a run on several ranks, the profile is of the first, with the times of all. A report of nsys is first exported by
-    nsys. Raises ProfileError for a file that is no profile, UnknownRangeError for a range name in `phases` that the
+    nsys. Raises ProfileError for a file that is no profile, RangeNameError for a range name in `phases` that the
     file does not have, NsysError if nsys is needed and missing.
     """
     own_model = config is not None and config.model_factory is not None
