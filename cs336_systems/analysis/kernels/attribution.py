@@ -82,14 +82,6 @@ class Attribution:
     """The evidence for the phases of each process that has kernels or copies, by process id."""
     notes: tuple[str, ...]
 
-    def module_path(self, index: int) -> tuple[str, ...]:
-        """Names of the ranges around and including range `index`, outermost first."""
-        path = []
-        while index >= 0:
-            path.append(self.trace.strings[self.trace.ranges.name[index]])
-            index = int(self.parent[index])
-        return tuple(reversed(path))
-
 
 def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     """Find the phase, step and module of every kernel and copy; raise AttributionError unless they add up."""

@@ -288,16 +288,18 @@ def _softmax_of_backward(kernels: pd.DataFrame, parts: RangeParts) -> "pd.Series
 def matmul_counts(kernels: pd.DataFrame) -> Iterator[MatmulCounts]:
     """Matmuls by phase, for phases that have any."""
     for phase, matmuls in by_phase(kernels[kernels["role"] != NO_PART]):
-        is_linear, is_unknown = matmuls["role"] == LINEAR, matmuls["role"] == UNKNOWN
-        is_attention = ~is_linear & ~is_unknown
+        linear, unknown, attention = (
+            matmuls[chosen]
+            for chosen in (matmuls["role"] == LINEAR, matmuls["role"] == UNKNOWN, matmuls["role"] < LINEAR)
+        )
         yield MatmulCounts(
             phase=phase,
-            linear=int(is_linear.sum()),
-            linear_s=_seconds(matmuls[is_linear]),
-            attention=int(is_attention.sum()),
-            attention_s=_seconds(matmuls[is_attention]),
-            unknown=int(is_unknown.sum()),
-            unknown_s=_seconds(matmuls[is_unknown]),
+            linear=len(linear),
+            linear_s=_seconds(linear),
+            attention=len(attention),
+            attention_s=_seconds(attention),
+            unknown=len(unknown),
+            unknown_s=_seconds(unknown),
         )
 
 

@@ -30,6 +30,7 @@ from tests.analysis.kernels.tracing import (
     Span,
     counts,
     make_trace,
+    module_path,
     process_of,
     random_recording,
     totals,
@@ -49,7 +50,7 @@ def phases(attribution: Attribution) -> list[str]:
 
 
 def module_names(attribution: Attribution) -> list[str]:
-    return ["/".join(attribution.module_path(int(index))) for index in attribution.kernels.module]
+    return ["/".join(module_path(attribution, int(index))) for index in attribution.kernels.module]
 
 
 def innermost(spans: list[Span], now: int) -> int | None:

@@ -34,6 +34,7 @@ from tests.analysis.kernels.tracing import (
     Span,
     ints,
     make_trace,
+    module_path,
     process_of,
     random_recording,
     training,
@@ -280,7 +281,7 @@ def test_phases_and_modules_of_a_cpu(recorded: tuple[Path, profile]) -> None:
         assert matmuls == {"forward": 7 * layers + 1, "backward": 14 * layers + 2}
         phases = {PHASES[code].value for code in found.kernels.phase[rows]}
         assert phases <= {"data", "forward", "backward", "optimizer", "unattributed"}
-        in_block = [row for row in rows if "ffn" in found.module_path(int(found.kernels.module[row]))]
+        in_block = [row for row in rows if "ffn" in module_path(found, int(found.kernels.module[row]))]
         assert {PHASES[found.kernels.phase[row]].value for row in in_block} == {"forward", "backward"}
     assert classify_kernel("aten::mm") is KernelClass.MATMUL
 
