@@ -4,8 +4,6 @@ The bounds are those that the project promises, for the best of a few runs, in p
 runs on several cores.
 """
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,30 +71,3 @@ def test_sixty_thousand_kernels_of_nsys(tmp_path: Path, capsys: pytest.CaptureFi
     with capsys.disabled():
         print(f"\nnsys, {len(made.kernels)} kernels, {path.stat().st_size / 1e6:.0f} MB: {took_s:.2f} s")
     assert took_s <= NSYS_S
-
-
-MEASURE = """
-import sys
-from pathlib import Path
-import numpy.ma
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import read_trace, summarise
-
-def peak_kib():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-
-before = peak_kib()
-found = attribute(read_trace(Path(sys.argv[1])))
-print((peak_kib() - before) * 1024)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory as Linux tells it")
-def test_memory_is_at_most_four_times_the_file(million: tuple[Path, int], capsys: pytest.CaptureFixture[str]) -> None:
-    path, _ = million
-    # not ru_maxrss: a child inherits that of its parent
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
-    share = int(done.stdout) / path.stat().st_size
-    with capsys.disabled():
-        print(f"\nKineto, a million events: memory {share:.2f} times the file")
-    assert 1 < share <= 4

@@ -25,7 +25,6 @@ from tests.report.sections.kernels.profiles import (
     make_call,
     make_classes,
     make_cpu_profile,
-    make_gap,
     make_idle,
     make_kernels,
     make_phase,
@@ -188,13 +187,6 @@ def test_waits_are_counted_and_their_cause_is_asked_for(calls, words) -> None:
     _, text = findings(quiet(host_calls=waits, idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),)))
     assert all(word in text for word in words)
     assert ("torch.cuda.synchronize()" in text) is not (".item()" in text)
-
-
-def test_a_sleep_is_named_by_its_milliseconds() -> None:
-    gap = make_gap(0, 3, 30.4, FORWARD, IdleCause.HOST_PAUSE)
-    _, _, text = findings(quiet(idle=(make_idle(FORWARD, IdleCause.HOST_PAUSE, 2, 60.6),), gaps=(gap,)))
-    assert "idles 30.3 ms in forward" in text
-    assert f"the longest time, 30.4 ms, before {GEMM_A}." in text
 
 
 def test_a_hiccup_is_no_finding() -> None:
