@@ -121,18 +121,14 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
 
 
 def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
-    """How a cell of the user's own function ended, where that was not well: the error with the place in the file.
-
-    A cell that ended well but has an error has no backward.
-    """
+    """How a cell of the user's own function ended, where that was not well: the error with the place in the file."""
     if result.cell.implementation is not Implementation.OWN or result.failure is None:
         return {}
     place = place_in(study.grid.own or "", result.failure)
     error = result.failure.message
     if place and place not in error:  # that of a syntax error has it
         error += f" ({place})"
-    ended = {Status.INVALID: "WRONG", Status.OK: "no backward"}
-    return {"error": error} | ({"ended": ended[result.status]} if result.status in ended else {})
+    return {"error": error} | ({"ended": "WRONG"} if result.status is Status.INVALID else {})
 
 
 def attention_section(study: AttentionStudy) -> Section:
