@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
@@ -431,20 +431,13 @@ def _profiled(run: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
     )
 
 
-@dataclass(slots=True)
-class Moved:
-    """Operations that computed new values, and the bytes of their operands and results."""
-
-    operations: list[str] = field(default_factory=list)
-    num_bytes: int = 0
-
-
 class Watcher(OperationObserver):
-    """Adds to `moved` each operation that computes new values: what is moved is counted without a formula."""
+    """Notes operations that compute new values, and the bytes of their operands and results: counted, no formula."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.moved = Moved()
+        self.operations: list[str] = []
+        self.num_bytes = 0
 
     def observe(
         self, func: OpOverload[..., object], args: Sequence[object], kwargs: Mapping[str, object], output: object
@@ -452,8 +445,8 @@ class Watcher(OperationObserver):
         """Add up what the operation reads and writes."""
         if not func.is_view and not str(func).startswith(_NO_NEW_VALUES):
             tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
-            self.moved.operations.append(str(func))
-            self.moved.num_bytes += sum(map(distinct_bytes, tensors))
+            self.operations.append(str(func))
+            self.num_bytes += sum(map(distinct_bytes, tensors))
 
 
 def distinct_bytes(tensor: Tensor) -> int:
@@ -462,13 +455,13 @@ def distinct_bytes(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-def _moved(passes: Passes) -> list[Moved]:
+def _moved(passes: Passes) -> list[Watcher]:
     """What the operations of forward and of backward read and write. Those of compiled code cannot be watched."""
     with Watcher() as forward:
         output = passes.forward()
     with Watcher() as backward:
         passes.backward(output)
-    return [forward.moved, backward.moved]
+    return [forward, backward]
 
 
 def _max_errors(passes: Passes, spec: OpSpec) -> list[float | None]:

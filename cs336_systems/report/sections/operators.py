@@ -6,7 +6,6 @@ from pathlib import Path
 
 from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.plots.charts import (
@@ -290,11 +289,6 @@ def limit_notes(rows: Rows) -> Iterator[str]:
 
 def _gib(size_mib: float) -> str:
     return significant(size_mib * MIB / GIB)
-
-
-def write_attention_record(study: AttentionStudy, directory: Path) -> None:
-    """Write attention.json: the grid, the environment, every raw time. Cheap enough to do after every cell."""
-    write_atomically(directory / "attention.json", encode_json(study))
 
 
 def write_attention(study: AttentionStudy, directory: Path) -> None:
