@@ -18,9 +18,9 @@ from cs336_systems.report.sections.kernels.files import tables_of as kernel_tabl
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.kernels.tables import by_configuration
 from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memory
-from cs336_systems.report.sections.memory.files import memory_tables
-from cs336_systems.report.sections.memory.files import sections_of as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
+from cs336_systems.report.sections.memory.tables import memory_tables
+from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.steps import results_section
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 

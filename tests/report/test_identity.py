@@ -25,7 +25,7 @@ from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.files import sections_of as memory_sections
+from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.steps import results_table
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
@@ -109,7 +109,7 @@ def test_labels_of_runs_that_differ_in_one_setting_differ(where, field) -> None:
         assert one.label != other.label
 
 
-@each_setting("profiler", "device", "cuda_graph", "update_in_backward", "expandable_segments", *PARALLEL)
+@each_setting("profiler", "device", "cuda_graph", "loss", "update_in_backward", "expandable_segments", *PARALLEL)
 def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
     """Memory is recorded by one profiler, on a GPU, of a run without graphs, in fixed segments and in one process."""
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import Mask, ProfileError, groups
-from cs336_systems.analysis.files import GZIP_MAGIC, SQLITE_MAGIC, read_head, what_it_is
+from cs336_systems.analysis.columns import GZIP_MAGIC, SQLITE_MAGIC, Mask, ProfileError, groups, read_head, what_it_is
 from cs336_systems.analysis.kernels.attribution import (
     Attribution,
     AttributionError,

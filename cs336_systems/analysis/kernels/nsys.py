@@ -16,8 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, ProfileError, chosen, joined
-from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
+from cs336_systems.analysis.columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import (
     ApiCalls,
     DeviceWork,
