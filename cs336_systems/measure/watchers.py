@@ -55,7 +55,8 @@ class _RangesInBackward(Watch):
 
     def whole_run(self) -> AbstractContextManager[object]:
         config = self._step.config
-        return backward_ranges(self._step.model) if config.ranges and not _is_compiled(config) else nullcontext()
+        is_compiled = config.compile is not CompileMode.NONE
+        return backward_ranges(self._step.model) if config.ranges and not is_compiled else nullcontext()
 
 
 class _Kineto(_RangesInBackward):
@@ -104,7 +105,3 @@ def make_watch(step: TrainingStep, path: Path | None) -> Watch:
     if path is None or profiler is Profiler.NONE:
         return Watch()
     return _Kineto(step, path) if profiler is Profiler.KINETO else _Memory(step, path)
-
-
-def _is_compiled(config: RunConfig) -> bool:
-    return config.compile is not CompileMode.NONE
