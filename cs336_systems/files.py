@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from cs336_systems.text import inert_json, inert_line
+from cs336_systems.text import inert_line
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class FileError(ValueError):
 
 def encode_json(value: object, indent: int = 2) -> bytes:
     """The value as indented JSON, which people can read too."""
-    return inert_json(msgspec.json.format(msgspec.json.encode(value), indent=indent)) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"
 
 
 def read_json(

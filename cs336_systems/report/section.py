@@ -8,7 +8,7 @@ terminal.
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from cs336_systems.report.columns import Column, Row, column
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from cs336_systems.report.plots.draw import Picture
 
-T = TypeVar("T")
 _SI = {"ms": ("s", 1e-3), "us": ("s", 1e-6), "mib": ("bytes", 2**20), "gib": ("bytes", 2**30), "gb": ("bytes", 1e9),
        "tflops": ("flops", 1e12)}  # fmt: skip
 """For each scaled unit in a key of a CSV file: the SI unit that replaces it, and the factor for the value."""
@@ -144,11 +143,6 @@ class Section:
     def json(self) -> list[dict[str, object]]:
         """The values in SI units."""
         return [in_si(row) for row in self.values]
-
-
-def values_of(columns: Mapping[str, Callable[[T], object]], rows: Iterable[T]) -> list[dict[str, object]]:
-    """A dict of values for each row; `columns` gives, for each key, the function that takes the value from a row."""
-    return [{name: value(row) for name, value in columns.items()} for row in rows]
 
 
 def in_si(row: Mapping[str, object]) -> dict[str, object]:

@@ -12,22 +12,28 @@ from cs336_systems.costs.forecast.tape import Form
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Status, WarningCode
-from cs336_systems.report.sections.ceilings.tables import promised_flops
-from cs336_systems.studies.ceilings_cell import NARROW, make_product, measure_launch, measure_rows, why_unavailable
+from cs336_systems.report.sections.ceilings import promised_flops
+from cs336_systems.studies.ceilings_cell import (
+    NARROW,
+    make_product,
+    measure_kernel,
+    measure_launch,
+    measure_rows,
+    why_unavailable,
+)
 from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
+    KernelCell,
     Launch,
     ProductCell,
     ProductPrecision,
     Shape,
     Stream,
     StreamCell,
+    Timing,
 )
 from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.kernel_cell import measure_kernel
-from cs336_systems.studies.kernel_records import KernelCell
-from cs336_systems.studies.loops import Timing
 from cs336_systems.studies.runner import run_study
 from cs336_systems.studies.timing import measure, replayed
 

@@ -11,21 +11,23 @@ from torch import Tensor
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status
-from cs336_systems.studies import fusion_cell
-from cs336_systems.studies.attention_cell import measure_cell, measure_rows
-from cs336_systems.studies.attention_records import (
+from cs336_systems.studies.cell import attempt
+from cs336_systems.studies.operator_cell import OPS, Watcher, measure_attention, measure_cell, measure_fusion
+from cs336_systems.studies.operators import (
     AttentionCell,
     AttentionGrid,
     CellResult,
+    FusionGrid,
+    FusionRow,
     Implementation,
+    Op,
     Quantity,
+    Version,
     naive_saved_bytes,
     rows_bytes,
+    version_rows,
     weights_bytes,
 )
-from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.fusion_ops import OPS, Watcher
-from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, Op, Version, version_rows
 from cs336_systems.studies.records import Cell
 from cs336_systems.studies.runner import run_study
 
@@ -95,7 +97,7 @@ def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
 def measured_alone(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
     """The result of a cell with nothing in the allocator's cache."""
     blank = CellResult(cell=cell, status=Status.OK)
-    (row,), is_fit = attempt(grid, Cell(label=cell.label, rows=(blank,)), measure_rows)
+    (row,), is_fit = attempt(grid, Cell(label=cell.label, rows=(blank,)), measure_attention)
     assert is_fit, row.failure
     return row
 
@@ -211,8 +213,8 @@ def test_a_sleep_on_the_device_is_found_in_forward_alone() -> None:
         return F.gelu(x, approximate="tanh")
 
     rows = version_rows(FUSION, Op.GELU, Precision.FP32, Version.FUSED)
-    plain = fusion_cell.measure_rows(FUSION, rows)
-    slept = fusion_cell.measure_rows(FUSION, rows, replace(OPS[Op.GELU], fused=sleepy))
+    plain = measure_fusion(FUSION, rows)
+    slept = measure_fusion(FUSION, rows, replace(OPS[Op.GELU], fused=sleepy))
     added = [b.measurement.median_s - a.measurement.median_s for a, b in zip(plain, slept, strict=True)]
     assert added[0] == pytest.approx(sleep_s(), rel=0.05)
     assert abs(added[1]) < 0.05 * added[0]
