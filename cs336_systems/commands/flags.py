@@ -34,7 +34,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.measure.inputs import check_factory, parameters_of
-from cs336_systems.measure.nvml import alike, visible_gpus, wants_slice, why_none_visible
+from cs336_systems.measure.nvml import alike, visible_gpus, why_none_visible
 from cs336_systems.model.fast.choose import check_packages, describe_fast, fastest, missing_packages
 from cs336_systems.settings import Setting, declared, flag_of
 from cs336_systems.text import print_aside
@@ -549,14 +549,8 @@ def resolve_device(device: DeviceChoice) -> Device:
 
 
 def explain_cpu_fallback(device: DeviceChoice) -> None:
-    """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of them is visible.
-
-    Raises UsageError if that GPU would be a MIG slice: CUDA may have a slice that the driver does not list.
-    """
-    why = why_none_visible() if device == "auto" else None
-    if why is not None and wants_slice():
-        raise UsageError(f"--device auto finds no GPU: {why}. Correct that, or measure the CPU with --device cpu")
-    if why is not None:
+    """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of them is visible."""
+    if device == "auto" and (why := why_none_visible()) is not None:
         print_aside(f"note: --device auto takes the CPU: {why}")
 
 
