@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from cs336_systems.analysis.kernels.classes import KernelClass
@@ -146,15 +145,13 @@ def test_the_cpu_is_the_limit_from_a_fifth_of_the_time(late_ms: float, is_limit:
 
 
 def test_the_cpu_is_the_limit_with_the_time_of_a_launch_and_of_a_kernel() -> None:
-    """44 ms of the host for 52 launches, whose calls take 0.27 ms; median over all 50 kernels."""
+    """44 ms of the host for 52 launches, whose calls take 0.27 ms, and 40 ms of 50 kernels."""
     profile = make_profile()
     profile = replace(profile, idle=(*profile.idle, make_idle(FORWARD, IdleCause.LATE_LAUNCH, 4, 7)))
     text = findings(profile)[0]
-    kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
-    median_s = np.median(np.repeat([k.median_s for k in kernels], [k.count for k in kernels]))
     assert text.startswith("The CPU is the limit: the GPU is busy 77.3 % of the step's 26.0 ms, and idle 26.0 %")
     assert "takes 846 µs per launch, 5.19 µs of it" in text
-    assert f"the median of 25 kernels runs {median_s * 1e6:.0f} µs" in text
+    assert "a kernel runs 800 µs on average" in text
     assert "In forward the CPU" not in said(profile), "the phase is no news where the step is limited"
 
 
