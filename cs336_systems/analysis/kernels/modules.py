@@ -21,6 +21,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     MatmulCounts,
     ModuleTimes,
 )
+from cs336_systems.analysis.kernels.trace import of_names
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.accounting import AttentionFlops, attention_backward_flops, attention_forward_flops
 from cs336_systems.ranges import Range
@@ -113,9 +114,7 @@ def range_parts(attribution: Attribution, names: AttentionNames) -> RangeParts:
 def _attention_ranges(attribution: Attribution, names: AttentionNames) -> PartCodes:
     """The part that each range is: scores, the softmax that follows them inside the same range, then the values."""
     ranges = attribution.trace.ranges
-    used, index = np.unique(ranges.name, return_inverse=True)
-    wanted = np.array([names.part(attribution.trace.strings[name]) for name in used.tolist()], dtype=np.int8)
-    label = wanted[index]
+    label = of_names(ranges.name, attribution.trace.strings, names.part, np.int8)
     rows = np.flatnonzero((label != NO_PART) & ranges.is_nested)
     rows = rows[np.lexsort((ranges.start_ns[rows], attribution.parent[rows], ranges.thread[rows]))]
     label = label[rows]
@@ -145,10 +144,7 @@ CLASSES = tuple(KernelClass)
 
 def kernel_classes(names: Ints, strings: Sequence[str]) -> Codes:
     """The class of each kernel, as an index into `CLASSES`."""
-    used, index = np.unique(names, return_inverse=True)
-    codes = {kind: code for code, kind in enumerate(CLASSES)}
-    kinds = np.array([codes[classify_kernel(strings[name])] for name in used.tolist()], dtype=np.int8)
-    return kinds[index]
+    return of_names(names, strings, lambda name: CLASSES.index(classify_kernel(name)), np.int8)
 
 
 def kernel_times(kernels: pd.DataFrame, strings: Sequence[str]) -> tuple[KernelTimes, ...]:
@@ -213,8 +209,7 @@ def with_roles(kernels: pd.DataFrame, attribution: Attribution, parts: RangePart
     `part`: the part of attention whose range contains the kernel; in backward, the part that the kernel differentiates.
     """
     strings, own_part = attribution.trace.strings, parts.part[kernels["module"]]
-    used, index = np.unique(kernels["name"], return_inverse=True)
-    is_matmul = np.array([is_matmul_itself(strings[name]) for name in used.tolist()], dtype=np.bool_)[index]
+    is_matmul = of_names(kernels["name"].to_numpy(), strings, is_matmul_itself, np.bool_)
     phase, in_step = kernels["phase"].to_numpy(), kernels["step"].to_numpy() >= 0
     in_forward, in_attention = phase == _FORWARD, own_part != NO_PART
 
