@@ -74,7 +74,7 @@ def test_sweeps_on_disk_are_written_under_their_name_alone_and_as_json(here, cap
     assert rows[0]["b_step_mean_s"] == pytest.approx(0.2)
     assert compare(a, b, "--name", "mine", "--output", "out") == 0
     directory = here / "out/comparisons/mine"
-    assert {path.suffix for path in directory.iterdir()} == {"", ".csv", ".html", ".json", ".md", ".tex", ".typ"}
+    assert {path.suffix for path in directory.iterdir()} == {".csv", ".html", ".json", ".md", ".tex", ".typ"}
     with (directory / "comparison.csv").open(newline="") as file:
         assert [row["verdict"] for row in csv.DictReader(file)] == [row["verdict"] for row in rows]
 
