@@ -55,24 +55,6 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
 
 @_exit_status
-def benchmark(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `benchmark.py`."""
-    return _run("benchmark", "benchmark.py", argv)
-
-
-@_exit_status
-def sweep(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `benchmark_sweep.py`."""
-    return _run("sweep", "benchmark_sweep.py", argv)
-
-
-@_exit_status
-def precision(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `precision.py`."""
-    return _run("precision", "precision.py", argv)
-
-
-@_exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `cs336`: the first word names the command, and the others are its arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -110,3 +92,11 @@ def _sides_apart(words: Sequence[str]) -> list[str]:
     from cs336_systems.commands.compare import is_side
 
     return [f" {word}" if is_side(word, words) else word for word in words]
+
+
+benchmark = _exit_status(functools.partial(_run, "benchmark", "benchmark.py"))
+"""Entry point of `benchmark.py`."""
+sweep = _exit_status(functools.partial(_run, "sweep", "benchmark_sweep.py"))
+"""Entry point of `benchmark_sweep.py`."""
+precision = _exit_status(functools.partial(_run, "precision", "precision.py"))
+"""Entry point of `precision.py`."""

@@ -27,6 +27,8 @@ MAX_MEASURED_RANKS = 64
 """Most ranks of a measured step: they are processes of one machine, which has at most 16 GPUs, or more CPU cores."""
 MAX_PADDING = 2**16
 """Largest multiple that a vocabulary may be padded to; no kernel needs a larger one."""
+MODULE_DEPTH = 3
+"""Usual number of levels of modules that have ranges, in models that have no ranges of their own."""
 UNSIZED = "own"
 """`size` of a user's own model whose factory takes no sizes."""
 WATCHED = "watch"
@@ -448,7 +450,7 @@ class RunConfig:
                 ),
             ),
         ),
-    ] = 3
+    ] = MODULE_DEPTH
     profiler: Annotated[
         Profiler,
         Setting(

@@ -35,10 +35,10 @@ class Columns:
 SomeColumns = TypeVar("SomeColumns", bound=Columns)
 
 
-def joined(first: SomeColumns, second: SomeColumns) -> SomeColumns:
-    """The rows of `first`, followed by those of `second`."""
-    both = {field.name: (getattr(first, field.name), getattr(second, field.name)) for field in fields(first)}
-    return type(first)(**{name: np.concatenate(columns) for name, columns in both.items()})
+def joined(first: SomeColumns, *others: SomeColumns) -> SomeColumns:
+    """The rows of `first`, followed by those of the others."""
+    parts = {field.name: [getattr(table, field.name) for table in (first, *others)] for field in fields(first)}
+    return type(first)(**{name: np.concatenate(columns) for name, columns in parts.items()})
 
 
 def chosen(columns: SomeColumns, rows: Mask | Ints) -> SomeColumns:

@@ -519,12 +519,6 @@ COLUMNS: dict[str, Column] = {
                                std="together_std_ms"),
     "output_error": Column("output's error", "", "Largest distance of the output from attention in float64."),
     "gradient_error": Column("gradients' error", "", "Largest distance of a gradient from attention's in float64."),
-    "forward_tflops_per_s": Column("forward", "TFLOP/s", "FLOPs of forward over its time.",
-                                   derived=True, write=three_digits),
-    "backward_tflops_per_s": Column("backward", "TFLOP/s", "FLOPs of backward over its time.",
-                                    derived=True, write=three_digits),
-    "together_tflops_per_s": Column("forward and backward", "TFLOP/s", "FLOPs of both passes over their time.",
-                                    derived=True, write=three_digits),
     # ceilings
     "shape": Column("rows x inner x columns", "", "Sides of the matrices that are multiplied.", write=str),
     "flops_per_byte": Column("intensity", "FLOP/byte", "FLOPs over the least bytes that must move.",

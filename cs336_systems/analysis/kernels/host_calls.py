@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
+from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.kernels.attribution import Selection, frame_of, totals
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls
-from cs336_systems.analysis.kernels.trace import Nesting, Trace
+from cs336_systems.analysis.kernels.trace import GroupNesting, Trace
 
 # nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
@@ -151,13 +151,7 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
 def _places(calls: Calls, selection: Selection) -> tuple[Codes, Ints]:
     """Phase and step (-1 for none) of the host at the start of each call."""
     steps, windows = selection.steps, selection.windows
-    phase = np.full(len(calls), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
-    step = np.full(len(calls), -1, dtype=np.int64)
-    for process, rows in groups(calls.process):
-        mine = np.flatnonzero(steps.process == process)
-        step[rows] = np.append(mine, -1)[Nesting(steps.start_ns[mine], steps.end_ns[mine]).at(calls.start_ns[rows])]
-        mine = np.flatnonzero(steps.process[windows.step] == process)
-        labels = np.append(windows.phase[mine], phase[:1])
-        at = Nesting(windows.start_ns[mine], windows.end_ns[mine]).at(calls.start_ns[rows])
-        phase[rows] = np.where(at < 0, CODES[LaunchPhase.UNATTRIBUTED], labels[at])
-    return phase, step
+    step = GroupNesting(steps.process, steps.start_ns, steps.end_ns).at(calls.process, calls.start_ns)
+    by_process = GroupNesting(steps.process[windows.step], windows.start_ns, windows.end_ns)
+    labels = np.append(windows.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
+    return labels[by_process.at(calls.process, calls.start_ns)], step

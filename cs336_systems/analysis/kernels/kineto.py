@@ -16,13 +16,13 @@ from typing import Generic, TypeVar, cast
 import msgspec
 import numpy as np
 
-from cs336_systems.analysis.columns import GZIP_MAGIC, SQLITE_MAGIC, Ints, ProfileError, groups, read_head, what_it_is
+from cs336_systems.analysis.columns import GZIP_MAGIC, SQLITE_MAGIC, Ints, ProfileError, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import (
     MAX_TIME_NS,
     ApiCalls,
     DeviceWork,
+    GroupNesting,
     Launches,
-    Nesting,
     Ranges,
     Strings,
     Trace,
@@ -144,27 +144,30 @@ class Events:
             raise ProfileError(self.path, f"{error}: the trace is damaged, record it again") from error
 
 
-def _read(path: Path) -> bytearray:
+def _read(path: Path) -> bytes | bytearray:
     is_compressed = read_head(path, len(SQLITE_MAGIC), NEEDED).startswith(GZIP_MAGIC)
-    content = bytearray()
     try:
-        with gzip.open(path) if is_compressed else path.open("rb") as file:
-            is_too_large = path.stat().st_size > MAX_BYTES
-            while not is_too_large and (part := file.read(2**20)):
-                content += part
-                is_too_large = len(content) > MAX_BYTES
+        content = _decompress(path) if is_compressed else path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ProfileError(path, f"not a whole gzip file ({error}): copy it again or export it again") from error
     except OSError as error:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
-    if is_too_large:
+    if max(len(content), path.stat().st_size) > MAX_BYTES:
         raise ProfileError(path, f"needed at most {MAX_BYTES} bytes, got more: record fewer steps")
-    if bytes(content[:100]).lstrip()[:1] not in (b"{", b"["):
+    if content[:100].lstrip()[:1] not in (b"{", b"["):
         raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, bytes(content[:100]))}")
     return content
 
 
-def _decode(path: Path, content: bytearray, kind: type[_File[Number]]) -> _File[Number]:
+def _decompress(path: Path) -> bytearray:
+    content = bytearray()
+    with gzip.open(path) as file:
+        while len(content) <= MAX_BYTES and (part := file.read(2**20)):
+            content += part
+    return content
+
+
+def _decode(path: Path, content: bytes | bytearray, kind: type[_File[Number]]) -> _File[Number]:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
@@ -178,7 +181,7 @@ def _decode(path: Path, content: bytearray, kind: type[_File[Number]]) -> _File[
         raise ProfileError(path, "nested too deeply for a trace") from error
 
 
-def _what_is_malformed(content: bytearray, error: str) -> str:
+def _what_is_malformed(content: bytes | bytearray, error: str) -> str:
     at = re.search(r"\(byte (\d+)\)", error)
     if at is None:
         return "truncated: copy it again or export it again"
@@ -361,9 +364,7 @@ def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
     """
     own, end_ns = duration_ns.copy(), start_ns + duration_ns
     lasting = np.flatnonzero(duration_ns > 0)
-    for _, chosen in groups(thread[lasting]):
-        rows = lasting[chosen]
-        parent = Nesting(start_ns[rows], end_ns[rows]).parent
-        inner, outer = rows[parent >= 0], rows[parent[parent >= 0]]
-        np.subtract.at(own, outer, np.minimum(end_ns[inner], end_ns[outer]) - start_ns[inner])
+    parent = GroupNesting(thread[lasting], start_ns[lasting], end_ns[lasting]).parent
+    inner, outer = lasting[parent >= 0], lasting[parent[parent >= 0]]
+    np.subtract.at(own, outer, np.minimum(end_ns[inner], end_ns[outer]) - start_ns[inner])
     return np.maximum(own, 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
+from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 
 _DRIVERS_OWN = re.compile(r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?", re.ASCII)
 """Names of the CUDA driver's kernels that fill or copy memory."""
@@ -163,6 +163,28 @@ class Nesting:
     def at(self, time: Ints) -> Ints:
         """Index of the innermost interval at each time, -1 for none."""
         found: Ints = self._owner[np.searchsorted(self._time, time, side="right") - 1]
+        return found
+
+
+class GroupNesting:
+    """Looks up the innermost interval at a time among those of one group, such as a thread or a process."""
+
+    def __init__(self, group: Ints, start: Ints, end: Ints) -> None:
+        self.parent: Ints = np.full(len(group), -1, dtype=np.int64)
+        """The innermost interval of the same group around each, -1 for none."""
+        self._of: dict[int, tuple[Ints, Nesting]] = {}
+        for number, rows in groups(group):
+            nesting, row_of = Nesting(start[rows], end[rows]), np.append(rows, -1)
+            self.parent[rows] = row_of[nesting.parent]
+            self._of[number] = row_of, nesting
+
+    def at(self, group: Ints, time: Ints) -> Ints:
+        """Index of the innermost interval of each group at its time, -1 for none."""
+        found: Ints = np.full(len(group), -1, dtype=np.int64)
+        for number, rows in groups(group):
+            if number in self._of:
+                row_of, nesting = self._of[number]
+                found[rows] = row_of[nesting.at(time[rows])]
         return found
 
 
