@@ -382,6 +382,24 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
     return config
 
 
+def config_of(
+    device: Device,
+    given: Mapping[str, Any],
+    point: Mapping[str, Any],
+    *,
+    fast: bool,
+    global_batch_size: int | None,
+    many: bool = False,
+) -> RunConfig:
+    """The run of the settings `given` by the user, by the flags of a sweep if `many`, and of those of `point` first."""
+    settings = {**given, **point}
+    if global_batch_size is not None:
+        settings["batch_size"] = batch_of_each(global_batch_size, settings.get("ranks", 1))
+    asked = {name: settings[name] for name in given}
+    config = make_fast_config(device, asked, many=many, **settings) if fast else make_config(device, **settings)
+    return checked_factory(config, given, many=many)
+
+
 def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = False) -> RunConfig:
     """The run itself; raise ValueError for a flag of the model's shape that the user's own factory does not take.
 
@@ -491,6 +509,24 @@ def explain_fast(configs: Iterable[RunConfig]) -> None:
     missing = (line for config in configs for line in missing_packages(config, gpus[0].name if gpus else None))
     for line in dict.fromkeys(missing):
         print_aside(f"note: {line}")
+
+
+PROFILERS = {
+    "nsys": Profiler.NSYS,
+    "profile": Profiler.KINETO,
+    "memory": Profiler.MEMORY,
+    "memory_first_step": Profiler.MEMORY,
+}
+"""The profiler of each flag that asks for one."""
+
+
+def chosen_profiler(arguments: object) -> Profiler:
+    """The profiler that these flags ask for; raise ValueError for several."""
+    asked = [name for name in PROFILERS if getattr(arguments, name, False)]
+    if len(asked) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise ValueError(f"two profilers cannot watch one process, got {flags}: choose one")
+    return PROFILERS[asked[0]] if asked else Profiler.NONE
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:
