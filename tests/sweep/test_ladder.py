@@ -468,12 +468,12 @@ def cut_off_the_largest(x, unit, transposes):
     return CASTS(x.float().clamp(-mean, mean), unit, transposes)
 
 
-CASTS = fp8._casts
+CASTS = fp8._fp8_casts
 
 
 @pytest.mark.parametrize("fault", [cast_without_a_unit, forget_a_tenth, cut_off_the_largest], ids=lambda f: f.__name__)
 def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch, fault):
-    monkeypatch.setattr(fp8, "_casts", fault)
+    monkeypatch.setattr(fp8, "_fp8_casts", fault)
     losses = train(replace(of(Arch.CS336, 0), **IN_FP8))
     gate = judge(Precision.BF16, [losses], [expected(Arch.CS336, 0)], fp8=True)
     assert gate.passed is False, gate

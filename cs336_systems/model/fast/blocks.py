@@ -68,7 +68,7 @@ class CopiedLinear(Linear):
 
 
 class PackedAttention(SelfAttention):
-    """Attention that computes q, k and v by one matmul, unless a part of the packed weight would not be aligned."""
+    """Attention that computes q, k and v by one matmul."""
 
     output_proj: CopiedLinear
 
@@ -76,23 +76,20 @@ class PackedAttention(SelfAttention):
         nn.Module.__init__(self)
         self.num_heads = attention.num_heads
         parts = attention.q_proj, attention.k_proj, attention.v_proj
-        self.packed = maker.packed(*parts)
-        self.q_proj, self.k_proj, self.v_proj = parts if self.packed else (CopiedLinear(p, maker) for p in parts)
+        self.q_proj, self.k_proj, self.v_proj = parts
+        self.packed = maker.copies(*parts)
         self.output_proj = CopiedLinear(attention.output_proj, maker, defers_bias=defers_bias)
 
     def heads(
         self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of each head, as (batch, seq, heads, d_head)."""
-        if self.packed is None:
-            return super().heads(x, rotations)
         return self.cut(*self.project(x), rotations)
 
     def project(
         self, x: Float[Tensor, "batch seq d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
         """Queries, keys and values of all heads, side by side, and a tag; `cut` computes their bias's gradient."""
-        assert self.packed is not None
         if self.packed.bias is None:
             return self.packed.matmul(x, largest), None
         return self.packed._replace(bias=self.packed.bias.detach()).tagged(x, largest)
@@ -103,7 +100,6 @@ class PackedAttention(SelfAttention):
         """The heads of what `project` returned."""
         if rotations is not None:
             return rope_heads(projected, rotations)
-        assert self.packed is not None
         assert self.packed.bias is not None, "attention without biases has rotations"
         return cut_heads(projected, self.packed.bias, self.num_heads, tag)
 
@@ -139,8 +135,6 @@ class DeferringAttention(PackedAttention):
     ) -> tuple[Float[Tensor, "batch seq d_model"], Tag | None]:
         """Attention's branch, without its bias, and in fp8 its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
-            if self.packed is None:
-                return self.output_proj.tagged(attend(*self.heads(x, rotations), mask))
             return self.output_proj.tagged(self.values(*self.project(x, largest), rotations, mask))
 
     def values(
@@ -152,26 +146,21 @@ class DeferringAttention(PackedAttention):
     ) -> Float[Tensor, "batch seq d_model"]:
         """Outputs of all heads, side by side, from what `project` returned."""
         if self._packs:
-            assert self.packed is not None
             return packed_attention(projected, self.num_heads, rotations, self.packed.bias, tag)
         return attend(*self.cut(projected, tag, rotations), mask)
 
 
 class PackedSwiGLU(SwiGLU):
-    """SwiGLU that applies w1 and w3 by one matmul, unless a part of the packed weight would not be aligned."""
+    """SwiGLU that applies w1 and w3 by one matmul."""
 
     w2: CopiedLinear
 
     def __init__(self, ffn: SwiGLU, maker: CopyMaker) -> None:
         nn.Module.__init__(self)
-        self.packed = maker.packed(ffn.w1, ffn.w3)
-        self.w1 = ffn.w1 if self.packed else CopiedLinear(ffn.w1, maker)
-        self.w2 = CopiedLinear(ffn.w2, maker)
-        self.w3 = ffn.w3 if self.packed else CopiedLinear(ffn.w3, maker)
+        self.w1, self.w2, self.w3 = ffn.w1, CopiedLinear(ffn.w2, maker), ffn.w3
+        self.packed = maker.copies(ffn.w1, ffn.w3)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        if self.packed is None:
-            return super().forward(x)
         with annotate(self.range):
             output: Tensor = self.w2(*self.activate(*self.expand(x)))
             return output
@@ -180,7 +169,6 @@ class PackedSwiGLU(SwiGLU):
         self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... twice_d_ff"], None]:
         """The results of w1 and w3, side by side, without a tag."""
-        assert self.packed is not None
         return self.packed.matmul(to_autocast_dtype(x), largest), None
 
     def activate(
@@ -200,9 +188,7 @@ class DeferringSwiGLU(PackedSwiGLU):
     def forward(  # type: ignore[override]
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result, and its tag in fp8 if w1 and w3 are packed; `largest` has magnitudes of x, if known."""
-        if self.packed is None:
-            return super().forward(x), None
+        """The result, and in fp8 its tag; `largest` has magnitudes of x, if known."""
         with annotate(self.range):
             if self._fuses:
                 return feed_forward(x, self.packed.weight, None, self.w2.copies.weight), None

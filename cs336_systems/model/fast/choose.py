@@ -44,8 +44,6 @@ VERSIONS = {QUACK: "0.6", FLASH_4: "4.0.0b36"}
 """How the versions begin that this project was tested with; what it calls of these packages may change in others."""
 OF_PACKAGE = {"fused_activations": QUACK, "packed_attention": FLASH_4}
 """The settings that need a package on a GPU."""
-COST = {QUACK: 1.06, FLASH_4: 1.03}
-"""Times as long as a step of gpt2 takes on an H100 without the package: a rung of its ladder each."""
 _IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
 """The modules beside this one that import what the fast model needs of the package."""
 _LONGEST_IMPORT_S = 300.0
@@ -81,7 +79,9 @@ def fastest(config: RunConfig, device_name: str | None, is_usable: Callable[[str
     common = replace(common, precision=precision)
     if own:
         return common if config.parallel.shards_parameters else replace(common, compile=compile_mode)
-    has_copies = precision is Precision.BF16 and config.parallel.takes_any_tensor
+    has_copies = (
+        precision is Precision.BF16 and config.parallel.takes_any_tensor and config.model.d_model % PACKED_MULTIPLE == 0
+    )
     return replace(
         common,
         compile=compile_mode,
@@ -179,17 +179,14 @@ def package_needed(name: str, why: str) -> str:
 
 
 def missing_packages(fast: RunConfig, device_name: str | None) -> Iterator[str]:
-    """What a step chosen by --fast does without because a package cannot be used, why, and what that costs."""
+    """What a step chosen by --fast does without because a package cannot be used, and why."""
     model = fast.model
     if model.sdpa_backend is best_sdpa_backend(model, fast.device, device_name):
         fast = replace(fast, model=replace(model, sdpa_backend=SdpaBackend.AUTO))
     ideal = fastest(fast, device_name, lambda _: True)
     for name, package in OF_PACKAGE.items():
         if getattr(ideal, name) and not getattr(fast, name) and (why := why_unusable(package)) is not None:
-            yield (
-                f"no {in_note(name, SETTINGS[name], True)}, as {package} {why} (pip install '.[fused]'); without, a "
-                f"step of gpt2 took {COST[package]} times as long on an H100"
-            )
+            yield f"no {in_note(name, SETTINGS[name], True)}, as {package} {why} (pip install '.[fused]')"
 
 
 def version_of(package: str) -> str | None:
@@ -203,9 +200,8 @@ def version_of(package: str) -> str | None:
 def can_fuse_activations(
     model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
 ) -> bool:
-    """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if both widths fit."""
-    fits = model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0
-    return fits and _is_hopper(device_name) and (is_usable or is_installed)(QUACK)
+    """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if their width fits."""
+    return model.d_ff % PACKED_MULTIPLE == 0 and _is_hopper(device_name) and (is_usable or is_installed)(QUACK)
 
 
 def can_pack_attention(
@@ -251,26 +247,15 @@ def _padding(vocab_size: int) -> int:
 
 
 def describe_fast(config: RunConfig) -> str:
-    """What is chosen, in one line: `bf16, sdpa attention (cudnn), compile default by block, fused AdamW, ...`."""
-    model = config.model
-    blocks = " by block" if config.compile_blocks else ""
-    is_named = model.sdpa_backend is not SdpaBackend.AUTO and not config.packed_attention
-    backend = f" ({model.sdpa_backend})" if is_named else ""
-    own = config.model_factory is not None
-    words = (
-        (str(config.precision), True),
-        (f"{model.attention} attention{backend}", not own),
-        (f"compile {config.compile}{blocks}", config.compile is not CompileMode.NONE),
-        (f"{config.optimizer} AdamW", config.mode is Mode.TRAIN),
-    )
-    shortcuts = [
-        in_note(each.name, setting, getattr(config, each.name))
-        for each, setting in declared(config)
-        if setting.is_shortcut
-        and not each.name.startswith(("compile", "selective", "keep"))
-        and getattr(config, each.name) != each.default
-    ]
-    return ", ".join([*(word for word, is_said in words if is_said), *shortcuts, *_checkpoints(config)])
+    """What is chosen, in one line: `bf16, sdpa attention, cudnn, fused optimizer, compile default, ...`."""
+    words = [str(config.precision)]
+    for part in (config.model, config):
+        for each, setting in declared(part):
+            is_chosen = setting.chosen_by_fast or setting.is_shortcut or each.name == "sdpa_backend"
+            is_said = each.name in ("precision", "selective_checkpoints", "keep_hidden")  # before, or below
+            if is_chosen and not is_said and (value := getattr(part, each.name)) != each.default:
+                words.append(in_note(each.name, setting, value))
+    return ", ".join([*words, *_checkpoints(config)])
 
 
 def _checkpoints(config: RunConfig) -> Iterator[str]:

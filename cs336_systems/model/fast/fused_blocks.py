@@ -150,14 +150,14 @@ def _add_norm_backward(
     result = result if stream_gradient is None else result + stream_gradient.float().flatten(0, -2)
     of_branch_bias = result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
     result = result.view(total.shape)
-    rows = _aligned_rows(statistics, len(sums), total.shape[-1]).copy_(torch.stack(sums))
     of_branch = result.to(gradient.dtype, copy=True)
-    return result.to(total.dtype, copy=True), of_branch, rows, of_branch_bias, own_unit(of_branch, measures)
-
-
-def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
-    """Rows in fp32, each at a multiple of 16 bytes, which AdamW's kernel reads at once."""
-    return like.new_empty(num_rows, -(-width // 4) * 4).narrow(1, 0, width)
+    return (
+        result.to(total.dtype, copy=True),
+        of_branch,
+        torch.stack(sums),
+        of_branch_bias,
+        own_unit(of_branch, measures),
+    )
 
 
 @operator("fused_blocks_kernel.bias_gelu")

@@ -163,12 +163,12 @@ def summed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the last in `last_type`.
 
-    If `last_type` is None, the last sum is a row too, and the second result is empty. Rows begin at multiples of 16
-    bytes, as AdamW's kernel needs. The third result is the fp8 unit of a tensor with these `maxima`; empty if None.
+    If `last_type` is None, the last sum is a row too, and the second result is empty. The third result is the fp8 unit
+    of a tensor with these `maxima`; empty if None.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1
-    rows = partial.new_empty(num_rows, triton.cdiv(width, 4) * 4)[:, :width]
+    rows = partial.new_empty(num_rows, width)
     last = partial.new_empty(0 if last_type is None else width, dtype=last_type)
     unit = partial.new_empty(0 if maxima is None else 1)
     _reduce_sums[(triton.cdiv(width, SUM_COLUMNS), num_sums)](

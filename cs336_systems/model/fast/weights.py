@@ -202,17 +202,16 @@ class CopyMaker:
         Each comes with MOST_PARTS magnitudes: one for each packed part, and 0 for the rest.
         """
 
-    def copies(self, layer: Linear) -> Copies:
-        """Copies for one layer of a block."""
-        return self._copies([layer.weight], [] if layer.bias is None else [layer.bias])
-
-    def packed(self, *layers: Linear) -> Copies | None:
-        """One weight and bias for layers that read the same tensor; None if a part would not be aligned."""
+    def copies(self, *layers: Linear) -> Copies:
+        """Copies for one layer of a block, or packed into one weight and bias for layers that read the same tensor."""
         weights = [layer.weight for layer in layers]
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        if any(part.numel() * self._dtype.itemsize % ALIGNMENT for part in (*weights, *biases)):
-            return None
-        return self._copies(weights, biases)
+        bias = self._copy(biases) if (biases := [layer.bias for layer in layers if layer.bias is not None]) else None
+        if not (self.fp8 and self._keeps_units):
+            return Copies(self._copy(weights), bias, self.fp8)
+        largest = torch.zeros(MOST_PARTS, device=weights[0].device)
+        unit = torch.empty((), device=weights[0].device)
+        self.units.append(KeptUnit(largest, unit))
+        return Copies(self._copy(weights, largest=largest), bias, self.fp8, unit)
 
     def padded(self, layer: Linear, multiple: int) -> Copies:
         """A copy with rows of 0 appended until their number is a multiple of `multiple`; never in fp8."""
@@ -223,15 +222,6 @@ class CopyMaker:
         if table in self._found:
             self._found[table].read = LeafSlice(table, slice(0, table.numel()))
         return tuple(self._found.get(parameter) or whole(parameter) for parameter in parameters)
-
-    def _copies(self, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter]) -> Copies:
-        bias = self._copy(biases) if biases else None
-        if not (self.fp8 and self._keeps_units):
-            return Copies(self._copy(weights), bias, self.fp8)
-        largest = torch.zeros(MOST_PARTS, device=weights[0].device)
-        unit = torch.empty((), device=weights[0].device)
-        self.units.append(KeptUnit(largest, unit))
-        return Copies(self._copy(weights, largest=largest), bias, self.fp8, unit)
 
     def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None) -> Tensor:
         """A leaf with copies of the masters, stacked by rows, and `surplus` rows of 0.

@@ -1,6 +1,5 @@
 """`fastest` makes a valid step of every other one, changes nothing that was asked for, and follows its rule."""
 
-import csv
 import importlib.metadata
 import tomllib
 from dataclasses import fields, replace
@@ -27,7 +26,6 @@ from cs336_systems.config import (
 from cs336_systems.costs.hardware import DEVICES
 from cs336_systems.model.fast import choose
 from cs336_systems.model.fast.choose import (
-    COST,
     FLASH_4,
     QUACK,
     best_sdpa_backend,
@@ -39,8 +37,6 @@ from cs336_systems.model.fast.choose import (
     missing_packages,
 )
 from cs336_systems.model.fast.model import check_device
-
-ROOT = Path(__file__).parents[3]
 
 H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
 CHOSEN = (
@@ -153,7 +149,6 @@ def test_attention_is_packed_on_hopper_with_flash_attention_4(monkeypatch, devic
     fast = fastest(config, device_name)
     assert fast.packed_attention is packs
     assert ("FlashAttention 4" in describe_fast(fast)) is packs
-    assert ("cudnn" in describe_fast(fast)) is (fast.model.sdpa_backend is SdpaBackend.CUDNN and not packs)
     assert fastest(fast, device_name) == fast
 
 
@@ -248,10 +243,10 @@ def test_autotuning_stays_and_graphs_of_the_compiler_go(asked, mode):
 
 def test_the_description_names_what_was_chosen():
     words = describe_fast(fastest(make("gpt2"), H200)).split(", ")
-    assert words[:3] == ["bf16", "sdpa attention (cudnn)", "compile default by block"]
-    assert len(words) == 10, "precision, attention, compilation, optimizer, and six shortcuts"
-    assert describe_fast(fastest(make("tiny", Device.CPU), None)) == "fp32, sdpa attention, fused AdamW"
-    assert describe_fast(fastest(make(model_factory="a:b"), H200)) == "bf16, compile default, fused AdamW"
+    assert words[:5] == ["bf16", "sdpa attention", "cudnn", "fused optimizer", "compile default"]
+    assert len(words) == 12, "these, compiled blocks, and six other shortcuts"
+    assert describe_fast(fastest(make("tiny", Device.CPU), None)) == "fp32, sdpa attention, fused optimizer"
+    assert describe_fast(fastest(make(model_factory="a:b"), H200)) == "bf16, fused optimizer, compile default"
 
 
 @pytest.mark.parametrize("way", Parallel)
@@ -300,7 +295,8 @@ def test_a_package_whose_imports_are_missing_is_done_without_and_refused_where_a
     assert (fast.fused_activations, fast.packed_attention) == (False, False)
     notes = [*missing_packages(fast, H200)]
     for note, (package, half) in zip(notes, HALVES.items(), strict=True):
-        assert all(part in note for part in (package, half[-1], f" {COST[package]} times"))
+        assert package in note
+        assert half[-1] in note
     assert [*missing_packages(fast, A100)] == []
     flash = replace(make(), model=model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH))
     asked_for_flash = fastest(flash, H200)
@@ -312,10 +308,3 @@ def test_a_package_whose_imports_are_missing_is_done_without_and_refused_where_a
             with pytest.raises(ValueError, match=rf"^--{name.replace('_', '-')} needs {package}.*{half[-1]}.*\Z"):
                 check(config)
         check_packages(replace(config, device=Device.CPU, cuda_graph=False, expandable_segments=False))
-
-
-def test_the_cost_of_a_missing_package_is_that_of_its_rung():
-    with (ROOT / "data/published/ladder/h100-gpt2-packed/ladder.csv").open() as file:
-        times = {row["rung"]: float(row["step_mean_ms"]) for row in csv.DictReader(file)}
-    assert COST[QUACK] == round(times["split"] / times["activations"], 2)
-    assert COST[FLASH_4] == round(times["activations"] / times["packed"], 2)

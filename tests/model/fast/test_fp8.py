@@ -268,7 +268,7 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_largest_magnitude_of_each_weight_is_kept(device: str) -> None:
-    """Of one that is not trained too, beside others in one packed weight, and of weights that are loaded."""
+    """Of one that is not trained too, beside others in one packed weight."""
     torch.manual_seed(0)
     model = TransformerLM(MODEL).to(device)
     frozen = model.layers[1].attn.q_proj.weight.requires_grad_(False)
@@ -290,8 +290,6 @@ def test_the_largest_magnitude_of_each_weight_is_kept(device: str) -> None:
         step(HostClock())
         check()
     assert torch.equal(frozen, before)
-    step.model.load_state_dict({name: value / 2 for name, value in step.model.state_dict().items()})
-    check()
 
 
 def test_checkpoints_recompute_the_same_values() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.fast.rounding import assert_rounded_at_random
+from tests.model.fast.test_weights import assert_rounded_at_random
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (pip install triton)")
 
