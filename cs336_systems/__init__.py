@@ -2,8 +2,20 @@
 
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cs336_systems.watched import watch as watch
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name == "watch":  # which needs torch, and commands that need none shall start quickly
+        from cs336_systems.watched import watch
+
+        return watch
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def find_modules_of_the_user() -> None:

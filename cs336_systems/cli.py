@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from cs336_systems import __version__
 from cs336_systems.analysis.kernels.nsys import NsysError
-from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError
-from cs336_systems.commands.outputs import guard_outputs, print_last
+from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError, guard_outputs, print_last
 from cs336_systems.files import FileError, error_in_words
 from cs336_systems.interrupt import LINE
 from cs336_systems.sweep.locks import LockedError

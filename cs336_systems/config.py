@@ -27,6 +27,10 @@ MAX_MEASURED_RANKS = 64
 """Most ranks of a measured step: they are processes of one machine, which has at most 16 GPUs, or more CPU cores."""
 MAX_PADDING = 2**16
 """Largest multiple that a vocabulary may be padded to; no kernel needs a larger one."""
+UNSIZED = "own"
+"""`size` of a user's own model whose factory takes no sizes."""
+WATCHED = "watch"
+"""Module part of `model_factory` in records of loops that were watched: watch:name has no factory."""
 EAGER_STEPS_BEFORE_GRAPH = 3
 """Eager steps before a CUDA graph is recorded: one compiles, one makes the optimizer's state, one runs with both."""
 
@@ -135,6 +139,13 @@ class Parallel(StrEnum):
     def writes_to_others(self) -> bool:
         """Whether a rank writes to the other ranks' memory itself, and so must see their GPUs."""
         return self in (Parallel.DDP_PUSH, Parallel.FSDP_PUSH)
+
+
+class LossKind(StrEnum):
+    """Cross-entropy of the logits, or the loss that a user's own model computes itself."""
+
+    CROSS_ENTROPY = "cross-entropy"
+    MODEL = "model"
 
 
 class Profiler(StrEnum):
@@ -417,6 +428,20 @@ class RunConfig:
             ),
         ),
     ] = None
+    loss: Annotated[
+        LossKind,
+        Setting(
+            "cross-entropy of the logits, or model: the loss that your own model returns when its forward is given "
+            "`targets` (the next tokens) or `labels` (the tokens).",
+            word="loss", label=1, note="loss of the {}",
+            rules=(
+                _needs(
+                    "your own model, as in --model package.module:factory",
+                    lambda run: run.loss is LossKind.CROSS_ENTROPY or run.model_factory is not None, "none",
+                ),
+            ),
+        ),
+    ] = LossKind.CROSS_ENTROPY
     profiler: Annotated[
         Profiler,
         Setting(

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from cs336_systems.text import inert_json, inert_line
+from cs336_systems.text import inert_line
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class FileError(ValueError):
 
 def encode_json(value: object, indent: int = 2) -> bytes:
     """The value as indented JSON, which people can read too."""
-    return inert_json(msgspec.json.format(msgspec.json.encode(value), indent=indent)) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"
 
 
 def read_json(
@@ -61,39 +61,18 @@ def read_json(
     error: type[FileError],
     max_bytes: int = MAX_BYTES,
     if_older: str | None = None,
+    data: bytes | None = None,
 ) -> T:
     """Decode a file with a `format_version` as `kind`; raise `error`, which names the first thing wrong in it.
 
     `what` names the expected content in that message, with an article. Files of earlier versions are read, unless
-    `if_older` says what the user should do instead.
+    `if_older` says what the user should do instead. `data` is the content, if the caller has it already.
     """
-    if (problem := why_no_file(path)) is not None:
+    if data is None and (problem := why_no_file(path)) is not None:
         raise error(path, f"{problem}; needed {what}, in JSON")
-    if (size := path.stat().st_size) > max_bytes:
-        raise error(path, _too_large(size, what, max_bytes))
-    return decode_json(
-        path.read_bytes(), path, kind, what, version=version, error=error, max_bytes=max_bytes, if_older=if_older
-    )
-
-
-def _too_large(size: int, what: str, max_bytes: int) -> str:
-    return f"{size} bytes are more than {what} ever has ({max_bytes})"
-
-
-def decode_json(
-    data: bytes,
-    path: Path,
-    kind: type[T],
-    what: str,
-    *,
-    version: int,
-    error: type[FileError],
-    max_bytes: int = MAX_BYTES,
-    if_older: str | None = None,
-) -> T:
-    """Decode what `read_json` would find in `path`, in the same way."""
-    if len(data) > max_bytes:
-        raise error(path, _too_large(len(data), what, max_bytes))
+    if (size := path.stat().st_size if data is None else len(data)) > max_bytes:
+        raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
+    data = path.read_bytes() if data is None else data
     try:
         found = msgspec.json.decode(data, type=_Versioned).format_version
         if found != version:
@@ -118,10 +97,7 @@ def refuse_another_kind(path: Path, data: bytes | bytearray, needed: str, error:
         return
     for kind, (fields, reader) in _KINDS.items():
         if fields <= names and kind != needed:
-            profiles = [path.parent.parent / folder / path.name for folder in ("kernels", "memory")]
-            kept = [str(profile) for profile in profiles if kind == RECORD and profile.is_file()]
-            hint = f"; the profile of this run is {kept[0]}" if kept else ""
-            raise error(path, f"this is {kind}, which {reader}; needed {needed}{hint}")
+            raise error(path, f"this is {kind}, which {reader}; needed {needed}")
 
 
 def why_no_file(path: Path) -> str | None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from cs336_systems.config import Device, Phase, RunConfig
-from cs336_systems.files import RECORD, FileError, decode_json, encode_json, read_json, write_atomically
+from cs336_systems.files import RECORD, FileError, encode_json, read_json, write_atomically
 
 FORMAT_VERSION = 1
 MAX_TIME_S = 1e9
@@ -76,12 +76,6 @@ class RunWarning:
 
     code: WarningCode
     message: str
-
-
-CPU_SHARED = RunWarning(
-    code=WarningCode.CPU_SHARED,
-    message="another sweep or benchmark.py was at work on this CPU; run one after the other",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +321,8 @@ class RunRecord:
     host_phases: tuple[Measurement, ...] = ()
     """How long the host took to launch each phase; empty on a CPU and where the host waits after each phase, and in
     records written before this field existed."""
+    between_s: tuple[float, ...] = ()
+    """Of a watched loop: from the end of a step to the beginning of the next, on the device. Else empty."""
     losses: tuple[float | None, ...] = ()
     """Loss of every step, warm-up included; None for one that was not finite."""
     skipped_steps: Count = 0
@@ -382,11 +378,6 @@ def encode_record(record: RunRecord) -> bytes:
 def read_record(path: Path) -> RunRecord:
     """Read and check one record; raise RecordError, which names the file and the first thing wrong in it."""
     return read_json(path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError)
-
-
-def decode_record(data: bytes, path: Path) -> RunRecord:
-    """Check and decode one record from elsewhere; raise RecordError, which names `path`, where it is to be kept."""
-    return decode_json(data, path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError)
 
 
 def write_record(record: RunRecord, directory: Path) -> Path:

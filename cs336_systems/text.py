@@ -2,10 +2,9 @@
 
 Such text may hold escape sequences, which a terminal would obey, or a name that is a megabyte long. It becomes inert
 where it leaves this program: here on its way to a terminal, in `report/formats.py` in tables and CSV files, in
-`report/page/write.py` in HTML, in `report/plots/drawing.py` in pictures.
+`report/page/write.py` in HTML, in `report/plots/draw.py` in pictures.
 """
 
-import re
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -47,16 +46,6 @@ def shorten(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def inert_json(data: bytes) -> bytes:
-    """The same JSON, in UTF-8, with an escape for every character that could control a terminal."""
-    if data.isascii() and b"\x7f" not in data:
-        return data
-    text = data.decode()
-    if all(character == "\n" or character == character.translate(_JSON_ESCAPES) for character in set(text)):
-        return data
-    return re.sub(r"[^\n -~]+", lambda found: found[0].translate(_JSON_ESCAPES), text).encode()
-
-
 def _cut(text: str, longest: int, show: Callable[[str], str]) -> str:
     """`show(text)`, or that of the text's beginning and end where the whole would be longer than `longest`."""
     if len(text) <= longest and len(whole := show(text)) <= longest:
@@ -84,19 +73,12 @@ class _Escapes(dict[int, str]):
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
-        self[code] = self.escape(character) if unicodedata.category(character) in _CONTROLS else character
+        is_control = unicodedata.category(character) in _CONTROLS
+        self[code] = character.encode("unicode_escape").decode() if is_control else character
         return self[code]
 
-    def escape(self, character: str) -> str:
-        return character.encode("unicode_escape").decode()
 
-
-class _JsonEscapes(_Escapes):
-    def escape(self, character: str) -> str:
-        return re.sub("(....)", r"\\u\1", character.encode("utf-16-be").hex())
-
-
-_ESCAPES, _JSON_ESCAPES = _Escapes(), _JsonEscapes()
+_ESCAPES = _Escapes()
 
 
 def text_of(value: object) -> str:

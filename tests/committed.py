@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 from cs336_systems.commands.rebuild import load, results_below
-from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.chapters import Collection
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data" / "published"

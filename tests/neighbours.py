@@ -43,6 +43,7 @@ def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfi
             cast_once=True, cuda_graph=True,
         ),
         run(size="custom", model=shape, parallel=Parallel.DDP_FLAT),
+        run(size="custom", model=shape, model_factory="mine:make"),
     )  # fmt: skip
 
 

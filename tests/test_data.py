@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.commands.rebuild import load, write
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.sections.forecast import FOLDER, write_forecast
-from cs336_systems.report.status_line import StatusLine
 from tests.committed import DATA, committed_directories, load_committed
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

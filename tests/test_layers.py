@@ -20,7 +20,7 @@ BASE = ("", "interrupt", "text", "files", "ranges", "settings", "config", "recor
 TOP = ("cli", "start", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
-ELSEWHERE = ("sweep.worker", "sweep.preload", "sweep.cluster")
+ELSEWHERE = ("sweep.worker", "sweep.ranks", "sweep.cluster")
 """Modules of such a folder that run in the processes that measure, or in one that needs Ray."""
 
 

@@ -263,7 +263,7 @@ def run(arguments: AccountArguments) -> int:
     name, device = checked(meant)
     memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
     from cs336_systems.files import encode_json
-    from cs336_systems.report.section import texts_of, write_files
+    from cs336_systems.report.formats import texts_of, write_files
     from cs336_systems.report.sections.account import Account, account_json, account_section
 
     measured = None if name is None else ceilings.curves(name)

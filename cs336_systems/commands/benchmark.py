@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-from dataclasses import field, replace
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
-from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import (
     FIRST,
     Flags,
@@ -21,25 +19,28 @@ from cs336_systems.commands.flags import (
     checked_factory,
     checked_here,
     default_on,
+    explain_cpu_fallback,
     explain_fast,
     make_config,
     make_fast_config,
     one_precision,
     profiled_config,
+    resolve_device,
     with_flags,
 )
 from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
+from cs336_systems.commands.results import explain_or_warn
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
-from cs336_systems.record import CPU_SHARED, RunRecord, Status, encode_record, write_record
-from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
+from cs336_systems.record import RunRecord, encode_record, write_record
+from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
 from cs336_systems.sweep.process import importing_torch
 from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 TOP = 10
 """Rows of a table about a profile."""
@@ -114,7 +115,7 @@ def run(arguments: BenchmarkArguments) -> int:
     from cs336_systems.sweep.store import PROFILE_DIRECTORIES, fresh_profile_path, make_writable, set_aside_run
 
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     gpus = alike(visible_gpus())[: config.ranks]
     with contextlib.ExitStack() as stack:
@@ -123,8 +124,6 @@ def run(arguments: BenchmarkArguments) -> int:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         if (kept := set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept in {kept}")
-        are_others = stack.enter_context(at_work(cpu_lock_path() if config.device is Device.CPU else None))
-        is_disturbed = are_others()
         with StatusLine() as status:
             # nsys writes its report to the path in its own command line
             profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
@@ -132,8 +131,6 @@ def run(arguments: BenchmarkArguments) -> int:
                 record = _measure_on_ranks(config, runs, arguments.timeout_s, status)
             else:
                 record = _measure(config, profile, status)
-            if (is_disturbed or are_others()) and record.status is Status.OK:
-                record = replace(record, warnings=(*record.warnings, CPU_SHARED))
             write_record(record, runs)
             is_explained = profile is None or explain_or_warn([record], runs, status, "explaining what was recorded")
         if print_json is not None:
@@ -169,7 +166,7 @@ def _print(record: RunRecord, runs: Path) -> None:
     """The tables of the run, and of its profile if it has one."""
     from cs336_systems.report.terminal import print_run
     from cs336_systems.studies.ceilings_files import ceilings_beside
-    from cs336_systems.sweep.explain import has_explanation
+    from cs336_systems.sweep.keep import has_explanation
 
     config = record.config
     print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))

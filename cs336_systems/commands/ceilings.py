@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cs336_systems.commands.device import device_word, explain_cpu_fallback, resolve_device
-from cs336_systems.commands.flags import checked_name, unset, value_or
+from cs336_systems.commands.flags import (
+    checked_name,
+    device_word,
+    explain_cpu_fallback,
+    resolve_device,
+    unset,
+    value_or,
+)
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
 from cs336_systems.commands.study import StudyArguments, show_study, with_grid
 from cs336_systems.config import SIZES, Device

@@ -21,7 +21,7 @@ from cs336_systems.commands.outcome import (
     load_ceilings_or_warn,
     load_records_or_warn,
 )
-from cs336_systems.commands.pages import PAGE_FILE, write_collection_page
+from cs336_systems.commands.results import PAGE_FILE, write_collection_page
 from cs336_systems.commands.sides import both_on_disk, grids_of_flags, grids_of_records, name_of, pairs
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import RunConfig
@@ -33,7 +33,7 @@ from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.compared import Compared, Sides
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def _measure(
 def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | None) -> None:
     """Write the comparison into the directory, if there is one, and print its tables or its JSON."""
     from cs336_systems.report.compared import COMPARISON_FILE
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.terminal import print_table
 
     for left_out in compared.left_out:
@@ -158,7 +158,7 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
 
 def write_comparison(compared: "Compared", directory: Path, status: "StatusLine") -> None:
     """Write the tables and the page of a comparison; the page has the runs too, if they are in the directory."""
-    from cs336_systems.report.page.collection import Collection
+    from cs336_systems.report.page.chapters import Collection
     from cs336_systems.report.results import Results
 
     compared.write(directory)

@@ -13,16 +13,16 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from cs336_systems.commands.device import DeviceChoice, DeviceFlag, device_word, plain_word, resolve_device
 from cs336_systems.commands.outcome import UsageError
 from cs336_systems.config import (
     MAX_MEASURED_RANKS,
     SIZES,
+    UNSIZED,
     Arch,
     Attention,
     Device,
@@ -34,7 +34,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.measure.inputs import check_factory, parameters_of
-from cs336_systems.measure.nvml import alike, visible_gpus
+from cs336_systems.measure.nvml import alike, visible_gpus, wants_slice, why_none_visible
 from cs336_systems.model.fast.choose import check_packages, describe_fast, fastest, missing_packages
 from cs336_systems.settings import Setting, declared, flag_of
 from cs336_systems.text import print_aside
@@ -46,6 +46,8 @@ Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavi
 """A flag that is off unless it is given."""
 Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
 """A group of flags, under its own heading in the help and without a prefix."""
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+DeviceFlag = Annotated[DeviceChoice, tyro.conf.arg(help="Where to run; auto is the GPU if there is one.")]
 
 
 COMMON = frozenset({
@@ -400,7 +402,7 @@ def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = F
             f"{_typed(name, many)} {ignored[name]} would do nothing: the factory {config.model_factory} does not take "
             f"{'any dimension of the model' if name == 'size' else name}; leave it out"
         )
-    return config
+    return config if taken & ({*values} - {"context_length"}) else replace(config, size=UNSIZED)
 
 
 def _typed(name: str, many: bool) -> str:
@@ -533,3 +535,37 @@ def study_name(name: str | None, precisions: Sequence[Precision], device: Device
     if name is not None:
         return checked_name(name)
     return "_".join((plain_word("-".join(dict.fromkeys(precisions))), device_word(resolve_device(device))))
+
+
+def resolve_device(device: DeviceChoice) -> Device:
+    """The device to use; raise ValueError for cuda where this process can see no GPU."""
+    found = bool(visible_gpus())
+    if device == "cuda" and not found:
+        raise ValueError(
+            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), found none; "
+            "try --device cpu"
+        )
+    return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
+
+
+def explain_cpu_fallback(device: DeviceChoice) -> None:
+    """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of them is visible.
+
+    Raises UsageError if that GPU would be a MIG slice: CUDA may have a slice that the driver does not list.
+    """
+    why = why_none_visible() if device == "auto" else None
+    if why is not None and wants_slice():
+        raise UsageError(f"--device auto finds no GPU: {why}. Correct that, or measure the CPU with --device cpu")
+    if why is not None:
+        print_aside(f"note: --device auto takes the CPU: {why}")
+
+
+def device_word(device: Device) -> str:
+    """The device as part of a directory's name; `gpu` for one that is not in this machine."""
+    gpus = visible_gpus()
+    return "cpu" if device is Device.CPU else plain_word(gpus[0].name) if gpus else "gpu"
+
+
+def plain_word(text: str) -> str:
+    """The text with hyphens in place of characters that are awkward in a directory name."""
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-")

@@ -95,9 +95,9 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.analysis.kernels.explain import explain
     from cs336_systems.analysis.kernels.phases import UnknownRangeError
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.kernels.entries import explained
     from cs336_systems.report.sections.kernels.files import tables_of_one, write_kernels
-    from cs336_systems.report.status_line import StatusLine
 
     with StatusLine() as status:
         status.reading(arguments.file)

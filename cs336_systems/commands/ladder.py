@@ -9,9 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
-from cs336_systems.commands.device import DeviceFlag, device_word, explain_cpu_fallback, plain_word, resolve_device
-from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import (
+    DeviceFlag,
     Flags,
     Flat,
     MeasuringArguments,
@@ -19,7 +18,11 @@ from cs336_systems.commands.flags import (
     check_repeats,
     checked_factory,
     checked_name,
+    device_word,
+    explain_cpu_fallback,
     make_config,
+    plain_word,
+    resolve_device,
     unset,
     value_or,
     with_flags,
@@ -35,10 +38,10 @@ from cs336_systems.commands.outcome import (
     json_alone,
     load_ceilings_or_warn,
     load_records_or_warn,
+    print_last,
     status_of,
 )
-from cs336_systems.commands.outputs import print_last
-from cs336_systems.commands.pages import write_collection_page
+from cs336_systems.commands.results import explain_or_warn, write_collection_page
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import FileError, encode_json
@@ -62,7 +65,7 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import counted, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.page.collection import Climbed
+    from cs336_systems.report.page.chapters import Climbed
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
@@ -258,7 +261,7 @@ def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
 
 def load(directory: Path, beside: Ceilings) -> "Climbed":
     """The ladder in a directory: rungs, records, profiles and table rows, with shares of the ceilings `beside`."""
-    from cs336_systems.report.page.collection import Climbed
+    from cs336_systems.report.page.chapters import Climbed
     from cs336_systems.report.results import Results
     from cs336_systems.report.sections.kernels.entries import load_profiled
     from cs336_systems.report.sections.ladder.rows import ladder_rows
@@ -272,7 +275,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
 
 def _explain(runs: Path) -> bool:
     """Explain raw profiles of the rungs that have no explanation; return whether all could be."""
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     with StatusLine() as status:
         return explain_or_warn(load_records(runs)[0], runs, status)
@@ -280,9 +283,9 @@ def _explain(runs: Path) -> bool:
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
-    from cs336_systems.report.page.collection import Collection
+    from cs336_systems.report.page.chapters import Collection
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.ladder.tables import ladder_section, write_ladder_report
-    from cs336_systems.report.status_line import StatusLine
     from cs336_systems.report.terminal import print_table
 
     with StatusLine() as status:

@@ -66,7 +66,7 @@ def run(arguments: MemoryArguments) -> int:
         raise UsageError("--output is for one snapshot, not for a comparison")
     configs = [arguments.config_of(file) for file in arguments.files]
     found = [existing(file, "a memory snapshot of PyTorch, or a memory profile") for file in arguments.files]
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     profiles = []
     with StatusLine() as status:

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.commands.device import DeviceChoice, explain_cpu_fallback, resolve_device
-from cs336_systems.commands.flags import Switch
+from cs336_systems.commands.flags import DeviceChoice, Switch, explain_cpu_fallback, resolve_device
 from cs336_systems.commands.outcome import OK, checked
 from cs336_systems.commands.study import show_study
 from cs336_systems.config import Device
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.studies.precision_records import PrecisionStudy
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ceilings, ladder
-from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
-from cs336_systems.commands.pages import PAGE_FILE, write_collection_page
+from cs336_systems.commands.results import PAGE_FILE, explain_or_warn, write_collection_page
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import RunRecord, load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
-from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.chapters import Collection
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.attention import write_attention
 from cs336_systems.report.sections.ceilings.summary import write_ceilings
@@ -31,7 +30,7 @@ from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""

@@ -10,10 +10,9 @@ from typing import Annotated
 import tyro
 
 from cs336_systems.commands.compare import write_comparison
-from cs336_systems.commands.explaining import explain_or_warn
 from cs336_systems.commands.flags import Switch, unset
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, json_alone
-from cs336_systems.commands.results import show_results
+from cs336_systems.commands.results import explain_or_warn, show_results
 from cs336_systems.record import RecordError, load_records
 from cs336_systems.text import counted, print_aside
 
@@ -60,7 +59,7 @@ def run(arguments: ReportArguments) -> int:
     output = arguments.output or arguments.directories[0]
     output.mkdir(parents=True, exist_ok=True)
     from cs336_systems.report.compared import COMPARISON_FILE, load_compared
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     with json_alone(arguments.json) as print_json, StatusLine() as status:
         is_explained = [explain_or_warn(own, directory / "runs", status) for directory, own in found.items()]
@@ -82,7 +81,7 @@ def _is_sweep(directory: Path) -> bool:
 def _everything(root: Path, is_json: bool) -> int:
     """Rebuild all results below the directory."""
     from cs336_systems.commands.rebuild import rebuild_all
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
 
     with json_alone(is_json) as print_json, StatusLine() as status:
         return rebuild_all(root, status, print_json)

@@ -1,21 +1,23 @@
 """Writes and prints the results of sweeps, after a sweep and for `cs336 report`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands.outcome import PrintJson, UsageError, load_ceilings_or_warn, print_profile_paths
-from cs336_systems.commands.pages import write_collection_page
+from cs336_systems.config import RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
 from cs336_systems.studies.ceilings_files import ceilings_beside, ceilings_files
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.store import raw_profile_path
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
+    from cs336_systems.report.page.chapters import Collection
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import Results
-    from cs336_systems.report.status_line import StatusLine
 
 
 def show_results(
@@ -33,7 +35,7 @@ def show_results(
     anything is written; without it, the tables of profiles stay as they are if the raw profile is missing too.
     """
     status("reading records and profiles")
-    from cs336_systems.report.page.collection import Collection
+    from cs336_systems.report.page.chapters import Collection
     from cs336_systems.report.results import Results
     from cs336_systems.report.terminal import print_sweep
 
@@ -74,3 +76,48 @@ def _refuse_to_lose(results: "Results", directory: Path, output: Path) -> None:
             f"{directory}: {results.lost}, and the tables there would lose these runs: write elsewhere with --output"
         )
     print_aside(f"warning: {directory}: {results.lost}, and the tables are without these runs")
+
+
+PAGE_FILE = "index.html"
+"""The page for a browser, beside the tables."""
+
+
+def write_collection_page(collection: "Collection", status: "StatusLine") -> Path:
+    """Write the page of the collection into its root, with progress messages; return its path."""
+    from cs336_systems.report.page.chapters import collection_page
+    from cs336_systems.report.page.write import write_page
+
+    def on_progress(directory: Path, done: int, total: int) -> None:
+        status(f"making the page: {directory}", done, total)
+
+    page = collection.root / PAGE_FILE
+    made = collection_page(collection, on_progress)
+    status("writing the page")
+    write_page(made, page)
+    return page
+
+
+def explain_or_warn(records: Sequence[RunRecord], runs: Path, say: Callable[[str], None], doing: str = "") -> bool:
+    """Explain the raw profiles of `records` in `runs` that are not explained yet; return whether all could be.
+
+    Before each, `say` is called with `doing`, or by default with the name of the run. A profile that cannot be
+    explained is a warning on standard error.
+    """
+    from cs336_systems.sweep.run import explain_again
+
+    return not explain_again(records, runs, _Lines(say, doing))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines(Listener):
+    """Says which profile is being explained, and prints a warning for each that cannot be."""
+
+    say: Callable[[str], None]
+    doing: str
+
+    def explaining(self, config: RunConfig) -> None:
+        self.say(self.doing or f"explaining the profile of {config.label}")
+
+    def explained(self, config: RunConfig, failure: str | None) -> None:
+        if failure is not None:
+            print_aside(f"warning: not explained: {config.label}: {failure}")

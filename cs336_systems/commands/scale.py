@@ -29,9 +29,9 @@ from cs336_systems.costs.scale import Machine, Scale, scale_step
 from cs336_systems.costs.shards import factor_bytes
 from cs336_systems.costs.time import has_large_matmuls
 from cs336_systems.files import encode_json
-from cs336_systems.report.numbers import GIGA
-from cs336_systems.report.section import pngs_of, texts_of, write_files
+from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.sections.scale import link_source, rate_source, scale_json, scale_section
+from cs336_systems.report.words import GIGA
 from cs336_systems.studies.ceilings_files import Ceilings
 
 MAX_GB_PER_S = 1e6

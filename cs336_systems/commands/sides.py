@@ -9,8 +9,7 @@ from pathlib import Path
 
 from cs336_systems.analysis.matching import without_profiled
 from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.device import explain_cpu_fallback, resolve_device
-from cs336_systems.commands.flags import parse
+from cs336_systems.commands.flags import explain_cpu_fallback, parse, resolve_device
 from cs336_systems.commands.outcome import UsageError, checked
 from cs336_systems.commands.sweep import SweepArguments
 from cs336_systems.config import Device, Profiler, RunConfig

@@ -5,10 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from cs336_systems.commands.device import DeviceFlag, explain_cpu_fallback, resolve_device
-from cs336_systems.commands.flags import Flags, Switch, study_name, unset, with_flags_of
+from cs336_systems.commands.flags import (
+    DeviceFlag,
+    Flags,
+    Switch,
+    explain_cpu_fallback,
+    resolve_device,
+    study_name,
+    unset,
+    with_flags_of,
+)
 from cs336_systems.commands.outcome import checked, json_alone
-from cs336_systems.commands.pages import write_collection_page
+from cs336_systems.commands.results import write_collection_page
 from cs336_systems.config import Device
 from cs336_systems.files import encode_json
 from cs336_systems.settings import declared
@@ -16,8 +24,8 @@ from cs336_systems.sweep.store import make_writable
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.status_line import StatusLine
-    from cs336_systems.report.table import Table
+    from cs336_systems.report.progress import StatusLine
+    from cs336_systems.report.section import Table
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
 StudyT = TypeVar("StudyT")
@@ -98,7 +106,7 @@ def show_study(
 
     `kind` is the field of `Collection` in which the page has such studies; `others` go into other fields of it.
     """
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.terminal import print_table
 
     with json_alone(as_json) as print_json:
@@ -123,7 +131,7 @@ def show_study(
 
 def _write_page(directory: Path, status: "StatusLine", parts: Mapping[str, object]) -> Path:
     """Write the page of one study; `parts` are values of fields of `Collection`, or None for what is absent."""
-    from cs336_systems.report.page.collection import Collection
+    from cs336_systems.report.page.chapters import Collection
 
     fields: dict[str, Any] = {name: {Path(): part} for name, part in parts.items() if part is not None}
     return write_collection_page(Collection(root=directory, **fields), status)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.analysis.kernels.nsys import NsysError, find_nsys
-from cs336_systems.commands.device import device_word, explain_cpu_fallback, plain_word, resolve_device
 from cs336_systems.commands.flags import (
     AXES,
     FIELDS,
@@ -31,11 +30,15 @@ from cs336_systems.commands.flags import (
     checked_factory,
     checked_here,
     checked_name,
+    device_word,
+    explain_cpu_fallback,
     explain_fast,
     make_config,
     make_fast_config,
     one_precision,
+    plain_word,
     profiled_config,
+    resolve_device,
     unset,
     with_flags,
 )
@@ -48,9 +51,9 @@ from cs336_systems.commands.outcome import (
     checked,
     json_alone,
     load_ceilings_or_warn,
+    print_last,
     status_of,
 )
-from cs336_systems.commands.outputs import print_last
 from cs336_systems.commands.results import show_results
 from cs336_systems.config import Device, Mode, Parallel, Precision, Profiler, RunConfig
 from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected, expect
@@ -60,8 +63,7 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.files import encode_json
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
 from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
-from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
+from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
@@ -396,7 +398,7 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
     if arguments.cluster is None:
         return []
     _check_ray()
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.sweep.cluster import Needs, connected, look
 
     with StatusLine() as status, connected(arguments.cluster):
@@ -435,8 +437,7 @@ def measure_all(
         raise UsageError(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
         )
-    from cs336_systems.report.progress import FIRST, TerminalListener
-    from cs336_systems.report.status_line import StatusLine
+    from cs336_systems.report.progress import FIRST, StatusLine, TerminalListener
     from cs336_systems.sweep.run import run_sweep
 
     if elsewhere is None:
@@ -449,11 +450,6 @@ def measure_all(
         )  # fmt: skip
     with StatusLine() as status:
         show_results({directory: outcome.records}, directory, status, print_json=print_json)
-    if outcome.overhead_s is not None and all(record.config.profiler is Profiler.NONE for record in outcome.measured):
-        print(
-            f"{counted(len(outcome.measured), 'run')} in {outcome.wall_s:.1f} s, of which {outcome.overhead_s:.2f} s "
-            "per run were neither warm-up nor measured steps"
-        )
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED

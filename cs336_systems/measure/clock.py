@@ -108,22 +108,19 @@ class EventClock:
         self._ends.append(event)
 
 
-Beat = Callable[[], None]
+class ObservedClock:
+    """Wraps a clock, and calls `observe` with None when a step begins, and with each phase when it has ended."""
 
-
-class BeatingClock:
-    """Wraps a clock, and calls `beat` where each phase begins and at the end of the last one."""
-
-    def __init__(self, clock: Clock, beat: Beat) -> None:
-        self._clock, self._beat = clock, beat
+    def __init__(self, clock: Clock, observe: Callable[[Phase | None], None]) -> None:
+        self._clock, self._observe = clock, observe
 
     def start(self) -> None:
         self._clock.start()
-        self._beat()
+        self._observe(None)
 
     def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
         self._clock.lap(phase, end)
-        self._beat()
+        self._observe(phase)
 
     def stop(self) -> StepTimes:
         return self._clock.stop()

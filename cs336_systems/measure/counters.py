@@ -1,11 +1,14 @@
 """Counters of the CUDA allocator and of torch.compile, read outside of the timed steps."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cs336_systems.config import CompileMode, Device, RunConfig
-from cs336_systems.record import Compilation, Memory
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.record import Compilation, Memory, MemoryMoment, Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +68,30 @@ def compilation(config: RunConfig, before: Compilation | None = None) -> Compila
         graph_breaks=sum(counters["graph_break"].values()) - (before.graph_breaks if before else 0),
         recompiles=sum(not name.endswith("/0") for name in ids) - (before.recompiles if before else 0),
     )
+
+
+def memory_now(step: TrainingStep, moment: Moment) -> MemoryMoment:
+    """What the step's tensors take now."""
+    trained = list(_trained(step))
+    states = [] if step.optimizer is None else step.optimizer.state.values()
+    return MemoryMoment(
+        moment=moment,
+        allocated_bytes=torch.cuda.memory_allocated() if step.config.device is Device.CUDA else None,
+        parameters_bytes=_bytes(trained),
+        gradients_bytes=_bytes(tensor.grad for tensor in trained if tensor.grad is not None),
+        optimizer_state_bytes=_bytes(value for state in states for value in state.values() if torch.is_tensor(value)),
+    )
+
+
+def _trained(step: TrainingStep) -> Iterator[Tensor]:
+    """The parameters that this rank keeps, whole or in part, and their copies in low precision."""
+    found: dict[int, Tensor] = {id(each): each for each in step.model.parameters()}
+    for weight in getattr(step.model, "weights", ()):
+        kept = (weight.master, weight.remainder, None if weight.copy is None else weight.copy.leaf)
+        found |= {id(each): each for each in kept if each is not None}
+    yield from found.values()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors; a tensor that PyTorch has sharded counts with this rank's part."""
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)

@@ -97,8 +97,6 @@ def check_factory(name: str, flag: str = "--model") -> None:
     known, wanted = _names(spec), attribute.partition(".")[0]
     if known is not None and wanted not in known and _submodule(spec, wanted) is None:
         raise ValueError(f"{flag} {name}: no {wanted!r} in module {module!r}{_meant(wanted, known)}")
-    if known is not None and wanted == attribute and (constant := _constant(spec, wanted)) is not None:
-        raise ValueError(f"{flag} {name}: needed something that can be called, got {constant}")
 
 
 def parameters_of(name: str) -> set[str] | None:
@@ -167,21 +165,6 @@ def _names(spec: ModuleSpec) -> Collection[str] | None:
         source = importlib.util.decode_source(Path(spec.origin).read_bytes())
         return None if _DYNAMIC.search(source) else symtable.symtable(source, spec.name, "exec").get_identifiers()
     except (OSError, SyntaxError, ValueError):  # importing it will say more
-        return None
-
-
-def _constant(spec: ModuleSpec, name: str) -> str | None:
-    """Type of the literal that the module binds to the name at its top and nowhere else to anything; None otherwise."""
-    try:
-        tree = ast.parse(Path(spec.origin or "").read_bytes())
-        nodes = list(ast.walk(tree))
-        names = [getattr(node, key, None) for node in nodes for key in ("name", "asname")]
-        stores = [
-            node for node in nodes if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
-        ]
-        (value,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets == stores)
-        return None if name in names else type(ast.literal_eval(value)).__name__
-    except (OSError, SyntaxError, ValueError):  # no source, several values, or one that is no literal
         return None
 
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.analysis.memory.notes import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
 from cs336_systems.config import CompileMode, Phase
-from cs336_systems.measure.clock import Clock, StepTimes
+from cs336_systems.measure.clock import Clock, ObservedClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import current_path
 from cs336_systems.model.fast.model import FastLM
@@ -53,7 +53,7 @@ class MemoryRecorder:
     def _begin(self) -> None:
         self._marks: list[Mark] = []
         self._sightings: list[Sighting] = []
-        self._num_steps = 0
+        self._step_number = -1
         torch.cuda.memory._record_memory_history(None)
         self._start = _position(_counters())
         # Without the stacks of frees, which nothing reads: PyTorch 2.11 loses an exception when it takes one while the
@@ -77,15 +77,17 @@ class MemoryRecorder:
 
     def clock(self, inner: Clock) -> Clock:
         """The clock, with a mark at the end of every phase."""
-        return _MarkingClock(inner, self)
+        return ObservedClock(inner, self._mark)
 
-    def mark(self, name: str) -> None:
-        """Mark the end of a phase; when the gradients are there, note their addresses too."""
+    def _mark(self, ended: Phase | None) -> None:
+        """Mark the start of a step or the end of a phase; when the gradients are there, note their addresses too."""
+        if ended is None:
+            self._step_number += 1
         counters = _counters()
         self._marks.append(
             Mark(
-                step=self._num_steps,
-                name=name,
+                step=self._step_number,
+                name=START if ended is None else ended,
                 position=_position(counters),
                 allocated_bytes=counters["allocated_bytes"]["all"]["current"],
                 requested_bytes=counters["requested_bytes"]["all"]["current"],
@@ -93,13 +95,9 @@ class MemoryRecorder:
                 peak_allocated_bytes=counters["allocated_bytes"]["all"]["peak"],
             )
         )
-        if name == (Phase.BACKWARD if self._step.way is None else Phase.COMMUNICATION):
+        if ended == (Phase.BACKWARD if self._step.way is None else Phase.COMMUNICATION):
             gradients = [(weight_name, weight.grad) for _, weight_name, weight in self._weights]
             self._see_all((Kind.GRADIENT, each, grad) for each, grad in gradients if grad is not None)
-
-    def end_step(self) -> None:
-        """End the step: later marks belong to the next one."""
-        self._num_steps += 1
 
     def dump(self, path: Path) -> None:
         """Write the snapshot to `path` and the notes beside it, and stop recording."""
@@ -213,24 +211,6 @@ class MemoryRecorder:
             node = node.next_functions[0][0]
         variable: Tensor | None = getattr(node, "variable", None)
         return None if variable is None else self._known.get(_address(variable))
-
-
-class _MarkingClock:
-    def __init__(self, inner: Clock, recorder: MemoryRecorder) -> None:
-        self._inner, self._recorder = inner, recorder
-
-    def start(self) -> None:
-        self._inner.start()
-        self._recorder.mark(START)
-
-    def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
-        self._inner.lap(phase, end)
-        self._recorder.mark(phase)
-
-    def stop(self) -> StepTimes:
-        times = self._inner.stop()
-        self._recorder.end_step()
-        return times
 
 
 def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:

@@ -144,13 +144,18 @@ def _devices(index: int) -> list[Gpu]:
 
 
 def _gpu(index: int, handle: object) -> Gpu:
+    total = usable = None
+    with contextlib.suppress(pynvml.NVMLError):  # raised by GPUs that share the host's memory, and by old drivers
+        total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        usable = int(memory.total - memory.reserved)
     return Gpu(
         index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory_bytes=_memory_bytes(handle),
-        usable_bytes=_usable_bytes(handle),
-        driver=_text(pynvml.nvmlSystemGetDriverVersion()),
+        uuid=pynvml.nvmlDeviceGetUUID(handle),
+        name=pynvml.nvmlDeviceGetName(handle),
+        memory_bytes=total,
+        usable_bytes=usable,
+        driver=pynvml.nvmlSystemGetDriverVersion(),
     )
 
 
@@ -175,23 +180,6 @@ def _slice_name(found: Gpu, whole: Gpu) -> str:
         return found.name
     size = "" if found.memory_bytes is None else f" {found.memory_bytes / 2**30:.0f}gb"
     return f"{whole.name} MIG{size}"
-
-
-def _memory_bytes(handle: object) -> int | None:
-    with contextlib.suppress(pynvml.NVMLError):
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return None
-
-
-def _usable_bytes(handle: object) -> int | None:
-    with contextlib.suppress(pynvml.NVMLError):
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-        return int(memory.total - memory.reserved)
-    return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 class GpuMonitor:

@@ -8,33 +8,48 @@ import math
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 import pynvml
 import torch
 from torch import nn
 
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
-from cs336_systems.config import Device, Mode, Profiler, RunConfig
-from cs336_systems.measure.clock import Beat, BeatingClock, Clock, StepTimes, make_clock
-from cs336_systems.measure.counters import compilation, compiled_graphs, read_counters
+from cs336_systems.config import Device, Mode, Phase, Profiler, RunConfig
+from cs336_systems.measure.clock import Clock, ObservedClock, StepTimes, make_clock
+from cs336_systems.measure.counters import (
+    compilation,
+    compiled_graphs,
+    memory_now,
+    read_counters,
+)
 from cs336_systems.measure.environment import environment, lacking_memory
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.inputs import inputs_of
-from cs336_systems.measure.moments import MomentClock, memory_now
-from cs336_systems.measure.nvml import GpuMonitor, visible_gpus
-from cs336_systems.measure.page_faults import count_page_faults, page_fault_warnings
+from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
 from cs336_systems.measure.precision import apply_math_mode
-from cs336_systems.measure.progress import Progress, Say, say_nothing
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.measure.watchers import annotator_of, make_watch
+from cs336_systems.measure.watchers import Watch, annotator_of, make_watch
 from cs336_systems.model.annotate import annotate, set_annotator
-from cs336_systems.parallel.collectives import group_of, meet_on_host
-from cs336_systems.parallel.rank import Rank
+from cs336_systems.parallel.collectives import Rank, group_of, meet_on_host
 from cs336_systems.ranges import Range, rank_range
-from cs336_systems.record import Memory, MemoryMoment, Moment, RunRecord, Status, Telemetry, Traffic, WarningCode
+from cs336_systems.record import (
+    Durations,
+    GpuState,
+    Measurement,
+    Memory,
+    MemoryMoment,
+    Moment,
+    RunRecord,
+    RunWarning,
+    Status,
+    Telemetry,
+    Traffic,
+    WarningCode,
+)
 from cs336_systems.text import LONGEST_PART, shortened
 
 MAX_EXTRA_WARMUP_STEPS = 20
@@ -45,13 +60,87 @@ LEAST_TRAIN_WARMUP_STEPS = 2
 """The optimizer makes its state at the end of the first step, so the second step is the first in the steady state."""
 
 
+class Say(Protocol):
+    """Reports progress. It is called before each part of the work, and never while a step is timed."""
+
+    def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
+        """Report what is done next, in a few words; if it is one of `total` parts, `done` of these are finished."""
+
+
+def say_nothing(doing: str, done: int = 0, total: int = 0) -> None:
+    """Report nothing."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known of a run so far. Times in seconds, `started` by `perf_counter`."""
+
+    config: RunConfig
+    started_at: str
+    started: float
+    where: str = "set-up"
+    step: TrainingStep | None = None
+    num_parameters: int | None = None
+    gpu: Gpu | None = None
+    setup_s: float = 0.0
+    first_step_peak_bytes: int | None = None
+    loss_scale: float | None = None
+    """GradScaler's factor after the last step; None without one."""
+    warmup: list[StepTimes] = field(default_factory=list)
+    measured: list[StepTimes] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    """Losses of all steps; None for a loss that was not finite."""
+    warnings: list[RunWarning] = field(default_factory=list)
+    skipped_steps: int = 0
+    """Steps after the warm-up that GradScaler skipped."""
+    collector_on: bool | None = None
+    state_before: GpuState | None = None
+    profile: Path | None = None
+    say: Say = say_nothing
+    watch: Watch = field(default_factory=Watch)
+
+    def warn(self, code: WarningCode, message: str) -> None:
+        """Add a warning that the times may not be what they should."""
+        self.warnings.append(RunWarning(code=code, message=message))
+
+    @property
+    def place(self) -> str:
+        """The phase and step that the run is in, or what it does outside of steps."""
+        if self.step is None or " step " not in self.where:
+            return self.where
+        return f"{self.step.phase} of {self.where}"
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Times of the measured steps by phase; those of the whole step come last."""
+        phases = [
+            Measurement(phase, tuple(times.phases_s[phase] for times in self.measured)) for phase in self.config.phases
+        ]
+        return (*phases, Measurement(Phase.STEP, tuple(times.step_s for times in self.measured)))
+
+    def host_phases(self) -> tuple[Measurement, ...]:
+        """Times in which the host launched each phase of the measured steps; empty if the clock does not tell them."""
+        return tuple(
+            Measurement(phase, tuple(times.host_phases_s[phase] for times in self.measured))
+            for phase in self.config.phases
+            if all(phase in times.host_phases_s for times in self.measured)
+        )
+
+    def durations(self) -> Durations:
+        """Time that the run has taken so far, in all and by part."""
+        return Durations(
+            setup_s=self.setup_s,
+            warmup_s=sum(times.step_s for times in self.warmup),
+            measured_s=sum(times.step_s for times in self.measured),
+            total_s=perf_counter() - self.started,
+        )
+
+
 def measure(
     config: RunConfig,
     model: nn.Module | None = None,
     profile: Path | None = None,
     say: Say = say_nothing,
     rank: Rank | None = None,
-    beat: Beat | None = None,
 ) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.
 
@@ -59,8 +148,7 @@ def measure(
     `model` (on the right device) replaces the one that the configuration names. `profile` is the file that the run's
     profiler writes; nsys, which runs outside this process, does not need it. `say` receives progress messages.
 
-    Of a run on several ranks, this process is `rank`, and the record is this rank's; `beat` is called where each phase
-    begins.
+    Of a run on several ranks, this process is `rank`, and the record is this rank's.
     """
     inputs = inputs_of(config)  # before the user's module is imported: its source may be edited at any time
     progress = Progress(
@@ -73,7 +161,7 @@ def measure(
     try:
         with contextlib.nullcontext() if rank is None else group_of(rank, config.device):
             try:
-                record = _measure(progress, model, 0 if rank is None else rank.rank, beat)
+                record = _measure(progress, model, 0 if rank is None else rank.rank)
             finally:
                 if progress.step is not None:
                     progress.step.give_up_graph()
@@ -86,7 +174,7 @@ def measure(
     return replace(record, inputs=inputs)
 
 
-def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat | None) -> RunRecord:
+def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecord:
     config = progress.config
     # a machine without enough memory would hardly answer any more, or end any of its processes
     if model is None and (lacking := lacking_memory(config)) is not None:
@@ -104,8 +192,6 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int, beat: Beat 
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
     progress.step, progress.watch = step, make_watch(step, progress.profile)
     clock = progress.watch.clock(make_clock(config))
-    if beat is not None:
-        clock = BeatingClock(clock, beat)
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
@@ -251,11 +337,9 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
     progress.collector_on = gc.isenabled()
     while len(progress.measured) < config.measured_steps:
         progress.where = f"measured step {len(progress.measured)}"
-        faults_before = count_page_faults()
         times, is_taken = _run(step, clock, progress)
         if is_taken:
             progress.measured.append(times)
-            progress.page_faults.append(count_page_faults() - faults_before)
         else:
             progress.skipped_steps += 1
             _check_skipped(progress.skipped_steps, config.measured_steps)
@@ -299,10 +383,15 @@ def _look_inside(
 
     step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
-    counter, looking = TrafficCounter(), MomentClock(clock, step)
+    moment_after = {Phase.COMMUNICATION: Moment.BEFORE_OPTIMIZER, Phase.OPTIMIZER: Moment.AFTER_OPTIMIZER}
+
+    def look(ended: Phase | None) -> None:
+        if ended in moment_after:
+            moments.append(memory_now(step, moment_after[ended]))
+
+    counter = TrafficCounter()
     with counter:
-        step(looking)
-    moments += looking.moments
+        step(ObservedClock(clock, look))
     return counter.traffic()
 
 
@@ -327,8 +416,6 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
         progress.warn(
             WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps"
         )
-    elif progress.config.device is Device.CPU and progress.config.profiler is Profiler.NONE:
-        progress.warnings += page_fault_warnings(progress.page_faults, [times.step_s for times in progress.measured])
     if memory and (memory.segments_allocated or memory.alloc_retries):
         progress.warn(
             WarningCode.ALLOCATOR_GREW,

@@ -5,6 +5,7 @@ The modules of fast and shared steps are imported only for these, because that t
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cs336_systems.config import CompileMode, Mode, Phase, RunConfig
+from cs336_systems.config import SIZES, CompileMode, Mode, Phase, RunConfig
 from cs336_systems.measure.clock import Clock, StepTimes
 from cs336_systems.measure.precision import autocast, check_dtypes, make_grad_scaler
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.batches import Batch, make_batches
+from cs336_systems.model.own import vocabulary_of
 from cs336_systems.model.trainable import Trainable, make_model
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
@@ -33,8 +35,10 @@ class TrainingStep:
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None, rank: int = 0) -> None:
-        self.config = config
         model = make_model(config) if model is None else model
+        if config.model_factory is not None:
+            config = with_own_vocabulary(config, model)
+        self.config = config
         parameters = ((f"parameter {name}", parameter.dtype) for name, parameter in model.named_parameters())
         check_dtypes(config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters])
         self.batches = make_batches(config, rank)
@@ -161,6 +165,15 @@ class TrainingStep:
     def loss_scale(self) -> float | None:
         """GradScaler's factor, which falls if and only if a step was skipped; None without a scaler. Synchronises."""
         return None if self.scaler is None else self.scaler.get_scale()
+
+
+def with_own_vocabulary(config: RunConfig, model: nn.Module) -> RunConfig:
+    """The run with the vocabulary of a user's own model, unless another one than the usual was asked for."""
+    tokens = torch.zeros(config.batch_size, config.model.context_length, dtype=torch.int64, device=config.device.value)
+    asked = config.model.vocab_size
+    usual = SIZES.get(config.size, SIZES["tiny"]).vocab_size
+    found = vocabulary_of(model, tokens, autocast(config.precision, config.device), None if asked == usual else asked)
+    return replace(config, model=replace(config.model, vocab_size=found))
 
 
 def _make_trainable(model: nn.Module, config: RunConfig) -> Trainable:

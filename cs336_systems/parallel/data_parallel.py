@@ -5,7 +5,7 @@ optimizer. Parameters and buffers begin with the values of rank 0. Later changes
 parameter without a gradient must have none on any rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from cs336_systems.model.optimizer import EagerOptimizer
 from cs336_systems.parallel.collectives import (
     Averaging,
     check_same_gradients,
@@ -20,6 +21,7 @@ from cs336_systems.parallel.collectives import (
     own_part,
     parts_of,
     take_from_rank_0,
+    wait,
 )
 from cs336_systems.parallel.exchange import Pushes, of_all_ranks, shared_rows
 
@@ -260,3 +262,78 @@ def _split(order: Sequence[int], leaves: Sequence[Leaf], bucket_bytes: int) -> l
         size += tensor.nbytes
         filling[tensor.dtype] = (bucket, size) if size < bucket_bytes else ([], 0)
     return sorted(buckets, key=lambda bucket: order.index(bucket[-1]))
+
+
+class ShardedOptimizer(EagerOptimizer):
+    """`optimizer_cls(params, **kwargs)`; each rank updates the parameters it owns (ZeRO-1, Rajbhandari et al. 2020).
+
+    Each rank must have the whole gradients of the parameters that it owns, as after data parallelism. Every parameter
+    goes to the rank that owns the fewest elements so far, so that the shares are about equal. Hyperparameters are those
+    of `param_groups`, so learning-rate schedulers work as usual. Saving and loading its state is left out.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        **kwargs: Any,  # noqa: ANN401 (hyperparameters of any optimizer)
+    ) -> None:
+        self._make, self._settings = optimizer_cls, kwargs
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._owned = [0] * self._ranks
+        """Elements that each rank owns."""
+        self._owner: dict[nn.Parameter, int] = {}
+        self._local: torch.optim.Optimizer | None = None
+        """None as long as this rank owns no parameter."""
+        self._local_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Groups of all parameters, each with the group of those that this rank owns."""
+        super().__init__(params, kwargs)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters of this rank, then broadcast every parameter with a gradient from its owner."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, local in self._local_groups:
+            local.update({name: value for name, value in group.items() if name != "params"})
+        if self._local is not None:
+            self._local.step()
+        updated = [each for each in self._owner if each.grad is not None]
+        values = [each.detach().contiguous() for each in updated]
+        works = [
+            dist.broadcast(value, src=self._owner[each], async_op=True)
+            for each, value in zip(updated, values, strict=True)
+        ]
+        for work in works:
+            wait(work)
+        for each, value in zip(updated, values, strict=True):
+            if value.data_ptr() != each.data_ptr():
+                each.copy_(value)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Share out the parameters of another group; every rank must add the same."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name, value in self._usual(group["params"]).items():
+            group.setdefault(name, value)
+        for parameter in group["params"]:
+            owner = min(range(self._ranks), key=self._owned.__getitem__)
+            self._owner[parameter] = owner
+            self._owned[owner] += parameter.numel()
+        own = [parameter for parameter in group["params"] if self._owner[parameter] == self._rank]
+        if not own:
+            return
+        local = {**group, "params": own}
+        if self._local is None:
+            self._local = self._make([local], **self._settings)
+            self.state = self._local.state
+        else:
+            self._local.add_param_group(local)
+        self._local_groups.append((group, self._local.param_groups[-1]))
+
+    def _usual(self, parameters: list[nn.Parameter]) -> dict[str, Any]:
+        """Default hyperparameters of `optimizer_cls`, for ranks that own no parameter too."""
+        return self._make([nn.Parameter(each[:0]) for each in parameters[:1]], **self._settings).defaults

@@ -64,6 +64,11 @@ class Pack:
         is_matrix = self.weights[0].master.ndim > 1
         return elements if is_matrix and elements % (dist.get_world_size() * ALIGNMENT) == 0 else 0
 
+    def free_masters(self) -> None:
+        """Empty the model's own tensors of masters that it does not read, as a rank keeps a part of them."""
+        for weight in self.weights:
+            weight.master.data = weight.master.new_empty(0)
+
     @property
     def exchanged(self) -> list[Tensor]:
         """Tensors, as one axis, of which each rank updates its own part; none if every rank updates the whole."""
@@ -106,17 +111,15 @@ class ShardedMasterAdamW(MasterAdamW):
                 f"no matrix of the model has a multiple of {ranks * ALIGNMENT} elements, so none can be cut into "
                 f"aligned parts for {ranks} ranks: use another number, or --parallel fsdp, which pads its parts"
             )
-        self._own = [_own_weights(pack, pushes) for pack in packs]
-        self._names = [pack.names for pack in packs]
-        self._shapes = [[weight.master.shape for weight in pack.weights] for pack in packs]
-        self._exchanged = [pack.exchanged for pack in packs]
+        self._owned = [_Owned(pack, _own_weights(pack, pushes)) for pack in packs]
+        exchanged = [pack.exchanged for pack in packs]
         for pack in packs:
             if pack.shared_elements and not pack.is_read:
-                for weight in pack.weights:
-                    weight.master.data = weight.master.new_empty(0)
-        super().__init__([weight for own in self._own for weight in own], lr, moments=moments, splits=splits)
-        self._buckets = _buckets(self._own, self._exchanged)
-        every = [tensor for exchanged in self._exchanged for tensor in exchanged]
+                pack.free_masters()
+        own = [owned.weights for owned in self._owned]
+        super().__init__([weight for weights in own for weight in weights], lr, moments=moments, splits=splits)
+        self._buckets = _buckets(own, exchanged)
+        every = [tensor for tensors in exchanged for tensor in tensors]
         self._exchange = _Gathers() if pushes is None else _PushedParts(every)
 
     @torch.no_grad()
@@ -132,29 +135,36 @@ class ShardedMasterAdamW(MasterAdamW):
     @property
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
         """What this rank updates, by the names of the parameters that it is, or is a part of."""
-        for names, own in zip(self._names, self._own, strict=True):
-            yield from name_weights(names, own)
+        return (named for owned in self._owned for named in owned.named_weights())
 
-    @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """All masters whole, by their names in the model; every rank must call it."""
-        found: dict[str, Tensor] = {}
-        for names, shapes, own, exchanged in zip(self._names, self._shapes, self._own, self._exchanged, strict=True):
-            if exchanged:
-                [weight] = own
-                part = weight.values()
-                flat = part.new_empty(part.numel() * dist.get_world_size())
-                all_gather(flat, part.contiguous())
-                parts = flat.split([shape.numel() for shape in shapes])
-                found |= {name: part.view(shape) for name, shape, part in zip(names, shapes, parts, strict=True)}
-            else:
-                found |= {name: weight.values().clone() for name, weight in zip(names, own, strict=True)}
-        return found
+        return {name: master for owned in self._owned for name, master in owned.gather()}
 
 
-def name_weights(names: Sequence[str], own: Sequence[Weight]) -> Iterator[tuple[str, Weight]]:
-    """The weights of a pack by name; a single part of several weights is named after all of them."""
-    yield from zip(names, own, strict=True) if len(names) == len(own) else ((" + ".join(names), own[0]),)
+class _Owned:
+    """The weights of a pack that this rank updates: all of them whole, or its part of them as one weight."""
+
+    def __init__(self, pack: Pack, weights: list[Weight]) -> None:
+        """`pack` is as it was before its masters were freed."""
+        self.weights = weights
+        self._names, self._shapes = pack.names, [weight.master.shape for weight in pack.weights]
+
+    def named_weights(self) -> Iterator[tuple[str, Weight]]:
+        """The weights by name; a single part of several weights is named after all of them."""
+        names = self._names if len(self._names) == len(self.weights) else [" + ".join(self._names)]
+        return zip(names, self.weights, strict=True)
+
+    @torch.no_grad()
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """All masters of the pack whole, by name."""
+        values: Sequence[Tensor] = [weight.values() for weight in self.weights]
+        if values[0].shape != self._shapes[0]:
+            sizes = [shape.numel() for shape in self._shapes]
+            [flat] = gathered([values[0].contiguous()])
+            values = flat[: sum(sizes)].split(sizes)
+        for name, shape, value in zip(self._names, self._shapes, values, strict=True):
+            yield name, value.view(shape).clone()
 
 
 class _Gathers:
@@ -259,41 +269,26 @@ class CopyFSDP(FSDP):
     """
 
     def __init__(self, module: nn.Module, model: FastLM, *, copies: bool = False, adds: bool = True) -> None:
-        self._packs = list(packs_of(model))
-        self._shapes = [[weight.master.shape for weight in pack.weights] for pack in self._packs]
-        super().__init__(module, COPY_DTYPE, list(_units(module, self._packs)), copies=copies, adds=adds)
-        self._adds = adds
-        self._own = [self._take_own(pack) for pack in self._packs]
-        model.weights = tuple(weight for own in self._own for weight in own)
-
-    def _take_own(self, pack: Pack) -> list[Weight]:
-        """The weights that this rank updates of the pack; frees masters that the model does not read."""
-        if pack.weights[0].master.ndim == 1:
-            return pack.weights
-        own = _own_parts_of(pack, self, is_summed=self._adds)
-        for weight in () if pack.is_read else pack.weights:
-            weight.master.data = weight.master.new_empty(0)
-        return own
+        packs = list(packs_of(model))
+        super().__init__(module, COPY_DTYPE, list(_units(module, packs)), copies=copies, adds=adds)
+        is_matrix = [pack.weights[0].master.ndim > 1 for pack in packs]
+        self._owned = [
+            _Owned(pack, _own_parts_of(pack, self, is_summed=adds) if is_cut else pack.weights)
+            for pack, is_cut in zip(packs, is_matrix, strict=True)
+        ]
+        for pack, is_cut in zip(packs, is_matrix, strict=True):
+            if is_cut and not pack.is_read:
+                pack.free_masters()
+        model.weights = tuple(weight for owned in self._owned for weight in owned.weights)
 
     @property
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
         """What this rank updates, by the names of the parameters that it is, or is a part of."""
-        for pack, own in zip(self._packs, self._own, strict=True):
-            yield from name_weights(pack.names, own)
+        return (named for owned in self._owned for named in owned.named_weights())
 
-    @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """All masters whole, by their names in the model; every rank must call it."""
-        found: dict[str, Tensor] = {}
-        for pack, shapes, own in zip(self._packs, self._shapes, self._own, strict=True):
-            if len(shapes[0]) > 1:
-                [weight] = own
-                [flat] = gathered([weight.values()])
-                parts = flat[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
-                found |= {name: part.view(shape) for name, shape, part in zip(pack.names, shapes, parts, strict=True)}
-            else:
-                found |= {name: weight.values().clone() for name, weight in zip(pack.names, own, strict=True)}
-        return found
+        return {name: master for owned in self._owned for name, master in owned.gather()}
 
 
 def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[Unit]:

@@ -15,9 +15,8 @@ from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.trainable import Trainable
 from cs336_systems.parallel.collectives import take_from_rank_0
-from cs336_systems.parallel.data_parallel import FlatDDP, Leaf, NaiveDDP, OverlapDDP, PushDDP
+from cs336_systems.parallel.data_parallel import FlatDDP, Leaf, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
 from cs336_systems.parallel.fully_sharded import FSDP, blocks_of
-from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.sharded_weights import CopyFSDP, ShardedMasterAdamW, leaves_of, with_received
 
 

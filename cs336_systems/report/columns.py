@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeAlias, TypedDict, Unpack
 
-from cs336_systems.report.numbers import (
+from cs336_systems.report.words import (
     DOUBT,
     MIN_DIGITS,
     amount,
@@ -18,8 +18,8 @@ from cs336_systems.report.numbers import (
     rounded,
     scientific,
     significant,
+    status_text,
 )
-from cs336_systems.report.words import status_text
 
 LEAST_DISTANCE = 0.001
 """Smallest distance between losses that is written as a number, in percent of the fall of the loss."""

@@ -13,7 +13,8 @@ from cs336_systems.analysis.matching import refuse_unlike, without_profiled
 from cs336_systems.files import read_json
 from cs336_systems.record import RecordError, RunRecord, load_records, read_record
 from cs336_systems.report.columns import Row
-from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
+from cs336_systems.report.formats import pngs_of, texts_of, write_files
+from cs336_systems.report.section import Section
 from cs336_systems.report.sections.comparison import ONLY_A, ONLY_B, pair_section, sweeps_section
 from cs336_systems.text import counted, print_aside
 

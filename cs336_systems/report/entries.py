@@ -17,8 +17,7 @@ from cs336_systems.report.identity import (
     shared_settings,
     trailing,
 )
-from cs336_systems.report.section import Section
-from cs336_systems.report.table import FINDING, finding_rows, make_table
+from cs336_systems.report.section import FINDING, Section, finding_rows, make_table
 from cs336_systems.text import print_aside
 
 

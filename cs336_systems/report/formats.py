@@ -1,4 +1,4 @@
-"""Writes a table as Markdown, LaTeX, Typst or for the terminal, and rows of values as CSV.
+"""Writes sections to files: tables as Markdown, LaTeX and Typst, rows of values as CSV.
 
 There is one function for each format. Cells may hold any text, such as a kernel's name or an error message: each
 function escapes what its format would read as markup.
@@ -7,18 +7,11 @@ function escapes what its format would read as markup.
 import csv
 import io
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
-import rich.box
-import rich.table
-from rich.cells import cell_len
-from rich.console import Group
-from rich.text import Text
-
-from cs336_systems.report.columns import Column
-from cs336_systems.report.table import Table
+from cs336_systems.files import write_atomically
+from cs336_systems.report.section import Section, Table, with_note
 from cs336_systems.text import LONGEST_LINE, inert_line
 
 FORMULA_STARTS = frozenset("=+-@\N{FULLWIDTH EQUALS SIGN}\N{FULLWIDTH PLUS SIGN}"
@@ -26,10 +19,6 @@ FORMULA_STARTS = frozenset("=+-@\N{FULLWIDTH EQUALS SIGN}\N{FULLWIDTH PLUS SIGN}
 """First characters that make a spreadsheet read a text as a formula (OWASP, CSV injection)."""
 CSV_DIGITS = 9
 """Significant digits of a number in a CSV file: a nanosecond in a second."""
-MAX_WORD = 24
-"""Longest part of a word, in characters, that a terminal keeps on one line."""
-LONGEST_ON_TERMINAL = 1000
-"""Longest text of a cell in the terminal, in characters; the longest cell sets the width of its column."""
 LONGEST_CELL = 32_000
 """Longest text in a CSV file, in characters: a spreadsheet's cell holds 32,767."""
 LONGEST_CAPTION = 20_000
@@ -58,33 +47,6 @@ _LATEX = str.maketrans(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a written table, with a part for each column."""
-
-    before: str
-    parts: tuple[str, ...]
-    between: str | None
-    """None if the line holds the number of columns instead of parts."""
-    after: str
-
-    def __str__(self) -> str:
-        inner = str(len(self.parts)) if self.between is None else self.between.join(self.parts)
-        return f"{self.before}{inner}{self.after}"
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """A written table, from which rows and columns can be left out: `rows` has a line for each row."""
-
-    head: tuple[Line | str, ...]
-    rows: tuple[Line, ...]
-    foot: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "".join(f"{line}\n" for line in (*self.head, *self.rows, *self.foot))
-
-
 def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """The values as CSV. None and NaN are empty; texts that a spreadsheet would read as formulas begin with a quote."""
     buffer = io.StringIO(newline="")
@@ -111,84 +73,70 @@ def _csv_text(text: str) -> str:
 
 def to_markdown(table: Table) -> str:
     """A pipe table below its title."""
-    return str(markdown_lines(table))
 
-
-def markdown_lines(table: Table) -> Lines:
-    """The lines of the table as Markdown."""
-
-    def line(cells: Iterable[str]) -> Line:
-        return Line("| ", tuple(cells), " | ", " |")
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cells)} |"
 
     rules = ["---:" if heading.numeric else ":---" for heading in table.headings]
-    header = line(inert_markdown(heading.label) for heading in table.headings)
-    return Lines(
-        (f"### {inert_markdown(table.title)}", "", header, line(rules)),
-        tuple(line(map(inert_markdown, row)) for row in table.rows),
-        tuple(text for note in table.notes for text in ("", _markdown_paragraph(note))),
-    )
+    header = line(_markdown(heading.label) for heading in table.headings)
+    rows = [line(map(_markdown, row)) for row in table.rows]
+    notes = [text for note in table.notes for text in ("", _markdown_paragraph(note))]
+    return _text_of(f"### {_markdown(table.title)}", "", header, line(rules), *rows, *notes)
 
 
-def inert_markdown(text: str) -> str:
+def _markdown(text: str) -> str:
     """The text with everything escaped that Markdown would read as markup."""
     return inert_line(text).translate(_MARKDOWN)
 
 
 def _markdown_paragraph(text: str) -> str:
-    escaped = inert_markdown(text).strip()
+    escaped = _markdown(text).strip()
     return f"\\{escaped}" if escaped[:1] in ("-", "+", "=") else escaped
 
 
 def to_latex(table: Table) -> str:
     """A floating booktabs table."""
-    return str(latex_lines(table))
-
-
-def latex_lines(table: Table) -> Lines:
-    """The lines of the table as LaTeX."""
-    head = (
+    return _text_of(
         r"% needs \usepackage{booktabs}",
         r"\begin{table}[htbp]",
         r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
         rf"\caption{{{_latex(_caption(table), LONGEST_CAPTION)}}}",
-        Line(r"\begin{tabular}{", tuple("r" if heading.numeric else "l" for heading in table.headings), "", "}"),
+        rf"\begin{{tabular}}{{{''.join('r' if heading.numeric else 'l' for heading in table.headings)}}}",
         r"\toprule",
         _latex_row(heading.label for heading in table.headings),
         r"\midrule",
+        *map(_latex_row, table.rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
     )
-    return Lines(head, tuple(map(_latex_row, table.rows)), (r"\bottomrule", r"\end{tabular}", r"\end{table}"))
 
 
 def _latex(text: str, longest: int = LONGEST_LINE) -> str:
     return inert_line(text, longest).translate(_LATEX)
 
 
-def _latex_row(cells: Iterable[str]) -> Line:
-    return Line("", tuple(map(_latex, cells)), " & ", r" \\")
+def _latex_row(cells: Iterable[str]) -> str:
+    return rf"{' & '.join(map(_latex, cells))} \\"
 
 
 def to_typst(table: Table) -> str:
     """A figure that holds a table. Every text is a string literal, in which no markup is read."""
-    return str(typst_lines(table))
-
-
-def typst_lines(table: Table) -> Lines:
-    """The lines of the table as Typst."""
-    alignment = tuple("right" if heading.numeric else "left" for heading in table.headings)
-    header = tuple(f"strong({_typst(heading.label)})" for heading in table.headings)
-    head = (
+    return _text_of(
         "#figure(",
         f"  caption: {_typst(_caption(table), LONGEST_CAPTION)},",
         "  table(",
-        Line("    columns: ", alignment, None, ","),
-        Line("    align: (", alignment, ", ", ",),"),
+        f"    columns: {len(table.headings)},",
+        f"    align: ({', '.join('right' if heading.numeric else 'left' for heading in table.headings)},),",
         "    stroke: none,",
         "    table.hline(),",
-        Line("    table.header(", header, ", ", "),"),
+        f"    table.header({', '.join(f'strong({_typst(heading.label)})' for heading in table.headings)},),",
         "    table.hline(stroke: 0.5pt),",
+        *(f"    {', '.join(map(_typst, row))}," for row in table.rows),
+        "    table.hline(),",
+        "  ),",
+        ")",
     )
-    rows = tuple(Line("    ", tuple(map(_typst, row)), ", ", ",") for row in table.rows)
-    return Lines(head, rows, ("    table.hline(),", "  ),", ")"))
 
 
 def _typst(text: str, longest: int = LONGEST_LINE) -> str:
@@ -196,115 +144,49 @@ def _typst(text: str, longest: int = LONGEST_LINE) -> str:
     return f'"{escaped}"'
 
 
+def _text_of(*lines: str) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
 def _caption(table: Table) -> str:
     title = table.title if table.title.endswith((".", "?", "!")) else f"{table.title}."
     return " ".join([title, *table.notes])
 
 
-def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
-    """Title, table and notes for a terminal of `width` characters; None is unlimited.
-
-    If the table is too wide, columns with a `drop_order` are left out; a note names them, followed by `where`, which
-    says where to find them.
-    """
-    columns = range(len(table.headings))
-    texts = [[inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns]
-    layout = _fit(table.headings, texts, width)
-    body = _body(table, texts, layout) if layout.widths else _list(table, texts, layout)
-    left_out = [heading.label.strip() for column, heading in enumerate(table.headings) if column not in layout.columns]
-    names = ", ".join(dict.fromkeys(left_out))
-    notes = [*table.notes, *([f"Not shown at this width: {names}{where}."] if left_out else [])]
-    return Group(Text(inert_line(table.title), style="bold"), body, *(Text(inert_line(note)) for note in notes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """The columns that a terminal shows, and their widths."""
-
-    columns: Sequence[int]
-    """Indices of the columns that are shown."""
-    widths: Sequence[int] = ()
-    """Width of each shown column, in characters; empty if no table fits, so that each cell has a line of its own."""
-    gap: int = 2
-    """Spaces between two columns."""
-
-
-def _fit(headings: Sequence[Column], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
-    """Choose columns and widths; `texts` are the cells of each column.
-
-    If all cells fit on one line each, nothing is wrapped. Otherwise headings and texts wrap, and columns are left out
-    by their `drop_order`; if even that is too wide, numbers wrap too.
-    """
-    columns = range(len(headings))
-    whole = [_widest([*_lines(heading), *cells]) for heading, cells in zip(headings, texts, strict=True)]
-    if width is None or sum(whole) + 2 * (len(whole) - 1) <= width:
-        return _Layout(columns=columns, widths=whole)
-    words = [_widest(_words([*_lines(heading), *cells])) for heading, cells in zip(headings, texts, strict=True)]
-    firm = [
-        max(words[column], _widest(texts[column])) if headings[column].numeric else words[column] for column in columns
-    ]
-    by_worth = sorted(columns, key=lambda column: headings[column].drop_order)
-    fewest = max(1, sum(not heading.drop_order for heading in headings))
-    selections = [sorted(by_worth[:number]) for number in range(len(headings), fewest - 1, -1)]
-    ways = [(shown, firm, gap) for shown in selections for gap in (2, 1)]
-    for shown, least, gap in (*ways, (selections[-1], words, 1)):
-        room = width - gap * (len(shown) - 1)
-        if sum(least[column] for column in shown) <= room:
-            return _Layout(columns=shown, widths=_stretched(least, whole, shown, room), gap=gap)
-    return _Layout(columns=selections[-1])
-
-
-def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int], room: int) -> list[int]:
-    """Widths between `least` and `most` that fill the room; columns that need little more than `least` come first."""
-    widths = {column: least[column] for column in columns}
-    left = room - sum(widths.values())
-    for rank, column in enumerate(sorted(columns, key=lambda column: most[column] - least[column])):
-        given = min(most[column] - least[column], left // (len(columns) - rank))
-        widths[column] += given
-        left -= given
-    return list(widths.values())
-
-
-def _lines(heading: Column) -> list[str]:
-    return [inert_line(part) for part in (heading.name, heading.unit) if part]
-
-
-def _words(texts: Iterable[str]) -> list[str]:
-    """The pieces that stay on one line if texts wrap; a word longer than MAX_WORD is cut."""
-    return [word[:MAX_WORD] for text in texts for word in re.split(r" +(?!±)", text)]
-
-
-def _widest(texts: Iterable[str]) -> int:
-    return max(map(cell_len, texts), default=0)
-
-
-def _body(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> rich.table.Table:
-    drawn = rich.table.Table(
-        box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, layout.gap - 1, 0, 0)
-    )
-    for column, width in zip(layout.columns, layout.widths, strict=True):
-        heading = table.headings[column]
-        drawn.add_column(
-            Text("\n".join(_lines(heading))),
-            justify="right" if heading.numeric else "left",
-            width=width,
-            overflow="fold",
-        )
-    for index in range(len(table.rows)):
-        cells = (Text(texts[column][index]) for column in layout.columns)
-        drawn.add_row(*cells, style=FAILED_STYLE if index in table.failed else None)
-    return drawn
-
-
-def _list(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> Text:
-    """The table as a list: a line for each cell, and a blank line between two rows."""
-    blocks = []
-    for index in range(len(table.rows)):
-        lines = [f"{inert_line(table.headings[c].label)}: {texts[c][index]}" for c in layout.columns if texts[c][index]]
-        blocks.append(Text("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
-    return Text("\n\n").join(blocks)
-
-
-FAILED_STYLE = "dim red"
 WRITERS: Mapping[str, Callable[[Table], str]] = {"md": to_markdown, "tex": to_latex, "typ": to_typst}
 """The function that writes a table, by the ending of the file."""
+
+
+def csv_of(section: Section) -> str:
+    """The values of the section as CSV; empty without rows."""
+    values = section.values
+    return to_csv(tuple(values[0]), (row.values() for row in values)) if values else ""
+
+
+def texts_of(section: Section, note: str = "") -> dict[str, str]:
+    """The text of each file of the section, empty for a file that has no content; `note` comes before a table's own."""
+    tables = [with_note(table, note) if note else table for table in section.tables]
+    readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
+    return {f"{section.name}.{ending}": text for ending, text in {"csv": csv_of(section), **readable}.items()}
+
+
+def pngs_of(section: Section) -> dict[str, bytes]:
+    """The PNG of each picture of the section by its file."""
+    from cs336_systems.report.plots.draw import png_of  # matplotlib is slow to import, and printing does not need it
+
+    return {f"plots/{picture.name}.png": png_of(picture) for picture in section.pictures}
+
+
+def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]:
+    """Write each file below the directory, and make folders as needed; return the paths.
+
+    An empty file is not written; an earlier file of the same name is removed.
+    """
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content:
+            write_atomically(path, content if isinstance(content, bytes) else content.encode(errors="replace"))
+        else:
+            path.unlink(missing_ok=True)
+    return [directory / name for name, content in files.items() if content]

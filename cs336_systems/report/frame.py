@@ -53,7 +53,7 @@ efficiency of weak scaling.
 """
 SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib", "predicted_collectives_ms")
 """Columns that results.csv has only if a run has several ranks."""
-BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "fp32_status", "is_off_forecast",
+BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "is_off_forecast",
           "prediction_is_doubted", "prediction_is_shipped",
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
@@ -83,7 +83,7 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     `speed_up` is how many times faster a row is than the same configuration in fp32 on the same device. It is NaN for
     fp32 itself and where a time is missing, as is `speed_up_std` (both steps' std/mean, propagated);
     `speed_up_is_doubted` says whether a warning of either run puts its time in doubt. The other columns of SPEED_UPS
-    are speed-ups by other settings. `fp32_status` is how the fp32 run ended, None if there is none.
+    are speed-ups by other settings.
     """
     groups = _repeats(records)
     configs = [group[0].config.configuration for group in groups]
@@ -98,8 +98,6 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
             # a run that failed before it could name its device has none
             baseline = first.get((key, row["device_name"])) or first.get((key, None))
             row |= _speed_up(name, row, None if is_one else baseline)
-            if name == "speed_up" and baseline is not None and not is_one:
-                row["fp32_status"] = baseline["status"]
     index = pd.Index(configs, dtype="object", name="config")
     frame = pd.DataFrame(rows, columns=[*RESULTS, *BESIDE], index=index, dtype="object")
     return frame.astype(dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(SHAPE, "Int64"))

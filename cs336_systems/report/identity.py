@@ -15,7 +15,19 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from cs336_systems.config import SETTINGS, SIZES, Attention, CompileMode, Mode, Parallel, RunConfig, SdpaBackend
+from cs336_systems.config import (
+    SETTINGS,
+    SIZES,
+    UNSIZED,
+    WATCHED,
+    Attention,
+    CompileMode,
+    LossKind,
+    Mode,
+    Parallel,
+    RunConfig,
+    SdpaBackend,
+)
 from cs336_systems.report.columns import Column
 from cs336_systems.settings import Setting, heading_of, in_note, in_words
 from cs336_systems.text import LONGEST_PART, shortened, text_of
@@ -46,10 +58,13 @@ OPTIONAL: tuple[Mapping[str, object], ...] = (
     MappingProxyType({"split_masters": False}),
     MappingProxyType({"fused_activations": False}),
     MappingProxyType({"packed_attention": False}),
+    MappingProxyType({"loss": LossKind.CROSS_ENTROPY.value}),
 )
 """Groups of columns that CSV files have only if a run differs from these values in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
 """Settings that results.csv has after the columns of RESULTS."""
+NOT_OF_A_LOOP = ("optimizer", "learning_rate", "compile", "seed")
+"""Settings that are not known of a watched loop."""
 MUST_KEEP = ("context_length", "vocab_size")
 """Settings that a user's own model must have; the others are only offered to its factory."""
 MAX_FILE_NAME = 100
@@ -118,15 +133,18 @@ def usual_settings(config: RunConfig) -> dict[str, Any]:
 def _by_columns(values: Mapping[str, Any]) -> Identity:
     """The settings by column. Some columns combine two settings, or write a value in other words."""
     is_own = values["model_factory"] is not None
+    is_watched = is_own and values["model_factory"].startswith(f"{WATCHED}:")
     attention, backend = values["attention"], values["sdpa_backend"]
     by_block = values["compile_blocks"] and values["compile"] is not CompileMode.NONE
     has_backend = attention is not Attention.NAIVE and backend is not SdpaBackend.AUTO
     found = {
         **values,
         **(dict.fromkeys(SHAPE) if is_own else {}),
-        "arch": values["model_factory"] if is_own else values["arch"],
+        **(dict.fromkeys(NOT_OF_A_LOOP) if is_watched else {}),
+        "arch": None if is_watched else values["model_factory"] if is_own else values["arch"],
+        "vocab_size": None if values["size"] == UNSIZED else values["vocab_size"],
         "attention": None if is_own else f"{attention}-{backend}" if has_backend else attention,
-        "compile": f"{values['compile']}-blocks" if by_block else values["compile"],
+        **({} if is_watched else {"compile": f"{values['compile']}-blocks" if by_block else values["compile"]}),
     }
     cells = {}
     for name, value in found.items():
@@ -147,9 +165,9 @@ def heading(name: str) -> str:
 
 
 def size_text(config: RunConfig) -> str:
-    """The name of the size; for a user's own model, the sizes that its factory was offered and may have ignored.
+    """The name of the size; for a user's own model, that of its factory and the sizes that it was offered.
 
-    These are the preset's name and all values that differ from the preset.
+    These are the preset's name and all values that differ from the preset; none where the factory takes no sizes.
     """
     if config.model_factory is None:
         return config.size
@@ -158,7 +176,9 @@ def size_text(config: RunConfig) -> str:
     changed = [
         f"{name} {text_of(value)}" for name, value in offered.items() if name not in MUST_KEEP and value != usual[name]
     ]
-    return f"{', '.join((config.size, *changed))} (offered)"
+    preset = [] if config.size in ("custom", UNSIZED) else [config.size]
+    name = config.model_factory.partition(":")[2]
+    return ", ".join((" ".join([name, *preset]), *([] if config.size == UNSIZED else changed)))
 
 
 def trailing(rows: Sequence[Identity]) -> list[str]:

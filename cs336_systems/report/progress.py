@@ -1,40 +1,92 @@
-"""Shows the progress of a sweep on standard error: a bar, the runs in progress, and a line for each result."""
+"""What a command is doing, on standard error: in a line or a bar that is redrawn, or in new lines if not a terminal.
 
-from collections.abc import Callable, Mapping, Sequence
+Neither has a thread, which would disturb what is timed on the host. rich is imported only where it draws: a step that
+is timed in this process has nothing beside it that it does not need.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.record import RecordError, RunRecord, Status
-from cs336_systems.report.status_line import StatusLine
-from cs336_systems.report.terminal import plain
+from cs336_systems.record import RecordError, RunRecord
 from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.sweep.listener import Listener
-from cs336_systems.text import counted
+from cs336_systems.sweep.keep import Listener
+from cs336_systems.text import counted, inert_line, print_aside
 
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.progress import TaskID
+
+LARGE_BYTES = 8 * 2**20
+"""Size of a profiler's file from which reading it takes a second or more."""
 FIRST = "importing PyTorch, once for all runs"
 MOST_NAMED = 8
 """How many runs in progress are named beside the bar; of more, as on a cluster, only their number is."""
+_STARTED = monotonic()
+
+
+class StatusLine:
+    """The line that says what a command is doing.
+
+    Use it as a context manager, and print results after it: at its end it removes the line from a terminal.
+    """
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+
+    def __enter__(self) -> "StatusLine":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(stderr=True, emoji=False)
+            if not console.is_dumb_terminal:
+                # rich prints other output above the line, if both go to the terminal
+                self._live = Live(
+                    console=console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty()
+                )
+                self._live.start()
+                console.show_cursor()  # rich hides the cursor, which a killed process could not show again
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Remove the line, before results are printed."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def reading(self, path: Path) -> None:
+        """Say that a file is being read, if it is so large that reading takes a while."""
+        size = path.stat().st_size
+        if size >= LARGE_BYTES or path.suffix == ".nsys-rep":
+            self(f"reading {path.name}, {size / 2**20:.0f} MiB")
+
+    def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
+        """Say what begins now, and for one of `total` parts of a task how many are done."""
+        count = f"{done + 1} of {total}: " if total else ""
+        line = f"[{monotonic() - _STARTED:5.1f} s] {count}{doing}"
+        if self._live is None:
+            print_aside(line)
+        else:
+            from rich.text import Text
+
+            self._live.update(Text(inert_line(line), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 class TerminalListener(Listener):
-    """Shows the progress of a sweep. It has no thread, which would disturb what is timed on the host."""
+    """Shows the progress of a sweep: a bar, the runs in progress, and above it a line for each result."""
 
     def __init__(
         self,
@@ -46,21 +98,17 @@ class TerminalListener(Listener):
 
         `first` is what a sweep does before its first run, and `expected` how long its runs should take.
         """
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
         self._names, self._first = names or {}, first
         self._left = TimeLeft(expected)
         self.console = Console(stderr=True, emoji=False)
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            _LeftColumn(self._left),
-            console=self.console,
-            auto_refresh=False,
+            TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"), console=self.console, auto_refresh=False,
             disable=not self.console.is_terminal,
-            speed_estimate_period=3600,
-        )
+        )  # fmt: skip
         self._task: TaskID | None = None
         self._running: dict[str, str] = {}
         self._numbers: dict[RunConfig, int] = {}
@@ -80,14 +128,14 @@ class TerminalListener(Listener):
         """Say what is done, what runs and what was set aside."""
         self._progress.start()
         for problem in problems:
-            self._print(f"[yellow]set aside[/] {plain(str(problem))}")
+            print_aside(f"set aside {problem}")
         if kept:
-            self._print(f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go")
+            print_aside(f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go")
         self._total = len(todo)
         self._left.planned(todo)
         first = self._first if todo else ""
-        self._task = self._progress.add_task(first, total=self._total)
-        self._progress.refresh()
+        self._task = self._progress.add_task(first, total=self._total, left="")
+        self.tick()
         if first and not self.console.is_terminal:
             self._lines(first)
 
@@ -111,7 +159,7 @@ class TerminalListener(Listener):
         """Print the result in one line."""
         self._running.pop(record.key, None)
         self._left.finished(record.config)
-        self._print(describe_run(record, self._label(record.config)))
+        print_aside(describe_run(record, self._label(record.config)))
         if self._task is not None:
             self._progress.advance(self._task)
         self._show()
@@ -127,20 +175,20 @@ class TerminalListener(Listener):
         """Print in one line why a profile could not be explained, if so."""
         self._running.pop(config.key, None)
         if failure is not None:
-            self._print(f"[yellow]not explained[/] {plain(f'{self._label(config)}: {failure}')}")
+            print_aside(f"not explained {self._label(config)}: {failure}")
         self._show()
 
     def noted(self, line: str) -> None:
         """Print the line."""
-        self._print(f"[dim]{plain(line)}[/]")
+        print_aside(line)
 
     def tick(self) -> None:
         """Update the bar's clock."""
+        if self._task is not None:
+            left_s = self._left()
+            left = "" if left_s is None else f"left {timedelta(seconds=round(left_s))}"
+            self._progress.update(self._task, left=left)
         self._progress.refresh()
-
-    def _print(self, line: str) -> None:
-        """Print one line with rich's markup, which is wrapped only on a terminal."""
-        self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def _label(self, config: RunConfig) -> str:
         name = self._names.get(config.configuration)
@@ -150,10 +198,12 @@ class TerminalListener(Listener):
 
     def _show(self) -> None:
         if self._task is not None:
+            from rich.markup import escape
+
             few = len(self._running) <= MOST_NAMED
             now = " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
-            self._progress.update(self._task, description=plain(now))
-        self._progress.refresh()
+            self._progress.update(self._task, description=escape(inert_line(now)))
+        self.tick()
 
 
 class TimeLeft:
@@ -193,28 +243,12 @@ class TimeLeft:
         return max(0.0, left_s - (monotonic() - self._begun_s - self._took_s))
 
 
-class _LeftColumn(TimeRemainingColumn):
-    """The time that is left; by the number of runs so far, if no more is known."""
-
-    def __init__(self, left_s: Callable[[], float | None]) -> None:
-        super().__init__()
-        self._left_s = left_s
-
-    def render(self, task: Task) -> Text:
-        """Hours, minutes and seconds."""
-        left_s = self._left_s()
-        return super().render(task) if left_s is None else Text(str(timedelta(seconds=round(left_s))), style="cyan")
-
-
 def describe_run(record: RunRecord, label: str) -> str:
-    """One line with rich's markup that says how a run, named `label`, has ended."""
-    label = plain(f"{label:<34}")
+    """One line that says how a run, named `label`, has ended."""
     step = record.measurement(Phase.STEP)
     if step is None:
-        colour = "yellow" if record.status is Status.OOM else "red"
-        why = record.failure.message if record.failure else ""
-        return f"{label} [{colour}]{STATUS_WORDS[record.status]}[/] {plain(why)}"
+        return f"{label:<34} {STATUS_WORDS[record.status]} {record.failure.message if record.failure else ''}"
     spread = "" if step.stdev_s is None else f" ± {step.stdev_s * 1e3:.2f}"
     memory = f"  {record.memory.peak_allocated_bytes / 2**30:.1f} GiB" if record.memory else ""
-    doubts = " ".join(warning.code for warning in record.warnings)
-    return f"{label} {step.mean_s * 1e3:9.2f}{spread} ms{memory}" + (f"  [yellow]{doubts}[/]" if doubts else "")
+    doubts = "".join(f"  {warning.code}" for warning in record.warnings)
+    return f"{label:<34} {step.mean_s * 1e3:9.2f}{spread} ms{memory}{doubts}"

@@ -1,6 +1,6 @@
 """The results of sweeps: records and explained profiles, their one frame, and the sections that are made of both."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.entries import findings_section
+from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.section import Section, texts_of, write_files
+from cs336_systems.report.section import Section, Table, rows_with
 from cs336_systems.report.sections.kernels.communication import by_configuration
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
@@ -21,8 +22,6 @@ from cs336_systems.report.sections.memory.files import memory_tables
 from cs336_systems.report.sections.memory.files import sections_of as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.steps import results_section
-from cs336_systems.report.status_line import StatusLine
-from cs336_systems.report.table import Table, rows_with
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 if TYPE_CHECKING:
@@ -123,17 +122,9 @@ class Results:
             "memory": [{"key": entry.config.key, "profile": entry.profile} for entry in self.memory if entry.config],
         }
 
-    def write(self, output: Path, status: StatusLine) -> None:
-        """Write the tables and pictures that the records and profiles support together."""
-        from cs336_systems.report.plots.draw import (
-            png_of,  # matplotlib is slow to import, and printing does not need it
-        )
-
+    def write(self, output: Path, status: Callable[..., object]) -> None:
+        """Write the tables and pictures that records and profiles support together; `status` shows what is done."""
         sections = [section for own in self.sections.values() for section in own]
-        pictures = [picture for section in sections for picture in section.pictures]
-        status("writing tables and pictures")
-        for section in sections:
-            write_files(texts_of(section), output)
-        for done, picture in enumerate(pictures):
-            status(f"drawing {picture.name}", done, len(pictures))
-            write_files({f"plots/{picture.name}.png": png_of(picture)}, output)
+        for done, section in enumerate(sections):
+            status(f"writing tables and pictures of {section.name}", done, len(sections))
+            write_files({**texts_of(section), **pngs_of(section)}, output)

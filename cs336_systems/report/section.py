@@ -1,24 +1,121 @@
-"""One subject of a report: its tables for people, its values, and how both are written to files."""
+"""What a report consists of: sections, each with tables for people and values for programs.
+
+The function of a section makes rows, which are dicts of values, chooses columns from `columns.py`, and gives both to
+`make_table`, which writes the cells. `formats.py` writes the finished section to files, `terminal.py` its tables to a
+terminal.
+"""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from cs336_systems.files import write_atomically
-from cs336_systems.report.formats import WRITERS, to_csv
-from cs336_systems.report.table import Table, with_note
+from cs336_systems.report.columns import Column, Row, column
 
 if TYPE_CHECKING:
-    from cs336_systems.report.plots.draw import Picture
+    import pandas as pd
 
-T = TypeVar("T")
+    from cs336_systems.report.plots.draw import Picture
 
 _SI = {"ms": ("s", 1e-3), "us": ("s", 1e-6), "mib": ("bytes", 2**20), "gib": ("bytes", 2**30), "gb": ("bytes", 1e9),
        "tflops": ("flops", 1e12)}  # fmt: skip
 """For each scaled unit in a key of a CSV file: the SI unit that replaces it, and the factor for the value."""
 _UNIT = re.compile(rf"(?<![a-z])({'|'.join(_SI)})(?![a-z])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table for people. Its cells are text, rounded and scaled for reading; `frame` has the values themselves."""
+
+    title: str
+    headings: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    """Sentences below the table."""
+    findings: tuple[str, ...] = ()
+    """The notes that say what stands out; a page shows them first."""
+    failed: frozenset[int] = frozenset()
+    """Indices of the rows of failed runs, which a terminal shows in another colour."""
+    values: tuple[Row, ...] = ()
+    """The values that the rows were made from, by key: unrounded, in the units of CSV files."""
+
+    def __post_init__(self) -> None:
+        for index, row in enumerate(self.rows):
+            if len(row) != len(self.headings):
+                raise ValueError(f"row {index} needs {len(self.headings)} cells, one per heading, got {len(row)}")
+
+    @property
+    def frame(self) -> "pd.DataFrame":
+        """The values of the columns that have a key, and their standard deviations; None is unknown."""
+        import pandas as pd  # slow to import, and a table that is only printed does not need it
+
+        keys = list(dict.fromkeys(key for column in self.headings for key in (column.key, column.std) if key))
+        return pd.DataFrame([{key: row[key] for key in keys} for row in self.values], columns=keys, dtype=object)
+
+
+FINDING = Column("no.", key="number", write=str), Column("finding", key="finding", numeric=False, write=str)
+
+
+def finding_rows(findings: Iterable[str]) -> list[Row]:
+    """A row for each finding, with its number."""
+    return [{"number": number, "finding": text} for number, text in enumerate(findings, 1)]
+
+
+def findings_table(findings: Sequence[str], none: str = "") -> Table:
+    """A table of numbered findings; if there are none, its note is `none`."""
+    rows = finding_rows(findings)
+    return make_table("Findings", FINDING, rows, () if rows or not none else (none,))
+
+
+def with_note(table: Table, note: str) -> Table:
+    """The table with one more note, before the others."""
+    return replace(table, notes=(note, *table.notes))
+
+
+def rows_with(table: Table, key: str, wanted: Collection[object]) -> Table:
+    """The table with only the rows that have one of these values under the key, and the columns that these fill."""
+    kept = [row for row in table.values if row[key] in wanted]
+    failed = {id(table.values[index]) for index in table.failed}
+    return make_table(table.title, known(table.headings, kept), kept, table.notes, lambda row: id(row) in failed)
+
+
+def known(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """The columns that are not empty in every row."""
+    return [column for column in columns if any(column.cell(row) for row in rows)]
+
+
+def quantity_table(
+    title: str,
+    rows: Iterable[Sequence[object]],
+    notes: Iterable[str] = (),
+    keys: Sequence[str] = ("quantity", "amount", "unit"),
+) -> Table:
+    """A table with one quantity on each line. Each row holds the values of the columns with these keys, in order."""
+    return make_table(title, [column(key) for key in keys], [dict(zip(keys, row, strict=True)) for row in rows], notes)
+
+
+def make_table(
+    title: str,
+    columns: Sequence[Column],
+    rows: Iterable[Row],
+    notes: Iterable[str] = (),
+    failed: Callable[[Row], bool] | None = None,
+    findings: Iterable[str] = (),
+) -> Table:
+    """Make a table: write the cell of each column for each row; `failed` says which rows are those of failed runs.
+
+    `findings` are those of the notes that say what stands out.
+    """
+    kept = tuple(rows)
+    return Table(
+        title=title,
+        headings=tuple(columns),
+        rows=tuple(tuple(column.cell(row) for column in columns) for row in kept),
+        notes=tuple(notes),
+        findings=tuple(findings),
+        failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),
+        values=kept,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,49 +140,9 @@ class Section:
         return [{key: row[key] for key in keys} for row in self.rows]
 
     @property
-    def csv(self) -> str:
-        """The values as CSV; empty without rows."""
-        values = self.values
-        return to_csv(tuple(values[0]), (row.values() for row in values)) if values else ""
-
-    @property
     def json(self) -> list[dict[str, object]]:
         """The values in SI units."""
         return [in_si(row) for row in self.values]
-
-
-def texts_of(section: Section, note: str = "") -> dict[str, str]:
-    """The text of each file of the section, empty for a file that has no content; `note` comes before a table's own."""
-    tables = [with_note(table, note) if note else table for table in section.tables]
-    readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
-    return {f"{section.name}.{ending}": text for ending, text in {"csv": section.csv, **readable}.items()}
-
-
-def pngs_of(section: Section) -> dict[str, bytes]:
-    """The PNG of each picture of the section by its file."""
-    from cs336_systems.report.plots.draw import png_of  # matplotlib is slow to import, and printing does not need it
-
-    return {f"plots/{picture.name}.png": png_of(picture) for picture in section.pictures}
-
-
-def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]:
-    """Write each file below the directory, and make folders as needed; return the paths.
-
-    An empty file is not written; an earlier file of the same name is removed.
-    """
-    for name, content in files.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if content:
-            write_atomically(path, content if isinstance(content, bytes) else content.encode(errors="replace"))
-        else:
-            path.unlink(missing_ok=True)
-    return [directory / name for name, content in files.items() if content]
-
-
-def values_of(columns: Mapping[str, Callable[[T], object]], rows: Iterable[T]) -> list[dict[str, object]]:
-    """A dict of values for each row; `columns` gives, for each key, the function that takes the value from a row."""
-    return [{name: value(row) for name, value in columns.items()} for row in rows]
 
 
 def in_si(row: Mapping[str, object]) -> dict[str, object]:

@@ -1,18 +1,25 @@
 """Prints results on standard output: tables, lines, and the summary of a run or a sweep."""
 
 import os
+import re
 import shutil
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+import rich.box
+import rich.table
+from rich.cells import cell_len
+from rich.console import Console, Group
 from rich.markup import escape
+from rich.text import Text
 
 from cs336_systems.record import RunRecord
-from cs336_systems.report.failures import own_place, own_traceback
-from cs336_systems.report.formats import to_rich
-from cs336_systems.report.table import Table
+from cs336_systems.report.columns import Column
+from cs336_systems.report.section import Table
+from cs336_systems.report.words import own_place, own_traceback
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import inert_line, print_line, shortened
 
@@ -21,6 +28,11 @@ UNLIMITED = 1_000_000
 LONGEST_TRACEBACK = 20_000
 HEIGHT = 25
 """Lines of the terminal. Nothing printed here depends on it, but without it rich looks for the width by itself."""
+MAX_WORD = 24
+"""Longest part of a word, in characters, that a terminal keeps on one line."""
+LONGEST_ON_TERMINAL = 1000
+"""Longest text of a cell in the terminal, in characters; the longest cell sets the width of its column."""
+FAILED_STYLE = "dim red"
 
 
 def print_table(table: Table, directory: Path | None = None) -> None:
@@ -50,7 +62,7 @@ def plain(text: str) -> str:
     return escape(inert_line(text))
 
 
-def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -> None:
+def print_run(record: RunRecord, path: Path | None = None, ceilings: Ceilings = NO_CEILINGS) -> None:
     """Print the table of one run, its failure or warnings, and the path of its record."""
     from cs336_systems.report.frame import to_frame  # pandas is slow to import, and the other functions do not need it
     from cs336_systems.report.sections.steps import results_table
@@ -62,6 +74,9 @@ def print_run(record: RunRecord, path: Path, ceilings: Ceilings = NO_CEILINGS) -
         console.print(f"[red]{record.status}[/]{plain(where)}: {plain(record.failure.message)}")
         for line in shortened(own_traceback(record), LONGEST_TRACEBACK).splitlines():
             console.print(plain(line), soft_wrap=True)
+    if record.between_s:
+        between_ms = 1e3 * statistics.fmean(record.between_s)
+        print_line(f"between steps: {between_ms:.4g} ms, in which the loop did other things, such as loading data")
     for warning in record.warnings:
         console.print(f"[yellow]{warning.code}[/]: {plain(warning.message)}")
     print_line(f"record: {path}")
@@ -77,3 +92,107 @@ def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory
             place = f" ({place})" if (place := own_place(record)) else ""
             console.print(f"[red]{plain(record.config.label)}[/]: {plain(record.failure.message + place)}")
     print_line(f"results: {directory}")
+
+
+def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
+    """Title, table and notes for a terminal of `width` characters; None is unlimited.
+
+    If the table is too wide, columns with a `drop_order` are left out; a note names them, followed by `where`, which
+    says where to find them.
+    """
+    columns = range(len(table.headings))
+    texts = [[inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns]
+    layout = _fit(table.headings, texts, width)
+    body = _body(table, texts, layout) if layout.widths else _list(table, texts, layout)
+    left_out = [heading.label.strip() for column, heading in enumerate(table.headings) if column not in layout.columns]
+    names = ", ".join(dict.fromkeys(left_out))
+    notes = [*table.notes, *([f"Not shown at this width: {names}{where}."] if left_out else [])]
+    return Group(Text(inert_line(table.title), style="bold"), body, *(Text(inert_line(note)) for note in notes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The columns that a terminal shows, and their widths."""
+
+    columns: Sequence[int]
+    """Indices of the columns that are shown."""
+    widths: Sequence[int] = ()
+    """Width of each shown column, in characters; empty if no table fits, so that each cell has a line of its own."""
+    gap: int = 2
+    """Spaces between two columns."""
+
+
+def _fit(headings: Sequence[Column], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
+    """Choose columns and widths; `texts` are the cells of each column.
+
+    If all cells fit on one line each, nothing is wrapped. Otherwise headings and texts wrap, and columns are left out
+    by their `drop_order`; if even that is too wide, numbers wrap too.
+    """
+    columns = range(len(headings))
+    whole = [_widest([*_lines(heading), *cells]) for heading, cells in zip(headings, texts, strict=True)]
+    if width is None or sum(whole) + 2 * (len(whole) - 1) <= width:
+        return _Layout(columns=columns, widths=whole)
+    words = [_widest(_words([*_lines(heading), *cells])) for heading, cells in zip(headings, texts, strict=True)]
+    firm = [
+        max(words[column], _widest(texts[column])) if headings[column].numeric else words[column] for column in columns
+    ]
+    by_worth = sorted(columns, key=lambda column: headings[column].drop_order)
+    fewest = max(1, sum(not heading.drop_order for heading in headings))
+    selections = [sorted(by_worth[:number]) for number in range(len(headings), fewest - 1, -1)]
+    ways = [(shown, firm, gap) for shown in selections for gap in (2, 1)]
+    for shown, least, gap in (*ways, (selections[-1], words, 1)):
+        room = width - gap * (len(shown) - 1)
+        if sum(least[column] for column in shown) <= room:
+            return _Layout(columns=shown, widths=_stretched(least, whole, shown, room), gap=gap)
+    return _Layout(columns=selections[-1])
+
+
+def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int], room: int) -> list[int]:
+    """Widths between `least` and `most` that fill the room; columns that need little more than `least` come first."""
+    widths = {column: least[column] for column in columns}
+    left = room - sum(widths.values())
+    for rank, column in enumerate(sorted(columns, key=lambda column: most[column] - least[column])):
+        given = min(most[column] - least[column], left // (len(columns) - rank))
+        widths[column] += given
+        left -= given
+    return list(widths.values())
+
+
+def _lines(heading: Column) -> list[str]:
+    return [inert_line(part) for part in (heading.name, heading.unit) if part]
+
+
+def _words(texts: Iterable[str]) -> list[str]:
+    """The pieces that stay on one line if texts wrap; a word longer than MAX_WORD is cut."""
+    return [word[:MAX_WORD] for text in texts for word in re.split(r" +(?!±)", text)]
+
+
+def _widest(texts: Iterable[str]) -> int:
+    return max(map(cell_len, texts), default=0)
+
+
+def _body(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> rich.table.Table:
+    drawn = rich.table.Table(
+        box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, layout.gap - 1, 0, 0)
+    )
+    for column, width in zip(layout.columns, layout.widths, strict=True):
+        heading = table.headings[column]
+        drawn.add_column(
+            Text("\n".join(_lines(heading))),
+            justify="right" if heading.numeric else "left",
+            width=width,
+            overflow="fold",
+        )
+    for index in range(len(table.rows)):
+        cells = (Text(texts[column][index]) for column in layout.columns)
+        drawn.add_row(*cells, style=FAILED_STYLE if index in table.failed else None)
+    return drawn
+
+
+def _list(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> Text:
+    """The table as a list: a line for each cell, and a blank line between two rows."""
+    blocks = []
+    for index in range(len(table.rows)):
+        lines = [f"{inert_line(table.headings[c].label)}: {texts[c][index]}" for c in layout.columns if texts[c][index]]
+        blocks.append(Text("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
+    return Text("\n\n").join(blocks)

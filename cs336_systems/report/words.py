@@ -1,11 +1,24 @@
-"""Words that tables and pictures use for statuses, modes and warnings."""
+"""How tables, pictures and sentences write numbers, statuses, modes, warnings, and places in the user's own code."""
 
+import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cs336_systems.config import Mode
-from cs336_systems.record import Status
-from cs336_systems.report.numbers import DOUBT
+from cs336_systems.record import Failure, RunRecord, Status
+
+MIN_DIGITS, MAX_DIGITS = 3, 5
+"""Fewest and most significant digits of a value that has an interval."""
+MAX_LABEL = 64
+"""Longest name in a readable table, in characters; the CSV has the whole name."""
+LABEL_END = 8
+"""How many of these are from the name's end: few, because some cuBLAS kernels differ only in the middle, by tiles."""
+DOUBT = "?"
+"""Mark behind a time that is in doubt, and behind a value that was computed from one."""
+
+MIB, GIB = 2**20, 2**30
+GIGA, TERA = 1e9, 1e12
 
 STATUS_WORDS = {
     Status.OK: "ok",
@@ -23,6 +36,16 @@ STEP_WORDS = {
     Mode.FORWARD_BACKWARD: "forward and backward pass",
     Mode.TRAIN: "training step",
 }
+SHIPPED = (
+    "These ceilings come with this program: they were measured on another machine, whose CPU and power limit may "
+    "differ (cs336 ceilings measures those of this one)."
+)
+DOUBTED_FORECAST = (
+    f"{DOUBT} marks a forecast from ceilings many of whose times are in doubt: measure them again on a quiet machine."
+)
+_FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+).*\n(?:    .*\n|  \[Previous .*\n)*', re.MULTILINE)
+_NOT_THE_USERS = ("cs336_systems/", "importlib/", "<frozen importlib", "torch/", "triton/")
+"""Beginnings of the paths, in a record's traceback, of files that are not the user's."""
 
 
 def status_text(status: str) -> str:
@@ -39,10 +62,148 @@ def warning_counts(codes: Sequence[str | None], rows: str) -> str:
     return ", ".join(f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common())
 
 
-SHIPPED = (
-    "These ceilings come with this program: they were measured on another machine, whose CPU and power limit may "
-    "differ (cs336 ceilings measures those of this one)."
-)
-DOUBTED_FORECAST = (
-    f"{DOUBT} marks a forecast from ceilings many of whose times are in doubt: measure them again on a quiet machine."
-)
+def significant(value: float, digits: int = 4) -> str:
+    """The value to this many significant digits, without an exponent and with commas between thousands.
+
+    All digits before the decimal point are written, even if they are more.
+    """
+    if not math.isfinite(value):
+        return str(value)
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def rounded(value: float) -> str:
+    """The value to four significant digits; `0` for zero."""
+    return significant(value) if value else "0"
+
+
+def count(value: float) -> str:
+    """How often something happened: a whole number, or a mean with two decimals; with commas between thousands."""
+    return f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
+
+
+def in_percent(share: float) -> str:
+    """The share in percent with one decimal."""
+    return f"{100 * share:.1f}"
+
+
+def change(ratio: float) -> str:
+    """The relative change that the ratio means, in percent with a sign: `+5.0` for 1.05."""
+    return f"{100 * (ratio - 1):+.1f}"
+
+
+def mean_and_std(mean: float, std: float | None) -> str:
+    """Mean and standard deviation with the same decimals: `66.31 ± 0.12`, `66.3 ± 0.4`.
+
+    The deviation has one significant digit, or two if the first is a 1. If it is larger than the mean, each has two
+    significant digits: `0.072 ± 33`.
+    """
+    if std is None or not math.isfinite(std):
+        return significant(mean)
+    if std == 0:
+        return f"{significant(mean)} ± 0"
+    if std > abs(mean):
+        return f"{significant(mean, 2)} ± {significant(std, 2)}"
+    first, _, exponent = f"{std:.1e}".partition("e")
+    decimals = min(9, max(0, (1 if first.startswith("1") else 0) - int(exponent)))
+    return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
+
+
+def interval_text(low: float | None, high: float | None) -> str:
+    """The interval as `2.426 to 2.433`, with enough digits to show its width; empty if an end is unknown."""
+    if low is None or high is None:
+        return ""
+    digits = interval_digits(low, high)
+    return f"{significant(low, digits)} to {significant(high, digits)}"
+
+
+def interval_digits(low: float, high: float) -> int:
+    """How many significant digits show the width of the interval: from MIN_DIGITS to MAX_DIGITS."""
+    wanted = _exponent(high) - _exponent(high - low) + 1 if high > low else MAX_DIGITS
+    return min(MAX_DIGITS, max(MIN_DIGITS, wanted))
+
+
+def _exponent(value: float) -> int:
+    return int(f"{value:e}".partition("e")[2])
+
+
+def percent(part: float, whole: float) -> str:
+    """The part in percent of the whole, with one decimal; empty if the whole is 0."""
+    return f"{100 * part / whole:.1f}" if whole else ""
+
+
+def ratio(value: float | None, whole: float | None) -> float | None:
+    """The value over the whole; None if either is unknown or the whole is 0."""
+    return None if value is None or not whole else value / whole
+
+
+def label(name: str) -> str:
+    """The name; if it is longer than MAX_LABEL, without its middle."""
+    return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"
+
+
+def scientific(value: float) -> str:
+    """The value to two digits, with an exponent."""
+    return f"{value:.1e}"
+
+
+def amount(value: float | str) -> str:
+    """A whole number in full; others to four digits, and from a million on with a power of a thousand: `70e9`."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or not value:
+        return f"{value:,.0f}"
+    if 1e-3 <= value < 1e6:
+        return significant(value)
+    exponent = int(f"{value:.3e}".partition("e")[2]) // 3 * 3
+    return f"{value / 10.0**exponent:.4g}e{exponent}"
+
+
+def milliseconds(time_ms: float) -> str:
+    """The time to four digits."""
+    return f"{significant(time_ms)} ms"
+
+
+def percent_of(part: float, whole: float = 1) -> str:
+    """The part in percent of the whole, to three digits; `0 %` if either is 0."""
+    return f"{significant(100 * part / whole, 3) if part and whole else 0} %"
+
+
+def between(values: Mapping[str, float], text: Callable[[float], str]) -> str:
+    """The least and the largest value with their names; one value if they read the same, empty without any."""
+    if not values:
+        return ""
+    least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    low, high = text(values[least]), text(values[most])
+    return low if low == high else f"{low} ({least}) to {high} ({most})"
+
+
+def own_traceback(record: RunRecord) -> str:
+    """The traceback of a failed run of the user's own model, reduced to the user's files; empty for other runs."""
+    return _of_the_user(record.failure) if record.config.model_factory else ""
+
+
+def own_place(record: RunRecord) -> str:
+    """The innermost file and line of the user's own code, in the model's package if possible; empty for other runs."""
+    return place_in(record.config.model_factory, record.failure) if record.config.model_factory else ""
+
+
+def _of_the_user(failure: Failure | None) -> str:
+    """The traceback reduced to the user's files; empty if it has none."""
+    traceback = failure.traceback if failure is not None else None
+    if traceback is None or not any(_is_users(frame) for frame in _FRAME.finditer(traceback)):
+        return ""
+    return _FRAME.sub(lambda frame: frame[0] if _is_users(frame) else "", traceback)
+
+
+def place_in(name: str, failure: Failure | None) -> str:
+    """The innermost file and line of the user's own code, in the package of `name` if possible; empty if none."""
+    frames = list(_FRAME.finditer(_of_the_user(failure)))
+    package = name.partition(":")[0].partition(".")[0]
+    nearest = [frame for frame in frames if frame[1].startswith((f"{package}.py", f"{package}/"))] or frames
+    return f"{nearest[-1][1]}, line {nearest[-1][2]}" if nearest else ""
+
+
+def _is_users(frame: re.Match[str]) -> bool:
+    return not frame[1].startswith(_NOT_THE_USERS)

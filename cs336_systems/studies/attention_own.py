@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import Precision
-from cs336_systems.model.trainable import load_callable
+from cs336_systems.model.own import load_callable
 from cs336_systems.studies.attention_records import (
     ROUNDING,
     TOLERANCE,

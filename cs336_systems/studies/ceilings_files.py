@@ -19,7 +19,7 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
-from cs336_systems.files import CEILINGS, decode_json, encode_json, write_atomically
+from cs336_systems.files import CEILINGS, encode_json, read_json, write_atomically
 from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision
 from cs336_systems.studies.records import FORMAT_VERSION, read_study
@@ -174,8 +174,8 @@ def shipped(device_name: str) -> tuple[CeilingsStudy, ...]:
     found = (SHIPPED / bare_name(device_name).replace(" ", "-")).glob(f"*{SUFFIX}")
     files = sorted(found, key=lambda path: path.name.removesuffix(SUFFIX))
     return tuple(
-        decode_json(gzip.decompress(path.read_bytes()), path, CeilingsStudy, CEILINGS,
-                    version=FORMAT_VERSION, error=RecordError)
+        read_json(path, CeilingsStudy, CEILINGS, version=FORMAT_VERSION, error=RecordError,
+                  data=gzip.decompress(path.read_bytes()))
         for path in files
     )  # fmt: skip
 

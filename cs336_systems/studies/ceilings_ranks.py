@@ -18,9 +18,8 @@ from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.parallel.collectives import all_gather, group_of, reduce_scatter
+from cs336_systems.parallel.collectives import Rank, all_gather, devices_of, group_of, reduce_scatter
 from cs336_systems.parallel.exchange import of_all_ranks, shared_rows
-from cs336_systems.parallel.rank import Rank, devices_of
 from cs336_systems.record import Failure, Status
 from cs336_systems.studies.ceilings_records import CeilingsGrid, CollectiveCell
 from cs336_systems.studies.loops import Loops

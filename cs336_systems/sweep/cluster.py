@@ -43,17 +43,16 @@ from cs336_systems.measure.environment import identity
 from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import Failure, Identity, RunRecord, Status
-from cs336_systems.sweep.interrupts import Interrupts
 from cs336_systems.sweep.isolation import (
+    Interrupts,
     ensure_fork_server,
     preload,
     preload_to_explain,
     remove_temporaries,
     spare_children,
 )
-from cs336_systems.sweep.keep import Keeper, resume
-from cs336_systems.sweep.listener import Listener
-from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
+from cs336_systems.sweep.keep import Keeper, Listener, resume
+from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, when_it_ends
 from cs336_systems.sweep.run import Loop, Outcome, measure_one, modules_of, num_slots, outcome
 from cs336_systems.sweep.store import SweepError, fresh_profile_path, make_writable, raw_profile_paths, refuse_to_mix
@@ -187,10 +186,7 @@ def _measure(asked: Request, runs: Path) -> None:
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        are_others = stack.enter_context(at_work(None if gpus else cpu_lock_path()))
-        measure_one(
-            config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), are_others=are_others, explains=False
-        )
+        measure_one(config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False)
 
 
 @contextlib.contextmanager
@@ -357,7 +353,6 @@ def sweep_on_cluster(
 
     Raises SweepError and LockedError as `run_sweep` does, and SweepError if there is no machine for `wait_nodes_s`.
     """
-    started = monotonic()
     runs = make_writable(directory / "runs")
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
@@ -371,14 +366,14 @@ def sweep_on_cluster(
         if unexplained or profiled:
             adopt_orphans()
             preload_to_explain()
-        keeper, most_slots = Keeper(runs, listener, inputs), 0
+        keeper = Keeper(runs, listener, inputs)
         explainers = (None,) * min(_MOST_EXPLAINERS, max(1, (os.cpu_count() or 1) // 2))
         with contextlib.ExitStack() as connection:
             if todo:
                 connection.enter_context(connected(address))
                 spare_children()
             interrupts = stack.enter_context(Interrupts())
-            explainer = Loop(keeper, explainers, timeout_s, interrupts, lambda: False, deque(unexplained))
+            explainer = Loop(keeper, explainers, timeout_s, interrupts, deque(unexplained))
             stack.callback(explainer.end)
             if todo:
                 needs = Needs(
@@ -388,9 +383,8 @@ def sweep_on_cluster(
                 )
                 driver = _Driver(keeper, explainer, todo, timeout_s, wait_nodes_s, interrupts, needs)
                 driver.run(allow_mixed=allow_mixed)
-                most_slots = driver.most_slots
         explainer.run(())  # what is left; the machines are free for others
-        return outcome(keeper, interrupted=interrupts.count > 0, wall_s=monotonic() - started, slots=most_slots)
+        return outcome(keeper, interrupted=interrupts.count > 0)
 
 
 class _Watch:
@@ -433,7 +427,6 @@ class _Driver:
     wait_nodes_s: float
     interrupts: Interrupts
     needs: Needs
-    most_slots: int = 0
     _waiting: deque[RunConfig] = field(default_factory=deque)
     """The widest first, because the GPUs that they need would otherwise never be free at the same time."""
     _running: dict[Any, tuple[RunConfig, float]] = field(default_factory=dict)
@@ -514,7 +507,6 @@ class _Driver:
                     self.keeper.listener.noted(f"{host} joins: {counted(slots[name], 'run')} at a time")
         for name in self._there.keys() - alive.keys():
             self.keeper.listener.noted(f"{self._there.pop(name)} is lost; Ray starts what ran there elsewhere")
-        self.most_slots = max(self.most_slots, sum(slots.values()))
         return slots
 
     def _submit(self, task: Any, modules: tuple[str, ...], slots: dict[str, int], device: Device) -> None:  # noqa: ANN401

@@ -5,12 +5,14 @@ Sweeps and studies start, wait for and kill their workers here only.
 
 import contextlib
 import functools
+import math
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -19,12 +21,13 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import TypeAlias
 
 import psutil
 
 from cs336_systems.config import RunConfig
-from cs336_systems.interrupt import CLEANUPS
+from cs336_systems.interrupt import CLEANUPS, end_at_once
 from cs336_systems.record import Failure, Status
 from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
 from cs336_systems.sweep.store import SweepError
@@ -43,12 +46,10 @@ _END_S = 60.0
 _DEATH_S = 10.0
 """How long killed processes may take to end. One that waits for a device that hangs does not end at all."""
 
-_PRELOAD = ("cs336_systems.sweep.preload",)
-"""Imported once for all workers."""
+_PRELOAD = ("cs336_systems.sweep.server", "cs336_systems.sweep.worker")
+"""Imported once for all workers, in this order. It must not touch CUDA."""
 EXPLAINING = ("cs336_systems.analysis.kernels.explain", "cs336_systems.analysis.memory.explain")
 """Modules that explain profiles, none of which needs torch."""
-_PRELOAD_TO_EXPLAIN = ("cs336_systems.sweep.server", *EXPLAINING)
-"""Imported once in place of _PRELOAD if nothing is measured: without torch, which takes seconds to import."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 """Function that a worker calls with a run, the directory of records, and the connection for its output."""
 
@@ -69,21 +70,13 @@ def remove_temporaries() -> None:
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import these modules too when it starts, so that not every run imports them itself.
-
-    A fork server that was started to explain profiles is ended first, because it has not imported torch.
-    """
-    if _server() in _started_to_explain:
-        _kill_server(_server())
+    """Have the fork server import these modules too when it starts, so that not every run imports them itself."""
     fork_server().set_forkserver_preload([*_PRELOAD, *modules])
 
 
 def preload_to_explain() -> None:
-    """Start the fork server, unless it is running, with only the modules that explain profiles."""
-    if not _server():
-        fork_server().set_forkserver_preload([*_PRELOAD_TO_EXPLAIN])
-        ensure_fork_server()
-        _started_to_explain.add(_server())
+    """Have the fork server import only what explains profiles when it starts: torch takes seconds to import."""
+    fork_server().set_forkserver_preload([_PRELOAD[0], *EXPLAINING])
 
 
 def ensure_fork_server() -> None:
@@ -122,8 +115,6 @@ def _ensure_tracker() -> None:
 
 _answering: set[int] = set()
 """Fork servers, by process, that have started a worker."""
-_started_to_explain: set[int] = set()
-"""Fork servers that have not imported torch."""
 
 
 def start(process: BaseProcess) -> None:
@@ -344,3 +335,49 @@ def _in_other_session(process: psutil.Process) -> bool:
         return os.getsid(process.pid) != os.getsid(0)
     except ProcessLookupError:
         return False
+
+
+_ONE_REQUEST_S = 0.3
+"""Signals this close together count as one request: `timeout` and a closing terminal send theirs twice."""
+
+
+class Interrupts:
+    """Counts SIGINT, SIGTERM and SIGHUP and wakes the sweep's loop; the second signal ends the process at once.
+
+    A signal that was ignored when the process started, as under nohup, stays ignored.
+    """
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.count = 0
+        self.at_once = at_once
+        """Whether the first signal ends the process at once too, because no worker has started yet."""
+        self._last = -math.inf
+        self.workers: list[Worker] = []
+        self.wakeup, self._write = os.pipe()
+
+    def __enter__(self) -> "Interrupts":
+        os.set_blocking(self._write, False)
+        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in handled}
+        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        time.sleep(max(0.0, self._last + _ONE_REQUEST_S - monotonic()))
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self.wakeup)
+        os.close(self._write)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if monotonic() - self._last < _ONE_REQUEST_S:
+            return
+        if self.at_once:
+            end_at_once()
+        self._last = monotonic()
+        self.count += 1
+        if self.count > 1:
+            for worker in self.workers:
+                worker.kill()
+            end_at_once()

@@ -1,4 +1,4 @@
-"""Locks: one sweep at a time on a directory and on a GPU; sweeps that share a CPU detect each other.
+"""Locks: one sweep at a time on a directory and on a GPU.
 
 The kernel releases a lock when its holder ends, so no lock is ever stale.
 """
@@ -10,7 +10,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from cs336_systems.text import LONGEST_PART, shorten
@@ -37,41 +37,6 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def at_work(path: Path | None) -> Iterator[Callable[[], bool]]:
-    """Share the lock file `path` during the context; yield a function that says whether others share it now.
-
-    The function says False if `path` is None or this user may not open the file.
-    """
-    try:
-        descriptor = None if path is None else _open(path)
-    except OSError:
-        descriptor = None
-    if descriptor is None:
-        yield lambda: False
-        return
-    try:
-        _are_others(descriptor)
-        yield lambda: _are_others(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _are_others(descriptor: int) -> bool:
-    """Whether other processes hold the lock; this process holds it afterwards in any case.
-
-    A POSIX record lock, unlike one of flock, is kept when the request for an exclusive one is refused.
-    """
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        with contextlib.suppress(OSError):  # another process holds it exclusively for a moment, to look for others
-            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    fcntl.lockf(descriptor, fcntl.LOCK_SH)
-    return False
-
-
 def _open(path: Path) -> int:
     """Open the lock file, which every user may lock, because users share GPUs and may share directories.
 
@@ -90,8 +55,3 @@ def _open(path: Path) -> int:
 def gpu_lock_path(uuid: str) -> Path:
     """Lock file of a GPU, the same for all users of this machine. Older drivers put slashes into UUIDs of slices."""
     return Path(tempfile.gettempdir()) / f"cs336-systems-{uuid.replace('/', '-')}.lock"
-
-
-def cpu_lock_path() -> Path:
-    """Lock file shared by all processes that measure this machine's CPU."""
-    return Path(tempfile.gettempdir()) / "cs336-systems-cpu.lock"

@@ -35,12 +35,10 @@ def is_under_nsys() -> bool:
     return "NSYS_PROFILING_SESSION_ID" in os.environ
 
 
-def run_under_nsys(
-    config: RunConfig, report: Path, runs: Path, gpu_uuids: Sequence[str] = (), timeout_s: float = 0.0
-) -> None:
+def run_under_nsys(config: RunConfig, report: Path, runs: Path, gpu_uuids: Sequence[str] = ()) -> None:
     """Measure `config` in a process under nsys, which leaves its record in `runs` and the report of nsys at `report`.
 
-    `gpu_uuids` and `timeout_s` are for the ranks of the run. Raises NsysError if there is no record. A run that fails
+    `gpu_uuids` are for the ranks of the run. Raises NsysError if there is no record. A run that fails
     before its measured steps leaves a record and no report.
     """
     nsys = find_nsys()
@@ -48,7 +46,7 @@ def run_under_nsys(
     command = [
         *(nsys, "profile", *CAPTURE, *([FORKED] if config.is_shared else []), f"--output={report.with_suffix('')}"),
         *(sys.executable, "-m", "cs336_systems.sweep.worker"),
-        *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid()), str(timeout_s), *gpu_uuids),
+        *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid()), *gpu_uuids),
     ]
     done = subprocess.run(command, env=child_environment(), stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     if not (runs / f"{config.key}.json").is_file():

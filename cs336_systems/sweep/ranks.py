@@ -4,12 +4,13 @@ The worker itself never touches CUDA. A rank that fails ends the others.
 """
 
 import contextlib
-import mmap
+import math
 import multiprocessing
 import os
 import signal
+import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -20,18 +21,27 @@ from time import monotonic
 
 import msgspec
 
-from cs336_systems.config import Device, RunConfig
-from cs336_systems.parallel.rank import Rank, devices_of
-from cs336_systems.record import Failure, RunRecord, Status
+from cs336_systems.config import Device, Phase, RunConfig
+from cs336_systems.parallel.collectives import Rank, devices_of
+from cs336_systems.record import (
+    Failure,
+    Measurement,
+    Memory,
+    RankRecord,
+    RunRecord,
+    RunWarning,
+    Status,
+    Traffic,
+    WarningCode,
+)
 from cs336_systems.sweep.isolation import end_in_words, signal_name
-from cs336_systems.sweep.merge import merge
 from cs336_systems.sweep.process import die_with_forker
 from cs336_systems.sweep.store import path_of_rank
 
 _GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, because their errors may show the cause."""
-LATER_S = 3600.0
-"""How much later than the run's time limit a collective times out, so that the worker can name the hanging rank."""
+_COLLECTIVE_S = 7 * 24 * 3600.0
+"""How long a collective may take: longer than any run, whose own time limit ends it."""
 _OF_OTHERS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "DistBackendError",
     "DistNetworkError", "DistStoreError", "NCCL",
@@ -71,63 +81,29 @@ class _Process:
         return (1 if self.exit_code == -signal.SIGABRT else 0), self.order
 
 
-@dataclass(slots=True)
-class _Places:
-    """Progress of each rank, as the number of phases begun or ended, in memory shared with the worker."""
-
-    config: RunConfig
-    counts: memoryview = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = memoryview(mmap.mmap(-1, 8 * self.config.ranks)).cast("q")
-
-    def beat(self, rank: int) -> None:
-        """Note that the rank begins a phase, or has ended a step."""
-        self.counts[rank] += 1
-
-    def of(self, rank: int) -> str:
-        """The phase and step that the rank is in."""
-        count, phases = self.counts[rank], self.config.phases
-        if not count:
-            return "set-up"
-        step, done = divmod(count, len(phases) + 1)
-        warmup_steps = self.config.warmup_steps
-        name = f"warm-up step {step}" if step < warmup_steps else f"measured step {step - warmup_steps}"
-        return f"{phases[done - 1]} of {name}" if done else f"the pause before {name}"
-
-
-def measure_on_ranks(
-    config: RunConfig, gpu_uuids: Sequence[str], timeout_s: float, profile: Path | None = None
-) -> RunRecord:
+def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], profile: Path | None = None) -> RunRecord:
     """Run the configuration on its ranks, each a child of this process, and return the one record of all.
 
-    `gpu_uuids` names a GPU for each rank. A run that takes longer than `timeout_s` has failed. Rank 0 writes the file
-    `profile`, if the run has a profiler, and each other rank a file beside it, with its number.
+    `gpu_uuids` names a GPU for each rank. Rank 0 writes the file `profile`, if the run has a profiler, and each other
+    rank a file beside it, with its number.
     """
-    started_at, deadline = datetime.now(UTC).isoformat(timespec="seconds"), monotonic() + timeout_s
-    places = _Places(config)
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
     with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
         meeting = f"file://{scratch}/meeting"
         ranks = [
-            Rank(rank=rank, ranks=config.ranks, meeting=meeting, timeout_s=timeout_s + LATER_S)
+            Rank(rank=rank, ranks=config.ranks, meeting=meeting, timeout_s=_COLLECTIVE_S)
             for rank in range(config.ranks)
         ]
-        with _started(config, ranks, gpu_uuids, places, profile) as processes:
-            is_late = _watch(processes, deadline)
-    records = [each.record for each in processes if each.record is not None and each.record.status is Status.OK]
-    if len(records) == config.ranks:
-        return merge(records)
-    blank = RunRecord(config=config, status=Status.TIMEOUT, started_at=started_at)
-    failed = min((each for each in processes if each.has_failed), key=lambda each: each.blame, default=None)
-    if failed is not None:
-        return _failed_record(failed, blank, places.of(failed.rank))
-    assert is_late
-    return _hang(processes, places, timeout_s, blank)
+        with _started(config, ranks, gpu_uuids, profile) as processes:
+            _watch(processes)
+    if failed := [each for each in processes if each.has_failed]:
+        return _failed_record(min(failed, key=lambda each: each.blame), config, started_at)
+    return merge([each.record for each in processes if each.record is not None])
 
 
 @contextlib.contextmanager
 def _started(
-    config: RunConfig, ranks: Sequence[Rank], gpu_uuids: Sequence[str], places: _Places, profile: Path | None
+    config: RunConfig, ranks: Sequence[Rank], gpu_uuids: Sequence[str], profile: Path | None
 ) -> Iterator[list[_Process]]:
     """Start the processes of the ranks; on exit none of them is left."""
     context = multiprocessing.get_context("fork")
@@ -136,7 +112,7 @@ def _started(
         for rank in ranks:
             pipe, other = context.Pipe(duplex=False)
             gpu = devices_of(rank.rank, gpu_uuids, all_of_them=config.parallel.writes_to_others) if gpu_uuids else None
-            process = context.Process(target=_measure_rank, args=(config, rank, gpu, places, profile, other))
+            process = context.Process(target=_measure_rank, args=(config, rank, gpu, profile, other))
             process.start()
             other.close()
             processes.append(_Process(rank=rank.rank, process=process, pipe=pipe))
@@ -149,20 +125,17 @@ def _started(
             each.pipe.close()
 
 
-def _watch(processes: Sequence[_Process], deadline: float) -> bool:
-    """Wait until no rank is pending, at most _GRACE_S after one has failed. Return whether the time was over first."""
-    while pending := [each for each in processes if each.is_pending]:
-        left_s = deadline - monotonic()
-        if left_s <= 0:
-            return True
-        ready = wait([each.pipe for each in pending], left_s)
+def _watch(processes: Sequence[_Process]) -> None:
+    """Wait until no rank is pending, but not longer than _GRACE_S after one has failed."""
+    deadline = math.inf
+    while (pending := [each for each in processes if each.is_pending]) and monotonic() < deadline:
+        ready = wait([each.pipe for each in pending], None if deadline == math.inf else deadline - monotonic())
         for each in pending:
             if each.pipe in ready:
                 _receive(each)
                 each.order = sum(not other.is_pending for other in processes)
         if any(each.has_failed for each in processes):
             deadline = min(deadline, monotonic() + _GRACE_S)
-    return False
 
 
 def _receive(each: _Process) -> None:
@@ -174,9 +147,7 @@ def _receive(each: _Process) -> None:
         each.exit_code = each.process.exitcode if each.process.exitcode is not None else 255
 
 
-def _measure_rank(
-    config: RunConfig, rank: Rank, gpu: str | None, places: _Places, profile: Path | None, pipe: Connection
-) -> None:
+def _measure_rank(config: RunConfig, rank: Rank, gpu: str | None, profile: Path | None, pipe: Connection) -> None:
     """Entry of a rank: measure, send the record, and end without waiting for the other ranks."""
     die_with_forker(signal.SIGKILL)
     if gpu is not None:
@@ -189,14 +160,14 @@ def _measure_rank(
         torch.set_num_threads(max(1, torch.get_num_threads() // config.ranks))
     if profile is not None:
         profile = path_of_rank(profile, rank.rank)
-    record = measure(config, profile=profile, rank=rank, beat=lambda: places.beat(rank.rank))
+    record = measure(config, profile=profile, rank=rank)
     pipe.send_bytes(msgspec.json.encode(record))
     pipe.close()
     os._exit(0)
 
 
-def _failed_record(each: _Process, blank: RunRecord, where: str) -> RunRecord:
-    """The record of a run in which this rank failed first; `where` is the rank's place if it sent no record."""
+def _failed_record(each: _Process, config: RunConfig, started_at: str) -> RunRecord:
+    """The record of a run in which this rank failed first."""
     named = f"rank {each.rank}"
     if each.record is not None and each.record.failure is not None:
         failure = replace(each.record.failure, message=f"{named}: {each.record.failure.message}")
@@ -205,23 +176,107 @@ def _failed_record(each: _Process, blank: RunRecord, where: str) -> RunRecord:
     is_killed = each.exit_code == -signal.SIGKILL
     failure = Failure(
         message=f"{named} {end_in_words(each.exit_code)}",
-        where=where,
         signal=signal_name(-each.exit_code) if each.exit_code < 0 else None,
     )
     status = Status.KILLED if is_killed else Status.CRASHED
-    return replace(blank, status=status, failure=failure, failed_rank=each.rank)
+    return RunRecord(config=config, status=status, started_at=started_at, failure=failure, failed_rank=each.rank)
 
 
-def _hang(processes: Sequence[_Process], places: _Places, timeout_s: float, blank: RunRecord) -> RunRecord:
-    """The record of a run that timed out; the rank with the least progress is the one that hangs."""
-    counts = [places.counts[each.rank] for each in processes]
-    last = counts.index(min(counts))
-    ahead = counts.index(max(counts))
-    if counts[last] == counts[ahead]:
-        message = f"no result within {timeout_s:g} s; raise --timeout-s if it needs longer"
-        return replace(blank, failure=Failure(message=message, where=places.of(last)))
-    message = (
-        f"no result within {timeout_s:g} s: rank {last} is still in {places.of(last)} and rank {ahead} in "
-        f"{places.of(ahead)}; raise --timeout-s if it needs longer"
+UNEVEN_SHARE = 0.05
+"""Share of a step by which the ranks' own work may differ without a warning."""
+STEADY_SHARE = 0.9
+"""Share of the steps in which the same rank must be the slower one for a warning."""
+
+
+def merge(records: Sequence[RunRecord]) -> RunRecord:
+    """One record of the ranks' records, all of which ended well, in the order of the ranks."""
+    first = records[0]
+    return replace(
+        first,
+        measurements=_slowest(records, [record.measurements for record in records]),
+        warmup_times_s=tuple(map(max, zip(*(record.warmup_times_s for record in records), strict=False))),
+        host_times_s=tuple(map(max, zip(*(record.host_times_s for record in records), strict=True))),
+        host_phases=_slowest(records, [record.host_phases for record in records]),
+        losses=tuple(map(_mean, zip(*(record.losses for record in records), strict=False))),
+        memory=max((record.memory for record in records if record.memory), key=_peak, default=None),
+        traffic=max((record.traffic for record in records if record.traffic is not None), key=_sent, default=None),
+        warnings=(*_warnings(records), *_uneven(records)),
+        ranks=tuple(_of_rank(rank, record) for rank, record in enumerate(records)),
     )
-    return replace(blank, failure=Failure(message=message, where=places.of(last)), failed_rank=last)
+
+
+def _slowest(records: Sequence[RunRecord], parts: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
+    """For each step, all times of its slowest rank, so that they add up; `parts` are the measurements of each rank."""
+    steps = [_times(record, Phase.STEP) for record in records]
+    slowest = [max(range(len(records)), key=times.__getitem__) for times in zip(*steps, strict=True)]
+    return tuple(
+        Measurement(own[0].phase, tuple(own[rank].times_s[step] for step, rank in enumerate(slowest)))
+        for own in zip(*parts, strict=True)
+    )
+
+
+def _times(record: RunRecord, phase: Phase) -> tuple[float, ...]:
+    measurement = record.measurement(phase)
+    return () if measurement is None else measurement.times_s
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    """The loss of the whole batch, as all ranks have batches of one size; None if one of them is not finite."""
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if len(known) == len(losses) else None
+
+
+def _peak(memory: Memory) -> int:
+    return memory.peak_allocated_bytes
+
+
+def _sent(traffic: Sequence[Traffic]) -> int:
+    return sum(each.sent_bytes for each in traffic)
+
+
+def _warnings(records: Sequence[RunRecord]) -> list[RunWarning]:
+    """The first warning of each kind, which names its rank unless all ranks have one."""
+    found = []
+    for code in dict.fromkeys(warning.code for record in records for warning in record.warnings):
+        own = [(rank, each) for rank, record in enumerate(records) for each in record.warnings if each.code is code]
+        rank, warning = own[0]
+        is_of_all = len({rank for rank, _ in own}) == len(records)
+        found.append(warning if is_of_all else replace(warning, message=f"rank {rank}: {warning.message}"))
+    return found
+
+
+def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
+    """A warning if one rank's own work, its step without the phase communication, takes clearly longer.
+
+    PyTorch's DDP and FSDP hide such a difference, because they wait for the other ranks inside of backward.
+    """
+    steps, waits = ([_times(record, phase) for record in records] for phase in (Phase.STEP, Phase.COMMUNICATION))
+    own = [[step - wait for step, wait in zip(*both, strict=True)] for both in zip(steps, waits, strict=True)]
+    medians = [statistics.median(times) for times in own]
+    slow, quick = (medians.index(choose(medians)) for choose in (max, min))
+    differences = [one - other for one, other in zip(own[slow], own[quick], strict=True)]
+    is_steady = sum(each > 0 for each in differences) >= STEADY_SHARE * len(differences)
+    whole = statistics.median(map(max, zip(*steps, strict=True)))
+    if medians[slow] - medians[quick] <= UNEVEN_SHARE * whole or not is_steady:
+        return []
+    message = (
+        f"rank {slow} works {medians[slow] * 1e3:.3g} ms of a step itself, rank {quick} {medians[quick] * 1e3:.3g} ms, "
+        "and waits for the others; look for what slows the one down"
+    )
+    return [RunWarning(code=WarningCode.UNEVEN_RANKS, message=message)]
+
+
+def _of_rank(rank: int, record: RunRecord) -> RankRecord:
+    return RankRecord(
+        rank=rank,
+        measurements=record.measurements,
+        warmup_times_s=record.warmup_times_s,
+        host_times_s=record.host_times_s,
+        host_phases=record.host_phases,
+        losses=record.losses,
+        memory=record.memory,
+        moments=record.moments,
+        telemetry=record.telemetry,
+        device_uuid=record.environment.device_uuid if record.environment else None,
+        warnings=record.warnings,
+    )

@@ -9,7 +9,7 @@ explained again.
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,13 +19,11 @@ from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Paral
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
-from cs336_systems.record import CPU_SHARED, RunRecord, RunWarning, Status, WarningCode, load_records
-from cs336_systems.sweep import explain
-from cs336_systems.sweep.explain import can_be_explained, has_explanation, lacks_explanation
-from cs336_systems.sweep.interrupts import Interrupts
+from cs336_systems.record import RunRecord, RunWarning, Status, WarningCode, load_records
 from cs336_systems.sweep.isolation import (
     EXPLAINING,
     Entry,
+    Interrupts,
     Worker,
     end_in_words,
     ensure_fork_server,
@@ -36,18 +34,21 @@ from cs336_systems.sweep.isolation import (
     spare_children,
     wait_for_workers,
 )
-from cs336_systems.sweep.keep import Keeper, resume
-from cs336_systems.sweep.listener import Listener
-from cs336_systems.sweep.locks import at_work, cpu_lock_path, exclusive, gpu_lock_path
+from cs336_systems.sweep.keep import (
+    Keeper,
+    Listener,
+    can_be_explained,
+    explain_in_worker,
+    has_explanation,
+    lacks_explanation,
+    resume,
+)
+from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.sweep.store import SweepError, make_writable, refuse_to_mix, write_environment
 
 _TICK_S = 1.0
 """Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share the host."""
-
-
-MORE_FOR_RANKS_S = 5.0
-"""Additional time before a worker with ranks is killed: at the limit it ends its ranks itself, and writes why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +62,6 @@ class Outcome:
     unexplained: tuple[RunConfig, ...] = ()
     """Profiled runs in the directory that have no readable explanation."""
     interrupted: bool
-    wall_s: float
-    slots: int
-
-    @property
-    def overhead_s(self) -> float | None:
-        """Time per run besides its warm-up and measured steps; None without a run, or if one failed."""
-        durations = [record.durations for record in self.measured if record.status is Status.OK and record.durations]
-        if not durations or len(durations) < len(self.measured):  # the time of a failed run's steps is not known
-            return None
-        steps = sum(duration.warmup_s + duration.measured_s for duration in durations)
-        return (self.wall_s * self.slots - steps) / len(durations)
 
 
 def run_sweep(
@@ -89,7 +79,6 @@ def run_sweep(
     `allow_mixed`) or from a later version of this program, and if the disk fills up; LockedError if another sweep uses
     the directory or a GPU.
     """
-    started = monotonic()
     runs = make_writable(directory / "runs")
     adopt_orphans()
     with contextlib.ExitStack() as stack:
@@ -114,14 +103,12 @@ def run_sweep(
         if todo:
             ensure_fork_server()
             listener.importing()
-        is_on_cpu = any(config.device is Device.CPU for config in todo)
-        are_others = stack.enter_context(at_work(cpu_lock_path() if is_on_cpu else None))
         keeper = Keeper(runs, listener, inputs)
-        Loop(keeper, gpus, timeout_s, interrupts, are_others, deque(unexplained)).run(todo)
-        return outcome(keeper, interrupted=interrupts.count > 0, wall_s=monotonic() - started, slots=len(gpus))
+        Loop(keeper, gpus, timeout_s, interrupts, deque(unexplained)).run(todo)
+        return outcome(keeper, interrupted=interrupts.count > 0)
 
 
-def outcome(keeper: Keeper, *, interrupted: bool, wall_s: float, slots: int) -> Outcome:
+def outcome(keeper: Keeper, *, interrupted: bool) -> Outcome:
     """What a sweep that ends has done; writes its environment.json."""
     every, _ = load_records(keeper.runs)
     write_environment(every, keeper.runs.parent)
@@ -130,8 +117,6 @@ def outcome(keeper: Keeper, *, interrupted: bool, wall_s: float, slots: int) -> 
         measured=tuple(keeper.measured),
         unexplained=tuple(record.config for record in every if lacks_explanation(record, keeper.runs)),
         interrupted=interrupted,
-        wall_s=wall_s,
-        slots=slots,
     )
 
 
@@ -149,7 +134,7 @@ def explain_again(
         adopt_orphans()
         with Interrupts(at_once=True) as interrupts:
             keeper = Keeper(runs, listener)
-            Loop(keeper, (None,), timeout_s, interrupts, lambda: False, deque(waiting)).run(())
+            Loop(keeper, (None,), timeout_s, interrupts, deque(waiting)).run(())
             if interrupts.count:
                 raise KeyboardInterrupt
     return tuple(config for config in waiting if not has_explanation(config, runs))
@@ -163,13 +148,9 @@ class Loop:
     gpus: Sequence[Gpu | None]
     timeout_s: float
     interrupts: Interrupts
-    are_others: Callable[[], bool]
-    """Function that says whether another process is measuring on this CPU now."""
     unexplained: deque[RunConfig] = field(default_factory=deque)
     """Runs to explain. A free slot explains the first of them before it measures another run."""
     explaining: set[Worker] = field(default_factory=set)
-    disturbed: set[Worker] = field(default_factory=set)
-    """Workers during whose run another process measured on the same CPU."""
     explains: bool = True
     """Whether the raw profiles of runs are explained here after they have been measured."""
     waiting: deque[RunConfig] = field(default_factory=deque)
@@ -194,7 +175,6 @@ class Loop:
                 self.step(_TICK_S)
                 if monotonic() - ticked >= _TICK_S:  # output of a worker wakes the loop far more often
                     ticked = monotonic()
-                    self._look_for_others()
                     self.keeper.listener.tick()
         finally:
             self.end()
@@ -225,13 +205,12 @@ class Loop:
     def _measure(self, config: RunConfig, gpus: Sequence[Gpu | None]) -> Worker:
         (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
         uuids = [gpu.uuid for gpu in gpus if gpu]
-        worker = self._start(config, functools.partial(measure_in_worker, gpu_uuids=uuids, timeout_s=self.timeout_s))
-        self._look_for_others()
+        worker = self._start(config, functools.partial(measure_in_worker, gpu_uuids=uuids))
         self.keeper.listener.started(config, gpus[0])
         return worker
 
     def _explain(self, config: RunConfig) -> Worker:
-        worker = self._start(config, explain.main)
+        worker = self._start(config, explain_in_worker)
         self.explaining.add(worker)
         self.keeper.listener.explaining(config)
         return worker
@@ -242,19 +221,14 @@ class Loop:
         self.interrupts.at_once = False
         return worker
 
-    def _look_for_others(self) -> None:
-        if self.are_others():
-            self.disturbed.update(self.interrupts.workers)
-
     def _ended(self, working: Sequence[Worker], patience_s: float) -> Iterator[Worker]:
         """Wait for an event, then yield the workers that have ended, after their results have been kept."""
-        left_s = min([patience_s, *(max(0.0, self._limit_s(worker) - worker.elapsed_s) for worker in working)])
+        left_s = min([patience_s, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
         ready = wait_for_workers(working, [self.interrupts.wakeup], left_s)
         if self.interrupts.count:
             return  # the signal may have ended the workers too, which is no failure of their runs
-        self._look_for_others()
         for worker in working:
-            timed_out = worker.elapsed_s >= self._limit_s(worker)
+            timed_out = worker.elapsed_s >= self.timeout_s
             if worker.process.sentinel in ready or timed_out:
                 timed_out = timed_out and worker.process.is_alive()
                 if timed_out:
@@ -267,15 +241,9 @@ class Loop:
                     self._finish(worker, worker.reap(), timed_out)
                 yield worker
 
-    def _limit_s(self, worker: Worker) -> float:
-        """Time limit of the worker; longer if it has ranks, because the worker then reports which rank hangs."""
-        return self.timeout_s + (MORE_FOR_RANKS_S if worker.config.parallel is not Parallel.NONE else 0.0)
-
     def _finish(self, worker: Worker, exit_code: int, timed_out: bool) -> None:
         """Keep the record of a worker that has measured, and queue its raw profile to be explained."""
         record = self._collect(worker, exit_code, timed_out)
-        if worker in self.disturbed and record.status is Status.OK:
-            record = self.keeper.write(replace(record, warnings=(*record.warnings, CPU_SHARED)))
         self.keeper.finish(record)
         if self.explains:
             self.explain_later(record)
@@ -322,13 +290,11 @@ class Loop:
         return self.keeper.write(replace(record, warnings=(*record.warnings, warning)))
 
 
-def measure_in_worker(
-    config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str], timeout_s: float
-) -> None:
+def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
     """Entry of a worker that measures. It imports torch itself, because this module's own process must not."""
     from cs336_systems.sweep import worker
 
-    worker.main(config, runs, log, gpu_uuids, timeout_s)
+    worker.main(config, runs, log, gpu_uuids)
 
 
 def modules_of(configs: Sequence[RunConfig]) -> list[str]:
@@ -366,7 +332,6 @@ def measure_one(
     *,
     timeout_s: float = 600.0,
     gpus: Sequence[Gpu | None] = (),
-    are_others: Callable[[], bool] = lambda: False,
     explains: bool = True,
 ) -> RunRecord:
     """Measure one run in a worker, as a sweep does; write its record to `runs` and return it.
@@ -380,7 +345,7 @@ def measure_one(
     with Interrupts(at_once=True) as interrupts:
         keeper = Keeper(runs, Listener())
         gpus = gpus or _gpus([config])
-        Loop(keeper, gpus, timeout_s, interrupts, are_others, explains=explains).run([config])
+        Loop(keeper, gpus, timeout_s, interrupts, explains=explains).run([config])
         if interrupts.count:
             raise KeyboardInterrupt
     return keeper.measured[0]

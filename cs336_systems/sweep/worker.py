@@ -24,10 +24,10 @@ from cs336_systems.sweep.store import fresh_profile_path
 from cs336_systems.text import print_aside
 
 
-def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str], timeout_s: float) -> None:
+def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
     """Entry of a forked worker that measures one run, or starts its ranks, and writes its record into `runs`."""
     begin_worker(log, gpu_uuids)
-    record = run_here(config, runs, gpu_uuids, timeout_s)
+    record = run_here(config, runs, gpu_uuids)
     try:
         write_record(record, runs)
     except OSError as error:
@@ -36,29 +36,29 @@ def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str
         os._exit(RECORD_NOT_WRITTEN)
 
 
-def run_here(config: RunConfig, runs: Path, gpu_uuids: Sequence[str] = (), timeout_s: float = 0.0) -> RunRecord:
+def run_here(config: RunConfig, runs: Path, gpu_uuids: Sequence[str] = ()) -> RunRecord:
     """Measure in this process and its ranks, or in a process under nsys; the raw profile stays beside `runs`.
 
-    `gpu_uuids` and `timeout_s` are for the ranks of a run that has any.
+    `gpu_uuids` are for the ranks of a run that has any.
     """
     profile = fresh_profile_path(config, runs)
     if profile is not None and config.profiler is Profiler.NSYS and not is_under_nsys():
-        return _measured_under_nsys(config, profile, gpu_uuids, timeout_s)
-    return _measured(config, gpu_uuids, timeout_s, profile)
+        return _measured_under_nsys(config, profile, gpu_uuids)
+    return _measured(config, gpu_uuids, profile)
 
 
-def _measured(config: RunConfig, gpu_uuids: Sequence[str], timeout_s: float, profile: Path | None = None) -> RunRecord:
+def _measured(config: RunConfig, gpu_uuids: Sequence[str], profile: Path | None = None) -> RunRecord:
     if config.is_shared:
-        return measure_on_ranks(config, gpu_uuids, timeout_s, profile)
+        return measure_on_ranks(config, gpu_uuids, profile)
     return measure(config, profile=profile)
 
 
-def _measured_under_nsys(config: RunConfig, report: Path, gpu_uuids: Sequence[str], timeout_s: float) -> RunRecord:
+def _measured_under_nsys(config: RunConfig, report: Path, gpu_uuids: Sequence[str]) -> RunRecord:
     """The record that the process under nsys writes; one of a failure if it writes none, or nsys leaves no report."""
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     try:
         with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
-            run_under_nsys(config, report, Path(scratch), gpu_uuids, timeout_s)
+            run_under_nsys(config, report, Path(scratch), gpu_uuids)
             record = read_record(Path(scratch) / f"{config.key}.json")
         if record.status is Status.OK and not report.is_file():
             raise NsysError(f"the run ended well and nsys left no {report.name}: see what it printed")
@@ -69,9 +69,8 @@ def _measured_under_nsys(config: RunConfig, report: Path, gpu_uuids: Sequence[st
 
 
 if __name__ == "__main__":
-    # under nsys; arguments: configuration as JSON, directory for the record, id of the worker, time limit and GPUs of
-    # ranks
+    # under nsys; arguments: configuration as JSON, directory for the record, id of the worker, GPUs of ranks
     die_with(int(sys.argv[3]))
     forget_safe_path()
     asked = msgspec.json.decode(sys.argv[1], type=RunConfig)
-    write_record(_measured(asked, sys.argv[5:], float(sys.argv[4])), Path(sys.argv[2]))
+    write_record(_measured(asked, sys.argv[4:]), Path(sys.argv[2]))

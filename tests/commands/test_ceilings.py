@@ -194,7 +194,7 @@ def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200 (of mine)", memory_bytes=1, driver="1")
         for index in (0, 1)
     )
-    for module in ("cs336_systems.commands.ceilings", "cs336_systems.commands.device"):
+    for module in ("cs336_systems.commands.ceilings", "cs336_systems.commands.flags"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
     grid = parsed().grid()
     assert (grid.device, grid.world_size, grid.precisions) == (Device.CUDA, 2, tuple(ProductPrecision))

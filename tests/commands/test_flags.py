@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from cs336_systems.cli import sweep
-from cs336_systems.commands import device as device_module
 from cs336_systems.commands import flags as flags_module
 from cs336_systems.commands import sweep as sweep_module
 from cs336_systems.commands.account import AccountArguments
@@ -55,7 +54,7 @@ from cs336_systems.measure import nvml
 from cs336_systems.measure.environment import cpu_name
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.model.fast.choose import fastest
-from cs336_systems.model.trainable import call_factory
+from cs336_systems.model.own import call_factory
 from cs336_systems.record import load_records
 from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 from cs336_systems.settings import flag_of
@@ -70,7 +69,7 @@ H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**
 
 
 def see(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
-    for module in (device_module, flags_module, nvml, sweep_module):
+    for module in (flags_module, nvml, sweep_module):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
 
 

@@ -17,8 +17,8 @@ from cs336_systems.commands import ladder as command
 from cs336_systems.commands.ladder import CACHE_VARIABLE, LadderArguments
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, load_records, write_record
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.ladder import reason_run, reference
-from cs336_systems.sweep.listener import Listener
 from cs336_systems.sweep.run import Outcome
 from tests.report.ladders import FALLING
 from tests.report.making import make_failure, make_record

@@ -16,7 +16,7 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.record import Failure, Status, write_record
-from cs336_systems.report import status_line
+from cs336_systems.report import progress
 from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
 from tests.report.ladders import make_ladder, make_records
@@ -89,7 +89,7 @@ def test_what_takes_longer_says_what_it_does(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(status_line, "LARGE_BYTES", 0)
+    monkeypatch.setattr(progress, "LARGE_BYTES", 0)
     for module, function, fake in (
         (cs336_systems.sweep.run, "run_sweep", fake_sweep),
         (cs336_systems.studies.runner, "run_study", fake_study),

@@ -9,11 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
-from cs336_systems.sweep import explain
+from cs336_systems.sweep import keep
 
 NEVER_S = 600
 HANGING, NOTES = Path("hanging"), Path("notes")
@@ -21,24 +20,16 @@ HANGING, NOTES = Path("hanging"), Path("notes")
 
 def instead(config, runs, log, fault):
     """The worker as it is, with `fault` in the place of the analysis."""
-    explain.explain_run = lambda config, runs: fault()
-    explain.main(config, runs, log)
+    keep.explain_run = lambda config, runs: fault()
+    keep.explain_in_worker(config, runs, log)
 
 
 def raises(config, runs, log):
     instead(config, runs, log, lambda: {}["no such lane\n\x1b"])
 
 
-def killed(config, runs, log):
-    instead(config, runs, log, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
 def segfault(config, runs, log):
     instead(config, runs, log, lambda: os.kill(os.getpid(), signal.SIGSEGV))
-
-
-def exits_well(config, runs, log):
-    instead(config, runs, log, lambda: os._exit(0))
 
 
 def hangs(config, runs, log):
@@ -53,16 +44,16 @@ def hangs(config, runs, log):
 
 def takes_all_memory(config, runs, log):
     """On a machine of 2 GiB."""
-    explain.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(total=2**31))
+    keep.host_memory_bytes = lambda: 2**31
     instead(config, runs, log, lambda: [np.zeros(2**28, dtype=np.uint8) for _ in range(1000)])
 
 
 def cannot_write(config, runs, log):
     runs.with_name("kernels").mkdir(exist_ok=True)
     (runs.with_name("kernels") / f"{config.key}.json").mkdir()
-    explain.main(config, runs, log)
+    keep.explain_in_worker(config, runs, log)
 
 
 def notes_its_modules(config, runs, log):
     NOTES.write_text(" ".join(sorted(sys.modules)))
-    explain.main(config, runs, log)
+    keep.explain_in_worker(config, runs, log)

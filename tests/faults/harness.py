@@ -17,7 +17,7 @@ import pytest
 from cs336_systems.config import SIZES, RunConfig
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.isolation import Worker
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.process import STOP_SIGNALS
 from cs336_systems.sweep.run import run_sweep
 
@@ -26,10 +26,6 @@ SHAPE = replace(SIZES["tiny"], vocab_size=11, context_length=8, d_model=8)
 NAME = "faulty"
 MODELS = "faulty_models"
 """Module of the models, linked into the current directory. Within tests/, each digest would read the whole folder."""
-CGROUP = "cgroup"
-"""File that names the memory cgroup for the models in its directory."""
-CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
-CGROUP_LIMIT_BYTES = 64 * 2**20
 SWEEP = ROOT / "benchmark_sweep.py"
 WITHOUT_REPORT = ROOT / "tests/faults/sweep_without_report.py"
 PATIENCE_S = 120
@@ -120,34 +116,6 @@ def eventually(condition, patience_s=PATIENCE_S):
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return met
-
-
-@contextmanager
-def memory_cgroup(directory):
-    """A memory cgroup of 64 MiB that workers in the directory can enter, or None where none can be made."""
-    for root in CGROUPS:
-        group = root / f"faults-{directory.parent.name}-{time.monotonic_ns()}"
-        limit = group / ("memory.max" if root == CGROUPS[1] else "memory.limit_in_bytes")
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            limit.write_text(str(CGROUP_LIMIT_BYTES))
-            for name in ("memory.swap.max", "memory.swappiness"):
-                if (group / name).exists():
-                    (group / name).write_text("0")
-        except OSError:
-            group.rmdir()
-            continue
-        (directory / CGROUP).write_text(str(group))
-        try:
-            yield group
-        finally:
-            (directory / CGROUP).unlink()
-            group.rmdir()
-        return
-    yield None
 
 
 def processes_in(directory):

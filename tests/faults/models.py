@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 NEVER_S = 600
-PAUSED, RELEASED, CGROUP, NOTES = Path("paused"), Path("released"), Path("cgroup"), Path("notes")
+PAUSED, RELEASED, NOTES = Path("paused"), Path("released"), Path("notes")
 HANGING = Path("hanging")
 RUNS = Path("runs")
 
@@ -55,53 +55,20 @@ def sigkill(vocab_size, d_model):
     return AtSecondStep(lambda: os.kill(os.getpid(), signal.SIGKILL), vocab_size, d_model)
 
 
-def sigkill_from_outside():
-    subprocess.run(["sh", "-c", "kill -KILL $PPID"])
-    time.sleep(NEVER_S)
-
-
-def sigterm_from_outside():
-    subprocess.run(["sh", "-c", "kill -TERM $PPID"])
-    time.sleep(NEVER_S)
-
-
 def nameless_signal():
     os.kill(os.getpid(), signal.SIGRTMIN + 5)
     time.sleep(NEVER_S)
 
 
-def host_out_of_memory():
-    """Enter the small memory cgroup that the test made, and grow until the kernel's OOM killer comes."""
-    Path(CGROUP.read_text(), "cgroup.procs").write_text(str(os.getpid()))
-    hoard = []
-    while True:
-        hoard.append(os.urandom(2**20))
-
-
 def segfault():
     say("the last words before a segmentation fault")
-    no_core()
-    ctypes.string_at(0)
-
-
-def abort():
-    say("terminate called after throwing an instance of 'c10::Error'")
-    no_core()
-    os.abort()
-
-
-def no_core():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.string_at(0)
 
 
 def kills_the_fork_server():
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(NEVER_S)
-
-
-def stops_the_fork_server(vocab_size, d_model):
-    os.kill(os.getppid(), signal.SIGSTOP)
-    return good(vocab_size, d_model)
 
 
 def stops_the_fork_server_and_hangs():
@@ -114,20 +81,12 @@ def exits_well():
     os._exit(0)
 
 
-def calls_exit():
-    sys.exit(0)
-
-
 def raises():
     raise RuntimeError("no such layer \0")
 
 
 def asks_for_a_pebibyte():
     return torch.empty(2**50, dtype=torch.uint8)
-
-
-def python_out_of_memory():
-    bytearray(2**62)
 
 
 def hangs_printing():
@@ -140,14 +99,6 @@ def hangs_printing():
 def hangs_with_closed_output():
     os.close(1)
     os.close(2)
-    HANGING.touch()
-    time.sleep(NEVER_S)
-
-
-def ignores_signals():
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
-        with contextlib.suppress(OSError):
-            signal.signal(number, signal.SIG_IGN)
     HANGING.touch()
     time.sleep(NEVER_S)
 
@@ -214,16 +165,6 @@ def half_a_record():
     os._exit(0)
 
 
-def empty_record():
-    own_record().touch()
-    os._exit(0)
-
-
-def record_of_another_run():
-    shutil.copy(finished_record(), own_record())
-    os._exit(0)
-
-
 def record_of_the_future():
     own_record().write_text('{"format_version": 999}')
     os._exit(0)
@@ -232,12 +173,6 @@ def record_of_the_future():
 def record_that_is_a_directory():
     own_record().mkdir()
     os._exit(0)
-
-
-def aborts_at_teardown(vocab_size, d_model):
-    no_core()
-    Finalize(None, os.abort, exitpriority=0)
-    return good(vocab_size, d_model)
 
 
 def fails_at_teardown(vocab_size, d_model):
@@ -302,8 +237,7 @@ def fails_where_context_is_8(vocab_size, d_model, context_length):
 
 
 def fails_by_context(vocab_size, d_model, context_length):
-    killer = host_out_of_memory if CGROUP.exists() else lambda: os.kill(os.getpid(), signal.SIGKILL)
-    faults = {8: segfault, 12: asks_for_a_pebibyte, 16: killer}
+    faults = {8: segfault, 12: asks_for_a_pebibyte, 16: lambda: os.kill(os.getpid(), signal.SIGKILL)}
     while context_length == 20 and not RELEASED.exists():
         time.sleep(0.02)
     return AtSecondStep(faults.get(context_length, time.time), vocab_size, d_model)

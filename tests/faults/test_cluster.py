@@ -12,7 +12,7 @@ import pytest
 
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.record import Status, load_records
-from tests.faults.harness import NAME, ROOT, WITHOUT_REPORT, command, contents, eventually, memory_cgroup, runs, sweep
+from tests.faults.harness import NAME, ROOT, WITHOUT_REPORT, command, contents, eventually, runs, sweep
 from tests.faults.models import PAUSED, RELEASED
 from tests.faults.on_ray import END_S, TOKEN, RayCluster, family, is_alive, send
 
@@ -189,14 +189,13 @@ def test_workers_that_fail_and_nodes_with_another_pytorch_of_which_one_joins_lat
     refused = [machine["refused"] for machine in machines if machine["node"]["identity"]["torch"] == "9.9"]
     assert len(machines) > len(refused) == 1
     contexts, released = (4, 8, 12, 16, 20), ray_cluster.directory / RELEASED
-    with memory_cgroup(ray_cluster.directory) as group:
-        running = start(fault="fails_by_context", contexts=chance.sample(contexts, len(contexts)))
-        random_moment(running, place, chance, 4)
-        others.append(ray_cluster.add(place / "fake"))
-        assert eventually(lambda: len([*runs(place).glob("*.json")]) == 4), running.stderr
-        released.touch()
-        assert running.wait() == 1, running.stderr
-        released.unlink()
+    running = start(fault="fails_by_context", contexts=chance.sample(contexts, len(contexts)))
+    random_moment(running, place, chance, 4)
+    others.append(ray_cluster.add(place / "fake"))
+    assert eventually(lambda: len([*runs(place).glob("*.json")]) == 4), running.stderr
+    released.touch()
+    assert running.wait() == 1, running.stderr
+    released.unlink()
     for other in others:
         send(family(other), signal.SIGKILL)
     assert f"is not used: {refused[0]}" in running.stderr
@@ -207,7 +206,6 @@ def test_workers_that_fail_and_nodes_with_another_pytorch_of_which_one_joins_lat
     }  # fmt: skip
     assert "9.9" not in {record.environment.identity.torch for record in records.values() if record.environment}
     assert records[8].failure.signal == "SIGSEGV"
-    assert group is None or "memory" in records[16].failure.message
 
 
 def test_ctrl_c(start, place, ray_cluster):

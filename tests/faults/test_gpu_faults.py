@@ -2,19 +2,14 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pynvml
 import pytest
 
 from cs336_systems.config import Device
-from cs336_systems.measure import run as measurement
-from cs336_systems.measure.nvml import Gpu
-from cs336_systems.measure.progress import Progress
 from cs336_systems.record import Status, WarningCode
 from tests.faults.harness import Witness, config, contents, sweep
 
-GPU = Gpu(index=0, uuid="GPU-0", name="Voodoo2", memory_bytes=12 * 2**20, driver="3.02")
 COMPUTE = """
 import sys, torch
 torch.zeros(1, device="cuda").item()
@@ -79,14 +74,3 @@ def test_company_on_the_gpu_is_a_warning(place):
         other.communicate()
     assert record.status is Status.OK
     assert WarningCode.GPU_SHARED in {warning.code for warning in record.warnings}
-
-
-@pytest.mark.parametrize("others", [0, 1, 2])
-def test_company_that_the_driver_tells_of_is_a_warning(monkeypatch, others):
-    monitor = SimpleNamespace(processes=lambda: others, state=lambda: None)
-    monkeypatch.setattr(measurement, "visible_gpus", lambda: (GPU,))
-    monkeypatch.setattr(measurement, "GpuMonitor", lambda uuid: monitor)
-    progress = Progress(config=on_gpu(), started_at="", started=0.0)
-    measurement._find_gpu(progress)
-    assert [warning.code for warning in progress.warnings] == [WarningCode.GPU_SHARED] * bool(others)
-    assert all(warning.message.startswith(f"{others} other") for warning in progress.warnings)

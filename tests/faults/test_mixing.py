@@ -1,7 +1,6 @@
 """Records made under other conditions are neither mixed in silently nor lost."""
 
 import json
-import os
 import shutil
 import sys
 from dataclasses import replace
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 
 from cs336_systems import cli
-from cs336_systems.record import Status, load_records
+from cs336_systems.record import Status
 from cs336_systems.sweep.store import SweepError
-from tests.faults.harness import ROOT, WITHOUT_REPORT, Witness, command, config, contents, path_of, results, runs, sweep
+from tests.faults.harness import Witness, config, contents, path_of, sweep
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -66,37 +65,6 @@ def test_a_fresh_start_keeps_the_old_records_beside(place):
     assert [record.config for record in outcome.measured] == [config()]
     (beside,) = place.glob("runs-before-*")
     assert contents(beside) == earlier
-    again = sweep(place, config(), fresh=True)
-    assert len(again.measured) == 1
-    assert len(list(place.glob("runs-before-*"))) == 2
-
-
-def test_a_failed_record_of_other_conditions_is_replaced_without_ado(place):
-    sweep(place, config("raises"))
-    path = path_of(config("raises"), place)
-    data = json.loads(path.read_bytes())
-    data["environment"]["identity"]["torch"] = "1.0"
-    path.write_text(json.dumps(data))
-    outcome = sweep(place, config("raises"))
-    assert len(outcome.measured) == 1
-
-
-@pytest.mark.parametrize(("module", "is_refused"), [("model/transformer.py", True), ("config.py", False)])
-def test_changed_code_is_refused_where_it_measures(launch, place, module, is_refused):
-    """A size or a help text that is added changes no time, so the sweep goes on with the records that it has."""
-    sweep(results(place), config())
-    earlier = contents(runs(place))
-    changed = place / "changed"
-    shutil.copytree(ROOT / "cs336_systems", changed / "cs336_systems", ignore=shutil.ignore_patterns("__pycache__"))
-    script = shutil.copy(WITHOUT_REPORT, changed)
-    with (changed / "cs336_systems" / module).open("a") as file:
-        file.write("# changed\n")
-    resumed = launch(command(contexts=(8,), script=script))
-    assert resumed.wait() == (1 if is_refused else 0)
-    assert ("code was " in resumed.stderr) == is_refused
-    assert "Traceback" not in resumed.stderr
-    assert contents(runs(place)) == earlier
-    assert len(load_records(runs(place))[0]) == 1
 
 
 MODEL = """
@@ -152,7 +120,7 @@ def records_in(place):
     return {path.relative_to(place): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
-@pytest.mark.parametrize(("run", "edited"), [(sweep_of, 0), (sweep_of, 1), (ladder_of, 1)])
+@pytest.mark.parametrize(("run", "edited"), [(sweep_of, 1), (ladder_of, 0)])
 def test_a_model_that_was_edited_is_not_given_its_old_times(place, capsys, run, edited):
     files = own_model(place, f"edited_{run.__name__}_{edited}")
     module = files[0].stem
@@ -176,23 +144,20 @@ def test_a_model_that_was_edited_is_not_given_its_old_times(place, capsys, run, 
 
 
 def test_a_comparison_has_a_model_on_each_side(place, capsys):
-    (a, _), (b, _) = own_model(place, "side_a"), own_model(place, "side_b")
+    own_model(place, "side_a")
+    b, _ = own_model(place, "side_b")
     assert comparison_of("side_a", "side_b") == 0
     earlier = records_in(place)
     assert len(earlier) == 4
     assert comparison_of("side_a", "side_b") == 0
     assert records_in(place) == earlier
-    for path, other in ((a, b), (b, a)):
-        before = path.read_text()
-        append(path)
-        capsys.readouterr()
-        assert comparison_of("side_a", "side_b") == 1
-        refusal = capsys.readouterr().err
-        assert f"source of {path.stem}:make was " in refusal
-        assert f"source of {other.stem}" not in refusal
-        assert records_in(place) == earlier
-        path.write_text(before)
     append(b)
+    capsys.readouterr()
+    assert comparison_of("side_a", "side_b") == 1
+    refusal = capsys.readouterr().err
+    assert "source of side_b:make was " in refusal
+    assert "source of side_a" not in refusal
+    assert records_in(place) == earlier
     assert comparison_of("side_a", "side_a") == 0, "what no side names may change"
 
 
@@ -210,16 +175,6 @@ def test_versions_of_a_model_are_compared_by_directories_of_one_version_each(pla
     assert cli.main(["compare", *sides, "--allow-mixed"]) == 0
 
 
-def test_this_project_s_model_has_no_source_to_change(place):
-    own_model(place, "unused")
-    assert sweep_of(None) == 0
-    earlier = records_in(place)
-    assert [json.loads(data)["inputs"] for data, _ in earlier.values()] == [[]]
-    append(place / "unused.py")
-    assert sweep_of(None) == 0
-    assert records_in(place) == earlier
-
-
 def test_records_from_before_versions_were_kept_are_gone_on_with(place):
     path, _ = own_model(place, "older")
     assert sweep_of("older") == 0
@@ -233,22 +188,13 @@ def test_records_from_before_versions_were_kept_are_gone_on_with(place):
     assert records_in(place) == earlier
 
 
-def rewrite(path):
-    np.save(path, np.ones(99, np.uint16))
-
-
-def touch(path):
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-
-
-@pytest.mark.parametrize("change", [rewrite, touch])
-def test_a_token_file_that_was_changed_is_not_given_its_old_times(place, capsys, change):
+def test_a_token_file_that_was_changed_is_not_given_its_old_times(place, capsys):
     path = place / "tokens.npy"
     np.save(path, np.zeros(100, np.uint16))
     assert sweep_of(None, "--tokens", "tokens.npy") == 0
     earlier = records_in(place)
     assert sweep_of(None, "--tokens", "tokens.npy") == 0
-    change(path)
+    np.save(path, np.ones(99, np.uint16))
     capsys.readouterr()
     assert sweep_of(None, "--tokens", "tokens.npy") == 1
     assert "token file tokens.npy was 328 bytes, written " in capsys.readouterr().err

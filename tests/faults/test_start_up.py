@@ -24,7 +24,7 @@ COMMANDS = {
     "account": ("-m", "cs336_systems", "account", "--size", "xl", "--fit", "--memory-gib", "80"),
     "kernels": ("-m", "cs336_systems", "kernels", str(PROFILE)),
 }
-MOMENTS = int(os.environ.get("CS336_MOMENTS", "4"))
+MOMENTS = int(os.environ.get("CS336_MOMENTS", "2"))
 """Moments of each command at which Ctrl-C comes."""
 
 

@@ -26,7 +26,7 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.parallel.models import FAULTY_RANK, SLEEP_S

@@ -25,7 +25,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import Status, load_records, write_record
-from cs336_systems.sweep.explain import can_be_explained, explain_run
+from cs336_systems.sweep.keep import can_be_explained, explain_run
 from cs336_systems.sweep.store import kernel_profile_path
 from cs336_systems.sweep.worker import run_here
 

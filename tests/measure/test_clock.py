@@ -30,12 +30,6 @@ def test_a_sleep_is_found_in_its_phase(slow: Phase, host_time: HostTime) -> None
     assert times.step_s == times.host_s == DELAY_S
 
 
-def test_phases_are_no_longer_than_their_step() -> None:
-    times = timed(HostClock(), Phase.BACKWARD, lambda: time.sleep(DELAY_S))
-    assert times.phases_s[Phase.BACKWARD] >= DELAY_S
-    assert times.step_s >= times.host_s >= sum(times.phases_s.values()) - 1e-9
-
-
 def test_the_step_is_as_long_as_another_clock_says() -> None:
     clock = HostClock()
     clock.start()
@@ -79,12 +73,6 @@ def test_with_synchronisation_work_that_was_only_launched_is_found_in_its_phase(
     device = LaggingDevice(host_time)
     times = timed(HostClock(device.synchronize), slow, lambda: device.launch(DELAY_S))
     assert times.phases_s == {phase: DELAY_S if phase is slow else 0.0 for phase in PHASES}
-
-
-def test_without_synchronisation_it_would_be_missed(host_time: HostTime) -> None:
-    device = LaggingDevice(host_time)
-    times = timed(HostClock(), Phase.FORWARD, lambda: device.launch(DELAY_S))
-    assert times.step_s == 0, "so that the test above can fail"
 
 
 def test_a_step_starts_when_earlier_work_is_done(host_time: HostTime) -> None:

@@ -64,11 +64,6 @@ def test_the_identity_of_a_gpu_run_is_the_gpu_s_and_of_a_cpu_run_the_cpu_s() -> 
     assert identity(Device.CPU, GPU) == on_cpu, "a GPU that is there but not used plays no part"
 
 
-def test_without_being_told_the_first_visible_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "visible_gpus", lambda: (GPU, None))
-    assert identity(Device.CUDA) == identity(Device.CUDA, GPU)
-
-
 def test_a_change_of_what_measures_changes_the_identity_and_no_other_change_does(elsewhere: Path) -> None:
     digests = [digest()]
     assert digests[0] == digest()
@@ -129,11 +124,6 @@ def test_the_commit_of_somebody_else_s_repository_is_not_ours(elsewhere: Path) -
     assert state() == (None, None)
 
 
-def test_without_git_the_commit_is_unknown(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(elsewhere))
-    assert state() == (None, None)
-
-
 def test_the_environment_is_that_of_this_process() -> None:
     apply_math_mode(Precision.FP32)
     found = environment(Device.CPU, None)
@@ -165,12 +155,3 @@ def test_the_environment_of_a_gpu_run_names_the_gpu_and_the_packages_of_its_kern
     assert (found.quack, found.flash_attention_4) == ("0.6.7", "4.0.0b36")
     on_cpu = environment(Device.CPU, None)
     assert (on_cpu.quack, on_cpu.flash_attention_4) == (None, None)
-
-
-def test_the_math_mode_in_force_is_recorded() -> None:
-    apply_math_mode(Precision.TF32)
-    try:
-        found = environment(Device.CPU, None)
-    finally:
-        apply_math_mode(Precision.FP32)
-    assert (found.float32_matmul_precision, found.allow_tf32_matmul) == ("high", True)

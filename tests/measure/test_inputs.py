@@ -80,13 +80,6 @@ def test_of_a_package_every_file_counts(here: Path) -> None:
     assert source_digest("mypackage.blocks") == source_digest("mypackage")
 
 
-def test_a_folder_without_init_is_a_package_too(here: Path) -> None:
-    write(here, {"loose/model.py": "a = 1\n"})
-    first = source_digest("loose.model")
-    write(here, {"loose/model.py": "a = 2\n"})
-    assert None is not first != source_digest("loose.model") is not None
-
-
 def test_nothing_of_the_user_s_is_imported(here: Path) -> None:
     write(here, {"fatal/__init__.py": "raise SystemExit('imported')\n", "fatal/model.py": "raise SystemExit\n"})
     assert source_digest("fatal.model") is not None

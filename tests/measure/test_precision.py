@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -50,22 +49,6 @@ def test_modes_are_in_force_whatever_was_set_before_and_cuda_stays_untouched() -
     script = READ_BACK.format(earlier=EARLIER_SETTINGS)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.TF32])
-def test_no_autocast_and_no_scaler_without_mixed_precision(precision: Precision) -> None:
-    assert isinstance(autocast(precision, Device.CPU), nullcontext)
-    assert make_grad_scaler(precision, Device.CPU) is None
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [(Precision.BF16, torch.bfloat16), (Precision.FP16, torch.float16)])
-def test_autocast_is_in_force_inside_the_context_only(precision: Precision, dtype: torch.dtype) -> None:
-    weight = torch.ones(3, 5, requires_grad=True)
-    with autocast(precision, Device.CPU):
-        inside = torch.ones(2, 3) @ weight
-    assert inside.dtype is dtype
-    assert weight.dtype is (torch.ones(2, 3) @ weight).dtype is torch.float32
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_every_context_sees_the_parameters_as_they_are_now() -> None:

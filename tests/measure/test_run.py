@@ -6,14 +6,9 @@ import datetime
 import errno
 import gc
 import itertools
-import json
-import mmap
 import os
-import platform
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,7 +27,6 @@ from torch._dynamo.utils import clear_compilation_metrics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336_systems.config import (
-    SIZES,
     CompileMode,
     Device,
     Mode,
@@ -46,9 +40,7 @@ from cs336_systems.measure import run as measurement
 from cs336_systems.measure.clock import HostClock, StepTimes
 from cs336_systems.measure.failure import classify, requested_bytes
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.measure.page_faults import KEEP_MEMORY, count_page_faults
-from cs336_systems.measure.progress import Progress
-from cs336_systems.measure.run import MAX_EXTRA_WARMUP_STEPS, measure
+from cs336_systems.measure.run import MAX_EXTRA_WARMUP_STEPS, Progress, measure
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.measure.watchers import Watch
 from cs336_systems.model.batches import FileBatches
@@ -152,20 +144,6 @@ def test_training_needs_two_warm_up_steps(mode: Mode, warmup_steps: int, warned:
     assert codes(record) == ({WarningCode.FEW_WARMUP_STEPS} if warned else set())
     assert len(record.warmup_times_s) == warmup_steps
     assert len(record.measurement(Phase.STEP).times_s) == 3
-
-
-def test_too_little_warm_up_says_what_the_measured_steps_hold() -> None:
-    """The optimizer's state is made at the end of the first step of all, measured or not."""
-    states: list[int] = []
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: states.append(len(optimizer.state)))
-    try:
-        records = [measure(replace(CONFIG, warmup_steps=steps, measured_steps=2), Table()) for steps in (0, 1)]
-    finally:
-        hook.remove()
-    assert states == [0, 1, 0, 1, 1]
-    said = [message(record, WarningCode.FEW_WARMUP_STEPS) for record in records]
-    assert "include the making of the optimizer's state" in said[0]
-    assert "include the first with the optimizer's state" in said[1]
 
 
 @pytest.mark.parametrize("slow", ["warm-up", "measured"])
@@ -290,12 +268,6 @@ def test_a_run_that_skips_every_step_ends(first: int, skipped: int) -> None:
     assert f"GradScaler skipped {skipped} steps" in record.failure.message
 
 
-def test_without_loss_scaling_nothing_is_skipped() -> None:
-    record = measure(replace(CONFIG, precision=Precision.BF16), with_infinite_gradients(lambda step: step == 3))
-    assert record.skipped_steps == 0
-    assert codes(record) == {WarningCode.NOT_FINITE}
-
-
 # Compilation
 
 
@@ -341,28 +313,6 @@ def test_the_warm_up_goes_on_while_anything_is_still_compiled() -> None:
     assert (record.compilation.graphs, record.compilation.recompiles) == (5, 4)
 
 
-class TalksInBetween(nn.Sequential):
-    """Says something after its first layer, where a graph has to end."""
-
-    def forward(self, tokens):
-        x = self[0](tokens)
-        print("half way", file=sys.stderr)
-        return self[1](x)
-
-
-@pytest.mark.usefixtures("compiled_eagerly")
-def test_where_a_graph_breaks_is_counted() -> None:
-    record = measure(COMPILED, TalksInBetween(nn.Embedding(11, 8), nn.Linear(8, 11)))
-    assert record.status is Status.OK
-    assert record.compilation.graph_breaks >= 1
-    assert record.compilation.graphs >= 2
-
-
-@pytest.mark.usefixtures("compiled_eagerly")
-def test_a_warm_up_that_is_long_enough_is_not_extended() -> None:
-    assert len(measure(replace(COMPILED, warmup_steps=4), Specialised(last=2)).warmup_times_s) == 4
-
-
 @pytest.mark.usefixtures("compiled_eagerly")
 def test_what_is_compiled_while_timing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "MAX_EXTRA_WARMUP_STEPS", 1)
@@ -371,11 +321,6 @@ def test_what_is_compiled_while_timing_is_a_warning(monkeypatch: pytest.MonkeyPa
     assert codes(record) == {WarningCode.RECOMPILED}
     assert message(record, WarningCode.RECOMPILED).startswith("torch.compile made 3 graph(s) while timing")
     assert MAX_EXTRA_WARMUP_STEPS == 20
-
-
-@pytest.mark.usefixtures("compiled_eagerly")
-def test_eager_runs_take_no_notice_of_the_compiler() -> None:
-    assert not codes(measure(CONFIG, Specialised(last=9)))
 
 
 def compiled_and_eager() -> list[RunRecord]:
@@ -393,11 +338,8 @@ def test_a_step_is_compiled_for_real() -> None:
         compiled, eager = process.submit(compiled_and_eager).result()
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
     assert not codes(compiled)
-    assert (compiled.compilation.graphs, compiled.compilation.graph_breaks, compiled.compilation.recompiles) == (
-        1,
-        0,
-        0,
-    )
+    found = compiled.compilation
+    assert (found.graphs, found.graph_breaks, found.recompiles) == (1, 0, 0)
     assert 0.1 * compiled.warmup_times_s[0] < compiled.compilation.seconds < compiled.warmup_times_s[0]
     assert eager.compilation is None
 
@@ -449,7 +391,6 @@ def test_an_exception_of_the_model_is_a_crash_with_its_place(step: int, where: s
     assert f'File "torch{os.sep}' in record.failure.traceback, "and this from where libraries lie"
     assert str(Path.home()) not in record.failure.traceback
     assert sys.prefix not in record.failure.traceback
-    assert "more" in record.failure.traceback
     assert record.measurements == ()
     assert len(record.losses) == step
     assert len(record.warmup_times_s) == min(step, 2)
@@ -465,12 +406,6 @@ def test_running_out_of_memory_is_a_result_that_says_how_much_was_asked_for() ->
     assert record.failure.where == "forward of measured step 1"
     assert "allocate memory" in record.failure.message
     assert record.measurements == ()
-
-
-def test_python_s_own_lack_of_memory_is_one_too() -> None:
-    record = measure(CONFIG, Table(lambda step: bytearray(2**60)))
-    assert record.status is Status.OOM
-    assert record.failure.message == "MemoryError"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "nul \0", "bytes \udcff of a file name", "x" * 10**6, "\x1b[2J"])
@@ -544,14 +479,12 @@ CUDA_OOM = (
     [
         (torch.OutOfMemoryError(CUDA_OOM), Status.OOM, 1.5 * 2**30),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), Status.OOM, 20 * 2**20),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 bytes."), Status.OOM, 512),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), Status.OOM, None),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), Status.OOM, None),
         (RuntimeError("Triton Error [CUDA]: out of memory"), Status.OOM, None),
         (MemoryError(), Status.OOM, None),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), Status.CUDA_ERROR, None),
         (RuntimeError("CUDA error: device-side assert triggered"), Status.CUDA_ERROR, None),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), Status.CUDA_ERROR, None),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), Status.CUDA_ERROR, None),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), Status.CUDA_ERROR, None),
         (torch.AcceleratorError("unspecified launch failure"), Status.CUDA_ERROR, None),
@@ -579,21 +512,6 @@ def test_a_model_of_the_user_s_own_is_measured_like_ours(mode: Mode, factory: st
         assert record.losses[-1] < record.losses[0]
 
 
-@pytest.mark.parametrize(
-    ("factory", "problem"),
-    [
-        ("absent", "has no attribute 'absent'"),
-        ("one_logit_too_many", "must return logits of shape (3, 8, 11), got (3, 8, 12)"),
-    ],
-)
-def test_a_model_that_does_not_fit_is_a_crash_that_says_what_was_needed(factory: str, problem: str) -> None:
-    """Which models do not fit, tests/measure/test_step.py has."""
-    record = measure(replace(CONFIG, model_factory=f"tests.own_models:{factory}"))
-    assert record.status is Status.CRASHED
-    assert record.failure.message.startswith("ValueError: ")
-    assert problem in record.failure.message
-
-
 def test_a_model_that_sets_a_mode_of_its_own_is_measured_in_the_one_asked_for() -> None:
     record = measure(replace(CONFIG, model_factory="tests.own_models:PrefersTf32"))
     assert not codes(record)
@@ -605,12 +523,9 @@ def test_a_model_that_sets_a_mode_of_its_own_is_measured_in_the_one_asked_for() 
     ("factory", "precision", "found"),
     [
         ("in_float64_by_default", Precision.FP32, "float64"),
-        ("in_float64_by_default", Precision.BF16, "float64"),
         ("leaves_float64_as_default", Precision.FP32, "float64"),
         ("one_parameter_in_bf16", Precision.FP32, "bfloat16"),
-        ("one_parameter_in_bf16", Precision.FP16, "bfloat16"),
         ("logits_in_bf16", Precision.FP32, "bfloat16"),
-        ("logits_in_float64", Precision.BF16, "float64"),
         ("one_parameter_in_bf16", Precision.BF16, None),
         ("logits_in_bf16", Precision.BF16, None),
     ],
@@ -634,16 +549,6 @@ def test_gpt2_of_transformers_is_measured() -> None:
     block = (3 * 8 * 8 + 3 * 8) + (8 * 8 + 8) + (8 * 12 + 12) + (12 * 8 + 8) + 4 * 8
     assert record.num_parameters == 11 * 8 + 8 * 8 + 2 * block + 2 * 8
     assert record.losses[-1] < record.losses[0]
-
-
-@pytest.mark.gpu
-def test_gpt2_of_transformers_and_ours_take_the_same_memory() -> None:
-    pytest.importorskip("transformers")
-    config = RunConfig(size="gpt2", model=replace(SIZES["gpt2"], context_length=256), device=Device.CUDA)
-    ours, theirs = measure(config), measure(replace(config, model_factory="tests.own_models:gpt2"))
-    assert theirs.num_parameters == ours.num_parameters
-    assert theirs.memory.peak_allocated_bytes == pytest.approx(ours.memory.peak_allocated_bytes, rel=0.5)
-    assert theirs.losses[0] == pytest.approx(ours.losses[0], rel=0.05), "both start near a guess"
 
 
 # The GPU's own word
@@ -746,18 +651,6 @@ def test_a_history_that_cannot_be_kept_leaves_the_failure_as_it_is(monkeypatch: 
 
 
 @pytest.mark.gpu
-def test_a_gpu_without_a_power_reading_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: object) -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", unsupported)
-    record = measure(replace(CONFIG, device=Device.CUDA))
-    assert WarningCode.NO_TELEMETRY in codes(record)
-    assert record.telemetry is None
-    assert record.memory is not None
-
-
-@pytest.mark.gpu
 def test_what_the_allocator_does_while_timing_is_a_warning() -> None:
     kept: list[Tensor] = []
     model = Table(lambda step: kept.append(torch.empty(64 * 2**20, device="cuda")) if step >= 2 else None).cuda()
@@ -783,29 +676,3 @@ def test_the_phase_that_fails_is_named(phase: str) -> None:
         hook.remove()
     assert record.status is Status.CRASHED
     assert record.failure.where == f"{phase} of warm-up step 0"
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc keeps other memory")
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_memory_that_a_step_on_a_cpu_takes_anew_is_a_warning(tmp_path: Path, is_kept: bool) -> None:
-    """The logits, their log-softmax, and the gradients of both: glibc maps what is larger than 32 MiB each time."""
-    before = count_page_faults()
-    with mmap.mmap(-1, 1000 * mmap.PAGESIZE) as fresh:
-        fresh[:: mmap.PAGESIZE] = bytes(1000)
-    if not 1000 <= count_page_faults() - before < 1100:
-        pytest.skip("the system gives larger pages, or does not count them")
-    vocabulary, positions = 40_000, 256
-    words = [
-        "--vocab-size", vocabulary, "--context-length", positions, "--d-model", 8, "--d-ff", 16, "--num-layers", 1,
-        "--num-heads", 2, "--batch-size", 1, "--device", "cpu", "--measured-steps", 3, "--json",
-    ]  # fmt: skip
-    kept = dict(pair.split("=") for pair in KEEP_MEMORY.split()) if is_kept else {}
-    command = [sys.executable, str(ROOT / "benchmark.py"), *map(str, words)]
-    printed = subprocess.check_output(command, text=True, cwd=tmp_path, env=os.environ | kept)
-    found = [each for each in json.loads(printed)["warnings"] if each["code"] == WarningCode.PAGE_FAULTS]
-    if is_kept:
-        assert not found
-    else:
-        [warning] = found
-        [mib] = re.findall(r"(\d+) MiB", warning["message"])
-        assert int(mib) == pytest.approx(4 * 4 * vocabulary * positions / 2**20, rel=0.1)

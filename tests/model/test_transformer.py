@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import SIZES, Arch, Attention, ModelConfig, SdpaBackend
-from cs336_systems.model.trainable import call_factory
+from cs336_systems.model.own import call_factory
 from cs336_systems.model.transformer import (
     Embedding,
     GeluMLP,

@@ -1,6 +1,5 @@
 """What the ranks of these tests do, and the same in one process with the whole batch."""
 
-import copy
 import functools
 import itertools
 import time
@@ -21,9 +20,8 @@ from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.collectives import TrafficCounter, meet_on_host
-from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
+from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
 from cs336_systems.parallel.fully_sharded import FSDP
-from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.ways import TorchDDP, TorchFSDP
 from tests.parallel.fast import config_of, sent_by
 from tests.parallel.models import blocks_apart
@@ -203,36 +201,8 @@ def shards():
     return shapes, gradients, between, gathered
 
 
-def go_on_from_saved_states(way, shard):
-    """Weights after ten steps, and after ten steps of which the second five go on from saved states in new objects."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    own = BATCH // ranks
-
-    def made():
-        wrapped = WAYS[way](make_model("gpt2", 0, torch.float32))
-        make = OPTIMIZERS["adamw"]
-        return wrapped, ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())
-
-    def run(wrapped, opt, chosen):
-        for tokens in chosen:
-            loss_of(wrapped, tokens[rank * own : (rank + 1) * own]).backward()
-            wrapped.finish_gradient_synchronization()
-            opt.step()
-            opt.zero_grad()
-
-    first, opt = made()
-    run(first, opt, batches()[:5])
-    states = copy.deepcopy((first.state_dict(), opt.state_dict()))
-    run(first, opt, batches()[5:])
-    second, other = made()
-    second.load_state_dict(states[0])
-    other.load_state_dict(states[1])
-    run(second, other, batches()[5:])
-    return weights_of(first), weights_of(second)
-
-
 def shared_states():
-    """Elements of the optimizer's state on this rank, the refusal of another rank's state, and the groups' settings."""
+    """Elements of the optimizer's state on this rank, the groups' learning rates, and the weights."""
     torch.manual_seed(0)
     model = make_model("gpt2", 0, torch.float32)
     named = list(model.named_parameters())
@@ -244,17 +214,8 @@ def shared_states():
     opt.step()
     schedule.step()
     opt.step()
-    state = opt.state_dict()
-    others = [None] * dist.get_world_size()
-    dist.all_gather_object(others, state)
-    refusal = ""
-    try:
-        opt.load_state_dict(others[1 - dist.get_rank()])
-    except ValueError as error:
-        refusal = str(error)
-    local = state["local"]["state"].values()
-    elements = sum(each["exp_avg"].numel() for each in local)
-    return elements, refusal, [group["lr"] for group in opt.param_groups], weights_of(model)
+    elements = sum(each["exp_avg"].numel() for each in opt.state.values())
+    return elements, [group["lr"] for group in opt.param_groups], weights_of(model)
 
 
 def gradient_on_rank_0_only(way):
@@ -312,35 +273,6 @@ def other_gradients_later(early, late):
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def scheduled():
-    """Weights and rates after two steps of an optimizer that got no learning rate; one matrix is transposed."""
-    torch.manual_seed(0)
-    model = nn.Linear(5, 3)
-    model.weight = nn.Parameter(torch.rand(5, 3).t())
-    opt = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
-    return _two_scheduled_steps(model, opt)
-
-
-def scheduled_alone():
-    """The same without sharding."""
-    torch.manual_seed(0)
-    model = nn.Linear(5, 3)
-    model.weight = nn.Parameter(torch.rand(5, 3).t())
-    return _two_scheduled_steps(model, torch.optim.AdamW(model.parameters()))
-
-
-def _two_scheduled_steps(model, opt):
-    schedule = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
-    rates = []
-    for _ in range(2):
-        for each in model.parameters():
-            each.grad = torch.ones_like(each)
-        opt.step()
-        schedule.step()
-        rates += [group["lr"] for group in opt.param_groups]
-    return weights_of(model), rates
 
 
 def recorded(settings, folder):

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.parallel.collectives import group_of
-from cs336_systems.parallel.rank import Rank, devices_of
+from cs336_systems.parallel.collectives import Rank, devices_of, group_of
 from cs336_systems.sweep.isolation import fork_server, start
 from cs336_systems.sweep.process import die_with_parent
 

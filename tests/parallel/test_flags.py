@@ -22,11 +22,9 @@ SHAPE = ["--d-model", "24", "--d-ff", "40", "--num-layers", "1", "--num-heads", 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "2"], "--parallel ddp-overlap"),
         (["--parallel", "ddp", "--ranks", "2", "--mode", "forward"], "--mode forward"),
         (["--parallel", "fsdp", "--ranks", "2", "--shard-optimizer"], "--parallel fsdp"),
         (["--parallel", "fsdp", "--ranks", "2", "--compile", "default"], "--compile"),
-        (["--parallel", "ddp", "--ranks", "65"], "at most 64"),
         (["--parallel", "ddp", "--ranks", "3", "--global-batch-size", "8"], "multiple of the 3"),
     ],
 )
@@ -61,23 +59,3 @@ def test_a_sweep_shares_one_batch_among_few_and_many_ranks():
     sweep = parse(SweepArguments, "sweep", [*words, "--context-lengths", "8", "--global-batch-size", "8"])
     assert [(config.ranks, config.batch_size) for config in sweep.plan().configs] == [(1, 8), (2, 4), (4, 2)]
     assert "global-batch-size-8" in default_name(sweep)
-
-
-@pytest.mark.parametrize(
-    ("ways", "ranks", "expected"),
-    [
-        (["none", "ddp-flat"], ["1", "2", "3"], {("none", 1), ("ddp-flat", 1), ("ddp-flat", 2), ("ddp-flat", 3)}),
-        (["none", "fsdp"], ["2"], {("none", 1), ("fsdp", 2)}),
-        (["none"], ["2"], None),
-    ],
-)
-def test_beside_ways_to_share_a_step_one_rank_is_measured_once(ways, ranks, expected):
-    words = [*FLAGS[: FLAGS.index("--vocab-size")], "--parallel", *ways, "--ranks", *ranks]
-    sweep = parse(SweepArguments, "sweep", [*words, "--sizes", "tiny", "--context-lengths", "8"])
-    if expected is None:
-        with pytest.raises(ValueError, match="--ranks needs a way"):
-            sweep.plan()
-    else:
-        found = [(str(config.parallel), config.ranks) for config in sweep.plan().configs]
-        assert len(found) == len(expected)
-        assert set(found) == expected

@@ -3,6 +3,8 @@
 import csv
 import io
 
+from cs336_systems.report.formats import csv_of
+
 
 def column(table, name, number=0):
     """Cells below the heading of this name, or of the one so many after it that is called the same."""
@@ -12,5 +14,5 @@ def column(table, name, number=0):
 
 def csv_rows(section, **chosen):
     """Rows of the section's CSV file, or those that have these values."""
-    found = csv.DictReader(io.StringIO(section.csv, newline=""))
+    found = csv.DictReader(io.StringIO(csv_of(section), newline=""))
     return [row for row in found if all(row[key] == value for key, value in chosen.items())]

@@ -7,11 +7,11 @@ import pytest
 
 from cs336_systems.report.columns import COLUMNS, Column, column
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.numbers import interval_text
 from cs336_systems.report.section import in_si
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import tables_of_one
 from cs336_systems.report.sections.steps import results_table
+from cs336_systems.report.words import interval_text
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile
 

@@ -7,9 +7,10 @@ import pytest
 import rich.console
 
 from cs336_systems.report.columns import Column
-from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_rich, to_typst
-from cs336_systems.report.numbers import mean_and_std, significant
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
+from cs336_systems.report.section import Table, make_table
+from cs336_systems.report.terminal import to_rich
+from cs336_systems.report.words import mean_and_std, significant
 from cs336_systems.text import inert_line
 from tests.report.making import HOSTILE
 

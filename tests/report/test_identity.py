@@ -20,7 +20,7 @@ from cs336_systems.report import entries as report_entries
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
-from cs336_systems.report.plots import draw, drawing
+from cs336_systems.report.plots import draw
 from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Profiled
@@ -211,7 +211,7 @@ def test_settings_that_all_share_are_said_of_any_valid_configuration() -> None:
 
 
 def test_a_profiled_sweep_over_warm_up_has_a_picture_and_a_row_of_each(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(drawing, "to_png", lambda _: b"a picture")  # to draw it takes seconds
+    monkeypatch.setattr(draw, "to_png", lambda _: b"a picture")  # to draw it takes seconds
     runs = tmp_path / "runs"
     runs.mkdir()
     for steps in (1, 5):

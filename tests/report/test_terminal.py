@@ -19,6 +19,7 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
 from cs336_systems.report.frame import to_frame
+from cs336_systems.report.section import Table
 from cs336_systems.report.sections.account import Account, account_section, days_table
 from cs336_systems.report.sections.attention import attention_section
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables
@@ -33,7 +34,6 @@ from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot
 from cs336_systems.report.sections.memory.files import memory_tables
 from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
-from cs336_systems.report.table import Table
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.attention_records import Implementation
 from cs336_systems.studies.fusion_records import Version

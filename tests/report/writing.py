@@ -1,7 +1,7 @@
 """Files of step times, of records without profiles."""
 
+from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.results import Results
-from cs336_systems.report.section import pngs_of, texts_of, write_files
 
 
 def write_tables(records, directory):

@@ -21,7 +21,7 @@ from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import Status, encode_record
 from cs336_systems.sweep import cluster
 from cs336_systems.sweep.cluster import Needs, Node, Reply, Request, sweep_on_cluster
-from cs336_systems.sweep.listener import Listener
+from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.store import SweepError, raw_profile_path
 from tests.sweep.records import IDENTITY, grid, record_of
 
@@ -141,7 +141,7 @@ def test_wide_runs_start_first_and_ray_never_has_more_than_there_are_gpus(run):
     outcome, witness = run(fake, [*on_gpus(9), *on_gpus(3, ranks=4)])
     assert [config.ranks for config in witness.started_runs] == [4] * 3 + [1] * 9
     assert [record.status for record in outcome.records] == [Status.OK] * 12
-    assert fake.most == outcome.slots == 6
+    assert fake.most == 6
 
 
 @pytest.mark.parametrize("allow_mixed", [False, True])
@@ -188,8 +188,7 @@ def test_machines_that_lack_what_the_sweep_needs():
 
 def test_machines_with_other_numbers_of_cores_do_not_share_them_among_runs(run):
     fake = FakeRay((8, node(0)), (8, node(1)), (16, node(2)), (0, node(3)))
-    outcome, witness = run(fake, grid(4))
-    assert outcome.slots == 2
+    _, witness = run(fake, grid(4))
     assert any("host-2 is not used: Ray counts 16 of its cores, needed 8" in line for line in witness.notes)
 
 
@@ -217,7 +216,6 @@ def test_a_run_whose_machines_die_and_one_for_which_ray_fails_have_rows_that_say
         lambda config: returned(config, b"{}", num_bytes=3),
         lambda config: returned(config, b"{}", num_bytes=-1),
         lambda config: returned(config, encode_record(record_of(config))[:-9]),
-        lambda config: returned(config, encode_record(record_of(replace(config, seed=99)))),
         lambda config: msgspec.json.encode(Reply("0", "host-0")) + b"\n",
     ],
 )

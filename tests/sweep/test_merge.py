@@ -2,7 +2,7 @@
 
 from cs336_systems.config import SIZES, Phase, RunConfig
 from cs336_systems.record import Measurement, RunRecord, Status
-from cs336_systems.sweep.merge import merge
+from cs336_systems.sweep.ranks import merge
 
 
 def rank(steps_s: tuple[float, ...], host_s: tuple[float, ...]) -> RunRecord:

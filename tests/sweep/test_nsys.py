@@ -13,7 +13,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.config import SIZES, Device, Parallel, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, load_records
-from cs336_systems.sweep.explain import explain_run
+from cs336_systems.sweep.keep import explain_run
 from cs336_systems.sweep.nsys import CAPTURE
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
@@ -118,7 +118,7 @@ def test_out_of_memory_under_nsys_is_a_result_without_a_profile(fate: Path, tmp_
 def test_ranks_under_nsys_are_in_one_report_and_explained_apart(fate: Path, tmp_path: Path) -> None:
     config = replace(UNDER_NSYS, parallel=Parallel.DDP_OVERLAP, ranks=2)
     runs = tmp_path / "runs"
-    assert run_here(config, runs, ["GPU-0", "GPU-1"], 60.0).status is Status.OK
+    assert run_here(config, runs, ["GPU-0", "GPU-1"]).status is Status.OK
     explain_run(config, runs)
     profile = decode_profile(kernel_profile_path(config, runs).read_bytes())
     assert [own.rank for own in profile.ranks] == [0, 1]

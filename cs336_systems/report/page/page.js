@@ -56,27 +56,12 @@ async function makeTable(block) {
   });
   for (const button of tools.querySelectorAll("[data-copy]")) {
     button.addEventListener("click", async () => {
-      const seen = { rows: table.rows({ search: "applied", order: "applied" }).indexes().toArray(), columns: table.columns(":visible").indexes().toArray() };
-      const name = button.dataset.copy, all = table.rows().count();
-      const copied = await copy(written((await copies())[block.id][name], seen, heads.length));
+      const name = button.dataset.copy, copied = await copy((await copies())[block.id][name]);
       button.closest("details").open = false;
-      if (!copied) return say("The browser does not let this page copy.");
-      if (seen.rows.length === all && seen.columns.length === heads.length) return say(`Copied the whole table as ${name}.`);
-      say(`Copied ${seen.rows.length} of ${all} rows and ${seen.columns.length} of ${heads.length} columns as ${name}.`);
+      say(copied ? `Copied the whole table as ${name}.` : "The browser does not let this page copy.");
     });
   }
   block.querySelector(".head").append(tools);
-}
-
-function written(lines, seen, count) { // the rows and columns that are seen, in their order
-  if (lines.whole !== undefined && seen.columns.length === count && seen.rows.length === lines.rows.length && seen.rows.every((row, i) => row === i)) return lines.whole;
-  const places = lines.columns ? lines.columns.flatMap((own, i) => own === null || seen.columns.includes(own) ? [i] : []) : seen.columns;
-  const line = (own) => {
-    if (typeof own === "string") return own;
-    const [before, between, after, parts] = own;
-    return before + (between === null ? places.length : places.map((i) => parts[i]).join(between)) + after;
-  };
-  return [...lines.head, ...seen.rows.map((row) => lines.rows[row]), ...lines.foot].map((own) => `${line(own)}\n`).join("");
 }
 
 async function copy(text) {

@@ -24,9 +24,9 @@ from markupsafe import Markup
 
 from cs336_systems.files import write_atomically
 from cs336_systems.report.columns import Column
-from cs336_systems.report.page.copies import FORMATS, copies
+from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
 from cs336_systems.report.plots.draw import Picture, svg_of
-from cs336_systems.report.table import Table
+from cs336_systems.report.section import Table
 from cs336_systems.text import inert_line
 
 TABLES = ("itables", "html/dt_bundle.js")
@@ -54,6 +54,13 @@ class TableBlock:
     csv: str = ""
     """The CSV file of the subject, for copying; the cells as they are shown where it is empty."""
     kind: str = "table"
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """What a reader copies, by the name of its format."""
+        shown = self.csv or to_csv([heading.label for heading in self.table.headings], self.table.rows)
+        readable = {"Markdown": to_markdown, "LaTeX": to_latex, "Typst": to_typst}
+        return {"CSV": shown, **{name: write(self.table) for name, write in readable.items()}}
 
     @property
     def notes(self) -> list[str]:
@@ -142,7 +149,7 @@ def to_html(page: Page) -> str:
     if len(set(named)) < len(named):
         twice = next(name for place, name in enumerate(named) if name in named[:place])
         raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
-    written = {block.id: copies(block.table, block.csv) for block in blocks if isinstance(block, TableBlock)}
+    written = {block.id: block.copies for block in blocks if isinstance(block, TableBlock)}
     packed = {"copies": _packed(json.dumps(written, allow_nan=False, separators=(",", ":")).encode()), **_library()}
     script = _read("page.js")
     environment = jinja2.Environment(
@@ -153,7 +160,6 @@ def to_html(page: Page) -> str:
         hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup(_read("page.css")),
         script=Markup(script),
-        formats=FORMATS,
         packed=packed,
     )
 

@@ -4,7 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
+
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.memory.profile import Category
+from cs336_systems.config import Phase, Precision
 
 MARKERS = "osD^vPX<>*hpd8"
 """Marks of lines that belong together, in matplotlib's letters."""
@@ -25,8 +29,6 @@ class Point:
     """Deviation below the value, if it differs from that above."""
     failure: str | None = None
     """How the run ended, in words, where it failed."""
-    about: str = ""
-    """Description of the point, if it says more than the name of the line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +52,12 @@ class Axis:
     """Numbers, or names at equal distances, and what they are."""
 
     label: str = ""
-    unit: str = ""
-    """What follows a value that is shown alone."""
     names: Sequence[str] = ()
     """In order and distinct; the first stands at 0, the next at 1. Empty for numbers."""
     is_log: bool = False
     from_zero: bool = False
     ticks: Sequence[float] = ()
-    """Numbers that are labelled; where there are none, each renderer finds its own."""
+    """Numbers that are labelled; without any, matplotlib finds its own."""
     limits: tuple[float, float] | None = None
 
     def place(self, x: Place) -> float:
@@ -65,7 +65,7 @@ class Axis:
         return self.names.index(x) if isinstance(x, str) else x
 
     def labels(self, most: int) -> dict[float, str]:
-        """The labels of ticks by place, of names at most so many; empty if each renderer finds its own."""
+        """The labels of ticks by place, of names at most so many; empty if matplotlib finds its own."""
         if self.names:
             return {place: self.names[place] for place in thinned(range(len(self.names)), most)}
         return {tick: f"{round(tick, 2):g}" for tick in self.ticks}
@@ -123,8 +123,6 @@ class Bar:
     """Words at its end."""
     failure: str = ""
     """How the run ended, where it failed."""
-    aside: float = 0.0
-    width: float = 0.7
 
     @property
     def length(self) -> float:
@@ -184,7 +182,7 @@ class Panel:
 
     def top(self, bar: Bar) -> float:
         """Where a bar ends, or the upper deviation of a point at its place."""
-        place = self.x.place(bar.name) + bar.aside
+        place = self.x.place(bar.name)
         points = [
             (point.value or 0.0) + (point.error or 0.0)
             for curve in self.curves
@@ -272,10 +270,93 @@ def curves_of(lines: Iterable[Line], colours: Iterable[str]) -> list[Curve]:
     ]
 
 
-def along(
-    values: Sequence[Place], lines: Iterable[Line], words: Mapping[Place, str] | None = None
-) -> tuple[list[str], list[Line]]:
-    """Names for an axis of equal distances, and the lines over these; `words` replace values."""
-    names = {value: (words or {}).get(value, str(value)) for value in values}
+def along(values: Sequence[Place], lines: Iterable[Line]) -> tuple[list[str], list[Line]]:
+    """Names for an axis of equal distances, and the lines over these."""
+    names = {value: str(value) for value in values}
     moved = [replace(line, points=tuple(replace(p, x=names[p.x]) for p in line.points)) for line in lines]
     return list(names.values()), moved
+
+
+PHASE_COLOURS = {
+    Phase.FORWARD: "#0072B2",
+    Phase.BACKWARD: "#E69F00",
+    Phase.COMMUNICATION: "#CC79A7",
+    Phase.OPTIMIZER: "#009E73",
+}
+PRECISION_COLOURS = {
+    Precision.FP32: "#333333",
+    Precision.TF32: "#CC79A7",
+    Precision.BF16: "#D55E00",
+    Precision.FP16: "#56B4E9",
+}
+"""The palette of Okabe and Ito (2008), which people with any colour vision tell apart."""
+CLASS_COLOURS = {
+    KernelClass.MATMUL: "#0072B2",
+    KernelClass.ATTENTION: "#56B4E9",
+    KernelClass.SOFTMAX: "#D55E00",
+    KernelClass.ELEMENT_WISE: "#E69F00",
+    KernelClass.NORMALISATION: "#701C70",
+    KernelClass.REDUCTION: "#009E73",
+    KernelClass.OPTIMIZER: "#F0E442",
+    KernelClass.COPY_AND_FILL: "#6A6A6A",
+    KernelClass.COMMUNICATION: "#222222",
+    KernelClass.OTHER: "#CC79A7",
+}
+"""Colours in the order of drawing; neighbours differ in grey too."""
+CATEGORY_COLOURS = {
+    Category.HELD: "#BBBBBB",
+    Category.PARAMETERS: "#0072B2",
+    Category.BUFFERS: "#CC79A7",
+    Category.OPTIMIZER_STATE: "#009E73",
+    Category.GRADIENTS: "#F0E442",
+    Category.AUTOCAST_COPIES: "#701C70",
+    Category.SAVED: "#56B4E9",
+    Category.LATER: "#E69F00",
+    Category.TEMPORARY: "#D55E00",
+}
+"""Colours from the bottom of a picture to its top, long-lived categories first."""
+REST_COLOUR: Final = "#BBBBBB"
+FAILURE_COLOUR: Final = "#B00020"
+GREY: Final = "#777777"
+"""Colour of values from data sheets, and of other lines that are not measured."""
+BLACK, WHITE, DARK_PAPER, GREY_INK = "#000000", "#FFFFFF", "#14171B", "#E6E9ED"
+INKS = ("#000001", "#FFFFFE")
+"""Black and white of words on colours, which are the same on dark paper."""
+
+
+def blend(first: str, second: str, weight: float) -> str:
+    """Mixture of the colours: the first at weight 0, the second at weight 1."""
+    pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * weight):02X}" for a, b in pairs)
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever is easier to read on the colour; on dark paper it changes where the colour does."""
+    light, dark = (BLACK, WHITE) if is_grey(colour) else INKS
+    return light if contrast(colour, BLACK) > contrast(colour, WHITE) else dark
+
+
+def on_dark(colour: str) -> str:
+    """The colour on the page's dark paper: greys from white to black turn around, too dark colours get lighter."""
+    if is_grey(colour):
+        return blend(GREY_INK, DARK_PAPER, int(colour[1:3], 16) / 255)
+    weights = (step / 20 for step in range(21))
+    lighter = (blend(colour.upper(), WHITE, weight) for weight in weights)
+    return colour if colour.upper() in INKS else next(own for own in lighter if contrast(own, DARK_PAPER) >= 3)
+
+
+def is_grey(colour: str) -> bool:
+    """Whether it has no hue."""
+    return len(set(bytes.fromhex(colour[1:]))) == 1
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast of two colours by WCAG 2, from 1 to 21; a line needs 3."""
+    low, high = sorted(map(_luminance, (first, second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    shares = [value / 255 for value in bytes.fromhex(colour[1:])]
+    channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
+    return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))

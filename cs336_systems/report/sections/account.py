@@ -39,10 +39,8 @@ from cs336_systems.costs.memory import (
 from cs336_systems.costs.ranks_time import HOST_SPREAD
 from cs336_systems.costs.time import Limit, TimePrediction
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.numbers import GIB, MIB, TERA, amount, ratio, rounded, significant
-from cs336_systems.report.section import Section
-from cs336_systems.report.table import Table, make_table, quantity_table
-from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
+from cs336_systems.report.section import Section, Table, make_table, quantity_table
+from cs336_systems.report.words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
 
 ALL = "all"
 QUANTITY_KEYS = ("quantity", "amount", "unit", "how")

@@ -12,12 +12,10 @@ from cs336_systems.config import Phase
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
-from cs336_systems.report.failures import place_in
-from cs336_systems.report.numbers import GIB, MIB, TERA, ratio, scientific, significant
 from cs336_systems.report.plots.charts import MARKERS, Axis, Chart, Curve, Line, Panel, Point, doubling
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.sections.study import across, derived, doubt_notes, end_of, pivoted, times_ms, write_study
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.words import GIB, MIB, TERA, place_in, ratio, scientific, significant
 from cs336_systems.studies.attention_records import (
     AttentionStudy,
     CellResult,
@@ -386,11 +384,11 @@ def attention_charts(study: AttentionStudy, rows: Rows) -> Iterator[Chart]:
         own = [row for row in rows if row["precision"] is precision]
         for phase in PHASES:
             if any(row[f"{phase}_mean_ms"] is not None for row in own):
-                y = Axis(label="time (ms)", unit="ms", is_log=True)
+                y = Axis(label="time (ms)", is_log=True)
                 title = f"{phase.capitalize()} pass of attention, {precision}"
                 yield _chart(study, own, f"{phase}_{precision}", title, y, f"{phase}_mean_ms", f"{phase}_std_ms")
         if any(row["saved_mib"] is not None for row in own):
-            y = Axis(label="memory (MiB)", unit="MiB", is_log=True)
+            y = Axis(label="memory (MiB)", is_log=True)
             title = f"What attention's forward leaves for backward, {precision}"
             yield _chart(study, own, f"memory_{precision}", title, y, "saved_mib")
 

@@ -31,12 +31,9 @@ from cs336_systems.report.identity import (
     shared_settings,
     without_unused,
 )
-from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.plots.charts import Axis, Chart, Curve, Line, Panel, Point, Reference
-from cs336_systems.report.plots.palette import GREY
-from cs336_systems.report.section import Section
-from cs336_systems.report.table import Table, known, make_table
-from cs336_systems.report.words import STATUS_WORDS, status_text
+from cs336_systems.report.plots.charts import GREY, Axis, Chart, Curve, Line, Panel, Point, Reference
+from cs336_systems.report.section import Section, Table, known, make_table
+from cs336_systems.report.words import DOUBT, STATUS_WORDS, status_text
 from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import inert_line, text_of
 
@@ -280,7 +277,7 @@ def ratio_charts(rows: Sequence[Row], settings: str) -> list[Chart]:
     shown = [1.0, *ratios, *(min(max(end, low), high) for end in ends)]
     limits = min(shown) / BEYOND, max(shown) * BEYOND
     ticks = [tick for tick in TICKS if limits[0] <= tick <= limits[1]]
-    y = Axis(label="step of B / step of A", unit="times A's step", is_log=True, limits=limits, ticks=ticks)
+    y = Axis(label="step of B / step of A", is_log=True, limits=limits, ticks=ticks)
     panel = Panel(
         x=Axis(names=[row["name"] for row in known]), y=y, curves=list(_curves(known)),
         references=[Reference(value=1.0, colour=GREY, name="as fast as A")],
@@ -322,6 +319,6 @@ def processes_chart(names: Sequence[str], means_s: Sequence[Sequence[float]]) ->
         for (side, colour, marker), own in zip(looks, means_s, strict=True)
     ]  # fmt: skip
     numbers = sorted({float(point.x) for curve in curves for point in curve.line.points})
-    panel = Panel(x=Axis(label="process", ticks=numbers), y=Axis(label="mean step (ms)", unit="ms"), curves=curves)
+    panel = Panel(x=Axis(label="process", ticks=numbers), y=Axis(label="mean step (ms)"), curves=curves)
     settings = "; ".join(f"{side} is {name or 'without flags'}" for side, name in zip("AB", names, strict=True))
     return Chart(name="processes", title="Step of each process", settings=settings, panels=[panel])

@@ -18,8 +18,8 @@ from cs336_systems.costs.ranks_time import HOST_SPREAD, depends_on_host, predict
 from cs336_systems.costs.time import Limit, TimePrediction, measured_share, without_own_products
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.section import Section, texts_of, write_files
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.formats import texts_of, write_files
+from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.text import counted
 

@@ -8,12 +8,10 @@ from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Row, column, three_digits
-from cs336_systems.report.numbers import DOUBT, GIGA, MIB, TERA, ratio, significant
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Reference, Style
-from cs336_systems.report.plots.palette import FAILURE_COLOUR
-from cs336_systems.report.section import Section
+from cs336_systems.report.plots.charts import FAILURE_COLOUR, Axis, Bar, Chart, Panel, Reference, Style
+from cs336_systems.report.section import Section, known, make_table
 from cs336_systems.report.sections.study import derived, doubt_notes, end_of, promised_bandwidth, times_ms, write_study
-from cs336_systems.report.table import known, make_table
+from cs336_systems.report.words import DOUBT, GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.fusion_records import PHASES, FusionRow, FusionStudy, Version
 from cs336_systems.text import counted
 
@@ -159,7 +157,7 @@ def _panel(rows: Sequence[Row], op: str, phase: Phase, bandwidth: float | None) 
     least = [rows[0]["must_move_mib"] * MIB / bandwidth * 1e3] if bandwidth is not None and rows else []
     return Panel(
         x=Axis(names=[row["version"] for row in rows]),
-        y=Axis(label=f"{phase}, median time (ms)", unit="ms", from_zero=True),
+        y=Axis(label=f"{phase}, median time (ms)", from_zero=True),
         title=op,
         bars=bars,
         references=[Reference(value=time_ms, colour=FAILURE_COLOUR, name=LEAST) for time_ms in least],

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from cs336_systems.config import Precision
 from cs336_systems.report.columns import column
-from cs336_systems.report.numbers import rounded, scientific, significant
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, make_table
 from cs336_systems.report.sections.study import across, pivoted, write_study
-from cs336_systems.report.table import make_table
+from cs336_systems.report.words import rounded, scientific, significant
 from cs336_systems.studies.precision_records import (
     MIXED_PRECISIONS,
     NORM_INPUT,

@@ -6,12 +6,10 @@ from cs336_systems.costs.data_sheet import LINK_EFFICIENCY, MATMUL_EFFICIENCY
 from cs336_systems.costs.limits import Bound, Given, Link, Paper, Scheme, bounds, largest_ranks
 from cs336_systems.costs.scale import Scale, ScaleStep
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.numbers import GIB, GIGA, ratio, significant
 from cs336_systems.report.plots.charts import Axis, Chart, Line, Panel, Point, curves_of, doubling
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.sections.account import by_data_sheet
-from cs336_systems.report.table import Table, make_table, quantity_table
-from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
+from cs336_systems.report.words import DOUBTED_FORECAST, GIB, GIGA, SHIPPED, ratio, significant
 
 BOOK = "Austin et al. 2025, How to Scale Your Model"
 SOURCES = {
@@ -217,7 +215,7 @@ def scale_charts(found: Scale, rows: list[Row]) -> list[Chart]:
         for row in known
     ]
     x = doubling({float(row["ranks"]) for row in known}, "ranks", 1.4)
-    y = Axis(label="%", unit="%", from_zero=True)
+    y = Axis(label="%", from_zero=True)
     panels = [
         Panel(x=x, y=y, title=title, curves=curves_of(_lines(shares, key), COLOURS.values()))
         for title, key in (first, ("Exposed communication, of the step", "exposed"))

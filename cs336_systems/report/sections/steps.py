@@ -8,7 +8,7 @@ from types import MappingProxyType
 import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.config import Precision, RunConfig
+from cs336_systems.config import UNSIZED, Precision, RunConfig
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.columns import Row, column, three_digits
@@ -24,11 +24,19 @@ from cs336_systems.report.frame import (
     steady,
 )
 from cs336_systems.report.identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
-from cs336_systems.report.numbers import DOUBT, between, mean_and_std, milliseconds, significant
 from cs336_systems.report.plots.steps import step_charts
-from cs336_systems.report.section import Section
-from cs336_systems.report.table import Table, known, make_table
-from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED, status_text, warning_counts
+from cs336_systems.report.section import Section, Table, known, make_table
+from cs336_systems.report.words import (
+    DOUBT,
+    DOUBTED_FORECAST,
+    SHIPPED,
+    between,
+    mean_and_std,
+    milliseconds,
+    significant,
+    status_text,
+    warning_counts,
+)
 from cs336_systems.text import text_of
 
 ALWAYS = ("size", "context_length", "precision")
@@ -54,7 +62,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
     With `has_csv`, a note counts the warnings and points to the CSV, which has them in each row.
     """
     notes = [
-        *([OFFERED] if any(config.model_factory for config in frame.index) else []),
+        *([OFFERED] if any(config.model_factory and config.size != UNSIZED for config in frame.index) else []),
         "Times are mean ± standard deviation over the measured steps of a process.",
         *interval_notes(frame["processes"]),
         *mfu_notes(frame),

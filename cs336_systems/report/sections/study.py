@@ -10,9 +10,9 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column, Row
-from cs336_systems.report.numbers import DOUBT
-from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
-from cs336_systems.report.words import STATUS_WORDS, warning_counts
+from cs336_systems.report.formats import pngs_of, texts_of, write_files
+from cs336_systems.report.section import Section
+from cs336_systems.report.words import DOUBT, STATUS_WORDS, warning_counts
 
 
 def end_of(status: Status, failure: Failure | None) -> Row:

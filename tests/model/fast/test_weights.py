@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cs336_systems.config import Arch, Attention, Device, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.measure.clock import HostClock
-from cs336_systems.measure.moments import memory_now
+from cs336_systems.measure.counters import memory_now
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast.master_adamw import MasterAdamW, rounded_at_random
 from cs336_systems.model.fast.model import FastLM

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.record import load_records
-from cs336_systems.report.page.chapters import collection_page
-from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.chapters import Collection, collection_page
 from cs336_systems.report.page.write import to_html
 from cs336_systems.report.results import Results
 from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings

@@ -6,7 +6,7 @@ from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv
 from cs336_systems.report.page.write import Chapter, Closed, Page, PictureBlock, Prose, TableBlock
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style
-from cs336_systems.report.table import make_table
+from cs336_systems.report.section import make_table
 from tests.report.making import HOSTILE
 
 ATTACK = (
@@ -51,7 +51,7 @@ def make_page(*blocks):
 
 def make_chart(name="small"):
     bars = [Bar(name=name, parts={name: 1.0}, words=name), Bar(name="xl", failure=name)]
-    panel = Panel(x=Axis(label=name, names=[name, "xl"]), y=Axis(label=name, unit="ms"), title=name, bars=bars)
+    panel = Panel(x=Axis(label=name, names=[name, "xl"]), y=Axis(label=name), title=name, bars=bars)
     styles = {name: Style(colour="#0072B2")}
     return Chart(name="bars", title=f"Bars of {name}", settings=name, panels=[panel], legend=1, styles=styles)
 

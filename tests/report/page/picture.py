@@ -15,8 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import sync_playwright
 
 from cs336_systems.record import load_records
-from cs336_systems.report.page.chapters import collection_page
-from cs336_systems.report.page.collection import Collection
+from cs336_systems.report.page.chapters import Collection, collection_page
 from cs336_systems.report.page.write import write_page
 from cs336_systems.report.results import Results
 from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings

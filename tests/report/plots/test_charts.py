@@ -10,8 +10,14 @@ import pytest
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.container import ErrorbarContainer
 
-from cs336_systems.report.plots import drawing
+from cs336_systems.report.plots import draw
 from cs336_systems.report.plots.charts import (
+    CATEGORY_COLOURS,
+    CLASS_COLOURS,
+    DARK_PAPER,
+    FAILURE_COLOUR,
+    GREY_INK,
+    PHASE_COLOURS,
     Axis,
     Bar,
     Chart,
@@ -22,24 +28,15 @@ from cs336_systems.report.plots.charts import (
     Point,
     Reference,
     Style,
-    along,
+    contrast,
     curves_of,
     distinct,
     doubling,
-)
-from cs336_systems.report.plots.draw import draw, png_of, svg_of
-from cs336_systems.report.plots.palette import (
-    CATEGORY_COLOURS,
-    CLASS_COLOURS,
-    DARK_PAPER,
-    FAILURE_COLOUR,
-    GREY_INK,
-    PHASE_COLOURS,
-    contrast,
     ink,
     is_grey,
     on_dark,
 )
+from cs336_systems.report.plots.draw import figure_of, png_of, svg_of
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.page.pages import HOSTILE_TEXTS
@@ -49,7 +46,7 @@ STYLES = {"forward": Style(colour="#0072B2"), "idle": Style(colour="#FFFFFF", pa
 
 def make_bars(is_lying=False, name="small"):
     """Two panels of two bars; the second of the second panel failed; a mark with another deviation below than above."""
-    x, y = Axis(names=[name, "xl"]), Axis(label="time (ms)", unit="ms", from_zero=True)
+    x, y = Axis(names=[name, "xl"]), Axis(label="time (ms)", from_zero=True)
     marks = Line(name=f"{name} mean", points=(Point(x=name, value=3.0, error=0.5, error_below=0.25),))
     first = Panel(
         x=x, y=y, title=f"context 128 {name}",
@@ -69,13 +66,11 @@ def make_bars(is_lying=False, name="small"):
 def make_lines(name="small"):
     """Two lines over a logarithmic axis, of which one has a failed run and none has a value there."""
     lines = [
-        Line(
-            name=name, points=tuple(Point(x=float(x), value=x / 10, error=1.0, about=f"{name} {x}") for x in (64, 128))
-        ),
+        Line(name=name, points=tuple(Point(x=float(x), value=x / 10, error=1.0) for x in (64, 128))),
         Line(name="xl", points=(Point(x=64.0, value=9.0), Point(x=128.0, value=None, failure=f"killed {name}"))),
     ]
     panel = Panel(
-        x=doubling([64, 128], "context"), y=Axis(label=f"time {name}", unit="ms", is_log=True),
+        x=doubling([64, 128], "context"), y=Axis(label=f"time {name}", is_log=True),
         curves=curves_of(lines, ["#0072B2", "#E69F00"]),
         references=[Reference(value=100.0, colour="#777777", name=f"cache {name}", is_upright=True)],
         notes=[Note(x=64.0, y=6.4, words=f"note {name}")],
@@ -101,7 +96,7 @@ def test_a_picture_shows_each_part_of_each_bar(is_lying) -> None:
     chart = make_bars(is_lying)
     blue, white = "#0072b2", "#ffffff"
     expected = [[(blue, 0, 0, 1), (blue, 1, 0, 4), (white, 0, 1, 2)], [(white, 0, 0, 5)]]
-    figure = draw(chart)
+    figure = figure_of(chart)
     for number, own in enumerate(expected):
         assert drawn_bars(chart, figure.axes[number]) == own
     assert overlaps(figure) == []
@@ -110,7 +105,7 @@ def test_a_picture_shows_each_part_of_each_bar(is_lying) -> None:
 @pytest.mark.parametrize("is_lying", [False, True], ids=["upright", "lying"])
 def test_a_picture_shows_how_far_a_mark_may_be_off(is_lying) -> None:
     chart = make_bars(is_lying)
-    (container,) = (c for c in draw(chart).axes[0].containers if isinstance(c, ErrorbarContainer))
+    (container,) = (c for c in figure_of(chart).axes[0].containers if isinstance(c, ErrorbarContainer))
     (segments,) = container.lines[2]
     ends = [float(point[0 if is_lying else 1]) for point in segments.get_segments()[0]]
     assert ends == [2.75, 3.5]
@@ -119,7 +114,7 @@ def test_a_picture_shows_how_far_a_mark_may_be_off(is_lying) -> None:
 def test_a_picture_shows_each_point_and_where_runs_failed() -> None:
     chart = make_lines()
     expected = [[(64, 6.4), (128, 12.8)], [(64, 9.0)]]
-    (axes,) = draw(chart).axes
+    (axes,) = figure_of(chart).axes
     drawn = [c.lines[0] for c in axes.containers if isinstance(c, ErrorbarContainer)]
     assert [[tuple(map(float, xy)) for xy in line.get_xydata()] for line in drawn] == expected
     crosses = [line.get_xdata() for line in axes.lines if to_hex(line.get_color()) == FAILURE_COLOUR.lower()]
@@ -127,7 +122,7 @@ def test_a_picture_shows_each_point_and_where_runs_failed() -> None:
 
 
 def test_a_picture_has_the_lines_across_in_their_colour_and_the_ends_of_logarithmic_axes() -> None:
-    (axes,) = draw(make_lines()).axes
+    (axes,) = figure_of(make_lines()).axes
     assert any(set(line.get_xdata()) == {100} and line.get_color() == "#777777" for line in axes.lines)
     ends = (64 / 1.25, 128 * 1.25)
     assert axes.get_xlim() == pytest.approx(ends)
@@ -136,7 +131,7 @@ def test_a_picture_has_the_lines_across_in_their_colour_and_the_ends_of_logarith
 def test_the_legend_says_each_thing_once() -> None:
     chart = make_bars()
     chart = replace(chart, panels=[*chart.panels, *chart.panels])
-    (legend,) = draw(chart).legends
+    (legend,) = figure_of(chart).legends
     assert {text.get_text() for text in legend.get_texts()} - {""} == {"forward", "idle", "limit", "small mean"}
 
 
@@ -146,27 +141,20 @@ def test_every_lying_bar_is_named_however_many_there_are() -> None:
     bars = [Bar(name=name, parts={"forward": 1.0}) for name in names]
     panel = Panel(x=Axis(names=names), y=Axis(), bars=bars)
     chart = Chart(name="many", title="Many", settings="", panels=[panel], styles=STYLES, is_lying=True)
-    (axes,) = draw(chart).axes
+    (axes,) = figure_of(chart).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == names
     assert len({place for _, place, *_ in drawn_bars(chart, axes)}) == 30
 
 
-def test_numbers_along_equal_distances_may_have_words() -> None:
-    line = Line(name="fp32", points=(Point(x=0, value=1.0), Point(x=4, value=2.0)))
-    names, (moved,) = along([0, 4], [line], {0: "none"})
-    assert names == ["none", "4"]
-    assert [(Axis(names=names).place(point.x), point.value) for point in moved.points] == [(0, 1.0), (1, 2.0)]
-
-
 @pytest.mark.parametrize("text", [HOSTILE, *HOSTILE_TEXTS])
 def test_a_hostile_text_is_shown_without_control_characters(text, monkeypatch) -> None:
-    monkeypatch.setattr(drawing, "DPI", 40)  # which is quicker
+    monkeypatch.setattr(draw, "DPI", 40)  # which is quicker
     charts = [make_bars(name=text), make_bars(True, text), make_lines(text)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph|constrained_layout")
         for chart in charts:
             png_of(chart)
-            assert not any(re.search(r"[\x00-\x09\x0b-\x1f\x1b‮]", shown) for shown in texts(draw(chart)))
+            assert not any(re.search(r"[\x00-\x09\x0b-\x1f\x1b‮]", shown) for shown in texts(figure_of(chart)))
 
 
 def test_an_svg_has_each_word_as_text_and_the_colours_of_both_themes() -> None:
@@ -174,7 +162,7 @@ def test_an_svg_has_each_word_as_text_and_the_colours_of_both_themes() -> None:
     svg = svg_of(chart, "a")
     root = ElementTree.fromstring(svg)
     words = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert set(words) >= {line for text in texts(draw(chart)) for line in text.split("\n") if line.strip()}
+    assert set(words) >= {line for text in texts(figure_of(chart)) for line in text.split("\n") if line.strip()}
     assert {"#0072b2", "light-dark(#e5e5e5, #292C30)"} <= set(re.findall(r"(?:fill|stroke): ([^;]*?)[;\"]", svg))
     assert svg == svg_of(chart, "a")
     assert len(svg) < 40_000

@@ -11,20 +11,10 @@ from PIL import Image
 from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.report.frame import steady, to_frame
-from cs336_systems.report.plots import drawing, palette
+from cs336_systems.report.plots import charts, draw
 from cs336_systems.report.plots.charts import Axis, Curve, Line, Panel, Point
-from cs336_systems.report.plots.draw import draw
-from cs336_systems.report.plots.steps import (
-    context_chart,
-    lines,
-    named_rows,
-    pages,
-    phase_chart,
-    size_names,
-    speed_up_chart,
-    speed_up_lines,
-    split,
-)
+from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report.plots.steps import named_rows, pages, phase_chart, split
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
 from tests.report.writing import write_plots
@@ -34,20 +24,12 @@ from tests.report.writing import write_plots
 def figures(monkeypatch):
     """The figures that are written, in order; no file is rendered, which takes most of the time."""
     found = []
-    monkeypatch.setattr(drawing, "to_png", lambda figure: found.append(figure) or b"a picture")
+    monkeypatch.setattr(draw, "to_png", lambda figure: found.append(figure) or b"a picture")
     return found
 
 
 def draw_phases(rows, *words):
-    return draw(phase_chart("name", rows, *words))
-
-
-def draw_contexts(lines, *words):
-    return draw(context_chart("name", lines, *words))
-
-
-def draw_speed_ups(lines, *words):
-    return draw(speed_up_chart("name", lines, *words))
+    return figure_of(phase_chart("name", rows, *words))
 
 
 def part(grid, precision):
@@ -72,41 +54,6 @@ def test_bars_hold_the_phases_and_the_rest_of_the_step(grid):
     assert drawn_lines(short) == [[(0, pytest.approx(100)), (1, pytest.approx(600))]]
 
 
-def test_context_lines_have_known_and_failed_points(grid):
-    rows = named_rows(part(grid, "fp32"))
-    small, xl = lines(rows, "name", "context_length", "step_mean_ms", "step_std_ms")
-    assert [(point.x, point.value) for point in small.points] == [(128, pytest.approx(100)), (512, pytest.approx(400))]
-    assert small.points[0].error == pytest.approx(statistics.stdev([90, 100, 110]))
-    assert [point.x for point in xl.known] == [128]
-    assert [(point.x, point.failure) for point in xl.failed] == [(512, "out of memory")]
-
-
-def speed_ups(records, precision=Precision.BF16):
-    return speed_up_lines(named_rows(to_frame(records)), precision)
-
-
-def test_speed_up_lines_pair_whatever_there_is(grid):
-    short, long = speed_ups(grid)
-    assert [(point.x, point.value) for point in short.points] == [("small", pytest.approx(2)), ("xl", pytest.approx(2))]
-    assert [point.failure for point in long.points] == [None, "fp32 out of memory"]
-    assert speed_ups(grid, Precision.TF32) == speed_ups(grid[:1]) == []
-    both = [make_failure(make_config(precision=precision)) for precision in (Precision.FP32, Precision.BF16)]
-    assert speed_ups(both)[0].points[0].failure == "both out of memory"
-
-
-def test_speed_ups_run_along_whatever_there_is_more_of():
-    """bf16 takes half of the time at context 64, a third at 128 and a quarter at 256."""
-    bf16_s = {64: 0.6, 128: 0.4, 256: 0.3}
-    contexts = [
-        make_record(make_config("small", context, precision=precision), (time_s,))
-        for context, bf16 in bf16_s.items()
-        for precision, time_s in ((Precision.FP32, 1.2), (Precision.BF16, bf16))
-    ]
-    (small,) = speed_ups(contexts)
-    assert [(point.x, point.value) for point in small.points] == [(64, 2), (128, pytest.approx(3)), (256, 4)]
-    assert "context length (tokens)" in texts(draw_speed_ups([small], Precision.BF16, "step", "settings"))
-
-
 def make_study():
     """Checkpoints around K blocks: 1 s and 8 GiB with none, else 1.5 s + K / 10 and 4 GiB + K; bf16 half the time."""
     measured = {0: (1.0, 8)} | {blocks: (1.5 + blocks / 10, 4 + blocks) for blocks in (1, 2, 4, 8)}
@@ -125,7 +72,7 @@ def test_a_study_of_one_setting_is_drawn_over_it(figures, tmp_path):
     records = make_study()
     assert [path.name for path in write_plots(records, tmp_path)] == ["checkpoint_blocks_train_ctx512.png"]
     (figure,) = figures
-    assert {"none", "8", "fp32", "bf16", "xl", "blocks per checkpoint", "peak of memory (GiB)"} <= set(texts(figure))
+    assert {"0", "8", "fp32", "bf16", "xl", "blocks per checkpoint", "peak of memory (GiB)"} <= set(texts(figure))
     fp32, bf16 = (
         [(place, pytest.approx(time_ms)) for place, time_ms in enumerate(times_ms)]
         for times_ms in ((1000, 1600, 1700, 1900, 2300), (500, 800, 850, 950, 1150))
@@ -133,10 +80,17 @@ def test_a_study_of_one_setting_is_drawn_over_it(figures, tmp_path):
     times, peaks = figure.axes
     assert drawn_lines(times) == [shifted(fp32, -0.06), shifted(bf16, 0.06)]
     expected = list(enumerate((8, 5, 6, 8, 12)))
-    rings = [shifted(expected[1:2], aside) for aside in (-0.06, 0.06)]
-    assert drawn_lines(peaks) == [shifted(expected, -0.06), shifted(expected, 0.06), *rings]
-    assert "least peak" in texts(figure)
+    assert drawn_lines(peaks) == [shifted(expected, -0.06), shifted(expected, 0.06)]
     assert overlaps(figure) == []
+
+
+def test_times_over_the_context_have_a_panel_for_each_size(grid, figures, tmp_path):
+    names = [path.stem for path in write_plots(grid, tmp_path)]
+    figure = figures[names.index("context_length_train")]
+    small, xl, *_ = figure.axes
+    assert [y for line in drawn_lines(small) for _, y in line] == pytest.approx([100, 400, 50, 200])
+    assert [y for line in drawn_lines(xl) for _, y in line] == pytest.approx([600, 300, 1200])
+    assert "fp32: out of memory" in texts(figure)
 
 
 def shifted(points, aside):
@@ -153,7 +107,7 @@ def test_any_numeric_setting_has_its_picture_and_failures_are_in_it(figures, tmp
     assert write_plots([done[0], failed], tmp_path) == [], "one time alone is no line"
 
 
-def test_a_setting_with_named_values_has_bars_and_no_lines(figures, tmp_path):
+def test_a_setting_with_named_values_has_points_that_no_line_joins(figures, tmp_path):
     times_s = {("none", "fp32"): 0.4, ("default", "fp32"): 0.3, ("none", "bf16"): 0.2, ("default", "bf16"): 0.1}
     done = [make_record(make_config(compile=choice, precision=precision), (time_s, time_s))
             for (choice, precision), time_s in times_s.items()]  # fmt: skip
@@ -161,18 +115,13 @@ def test_a_setting_with_named_values_has_bars_and_no_lines(figures, tmp_path):
     names = [path.name for path in write_plots([*done, failed], tmp_path)]
     figure = figures[names.index("compile_train_ctx128.png")]
     times, peaks = figure.axes
-    heights = {(round(bar.get_x() + bar.get_width() / 2), round(bar.get_height(), 6)) for bar in times.patches}
-    assert heights == {(0, 400), (1, 300), (0, 200), (1, 100)}, "in the order of declaration"
-    assert {bar.get_height() for bar in peaks.patches} == {1}
-    assert {"none", "default", "reduce-overhead", "out of memory"} <= {
-        text.removeprefix("fp32: ") for text in texts(figure)
-    }
+    assert [[(round(x), round(y, 6)) for x, y in line] for line in drawn_lines(times)] == [
+        [(0, 400), (1, 300)], [(0, 200), (1, 100)],
+    ], "in the order of declaration"  # fmt: skip
+    assert {y for line in drawn_lines(peaks) for _, y in line} == {1}
+    assert {"none", "default", "reduce-overhead", "fp32: out of memory"} <= set(texts(figure))
+    assert {line.get_linestyle() for line in times.lines if len(line.get_xdata()) == 2} == {"None"}
     assert overlaps(figure) == []
-
-
-def test_a_speed_up_of_one_configuration_is_no_picture(tmp_path):
-    both = [make_record(make_config(precision=precision), (0.1,)) for precision in (Precision.FP32, Precision.BF16)]
-    assert write_plots(both, tmp_path) == []
 
 
 def make_rows(contexts, sizes):
@@ -207,42 +156,25 @@ def test_pictures_do_not_grow_with_the_number_of_bars(contexts, sizes):
 def test_all_contexts_are_drawn_on_some_page(figures, tmp_path):
     paths = write_plots([make_record(make_config("tiny", 8 * i), (i / 10,)) for i in range(1, 31)], tmp_path)
     assert [path.name for path in paths] == [
-        "step_time_train_fp32.png", "step_time_train_fp32_no2.png", "context_train_fp32.png",
+        "step_time_train_fp32.png", "step_time_train_fp32_no2.png", "context_length_train.png",
     ]  # fmt: skip
     titles = [panel.get_title() for figure in figures[:2] for panel in figure.axes]
     assert titles == [f"context {8 * i}" for i in range(1, 31)]
 
 
-def many_lines(count, sizes=1):
-    points = tuple(Point(x=8 * i, value=float(i), error=0.1) for i in range(1, count + 1))
-    return [Line(name=f"size {i}", points=points) for i in range(sizes)]
-
-
-def test_the_cost_of_lines_grows_with_their_points():
-    def draw(count):
-        draw_contexts(many_lines(count), "step", "settings")
-        draw_speed_ups(many_lines(count), Precision.BF16, "step", "settings")
-
-    draw(4)  # what is loaded once
-    assert calls(draw, 400) < 5 * calls(draw, 100)
-
-
-def test_labels_of_many_points_and_lines_do_not_cover_each_other(figures, tmp_path):
+def test_labels_of_many_points_do_not_cover_each_other(figures, tmp_path):
     write_plots([make_record(make_config(warmup_steps=i), (0.1, 0.2)) for i in range(40)], tmp_path)
-    figures.append(draw_contexts(many_lines(300, 30), "step", "settings"))
-    figures.append(draw_speed_ups(many_lines(300, 30), Precision.BF16, "step", "settings"))
-    assert [overlaps(figure) for figure in figures] == [[]] * 3
+    assert [overlaps(figure) for figure in figures] == [[]]
 
 
 def test_times_over_warm_up_steps(warmup_records, figures, tmp_path):
     """Three numbers of warm-up steps of four have times, which stand at the places 0, 1 and 3."""
     write_plots(warmup_records, tmp_path)
-    times, spreads = figures[0].axes
-    mean, first = drawn_lines(times)
-    assert [y for _, y in mean] == pytest.approx([400, 400 / 3, 100])
-    assert first == shifted([(0, 1000), (1, 200), (3, 100)], 0.06)
-    assert drawn_lines(spreads)[0][0] == (0, pytest.approx(100 * statistics.stdev([1.0, 0.1, 0.1]) / 0.4))
-    assert texts(figures[0]).count("killed") == 2
+    times, first, spreads = figures[0].axes
+    assert [y for _, y in drawn_lines(times)[0]] == pytest.approx([400, 400 / 3, 100])
+    assert drawn_lines(first) == [[(0, 1000), (1, 200), (3, 100)]]
+    assert drawn_lines(spreads)[0][0] == (0, pytest.approx(statistics.stdev([1.0, 0.1, 0.1]) / 0.4))
+    assert texts(figures[0]).count("killed") == 3
 
 
 def test_only_the_most_warmed_up_rows_are_steady(warmup_records):
@@ -268,11 +200,11 @@ def test_split_keeps_devices_apart_and_nameless_failures_with_the_only_one():
 def test_sizes_of_one_name_and_several_shapes_get_names_of_their_own():
     configs = [make_config("custom", model={"num_layers": layers}) for layers in (3, 5)]
     frame = to_frame([make_failure(config) for config in (*configs, make_config())])
-    assert size_names(frame) == ["small", "custom 128x3", "custom 128x5"]
+    assert len({row["name"] for row in named_rows(frame)}) == 3
     inside = [
         make_config("custom", model=model) for model in ({"d_ff": 64}, {"d_ff": 96}, {"d_ff": 96, "num_heads": 2})
     ]
-    assert len(set(size_names(to_frame([make_failure(config) for config in inside])))) == 3
+    assert len({row["name"] for row in named_rows(to_frame([make_failure(config) for config in inside]))}) == 3
 
 
 def test_pictures_are_those_that_the_records_support(grid, warmup_records, figures, tmp_path):
@@ -281,10 +213,9 @@ def test_pictures_are_those_that_the_records_support(grid, warmup_records, figur
 
     assert stems([]) == stems([make_failure(make_config())]) == stems(grid[:1]) == set()
     assert stems(grid) == {
-        "step_time_train_fp32", "context_train_fp32", "step_time_train_bf16", "context_train_bf16",
-        "speed_up_bf16_train",
+        "step_time_train_fp32", "step_time_train_bf16", "context_length_train",
     }  # fmt: skip
-    assert stems(warmup_records) == {"warmup_train_fp32_ctx128"}
+    assert stems(warmup_records) == {"warmup_steps_train_ctx128"}
     assert stems([make_record(make_config(size), (0.1,)) for size in ("small", "xl")]) == {"step_time_train_fp32"}
     again = [
         replace(record, config=replace(record.config, batch_size=2)) for record in grid if record.config.size == "small"
@@ -306,11 +237,6 @@ def test_failures_are_written_into_every_picture(grid):
     full = part(grid, "fp32")
     rows = named_rows(full)
     assert "out of memory" in texts(draw_phases(rows, "step", "settings"))
-    over_contexts = lines(rows, "name", "context_length", "step_mean_ms")
-    assert "xl: out of memory" in texts(draw_contexts(over_contexts, "step", "settings"))
-    assert "context 512: fp32 out of memory" in texts(
-        draw_speed_ups(speed_ups(grid), Precision.BF16, "step", "settings")
-    )
 
 
 def test_titles_and_axes_say_what_is_shown(grid, tmp_path):
@@ -328,9 +254,9 @@ def test_texts_of_a_configuration_are_inert(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(write_plots([*records, make_failure(make_config(HOSTILE, 512), Status.KILLED)], tmp_path)) == 2
-    assert drawing.inert("a$b$c") == r"a\$b\$c"
-    assert drawing.inert("x" * 100, 10) == "x" * 9 + "…"
-    assert not drawing.inert("_x").startswith("_")
+    assert draw.inert("a$b$c") == r"a\$b\$c"
+    assert draw.inert("x" * 100, 10) == "x" * 9 + "…"
+    assert not draw.inert("_x").startswith("_")
 
 
 def test_failures_of_a_line_share_a_row():
@@ -343,8 +269,6 @@ def test_failures_of_a_line_share_a_row():
 
 
 def test_phases_and_precisions_have_colours_of_their_own():
-    for colours in (palette.PHASE_COLOURS, palette.PRECISION_COLOURS):
+    for colours in (charts.PHASE_COLOURS, charts.PRECISION_COLOURS):
         assert len(set(colours.values())) == len(colours)
-    assert set(palette.PRECISION_COLOURS) == set(Precision)
-    assert len(set(palette.shades(11))) == 11
-    assert palette.shades(1)
+    assert set(charts.PRECISION_COLOURS) == set(Precision)

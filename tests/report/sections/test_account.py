@@ -12,6 +12,7 @@ from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.communication import sent_bytes
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predict_memory
+from cs336_systems.report.formats import csv_of
 from cs336_systems.report.sections.account import CSV_COLUMNS, Account, account_json, account_section
 
 H200 = find_device("NVIDIA H200")
@@ -52,7 +53,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label.
 @every_case
 def test_the_csv_holds_every_part_and_their_sum(case) -> None:
     section = account_section(Account(config=case), 12)
-    rows = {row["component"]: row for row in csv.DictReader(section.csv.splitlines())}
+    rows = {row["component"]: row for row in csv.DictReader(csv_of(section).splitlines())}
     assert list(rows) == [*Component, "all"]
     assert tuple(rows["all"]) == CSV_COLUMNS
     for name in CSV_COLUMNS[1:]:

@@ -7,7 +7,7 @@ from PIL import Image
 
 from cs336_systems.config import Precision
 from cs336_systems.record import Failure, Input, Status
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.attention import (
     COLOURS,
     CSV_COLUMNS,
@@ -164,7 +164,7 @@ def test_lines_hold_known_points_and_failures(study):
 
 
 def test_pictures_say_what_they_show(study):
-    forward, _, memory = (draw(chart) for chart in attention_charts(study, attention_rows(study)))
+    forward, _, memory = (figure_of(chart) for chart in attention_charts(study, attention_rows(study)))
     assert {"naive: out of memory", "d_head 64", "time (ms)", "512", "2048"} <= set(texts(forward))
     assert {"naive", "flash", "naive, in closed form"} <= set(texts(memory))
     (panel,) = forward.axes

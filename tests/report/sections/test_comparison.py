@@ -9,9 +9,8 @@ import scipy.stats
 
 from cs336_systems.analysis.compare import compare
 from cs336_systems.record import WarningCode, load_records
-from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.plots.draw import draw
-from cs336_systems.report.section import texts_of
+from cs336_systems.report.formats import WRITERS, csv_of, texts_of
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.comparison import comparison_table, processes_chart, ratio_charts, sweeps_section
 from tests.report.making import HOSTILE, make_config, make_environment, make_failure, make_record
 
@@ -68,7 +67,7 @@ def test_every_configuration_has_a_row_with_its_verdict() -> None:
     text = texts_of(section)["comparison.md"]
     assert "precision (fp32, bf16)" in text
     assert "out of memory" in table.rows[[row["size"] for row in section.rows].index("large")]
-    assert len(list(csv.DictReader(section.csv.splitlines()))) == 6
+    assert len(list(csv.DictReader(csv_of(section).splitlines()))) == 6
 
 
 def test_the_interval_is_of_processes_where_both_sides_have_three() -> None:
@@ -190,7 +189,7 @@ def test_an_interval_that_says_nothing_leaves_the_others_visible():
     low, high = chart.panels[0].y.limits
     assert 0.01 < low < 0.4
     assert 3.0 < high < 100
-    assert draw(chart).axes[0].get_ylim() == pytest.approx((low, high))
+    assert figure_of(chart).axes[0].get_ylim() == pytest.approx((low, high))
     points = [point for curve in chart.panels[0].curves for point in curve.line.known if point.error_below]
     assert points
     assert all(0 < point.value - point.error_below < point.value for point in points)

@@ -16,7 +16,7 @@ from cs336_systems.costs.forecast.tape import Kind
 from cs336_systems.costs.ranks_time import HOST_SPREAD
 from cs336_systems.costs.time import Limit, operations, step_time
 from cs336_systems.record import Measurement, WarningCode
-from cs336_systems.report.section import texts_of
+from cs336_systems.report.formats import texts_of
 from cs336_systems.report.sections.forecast import FOLDER, Shapes, forecast_section, scored
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
 from cs336_systems.studies.ceilings_records import Shape

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.fusion import CSV_COLUMNS, fusion_chart, fusion_section
 from cs336_systems.studies.fusion_records import Op, Version
 from tests.report.drawn import texts
@@ -67,16 +67,16 @@ def test_an_unknown_device_has_no_share_and_no_line(study):
     assert "of bandwidth" not in [heading.name for heading in fusion_section(unknown).tables[0].headings]
     assert {row["bandwidth_share"] for row in csv_rows(fusion_section(unknown))} == {""}
     line = "what must move, at the data sheet's bandwidth"
-    assert line in texts(draw(fusion_chart(study, Precision.FP32)))
-    assert line not in texts(draw(fusion_chart(unknown, Precision.FP32)))
+    assert line in texts(figure_of(fusion_chart(study, Precision.FP32)))
+    assert line not in texts(figure_of(fusion_chart(unknown, Precision.FP32)))
 
 
 def test_the_line_is_the_least_time_that_the_bandwidth_allows(study):
-    panel = draw(fusion_chart(study, Precision.FP32)).axes[0]
+    panel = figure_of(fusion_chart(study, Precision.FP32)).axes[0]
     heights = [line.get_ydata()[0] for line in panel.get_lines() if list(line.get_xdata()) == [0, 1]]
     assert heights == [pytest.approx(2 * MIB / 4800e9 * 1e3)]
     assert [patch.get_height() for patch in panel.patches] == pytest.approx([8, 1, 2])
-    assert "out of memory" in texts(draw(fusion_chart(study, Precision.FP32)))
+    assert "out of memory" in texts(figure_of(fusion_chart(study, Precision.FP32)))
 
 
 def test_csv_has_every_value(study):

@@ -5,9 +5,10 @@ from statistics import geometric_mean, median
 
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Row
-from cs336_systems.report.numbers import GIGA, MIB, TERA
 from cs336_systems.report.plots.charts import (
+    GREY,
     MARKERS,
+    PRECISION_COLOURS,
     Axis,
     Chart,
     Curve,
@@ -19,7 +20,6 @@ from cs336_systems.report.plots.charts import (
     curves_of,
     doubling,
 )
-from cs336_systems.report.plots.palette import GREY, PRECISION_COLOURS
 from cs336_systems.report.sections.ceilings.tables import (
     collective_rows,
     product_rows,
@@ -28,6 +28,7 @@ from cs336_systems.report.sections.ceilings.tables import (
     timed,
 )
 from cs336_systems.report.sections.study import promised_bandwidth
+from cs336_systems.report.words import GIGA, MIB, TERA
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, ProductPrecision, Stream
 
 COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.items()} | {
@@ -62,7 +63,7 @@ def product_chart(study: CeilingsStudy) -> list[Chart]:
     every = [row["cube_side"] for row in rows]
     panel = Panel(
         x=doubling(sides or every, "side of the square product of as many FLOPs", others=every),
-        y=Axis(label="rate (TFLOP/s)", unit="TFLOP/s", is_log=True),
+        y=Axis(label="rate (TFLOP/s)", is_log=True),
         curves=curves,
         references=references,
         notes=slow_layers(rows, "cube_side"),
@@ -78,9 +79,7 @@ def points_of(rows: Sequence[Row], x: str, name: str, y: str = "tflops_per_s") -
     """The values by two keys; the point of a layer is named after the layer."""
     return Line(
         name=name,
-        points=tuple(
-            Point(x=float(row[x]), value=row[y], about=f"{row.get('name') or row['label']}, {name}") for row in rows
-        ),
+        points=tuple(Point(x=float(row[x]), value=row[y]) for row in rows),
     )
 
 
@@ -120,7 +119,7 @@ def bandwidth_chart(study: CeilingsStudy) -> list[Chart]:
         references.append(Reference(value=study.cache_bytes / MIB, colour="#BBBBBB", name=name, is_upright=True))
     panel = Panel(
         x=doubling([row["moved_mib"] for row in rows], "read plus written (MiB)"),
-        y=Axis(label="rate (GB/s)", unit="GB/s", from_zero=True),
+        y=Axis(label="rate (GB/s)", from_zero=True),
         curves=curves_of(lines, STREAM_COLOURS.values()),
         references=references,
     )
@@ -142,7 +141,7 @@ def collective_chart(study: CeilingsStudy) -> list[Chart]:
         ]
         panels.append(Panel(
             x=doubling([row["tensor_mib"] for row in own], f"tensor (MiB), {ranks} processes"),
-            y=Axis(label="bus bandwidth (GB/s)", unit="GB/s", from_zero=True),
+            y=Axis(label="bus bandwidth (GB/s)", from_zero=True),
             curves=curves_of(lines, COLLECTIVE_COLOURS),
         ))  # fmt: skip
     size = (7.1, 4.0) if len(panels) == 1 else (4.5 * len(panels), 4.0)

@@ -7,15 +7,13 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Phase
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Row, column, three_digits
-from cs336_systems.report.numbers import MIB, TERA, ratio
-from cs336_systems.report.plots import palette
-from cs336_systems.report.plots.charts import MARKERS, Axis, Chart, Curve, Line, Panel, Point
-from cs336_systems.report.plots.palette import GREY
-from cs336_systems.report.section import Section
+from cs336_systems.report.plots import charts
+from cs336_systems.report.plots.charts import GREY, MARKERS, Axis, Chart, Curve, Line, Panel, Point
+from cs336_systems.report.section import Section, make_table
 from cs336_systems.report.sections.ceilings.plots import COLOURS, DATA_SHEET, points_of, slow_layers
 from cs336_systems.report.sections.ceilings.tables import product_rows, promised_flops, timed
 from cs336_systems.report.sections.study import promised_bandwidth
-from cs336_systems.report.table import make_table
+from cs336_systems.report.words import MIB, TERA, ratio
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision
 from cs336_systems.studies.step_parts import ALL_KERNELS, StepPart, StepParts
 
@@ -26,7 +24,7 @@ COLUMNS = (
 )  # fmt: skip
 ABOVE = 1.005
 """Smallest share of the roof that the table shows as more than 100 %."""
-PHASE_COLOURS = {phase: palette.PHASE_COLOURS[Phase(phase)] for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD,
+PHASE_COLOURS = {phase: charts.PHASE_COLOURS[Phase(phase)] for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD,
                                                                           LaunchPhase.OPTIMIZER)}  # fmt: skip
 STEPS = 2.0
 """Factor of room to the left and the right of the outermost point or ridge."""
@@ -124,7 +122,7 @@ def roofline_chart(study: CeilingsStudy, parts: StepParts | None = None) -> list
     named = Curve(line=Line(name="products measured", points=()), colour=GREY, marker=".", dash="")
     panel = Panel(
         x=Axis(label="intensity (FLOP/byte)", is_log=True, limits=span),
-        y=Axis(label="rate (TFLOP/s)", unit="TFLOP/s", is_log=True),
+        y=Axis(label="rate (TFLOP/s)", is_log=True),
         curves=[*_roofs(span, bandwidth, ceilings), *_promises(span, study), *measured, named, *_parts(shown)],
         notes=slow_layers(products, "flops_per_byte"),
     )
@@ -147,7 +145,7 @@ def _roofs(
 
 
 def _roof(name: str, colour: str, ends: Sequence[tuple[float, float]], source: str) -> Curve:
-    points = tuple(Point(x=x, value=rate / TERA, about=f"{name}, {source}") for x, rate in ends)
+    points = tuple(Point(x=x, value=rate / TERA) for x, rate in ends)
     line = Line(name=name, points=points)
     if source == DATA_SHEET:
         return Curve(line=line, colour=colour, width=1.2, dash=":", opacity=0.6, label="")
@@ -176,7 +174,7 @@ def _parts(parts: Sequence[StepPart]) -> Iterator[Curve]:
     for name in names:
         yield Curve(line=Line(name=name, points=()), colour="#555555", marker=marks[name], dash="")
     for part in parts:
-        point = Point(x=part.intensity, value=part.flops_per_s / TERA, about=f"{part.name} in {part.phase}")
+        point = Point(x=part.intensity, value=part.flops_per_s / TERA)
         yield _mark(Line(name=part.name, points=(point,)), part.phase, marks[part.name])
 
 

@@ -8,8 +8,7 @@ from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device
 from cs336_systems.costs.calls import Collective
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.numbers import DOUBT, significant
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, collective_chart, product_chart
 from cs336_systems.report.sections.ceilings.roofline import parts_section, roofline_chart
 from cs336_systems.report.sections.ceilings.tables import (
@@ -26,7 +25,7 @@ from cs336_systems.report.sections.ceilings.tables import (
     timed,
 )
 from cs336_systems.report.sections.study import derived, write_study
-from cs336_systems.report.table import Table, known, make_table
+from cs336_systems.report.words import DOUBT, significant
 from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsStudy, Launch, ProductPrecision, Stream
 from cs336_systems.studies.step_parts import StepParts

@@ -8,10 +8,9 @@ from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.numbers import GIGA, MIB, TERA, ratio, significant
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, promised_bandwidth
-from cs336_systems.report.table import Table, known, make_table
+from cs336_systems.report.words import GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.ceilings_records import QUEUED_BYTES, CeilingsStudy, Launch, ProductCell, ProductPrecision
 from cs336_systems.studies.loops import Timing
 

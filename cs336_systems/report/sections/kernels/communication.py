@@ -13,11 +13,10 @@ from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, Rank
 from cs336_systems.config import RunConfig
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.numbers import ratio, rounded
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
 from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, last_ranks, mean_std_ms
-from cs336_systems.report.table import Table
+from cs336_systems.report.words import ratio, rounded
 
 ALL_KINDS = "all"
 """Name of all collectives together in the column of their kinds."""

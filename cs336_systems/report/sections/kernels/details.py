@@ -11,10 +11,9 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import KernelTimes, StepProfile, Work
 from cs336_systems.ranges import Range
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.numbers import label, percent, ratio, rounded
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.sections.kernels.facts import WHOLE_STEP, Sum, added, grouped, path_text, terms, wall_s
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.words import label, percent, ratio, rounded
 
 MAX_MODULES = 20
 """Rows of the table of modules: files of other programs may hold hundreds of different ranges."""

@@ -19,7 +19,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     StepProfile,
     Work,
 )
-from cs336_systems.report.numbers import label, significant
+from cs336_systems.report.words import label, significant
 
 NOTICEABLE = 0.005
 """Share of the step's wall time: a phase that launched nothing and is shorter is not shown, such as taking a batch that

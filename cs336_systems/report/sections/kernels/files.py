@@ -8,10 +8,10 @@ from pathlib import Path
 
 from cs336_systems.analysis.kernels.step_profile import StepProfile, encode_profile
 from cs336_systems.report.entries import labels
-from cs336_systems.report.formats import to_markdown
+from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing
-from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
+from cs336_systems.report.section import Section, Table, findings_table, with_note
 from cs336_systems.report.sections.kernels.communication import communication, ranks
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
@@ -23,7 +23,6 @@ from cs336_systems.report.sections.kernels.plots import (
     draw_timeline,
 )
 from cs336_systems.report.sections.kernels.tables import attention, classes, phases, top_kernels
-from cs336_systems.report.table import Table, findings_table, with_note
 
 _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
     phases,

@@ -14,7 +14,6 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, StepProfile, Work
 from cs336_systems.config import Attention, Precision, RunConfig
 from cs336_systems.costs.hardware import faster_precisions, find_device
-from cs336_systems.report.numbers import label, percent_of
 from cs336_systems.report.sections.kernels.facts import (
     MIN_LATE_SHARE,
     WHERE,
@@ -35,6 +34,7 @@ from cs336_systems.report.sections.kernels.facts import (
     us,
     wall_s,
 )
+from cs336_systems.report.words import label, percent_of
 from cs336_systems.text import counted
 
 MIN_TIMES = 20

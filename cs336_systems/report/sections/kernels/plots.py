@@ -14,14 +14,23 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, PicturedStep, Piece, StepProfile, Window, Work
 from cs336_systems.report.columns import Row
-from cs336_systems.report.numbers import significant
-from cs336_systems.report.plots import drawing, palette
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style, distinct
-from cs336_systems.report.plots.drawing import LONGEST_SOURCE
-from cs336_systems.report.plots.palette import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR
+from cs336_systems.report.plots import charts, draw
+from cs336_systems.report.plots.charts import (
+    CLASS_COLOURS,
+    FAILURE_COLOUR,
+    REST_COLOUR,
+    Axis,
+    Bar,
+    Chart,
+    Panel,
+    Style,
+    distinct,
+)
+from cs336_systems.report.plots.draw import LONGEST_SOURCE
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import collectives_s, exposed_s
 from cs336_systems.report.sections.kernels.tables import CLASS_KEYS, class_rows, is_shown, phase_rows
+from cs336_systems.report.words import significant
 from cs336_systems.text import shorten
 
 Times = NDArray[np.float64]
@@ -59,10 +68,10 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     pieces = pieces_of(profile)
     streams = _busiest(pieces)
     gaps = longest_gaps(profile) if is_gpu else []
-    kinds = [kind for kind in palette.CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
+    kinds = [kind for kind in charts.CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
     lines = gap_lines(gaps)
     heights = [0.8 if is_gpu else 0.35, *[1.5 if len(streams) == 1 else 0.85] * len(streams), 0.17 * len(lines) + 0.01]
-    figure = drawing.new_figure(
+    figure = draw.new_figure(
         6.5,
         1.75 + sum(heights) + 0.19 * -(-len(kinds) // 4),
         _title(profile, step),
@@ -79,8 +88,8 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     lanes[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
     _number_gaps(lanes[0], gaps, step)
     _write_lines(words, lines)
-    handles = [Patch(color=palette.CLASS_COLOURS[kind], label=kind) for kind in kinds]
-    drawing.legend_below(figure, handles, 4)
+    handles = [Patch(color=charts.CLASS_COLOURS[kind], label=kind) for kind in kinds]
+    draw.legend_below(figure, handles, 4)
     return figure
 
 
@@ -185,7 +194,7 @@ def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep, gaps:
     bottom = np.zeros(CELLS)
     for kind, share in utilisation(pieces, edges).items():
         top = bottom + 100 * share
-        colour = palette.CLASS_COLOURS[kind]
+        colour = charts.CLASS_COLOURS[kind]
         panel.stairs(top, edges * 1e3, baseline=bottom, fill=True, color=colour, linewidth=0, label=kind)
         bottom = top
     ends = [window.device_end_s for window in step.windows]
@@ -193,8 +202,8 @@ def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep, gaps:
         panel.axvline(end_s * 1e3, color="#666666", linewidth=0.7, linestyle=(0, (4, 3)))
     for gap in gaps:
         start, end = gap.start_s * 1e3, (gap.start_s + gap.duration_s) * 1e3
-        panel.axvspan(start, end, facecolor=palette.FAILURE_COLOUR, alpha=0.25, linewidth=0)
-    drawing.style(panel)
+        panel.axvspan(start, end, facecolor=charts.FAILURE_COLOUR, alpha=0.25, linewidth=0)
+    draw.style(panel)
     # streams of one number on several devices share a lane
     panel.set_ylim(0, max(100.0, float(bottom.max())))
     panel.set_yticks([0, 50, 100])
@@ -206,7 +215,7 @@ def _number_gaps(panel: Axes, gaps: Sequence[Gap], step: PicturedStep) -> None:
     for number, x in enumerate(spread(middles, NUMBER * wall_ms, wall_ms), start=1):
         panel.text(
             x, 1.02, str(number), transform=panel.get_xaxis_transform(), ha="center", va="bottom", fontsize=8.5,
-            fontweight="bold", color=palette.FAILURE_COLOUR,
+            fontweight="bold", color=charts.FAILURE_COLOUR,
         )  # fmt: skip
 
 
@@ -230,7 +239,7 @@ def _write_lines(panel: Axes, lines: Sequence[str]) -> None:
     panel.set_ylim(len(lines) or 1, 0)
     for y, line in enumerate(lines):
         words = panel.text(
-            0.0, y + 0.5, drawing.inert(line, LONGEST_LINE), va="center", fontsize=8, color=palette.FAILURE_COLOUR
+            0.0, y + 0.5, draw.inert(line, LONGEST_LINE), va="center", fontsize=8, color=charts.FAILURE_COLOUR
         )
         words.set_in_layout(False)
 
@@ -242,7 +251,7 @@ def utilisation(pieces: Sequence[Piece], edges: Times) -> dict[KernelClass, Time
     """
     return {
         kind: _covered([piece for piece in pieces if piece.kind is kind], edges) / np.diff(edges)
-        for kind in palette.CLASS_COLOURS
+        for kind in charts.CLASS_COLOURS
         if any(piece.kind is kind for piece in pieces)
     }
 
@@ -328,7 +337,7 @@ def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         settings=", ".join(describe_devices([profile for _, profile in profiles])), size=(6.0, 0.0), legend=4,
         styles=STYLES, is_lying=True,
         panels=[Panel(x=Axis(names=labels),
-                      y=Axis(label="share of the step (%); its time is on the right", unit="%"), bars=bars)],
+                      y=Axis(label="share of the step (%); its time is on the right"), bars=bars)],
     )  # fmt: skip
 
 
@@ -366,5 +375,5 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         name="communication", title="How much of the communication is hidden behind computing",
         settings=", ".join(describe_devices([profile for _, profile in shared])), size=(6.0, 0.0), legend=4,
         styles=COMMUNICATION, is_lying=True,
-        panels=[Panel(x=Axis(names=labels), y=Axis(label="time of a step on the device (ms)", unit="ms"), bars=bars)],
+        panels=[Panel(x=Axis(names=labels), y=Axis(label="time of a step on the device (ms)"), bars=bars)],
     )  # fmt: skip

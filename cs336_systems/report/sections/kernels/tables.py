@@ -13,7 +13,6 @@ from cs336_systems.analysis.kernels.step_profile import AttentionPart, PhaseTime
 from cs336_systems.config import Arch, CompileMode, Phase, RunConfig
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.numbers import in_percent, label, mean_and_std, ratio, rounded
 from cs336_systems.report.section import Section
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.facts import (
@@ -29,6 +28,7 @@ from cs336_systems.report.sections.kernels.facts import (
     top_kernel,
     wall_s,
 )
+from cs336_systems.report.words import in_percent, label, mean_and_std, ratio, rounded
 
 _PHASE_CSV = (
     "phase", "kernels_per_step", "kernel_mean_ms", "kernel_std_ms", "share", "wall_mean_ms", "wall_std_ms",

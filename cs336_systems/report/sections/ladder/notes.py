@@ -8,9 +8,9 @@ from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.config import OptimizerKind
 from cs336_systems.costs.traffic import OPTIMIZER_BYTES
 from cs336_systems.report.columns import Row, column, short
-from cs336_systems.report.numbers import DOUBT, GIGA, significant
 from cs336_systems.report.sections.ladder.rows import CONFIDENCE, MAX_SLOWDOWN, fastest_row, is_slowed
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
+from cs336_systems.report.words import DOUBT, GIGA, significant
 from cs336_systems.sweep.ladder import GATE_STEPS
 
 Rows = Sequence[Row]

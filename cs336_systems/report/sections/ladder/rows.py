@@ -12,10 +12,9 @@ from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Row
 from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
-from cs336_systems.report.numbers import ratio
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.study import derived
-from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.report.words import STATUS_WORDS, ratio
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.sweep.ladder import GATE_STEPS, Gate, Rung, judge, reason_run, reference
 

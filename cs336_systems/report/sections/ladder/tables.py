@@ -6,9 +6,9 @@ from pathlib import Path
 
 from cs336_systems.config import Device
 from cs336_systems.report.columns import Row, column, short
-from cs336_systems.report.numbers import DOUBT, significant
+from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style
-from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
+from cs336_systems.report.section import Section, known, make_table
 from cs336_systems.report.sections.ladder.notes import (
     count_notes,
     findings,
@@ -18,7 +18,7 @@ from cs336_systems.report.sections.ladder.notes import (
     speed_notes,
 )
 from cs336_systems.report.sections.ladder.rows import COMPILED, FIELDS, PREDICTED, TIMES
-from cs336_systems.report.table import known, make_table
+from cs336_systems.report.words import DOUBT, significant
 from cs336_systems.sweep.ladder import GATE_STEPS
 
 Rows = Sequence[Row]
@@ -126,7 +126,7 @@ def _panel(rows: Sequence[Row], title: str = "") -> Panel:
     ]
     means = Curve(line=Line(name="mean, 95 % interval", points=tuple(intervals)), colour="#000000", dash="", label="")
     return Panel(
-        x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", unit="ms", from_zero=True), title=title,
+        x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", from_zero=True), title=title,
         bars=[_bar(row) for row in rows], curves=[means],
     )  # fmt: skip
 

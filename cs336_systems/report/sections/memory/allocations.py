@@ -7,8 +7,7 @@ from statistics import median
 from cs336_systems.analysis.memory.profile import BlockMemory, LikeAllocations, MemoryProfile, SavedTensor
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.numbers import MIB, label, percent, ratio
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.sections.memory.entries import Snapshot
 from cs336_systems.report.sections.memory.words import (
     MIB_CELL,
@@ -20,7 +19,7 @@ from cs336_systems.report.sections.memory.words import (
     typical,
     unit_for,
 )
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.words import MIB, label, percent, ratio
 from cs336_systems.text import counted
 
 NUM_CONTRIBUTORS = 5

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.numbers import label, ratio
+from cs336_systems.report.section import Table, make_table
 from cs336_systems.report.sections.memory.tables import WHOLE
 from cs336_systems.report.sections.memory.words import MemoryUnit, by_category, in_unit, innermost, size, unit_for
-from cs336_systems.report.table import Table, make_table
+from cs336_systems.report.words import label, ratio
 
 MAX_CHANGES = 20
 """Most changes by name and place that the table lists."""

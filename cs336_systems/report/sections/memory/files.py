@@ -6,18 +6,17 @@ from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import MemoryProfile, encode_memory_profile
 from cs336_systems.report.entries import labels, settings
-from cs336_systems.report.formats import to_markdown
+from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing
-from cs336_systems.report.section import Section, pngs_of, texts_of, write_files
+from cs336_systems.report.section import Section, Table, findings_table, with_note
 from cs336_systems.report.sections.memory.allocations import blocks, largest
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, recorded_runs
 from cs336_systems.report.sections.memory.findings import findings
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from cs336_systems.report.sections.memory.tables import boundaries, peaks, phases
 from cs336_systems.report.sections.memory.words import about
-from cs336_systems.report.table import Table, findings_table, with_note
 
 TOP = 10
 """Default number of allocations of a single snapshot that a table lists."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
-from cs336_systems.report.numbers import GIB, MIB, percent_of
 from cs336_systems.report.sections.memory.allocations import NUM_LARGEST
 from cs336_systems.report.sections.memory.words import (
     START,
@@ -24,6 +23,7 @@ from cs336_systems.report.sections.memory.words import (
     size,
     times,
 )
+from cs336_systems.report.words import GIB, MIB, percent_of
 from cs336_systems.text import counted
 
 MIN_FRAGMENTATION = 0.15

@@ -14,13 +14,23 @@ from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
 from cs336_systems.report.entries import labels, settings
-from cs336_systems.report.numbers import GIB
-from cs336_systems.report.plots import drawing, palette
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style, distinct
-from cs336_systems.report.plots.drawing import LONGEST_SOURCE
-from cs336_systems.report.plots.palette import CATEGORY_COLOURS
+from cs336_systems.report.plots import charts, draw
+from cs336_systems.report.plots.charts import (
+    CATEGORY_COLOURS,
+    Axis,
+    Bar,
+    Chart,
+    Curve,
+    Line,
+    Panel,
+    Point,
+    Style,
+    distinct,
+)
+from cs336_systems.report.plots.draw import LONGEST_SOURCE
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.words import START, MemoryUnit, by_category, moment_ms, size, unit_for
+from cs336_systems.report.words import GIB
 from cs336_systems.text import shorten
 
 SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
@@ -59,7 +69,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     title = shorten(name, LONGEST_NAME) or "Memory over time"
     floor_bytes = int(_allocated(profile).min())
     is_flat = FLAT * profile.peak.allocated_bytes < floor_bytes < profile.peak.allocated_bytes
-    figure = drawing.new_figure(
+    figure = draw.new_figure(
         6.5,
         (5.4 if is_flat else 3.9) + 0.19 * -(-(len(shown) + 1) // 3),
         f"{title}: peak {size(profile.peak.allocated_bytes)}{failed}",
@@ -70,7 +80,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
         _draw_stack(panel, profile, unit)
         _draw_boundaries(panel, profile)
         _draw_failure(panel, profile)
-        drawing.style(panel)
+        draw.style(panel)
         panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
     _name_phases(panels[0], profile)
     _annotate_peak(panels[0], profile, unit)
@@ -78,11 +88,11 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
         _enlarge(panels[1], floor_bytes, profile.peak.allocated_bytes, unit)
     _mark_times(panels[-1], profile)
     handles: list[Patch | Line2D] = [
-        Patch(color=palette.CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
+        Patch(color=charts.CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
         for category, num_bytes in shown.items()
     ]
     handles.append(Line2D([], [], label=f"reserved, {size(profile.peak.reserved_bytes)}", **RESERVED))
-    drawing.legend_below(figure, handles, 3)
+    draw.legend_below(figure, handles, 3)
     return figure
 
 
@@ -114,7 +124,7 @@ def _draw_stack(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
     for category, values in zip(timeline.categories, timeline.num_bytes, strict=True):
         top = bottom + np.array(values) / unit.num_bytes
         if any(values):
-            colour = palette.CATEGORY_COLOURS[category]
+            colour = charts.CATEGORY_COLOURS[category]
             panel.fill_between(x, bottom, top, step="post", color=colour, linewidth=0, label=str(category))
         bottom = top
     panel.plot(x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
@@ -175,12 +185,12 @@ def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
     """A line with words along it where memory first ran out."""
     if failure := profile.work.first_failure:
         x = _x(profile, failure.time_s)
-        panel.axvline(x, color=palette.FAILURE_COLOUR, linewidth=2)
+        panel.axvline(x, color=charts.FAILURE_COLOUR, linewidth=2)
         is_late = x > 0.1 * panel.get_xlim()[1]
         panel.annotate(
             "out of memory", (x, 0.03), (-3 if is_late else 3, 0), xycoords=panel.get_xaxis_transform(),
             textcoords="offset points", rotation=90, ha="right" if is_late else "left", va="bottom", fontsize=8.5,
-            fontweight="bold", color=palette.FAILURE_COLOUR, path_effects=_WHITE_EDGE,
+            fontweight="bold", color=charts.FAILURE_COLOUR, path_effects=_WHITE_EDGE,
         )  # fmt: skip
 
 
@@ -202,7 +212,7 @@ def _write_between(
     fitting = next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), "")
     if fitting:
         panel.text(
-            (begin + end) / 2, y, drawing.inert(fitting), ha="center", va="bottom", fontsize=8.5,
+            (begin + end) / 2, y, draw.inert(fitting), ha="center", va="bottom", fontsize=8.5,
             transform=panel.get_xaxis_transform(), fontweight="bold" if bold else "normal",
         )  # fmt: skip
 
@@ -216,7 +226,7 @@ def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> Non
     base = y if reserved - y > APART * limit else max(y, _highest(profile) / unit.num_bytes)
     across = x / panel.get_xlim()[1]
     side = "left" if across < 0.2 else "right" if across > 0.8 else "center"
-    where = f", in {drawing.inert(peak.phase, 20)}" if peak.phase else ""
+    where = f", in {draw.inert(peak.phase, 20)}" if peak.phase else ""
     panel.annotate(
         f"peak {size(peak.allocated_bytes)}{where}", (x, y), (x, base + 0.035 * limit), ha=side, va="bottom",
         fontsize=8.5, fontweight="bold", path_effects=_WHITE_EDGE, annotation_clip=False,
@@ -279,7 +289,7 @@ def _panel(group: Sequence[LabelledProfile]) -> Panel:
     reserved = [Point(x=name, value=own.peak.reserved_bytes / GIB) for name, own in zip(names, profiles, strict=True)]
     marks = Curve(line=Line(name="reserved", points=tuple(reserved)), colour="#222222", marker="|", dash="", size=13)
     bars = [_bar(name, profile) for name, profile in zip(names, profiles, strict=True)]
-    y = Axis(label="memory at the peak (GiB)", unit="GiB")
+    y = Axis(label="memory at the peak (GiB)")
     return Panel(x=Axis(names=names), y=y, bars=bars, curves=[marks])
 
 

@@ -10,8 +10,7 @@ from cs336_systems.config import Mode
 from cs336_systems.record import Status
 from cs336_systems.report.columns import COLUMNS, Column, Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.numbers import GIB, MIB, label, ratio
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
 from cs336_systems.report.sections.memory.words import (
     GIB_CELL,
@@ -30,7 +29,7 @@ from cs336_systems.report.sections.memory.words import (
     unit_for,
     when,
 )
-from cs336_systems.report.table import Table, known, make_table
+from cs336_systems.report.words import GIB, MIB, label, ratio
 
 SMALL = 0.01
 """Part of the largest total below which a category is dropped first on a narrow terminal."""

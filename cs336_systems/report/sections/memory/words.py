@@ -19,7 +19,7 @@ from cs336_systems.analysis.memory.profile import (
     Place,
 )
 from cs336_systems.report.columns import Column, column
-from cs336_systems.report.numbers import GIB, MIB, label, significant
+from cs336_systems.report.words import GIB, MIB, label, significant
 from cs336_systems.text import counted
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from cs336_systems.config import Device
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, collective_chart, product_chart
 from cs336_systems.report.sections.ceilings.roofline import roofline_chart
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables, summary_section, write_ceilings
@@ -40,19 +40,19 @@ def near(*points):
 
 
 def draw_products(study):
-    return draw(*product_chart(study))
+    return figure_of(*product_chart(study))
 
 
 def draw_bandwidth(study):
-    return draw(*bandwidth_chart(study))
+    return figure_of(*bandwidth_chart(study))
 
 
 def draw_collectives(study):
-    return draw(*collective_chart(study))
+    return figure_of(*collective_chart(study))
 
 
 def draw_roofline(study):
-    return draw(*roofline_chart(study))
+    return figure_of(*roofline_chart(study))
 
 
 def lines_of(panel):

@@ -13,7 +13,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.ceilings.roofline import PHASE_COLOURS, parts_section, roofline_chart
 from cs336_systems.report.sections.ceilings.summary import ceilings_tables, write_ceilings
 from cs336_systems.studies.step_parts import StepPart, StepParts, step_parts
@@ -295,7 +295,7 @@ def test_without_a_ceiling_there_is_no_share_and_without_parts_no_table():
 
 def test_parts_stand_at_their_intensity_and_rate():
     parts = step_parts(make_profile(), CONFIG)
-    figure = draw(*roofline_chart(make_study(), parts))
+    figure = figure_of(*roofline_chart(make_study(), parts))
     drawn = [tuple(map(float, (line.get_xdata()[0], line.get_ydata()[0]))) for line in figure.axes[0].get_lines()]
     expected = [(part.flops / part.moved_bytes, part.flops / part.time_s / 1e12) for part in parts.parts]
     assert drawn[-len(expected) :] == [pytest.approx(point) for point in expected]
@@ -310,7 +310,7 @@ def test_forward_and_backward_at_the_same_place_are_both_seen():
     """Their colours are looked for in the picture, around the one point at which both stand."""
     part = StepPart(name="a", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.01)
     parts = StepParts(label="a step", parts=(part, replace(part, phase=BACKWARD)))
-    figure = draw(*roofline_chart(make_study(), parts))
+    figure = figure_of(*roofline_chart(make_study(), parts))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())[..., :3]

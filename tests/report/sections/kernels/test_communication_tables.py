@@ -7,6 +7,7 @@ import pytest
 from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.config import Parallel, Phase, RunConfig
 from cs336_systems.record import Measurement
+from cs336_systems.report.formats import csv_of
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.communication import communication, ranks
 from cs336_systems.report.sections.kernels.entries import Explained
@@ -53,7 +54,7 @@ def test_communication_by_hand() -> None:
 def test_without_collectives_or_other_ranks_there_is_no_table() -> None:
     for make in (communication, ranks):
         section = make([Explained(profile=make_profile())])
-        assert (section.tables, section.csv) == ((), "")
+        assert (section.tables, csv_of(section)) == ((), "")
 
 
 def test_ranks_beside_each_other_by_hand() -> None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.report.numbers import MAX_LABEL, label
 from cs336_systems.report.sections.kernels.details import (
     MAX_MODULES,
     collapsed,
@@ -13,6 +12,7 @@ from cs336_systems.report.sections.kernels.details import (
     kernels_section,
     modules_section,
 )
+from cs336_systems.report.words import MAX_LABEL, label
 from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
     BACKWARD,

@@ -9,12 +9,12 @@ import pytest
 from matplotlib.image import imread
 
 from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.numbers import MAX_LABEL
+from cs336_systems.report.formats import WRITERS, csv_of
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.details import details
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import SUBJECTS, tables_of, tables_of_one, write_kernels
+from cs336_systems.report.words import MAX_LABEL
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (
     FORWARD,
@@ -122,7 +122,7 @@ def test_names_are_inert_in_every_format(text, tmp_path):
             assert written["tex"].count("\n") == WRITERS["tex"](other).count("\n")
             assert literal.sub("", written["typ"]) == literal.sub("", WRITERS["typ"](other))
             assert all(len(cell) <= 5 * MAX_LABEL for row in table.rows for cell in row)
-        parsed = list(csv.reader(io.StringIO(found.csv, newline="")))
+        parsed = list(csv.reader(io.StringIO(csv_of(found), newline="")))
         assert len({len(row) for row in parsed}) <= 1
         assert not any(cell.startswith("=") for row in parsed for cell in row)
     profile = replace(with_names(make_profile, text), device_names=(text[:99],))

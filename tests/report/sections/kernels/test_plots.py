@@ -13,8 +13,8 @@ from PIL import Image
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause, PicturedStep, StepProfile
-from cs336_systems.report.plots import drawing, palette
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots import charts, draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.kernels.plots import (
     COMPUTING,
     COPIES,
@@ -49,7 +49,7 @@ PRODUCT, SOFTMAX, ELEMENT_WISE, COPY, OTHER = (
 def draw_configurations(profiles: list[tuple[str, StepProfile]]) -> Figure:
     chart = configuration_chart(profiles)
     assert chart is not None
-    return draw(chart)
+    return figure_of(chart)
 
 
 def segments(panel: Axes) -> list[list[tuple[str, float, float]]]:
@@ -134,8 +134,8 @@ def test_configurations_share_a_scale_of_100() -> None:
 
 
 def test_pictures_have_the_width_of_a_page() -> None:
-    with Image.open(io.BytesIO(drawing.to_png(draw_timeline(make_profile())))) as image:
-        assert image.width == 6.5 * drawing.DPI
+    with Image.open(io.BytesIO(draw.to_png(draw_timeline(make_profile())))) as image:
+        assert image.width == 6.5 * draw.DPI
         assert 300 <= image.height <= 900
     with pytest.raises(ValueError, match="none"):
         draw_timeline(make_cpu_profile())
@@ -147,7 +147,7 @@ def test_an_empty_step_can_be_drawn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for figure in (draw_timeline(empty), draw_configurations([("nothing", empty)] * 2)):
-            drawing.to_png(figure)
+            draw.to_png(figure)
 
 
 def make_long_names():
@@ -176,7 +176,7 @@ def test_texts_of_a_file_are_inert() -> None:
         warnings.simplefilter("error")
         figures = (draw_timeline(profile), draw_configurations([(bad, profile), ("_", profile)]))
         for figure in figures:
-            drawing.to_png(figure)
+            draw.to_png(figure)
     for figure in figures:
         assert not any("\x1b" in text or "\0" in text for text in texts(figure))
 
@@ -205,27 +205,25 @@ def lab(colour: str, sight: str) -> np.ndarray:
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_everyone_tells_the_classes_apart(sight: str) -> None:
-    assert set(palette.CLASS_COLOURS) == set(KernelClass)
-    for one, other in itertools.combinations(palette.CLASS_COLOURS.values(), 2):
+    assert set(charts.CLASS_COLOURS) == set(KernelClass)
+    for one, other in itertools.combinations(charts.CLASS_COLOURS.values(), 2):
         assert np.linalg.norm(lab(one, sight) - lab(other, sight)) > 12  # about 2 is just seen
 
 
 def test_neighbours_differ_in_grey_too() -> None:
-    lightness = [lab(colour, "normal")[0] for colour in palette.CLASS_COLOURS.values()]
+    lightness = [lab(colour, "normal")[0] for colour in charts.CLASS_COLOURS.values()]
     assert np.abs(np.diff(lightness)).min() > 12
 
 
 def test_ink_is_readable_on_every_class() -> None:
-    for colour in palette.CLASS_COLOURS.values():
+    for colour in charts.CLASS_COLOURS.values():
         # WCAG 2: contrast of 4.5 for small text; lightness 50 is where black and white are as good
-        assert lab(palette.ink(colour), "normal")[0] == pytest.approx(
-            0 if lab(colour, "normal")[0] > 50 else 100, abs=1
-        )
-    assert (palette.ink("#FFFFFF"), palette.ink("#000000")) == (palette.BLACK, palette.WHITE)
+        assert lab(charts.ink(colour), "normal")[0] == pytest.approx(0 if lab(colour, "normal")[0] > 50 else 100, abs=1)
+    assert (charts.ink("#FFFFFF"), charts.ink("#000000")) == (charts.BLACK, charts.WHITE)
 
 
 def test_a_short_last_row_of_a_legend_stays_a_row() -> None:
     for count in (1, 3, 4, 7):
         figure = Figure()
-        drawing.legend_below(figure, [Patch(label=str(index)) for index in range(count)], 3)
+        draw.legend_below(figure, [Patch(label=str(index)) for index in range(count)], 3)
         assert list(legend(figure)) == [str(index) for index in range(count)]

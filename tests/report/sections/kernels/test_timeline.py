@@ -9,7 +9,6 @@ from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.step_profile import IdleCause
-from cs336_systems.report.plots import palette
 from cs336_systems.report.sections.kernels.plots import (
     LONGEST_LINE,
     MAX_STREAMS,
@@ -75,7 +74,7 @@ def test_a_stream_is_drawn_as_busy_as_it_was() -> None:
             np.testing.assert_allclose(baseline, top)  # stacked
         top = values
         area[str(patch.get_label())] = float(((values - baseline) * np.diff(edges)).sum() / 100)
-        assert to_hex(patch.get_facecolor()) == palette.CLASS_COLOURS[KernelClass(patch.get_label())].lower()
+        assert to_hex(patch.get_facecolor()) == charts.CLASS_COLOURS[KernelClass(patch.get_label())].lower()
     assert area == pytest.approx({PRODUCT: 10.9, SOFTMAX: 1.5, ELEMENT_WISE: 5.5, COPY: 1})
     assert top.max() <= 100 + 1e-9
     for panel in (phases, first, second):

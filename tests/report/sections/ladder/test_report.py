@@ -11,7 +11,7 @@ from PIL import Image
 
 from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import Status
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.ladder.rows import ladder_rows
 from cs336_systems.report.sections.ladder.tables import (
     UNCREDITED,
@@ -41,7 +41,7 @@ def rows(ladder):
 
 
 def draw_ladder(rows, words):
-    return draw(ladder_chart(rows, words))
+    return figure_of(ladder_chart(rows, words))
 
 
 def test_speed_by_hand(rows):

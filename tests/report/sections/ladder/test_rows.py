@@ -181,6 +181,6 @@ def test_records_of_other_configurations_are_not_mixed_in(ladder):
 def test_a_rung_of_an_own_model_claims_no_attention():
     (rung, *_) = make_ladder()
     own = replace(rung, config=replace(rung.config, model_factory="pkg.mod:make"))
-    for ladder, expected in (((rung,), ("small", "naive-auto")), ((own,), ("small (offered)", None))):
+    for ladder, expected in (((rung,), ("small", "naive-auto")), ((own,), ("make small", None))):
         (row,) = ladder_rows(ladder, [make_process(ladder[0], 0.1)], [])
         assert (row["size"], row["attention"]) == expected

@@ -10,8 +10,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.report.plots import drawing, palette
-from cs336_systems.report.plots.draw import draw
+from cs336_systems.report.plots import charts, draw
+from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_chart
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
@@ -29,7 +29,7 @@ MAKERS = (make_memory, make_inference, make_bare, make_oom)
 
 
 def draw_peaks(groups):
-    return draw(peak_chart("peaks", groups))
+    return figure_of(peak_chart("peaks", groups))
 
 
 def areas(figure):
@@ -39,7 +39,7 @@ def areas(figure):
         (path,) = patch.get_paths()
         x, y = path.vertices[:, 0], path.vertices[:, 1]
         found[patch.get_label()] = abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2  # shoelace
-        assert to_hex(patch.get_facecolor()[0]) == palette.CATEGORY_COLOURS[Category(patch.get_label())].lower()
+        assert to_hex(patch.get_facecolor()[0]) == charts.CATEGORY_COLOURS[Category(patch.get_label())].lower()
     return found
 
 
@@ -115,7 +115,7 @@ def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
     assert [shown.count(name) for name in ("forward", "fwd", "backward", "optimizer")] == [2, 0, 1, 1]
     assert "out of memory" in shown
     (panel,) = figure.axes
-    marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == palette.FAILURE_COLOUR]
+    marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == charts.FAILURE_COLOUR]
     assert marks == [7], "the number of the point at 35 ms"
     assert panel.get_xlim() == (0, 7), "what comes later is of no step"
 
@@ -198,8 +198,8 @@ def test_a_profile_of_one_moment_of_nothing_is_drawn() -> None:
     nothing = make_bare(timeline=timeline, peak=peak)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawing.to_png(draw_memory(nothing))
-        drawing.to_png(draw_peaks([[("nothing", nothing)]]))
+        draw.to_png(draw_memory(nothing))
+        draw.to_png(draw_peaks([[("nothing", nothing)]]))
 
 
 def test_hostile_names_are_drawn_as_they_are() -> None:
@@ -214,14 +214,14 @@ def test_hostile_names_are_drawn_as_they_are() -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawing.to_png(draw_memory(profile))
-        drawing.to_png(draw_peaks([[(bad, profile), ("_hidden", profile)]]))
+        draw.to_png(draw_memory(profile))
+        draw.to_png(draw_peaks([[(bad, profile), ("_hidden", profile)]]))
     for figure in (draw_memory(profile), draw_peaks([[(bad, profile)]])):
         assert not any("\x1b" in text or "\0" in text for text in texts(figure))
 
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_everyone_tells_the_categories_apart(sight: str) -> None:
-    assert set(palette.CATEGORY_COLOURS) == set(Category)
-    for one, other in itertools.combinations(palette.CATEGORY_COLOURS.values(), 2):
+    assert set(charts.CATEGORY_COLOURS) == set(Category)
+    for one, other in itertools.combinations(charts.CATEGORY_COLOURS.values(), 2):
         assert np.linalg.norm(lab(one, sight) - lab(other, sight)) > 12  # about 2 is just seen

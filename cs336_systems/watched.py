@@ -1,0 +1,403 @@
+"""Times the steps of a training loop that exists already: three lines in the loop, hooks on model and optimizer.
+
+    watched = watch(model, optimizer)
+    for batch in loader:
+        with watched.step():
+            loss = model(batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
+    print(watched)
+
+A step is what the `with` block does on the device. Its phases are data (before the first forward pass), forward (from
+where the model is called to where backward begins, so the loss is in it), backward, and optimizer (from the end of the
+last backward to the end of the block, so clipping and dropping of gradients are in it). Several forward and backward
+passes in one step are summed. On a GPU the marks are CUDA events, which are read once they have passed: nothing waits.
+"""
+
+import contextlib
+import datetime
+import functools
+import io
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter, perf_counter_ns
+from typing import Any
+
+import pynvml
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
+from cs336_systems.config import SIZES, UNSIZED, WATCHED, Device, Mode, Phase, Precision, RunConfig
+from cs336_systems.measure.clock import StepTimes
+from cs336_systems.measure.environment import environment
+from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
+from cs336_systems.record import (
+    Durations,
+    GpuState,
+    Measurement,
+    Memory,
+    RunRecord,
+    RunWarning,
+    Status,
+    Telemetry,
+    WarningCode,
+    write_record,
+)
+
+MAX_KEPT_STEPS = 10_000
+"""Most measured steps whose times are kept; of a longer loop, the last ones."""
+PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+LEAST_WARMUP_STEPS = 2
+"""Most optimizers make their state in the first step, so the second is the first in the steady state."""
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A moment at which the phase changes; `event` is None on a CPU."""
+
+    phase: Phase | None
+    """The phase that begins here; None at the end of the step."""
+    host_ns: int
+    event: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step of the loop: its marks, and what went through the model."""
+
+    marks: list[_Mark] = field(default_factory=list)
+    forwards: int = 0
+    tokens: int = 0
+
+    def is_over(self) -> bool:
+        """Whether the device has passed the last mark."""
+        event = self.marks[-1].event
+        return event is None or event.query()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedStep:
+    """A finished step."""
+
+    times: StepTimes
+    between_s: float | None
+    """From the end of the step before to the beginning of this one, on the device; None for the first."""
+    forwards: int
+    tokens: int
+    """Elements of the first integer tensor that the model was given, summed over the step's forward passes."""
+
+
+def watch(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    *,
+    name: str = "mine",
+    warmup_steps: int = 5,
+    output: Path | str = "data",
+) -> "Watched":
+    """Watch the steps of a loop: put `with watched.step():` around each, and print the result.
+
+    `model` is what the loop calls (the wrapper, if there is one: DistributedDataParallel, torch.compile), `optimizers`
+    one or several. The first `warmup_steps` are not counted. The record goes to `output`/e2e_benchmark/`name`/runs/.
+    """
+    if not name.isidentifier():
+        raise ValueError(f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}")
+    if warmup_steps < 0:
+        raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
+    several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    return Watched(model, several, name=name, warmup_steps=warmup_steps, output=Path(output))
+
+
+class Watched:
+    """The hooks on a model and its optimizers, and the times of the steps so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        *,
+        name: str,
+        warmup_steps: int,
+        output: Path,
+    ) -> None:
+        self.model, self.name, self.warmup_steps, self.output = model, name, warmup_steps, output
+        found = next((each.device.type for each in model.parameters() if each.device.type != "meta"), "cpu")
+        self.device = Device.CUDA if found == "cuda" else Device.CPU
+        self.warmup: list[WatchedStep] = []
+        self.measured: deque[WatchedStep] = deque(maxlen=MAX_KEPT_STEPS)
+        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._started, self._begun = perf_counter(), 0
+        self._step: _Step | None = None
+        self._pending: deque[_Step] = deque()
+        self._events: list[torch.cuda.Event] = []
+        self._last_end: _Mark | None = None
+        self._depth = 0
+        self._batch: tuple[int, int] | None = None
+        self._written: Path | None = None
+        self._precision = Precision.FP32
+        self._gpu = _Gpu() if self.device is Device.CUDA else None
+        self._handles = [
+            model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
+            *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in optimizers),
+        ]
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step of the loop. A step that ends by an exception is not counted."""
+        if self._step is not None:
+            raise RuntimeError("watched.step() is open already: one `with` block is one step, and steps do not nest")
+        if self._gpu is not None:
+            self._gpu.look(self._begun - self.warmup_steps)
+        self._step = _Step()
+        self._begin(Phase.DATA)
+        backward = torch.autograd.backward
+        torch.autograd.backward = self._timed(backward)
+        try:
+            yield
+            self._begin(None)
+            self._pending.append(self._step)
+            self._begun += 1
+        finally:
+            torch.autograd.backward = backward
+            self._step = None
+        self._read(lambda step: step.is_over())
+
+    def remove(self) -> None:
+        """Take the hooks away again; the times stay."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, phase: Phase | None) -> None:
+        """Put a mark into the running step; outside of steps, as in a validation, do nothing."""
+        step = self._step
+        if step is None or torch.compiler.is_compiling():
+            return
+        event = None
+        if self.device is Device.CUDA:
+            event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
+            event.record()
+        step.marks.append(_Mark(phase, perf_counter_ns(), event))
+
+    def _forward_begins(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self._step is None or self._depth or torch.compiler.is_compiling():
+            return  # within backward, a checkpoint calls the model again
+        self._begin(Phase.FORWARD)
+        self._step.forwards += 1
+        given = (
+            each for each in (*inputs, *named.values()) if isinstance(each, Tensor) and not each.is_floating_point()
+        )
+        if (tokens := next(given, None)) is not None and tokens.ndim:
+            self._step.tokens += tokens.numel()
+            self._batch = (tokens.numel() // tokens.shape[-1], tokens.shape[-1]) if tokens.numel() else None
+        self._precision = _precision(self.model, self.device)
+
+    def _timed(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """`torch.autograd.backward` with a mark at its beginning and at its end, unless one runs within another."""
+
+        @functools.wraps(backward)
+        def timed(*arguments: Any, **named: Any) -> None:  # noqa: ANN401
+            if not self._depth:
+                self._begin(Phase.BACKWARD)
+            self._depth += 1
+            try:
+                backward(*arguments, **named)
+            finally:
+                self._depth -= 1
+            if not self._depth:
+                self._begin(Phase.OPTIMIZER)  # or data, if another forward pass follows: see _resolved
+
+        return timed
+
+    def _read(self, is_ready: Callable[[_Step], bool]) -> None:
+        """Move the steps that the device has done, in order, from the pending ones to the others."""
+        while self._pending and is_ready(self._pending[0]):
+            step = self._pending.popleft()
+            into = self.measured if len(self.warmup) >= self.warmup_steps else self.warmup
+            into.append(_resolved(step, self._last_end))
+            if self._last_end is not None and self._last_end.event is not None:
+                self._events.append(self._last_end.event)
+            self._last_end = step.marks.pop()
+            self._events += [mark.event for mark in step.marks if mark.event is not None]
+
+    def record(self) -> RunRecord:
+        """The record of the steps so far, as of a run of benchmark.py; waits until the device has done them.
+
+        Raise RuntimeError before the first step that counts.
+        """
+        if self._pending and self.device is Device.CUDA:
+            torch.cuda.synchronize()
+        self._read(lambda _: True)
+        steps = list(self.measured)
+        if not steps:
+            raise RuntimeError(
+                f"watch: no step to report: {len(self.warmup)} of {self.warmup_steps} warm-up steps are done; "
+                "watch more steps, or give watch(..., warmup_steps=0)"
+            )
+        seen = [phase for phase in PHASES if any(step.times.phases_s.get(phase) for step in steps)]
+        phases = [Measurement(phase, tuple(step.times.phases_s.get(phase, 0.0) for step in steps)) for phase in seen]
+        measurements = (*phases, Measurement(Phase.STEP, tuple(step.times.step_s for step in steps)))
+        on_host = tuple(
+            Measurement(phase, tuple(step.times.host_phases_s.get(phase, 0.0) for step in steps))
+            for phase in (seen if self.device is Device.CUDA else ())
+        )
+        between_s = tuple(step.between_s for step in steps if step.between_s is not None)
+        gpu = self._gpu
+        return RunRecord(
+            config=self._config(steps, seen),
+            status=Status.OK,
+            started_at=self._started_at,
+            measurements=measurements,
+            warmup_times_s=tuple(step.times.step_s for step in self.warmup),
+            host_times_s=tuple(step.times.host_s for step in steps),
+            host_phases=on_host,
+            between_s=between_s,
+            num_parameters=sum(each.numel() for each in self.model.parameters()),
+            memory=gpu.memory() if gpu else None,
+            telemetry=gpu.telemetry() if gpu else None,
+            environment=environment(self.device, gpu.gpu if gpu else None),
+            durations=Durations(
+                setup_s=0.0,
+                warmup_s=sum(step.times.step_s for step in self.warmup),
+                measured_s=sum(step.times.step_s for step in steps),
+                total_s=perf_counter() - self._started,
+            ),
+            warnings=self._warnings(measurements, on_host),
+        )
+
+    def _config(self, steps: list[WatchedStep], seen: list[Phase]) -> RunConfig:
+        """What is known of the loop; of its model's shape, the batch and the context alone."""
+        _, context_length = self._batch or (1, 1)
+        tokens = statistics.median_low([step.tokens for step in steps])
+        mode = (
+            Mode.TRAIN if Phase.OPTIMIZER in seen else Mode.FORWARD_BACKWARD if Phase.BACKWARD in seen else Mode.FORWARD
+        )
+        return RunConfig(
+            size=UNSIZED,
+            model=replace(SIZES["tiny"], context_length=context_length),
+            model_factory=f"{WATCHED}:{self.name}",
+            batch_size=max(1, tokens // context_length),
+            mode=mode,
+            precision=self._precision,
+            device=self.device,
+            warmup_steps=self.warmup_steps,
+            measured_steps=len(steps),
+        )
+
+    def _warnings(self, measured: tuple[Measurement, ...], on_host: tuple[Measurement, ...]) -> tuple[RunWarning, ...]:
+        found = list(timing_warnings(measured[-1].times_s, launched_phases(measured, on_host)))
+        if len(self.warmup) < LEAST_WARMUP_STEPS and measured[-2:-1] and measured[-2].phase is Phase.OPTIMIZER:
+            message = (
+                f"{len(self.warmup)} warm-up step(s): the measured ones include the making of the optimizer's state"
+            )
+            found.append(RunWarning(code=WarningCode.FEW_WARMUP_STEPS, message=message))
+        telemetry = self._gpu.telemetry() if self._gpu else None
+        if telemetry is not None and (slowed := throttled(telemetry)) is not None:
+            found.append(RunWarning(code=WarningCode.THROTTLED, message=slowed))
+        return tuple(found)
+
+    def __str__(self) -> str:
+        """The table of the steps so far, with its warnings, as benchmark.py prints it."""
+        from cs336_systems.report.terminal import print_run
+
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            print_run(self.record())
+        return printed.getvalue().rstrip()
+
+    def report(self) -> Path | None:
+        """Write the record of the steps so far, print its table, and return the path.
+
+        Of several ranks the first one does; the others return None.
+        """
+        if dist.is_available() and dist.is_initialized() and dist.get_rank():
+            return None
+        from cs336_systems.report.terminal import print_run
+
+        runs = self.output / "e2e_benchmark" / self.name / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
+        if self._written is not None:
+            self._written.unlink(missing_ok=True)  # this loop's own, with fewer steps
+        record = self.record()
+        while (runs / f"{record.key}.json").exists():  # an earlier process, of which this is a repetition
+            record = replace(record, config=replace(record.config, repeat=record.config.repeat + 1))
+        self._written = write_record(record, runs)
+        print_run(record, self._written)
+        return self._written
+
+
+def _precision(model: nn.Module, device: Device) -> Precision:
+    """The precision of the model's matmuls, from autocast, else from its parameters, else from the mode of fp32."""
+    kind = device.value
+    found = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(model.parameters()).dtype
+    if found in (torch.bfloat16, torch.float16):
+        return Precision.BF16 if found is torch.bfloat16 else Precision.FP16
+    is_tf32 = device is Device.CUDA and torch.get_float32_matmul_precision() != "highest"
+    return Precision.TF32 if is_tf32 else Precision.FP32
+
+
+class _Gpu:
+    """The counters of the GPU that this process uses: its allocator's, and those of the driver's library."""
+
+    def __init__(self) -> None:
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        self.gpu: Gpu | None = next((each for each in visible_gpus() if each.uuid == uuid), None)
+        self._monitor = GpuMonitor(uuid) if self.gpu else None
+        self._states: list[GpuState] = []
+        self._before: dict[str, int] = {}
+
+    def look(self, number: int) -> None:
+        """Before measured step `number` (from 0): start to count at the first, and read the GPU's state at some."""
+        if number == 0:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_stats()
+        # a reading takes milliseconds of the CPU, so they become rarer: steps 0, 8, 16, 32, ...
+        if self._monitor is not None and (number == 0 or (number >= 8 and number & (number - 1) == 0)):
+            with contextlib.suppress(pynvml.NVMLError):
+                self._states.append(self._monitor.state())
+
+    def telemetry(self) -> Telemetry | None:
+        """The first and the last reading."""
+        return Telemetry(before=self._states[0], after=self._states[-1]) if self._states else None
+
+    def memory(self) -> Memory:
+        """What PyTorch's allocator did since the first measured step."""
+        now = torch.cuda.memory_stats()
+        return Memory(
+            peak_allocated_bytes=now["allocated_bytes.all.peak"],
+            peak_reserved_bytes=now["reserved_bytes.all.peak"],
+            segments_allocated=now["segment.all.allocated"] - self._before.get("segment.all.allocated", 0),
+            alloc_retries=now["num_alloc_retries"] - self._before.get("num_alloc_retries", 0),
+        )
+
+
+def _resolved(step: _Step, before: _Mark | None) -> WatchedStep:
+    """The times of a step whose marks have all passed.
+
+    What lies between a backward pass and another forward pass of the same step belongs to data, like what comes before
+    the first forward pass.
+    """
+    phases: dict[Phase, float] = {}
+    host_phases: dict[Phase, float] = {}
+    for mark, following in zip(step.marks, step.marks[1:], strict=False):
+        assert mark.phase is not None
+        phase = Phase.DATA if mark.phase is Phase.OPTIMIZER and following.phase is Phase.FORWARD else mark.phase
+        phases[phase] = phases.get(phase, 0.0) + _seconds(mark, following)
+        host_phases[phase] = host_phases.get(phase, 0.0) + (following.host_ns - mark.host_ns) / 1e9
+    first, last = step.marks[0], step.marks[-1]
+    host_s = (last.host_ns - first.host_ns) / 1e9
+    times = StepTimes(
+        step_s=_seconds(first, last),
+        host_s=host_s,
+        phases_s=phases,
+        host_phases_s=host_phases if first.event is not None else {},
+    )
+    between_s = None if before is None else _seconds(before, first)
+    return WatchedStep(times=times, between_s=between_s, forwards=step.forwards, tokens=step.tokens)
+
+
+def _seconds(begin: _Mark, end: _Mark) -> float:
+    if begin.event is None or end.event is None:
+        return (end.host_ns - begin.host_ns) / 1e9
+    return float(begin.event.elapsed_time(end.event)) / 1e3

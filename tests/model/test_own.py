@@ -1,0 +1,116 @@
+"""Models that this project did not write: what they return, the loss they compute, the tokens they know."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from cs336_systems.config import SIZES, LossKind, Mode, Precision, RunConfig
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.own import check_logits, own_loss, vocabulary_of
+
+KNOWN, PADDED = 37, 40
+TOKENS = torch.zeros(2, 8, dtype=torch.int64)
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(KNOWN, 16), nn.Linear(16, PADDED)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+class Plain(Base):
+    def forward(self, tokens):
+        return self.logits(tokens)
+
+
+class InTuple(Base):
+    def forward(self, tokens):
+        return self.logits(tokens), None
+
+
+class InDict(Base):
+    def forward(self, tokens):
+        return {"loss": None, "logits": self.logits(tokens)}
+
+
+class NanoGPT(Base):
+    """Without targets, the logits of the last position alone."""
+
+    def forward(self, idx, targets=None):
+        logits = self.logits(idx)
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class HuggingFace(Base):
+    """Shifts the labels itself, so that its last position predicts nothing."""
+
+    def forward(self, input_ids, labels=None):
+        logits = self.logits(input_ids)
+        loss = None if labels is None else cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images):
+        return self.first(images)
+
+
+def config_of(**settings):
+    return RunConfig(size="own", model=SIZES["tiny"], model_factory="mine:make", batch_size=2, **settings)
+
+
+@pytest.mark.parametrize("kind", [Plain, InTuple, InDict, HuggingFace])
+def test_the_loss_is_cross_entropy_of_the_logits_over_the_tokens_that_the_model_knows(kind):
+    step = TrainingStep(config_of(mode=Mode.FORWARD_BACKWARD), kind())
+    assert step.config.model.vocab_size == KNOWN
+    tokens, targets = step.batches()
+    assert tokens.max() < KNOWN
+    expected = cross_entropy(kind().logits(tokens)[..., :KNOWN].double().flatten(0, 1), targets.flatten())
+    assert step.forward((tokens, targets)).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [NanoGPT, HuggingFace])
+def test_the_model_computes_its_own_loss(kind):
+    step = TrainingStep(config_of(mode=Mode.FORWARD_BACKWARD, loss=LossKind.MODEL), kind())
+    tokens, targets = step.batches()
+    logits, wanted = kind().logits(tokens).double(), targets
+    if kind is HuggingFace:
+        logits, wanted = logits[:, :-1], tokens[:, 1:]
+    expected = cross_entropy(logits.flatten(0, 1), wanted.flatten())
+    assert step.forward((tokens, targets)).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_tokens_beyond_the_embedding_are_refused_and_fewer_are_taken():
+    with pytest.raises(ValueError, match=f"{KNOWN + 1}.*{KNOWN}"):
+        vocabulary_of(Plain(), TOKENS, contextlib.nullcontext(), KNOWN + 1)
+    assert vocabulary_of(Plain(), TOKENS, contextlib.nullcontext(), 5) == 5
+
+
+def test_what_cannot_be_used_is_refused_with_what_came():
+    with pytest.raises(ValueError, match=r"\(2, 8\).*RuntimeError.*test_own.py, line \d+"):
+        vocabulary_of(Images(), TOKENS, contextlib.nullcontext(), None)
+    with pytest.raises(ValueError, match=r"\(2, 1, 40\).*--loss model"):
+        check_logits(NanoGPT()(TOKENS), TOKENS, KNOWN)
+    with pytest.raises(ValueError, match="str"):
+        check_logits("logits", TOKENS, KNOWN)
+    with pytest.raises(ValueError, match=r"targets or labels.*tokens"):
+        own_loss(Plain())
+
+
+def test_a_loss_of_the_model_needs_a_model_of_ones_own():
+    with pytest.raises(ValueError, match="own model"):
+        RunConfig(size="tiny", model=SIZES["tiny"], loss=LossKind.MODEL, precision=Precision.FP32)

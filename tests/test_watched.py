@@ -1,0 +1,208 @@
+"""A loop of one's own, watched: times on a clock that only sleeping moves, and numbers that stay the same."""
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems import watch
+from cs336_systems.config import Mode, Phase
+from cs336_systems.record import WarningCode, load_records, read_record
+
+MS = 1e-3
+FORWARD, LOSS, BACKWARD, OPTIMIZER, LOAD = 20 * MS, 5 * MS, 40 * MS, 8 * MS, 3 * MS
+
+
+class Clock:
+    def __init__(self):
+        self.now_ns = 0
+
+    def sleep(self, seconds):
+        self.now_ns += round(seconds * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("cs336_systems.watched.perf_counter_ns", lambda: made.now_ns)
+    return made
+
+
+class Slow(torch.autograd.Function):
+    """The identity, whose backward takes a while."""
+
+    @staticmethod
+    def forward(ctx, values, clock):
+        ctx.clock = clock
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.sleep(BACKWARD)
+        return gradient, None
+
+
+class Model(nn.Module):
+    def __init__(self, clock, is_checkpointed=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.clock, self.is_checkpointed = clock, is_checkpointed
+
+    def forward(self, tokens):
+        self.clock.sleep(FORWARD)
+        hidden = Slow.apply(self.embedding(tokens), self.clock)
+        if self.is_checkpointed is None:
+            return self.head(hidden)
+        return checkpoint(self.head, hidden, use_reentrant=self.is_checkpointed)
+
+
+class Timed(torch.optim.SGD):
+    def __init__(self, parameters, clock):
+        super().__init__(parameters, lr=0.1)
+        self.clock = clock
+
+    def step(self, closure=None):
+        self.clock.sleep(OPTIMIZER)
+        return super().step(closure)
+
+
+def loop(model, clock, watched=None, steps=4, micro_batches=1, optimizers=None):
+    """A training loop; returns the losses."""
+    optimizers = optimizers or [Timed(model.parameters(), clock)]
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        clock.sleep(100 * MS)  # between the steps
+        with watched.step() if watched else contextlib.nullcontext():
+            for _ in range(micro_batches):
+                tokens = torch.randint(11, (4, 8), generator=generator)
+                clock.sleep(LOAD)
+                loss = cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                clock.sleep(LOSS)
+                loss.backward()
+                losses.append(loss.item())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses
+
+
+def phases(record):
+    return {each.phase: each.times_s for each in record.measurements}
+
+
+@pytest.mark.parametrize("is_checkpointed", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_phases_are_what_was_slept_in_them(clock, tmp_path, micro_batches, is_checkpointed):
+    model = Model(clock, is_checkpointed)
+    optimizer = Timed(model.parameters(), clock)
+    watched = watch(model, optimizer, warmup_steps=1, output=tmp_path)
+    loop(model, clock, watched, micro_batches=micro_batches, optimizers=[optimizer])
+    record = watched.record()
+    expected = {
+        Phase.DATA: micro_batches * LOAD, Phase.FORWARD: micro_batches * (FORWARD + LOSS),
+        Phase.BACKWARD: micro_batches * BACKWARD, Phase.OPTIMIZER: OPTIMIZER,
+    }  # fmt: skip
+    expected[Phase.STEP] = sum(expected.values())
+    assert phases(record) == {phase: pytest.approx([time] * 3) for phase, time in expected.items()}
+    assert record.between_s == pytest.approx([100 * MS] * 3)
+    assert record.config.mode is Mode.TRAIN
+    assert (record.config.batch_size, record.config.model.context_length) == (4 * micro_batches, 8)
+    assert record.num_parameters == 11 * 8 + 8 * 11 + 11
+
+
+def test_numbers_stay_the_same_and_nothing_is_left_behind(clock):
+    plain = Model(clock)
+    watched_model, backward = copy.deepcopy(plain), torch.autograd.backward
+    watched = watch(watched_model, warmup_steps=0)
+    assert loop(plain, clock) == loop(watched_model, clock, watched)
+    for ours, theirs in zip(watched_model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.autograd.backward is backward
+    watched.remove()
+    assert not watched_model._forward_pre_hooks
+
+
+def test_a_step_that_raises_is_not_counted_and_a_validation_neither(clock):
+    model, backward = Model(clock), torch.autograd.backward
+    watched = watch(model, warmup_steps=0)
+    with pytest.raises(ZeroDivisionError), watched.step():
+        raise ZeroDivisionError
+    assert torch.autograd.backward is backward
+    with pytest.raises(RuntimeError, match="no step"):
+        watched.record()
+    with torch.no_grad():
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    loop(model, clock, watched, steps=2)
+    assert phases(watched.record())[Phase.FORWARD] == pytest.approx([FORWARD + LOSS] * 2)
+
+
+def test_steps_do_not_nest_and_wrong_arguments_are_refused(clock):
+    watched = watch(Model(clock))
+    with watched.step(), pytest.raises(RuntimeError, match="nest"), watched.step():
+        pass
+    with pytest.raises(ValueError, match="my model"):
+        watch(Model(clock), name="my model")
+    with pytest.raises(ValueError, match="-1"):
+        watch(Model(clock), warmup_steps=-1)
+
+
+def test_several_optimizers_and_none(clock):
+    model = Model(clock)
+    optimizers = [Timed(part.parameters(), clock) for part in (model.embedding, model.head)]
+    watched = watch(model, optimizers, warmup_steps=0)
+    loop(model, clock, watched, optimizers=optimizers)
+    record = watched.record()
+    assert phases(record)[Phase.OPTIMIZER] == pytest.approx([2 * OPTIMIZER] * 4)
+    assert WarningCode.FEW_WARMUP_STEPS in {warning.code for warning in record.warnings}
+
+    without = watch(model, warmup_steps=0)
+    with without.step():
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    assert without.record().config.mode is Mode.FORWARD
+
+
+def test_wrappers_around_the_model(clock, tmp_path):
+    compiled = torch.compile(Model(clock), backend="eager")
+    watched = watch(compiled, warmup_steps=1)
+    loop(compiled, clock, watched)
+    assert phases(watched.record())[Phase.BACKWARD] == pytest.approx([BACKWARD] * 3)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        shared = nn.parallel.DistributedDataParallel(Model(clock))
+        watched = watch(shared, warmup_steps=1)
+        loop(shared, clock, watched)
+        assert phases(watched.record())[Phase.BACKWARD] == pytest.approx([BACKWARD] * 3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(clock, tmp_path, capsys):
+    for _ in range(2):
+        model = Model(clock)
+        watched = watch(model, name="mine", warmup_steps=1, output=tmp_path)
+        loop(model, clock, watched, steps=2)
+        watched.report()  # of fewer steps, in whose place the next comes
+        loop(model, clock, watched, steps=2)
+        path = watched.report()
+    records, problems = load_records(tmp_path / "e2e_benchmark/mine/runs")
+    assert (sorted(each.config.repeat for each in records), problems) == ([0, 1], [])
+    assert read_record(path).measurement(Phase.STEP).times_s == pytest.approx([76 * MS] * 3)
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mine "))
+    assert row[:4] == ["mine", "8", "fp32", "76.00"]
+    done = subprocess.run(
+        [sys.executable, "-m", "cs336_systems", "report", str(tmp_path)],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ",76," in (tmp_path / "e2e_benchmark/mine/results.csv").read_text()
