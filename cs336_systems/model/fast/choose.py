@@ -4,13 +4,8 @@ Shape, batch, mode, steps, seed, device and data stay as they are. The result is
 `cs336 ladder` checks.
 """
 
-import functools
-import importlib
 import importlib.metadata
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -44,9 +39,8 @@ VERSIONS = {QUACK: "0.6", FLASH_4: "4.0.0b36"}
 """How the versions begin that this project was tested with; what it calls of these packages may change in others."""
 OF_PACKAGE = {"fused_activations": QUACK, "packed_attention": FLASH_4}
 """The settings that need a package on a GPU."""
-_IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
+IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
 """The modules beside this one that import what the fast model needs of the package."""
-_LONGEST_IMPORT_S = 300.0
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
 """Widest head of each backend."""
 _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
@@ -119,49 +113,18 @@ def has_bf16(device_name: str | None) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether this package is installed in a tested version, and can be imported with all that it imports."""
+    """Whether this package is installed in a tested version."""
     return why_unusable(package) is None
 
 
-def why_unusable(package: str, try_import: Callable[[str], str | None] | None = None) -> str | None:
-    """Why this package cannot be used, to be put after its name; None if it can.
-
-    Importing it takes seconds and imports torch, so by default it is tried in another process, once.
-    """
+def why_unusable(package: str) -> str | None:
+    """Why this package cannot be used, to be put after its name; None if it can."""
     found, tested = version_of(package), VERSIONS[package]
     if found is None:
         return "is not installed"
-    if not f"{found}.".startswith(f"{tested}."):
-        return f"is installed in version {found}, and was tested in {tested}"
-    return (try_import or _import_elsewhere)(package)
-
-
-@functools.cache
-def _import_elsewhere(package: str) -> str | None:
-    code = (
-        f"import os; from {__name__} import import_error; "
-        f"print(import_error({package!r}) or '', flush=True); os._exit(0)"
+    return (
+        None if f"{found}.".startswith(f"{tested}.") else f"is installed in version {found}, and was tested in {tested}"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST_IMPORT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"was not imported within {_LONGEST_IMPORT_S:.0f} s"
-    if done.returncode:
-        return f"cannot be imported: the process that tried ended with status {done.returncode}"
-    return done.stdout.splitlines()[-1] or None
-
-
-def import_error(package: str) -> str | None:
-    """Import what the fast model needs of this package; return why that fails, or None. For processes with torch."""
-    try:
-        importlib.import_module(f"{__package__}.{_IMPORTED_BY[package]}")
-    except Exception as error:
-        return f"cannot be imported: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    return None
 
 
 def check_packages(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from cs336_systems.model.fast.blocks import (
     PaddedHead,
     SelectiveBlock,
 )
-from cs336_systems.model.fast.choose import OF_PACKAGE, import_error, package_needed, why_unusable
+from cs336_systems.model.fast.choose import IMPORTED_BY, OF_PACKAGE, package_needed
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from cs336_systems.model.fast.fp8 import update_units
 from cs336_systems.model.fast.master_adamw import MasterAdamW, moments_type
@@ -140,7 +140,9 @@ class FastLM(nn.Module):
 
 def check_device(settings: RunConfig, device: torch.device) -> None:
     """Raise ValueError if a setting needs another GPU, or a package that cannot be imported; a CPU needs no package."""
-    for name, package in OF_PACKAGE.items() if device.type == "cuda" else ():
+    if device.type != "cuda":
+        return
+    for name, package in OF_PACKAGE.items():
         if not getattr(settings, name):
             continue
         capability = torch.cuda.get_device_capability(device)
@@ -148,8 +150,11 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             gpu, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({found})")
-        if (why := why_unusable(package, import_error)) is not None:
-            raise ValueError(package_needed(name, why))
+        try:
+            importlib.import_module(f"{__package__}.{IMPORTED_BY[package]}")
+        except Exception as error:
+            why = f"cannot be imported: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            raise ValueError(package_needed(name, why)) from error
 
 
 def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, number: int) -> nn.Module:

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.model.fast.fp8 import KeptUnit, Largest, Tag, Unit, fp8_linear, tagged_fp8_linear
+from cs336_systems.model.fast.fp8 import KeptUnit, Largest, Tag, Unit, fp8_linear
 from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
@@ -172,18 +172,15 @@ class Copies(NamedTuple):
     unit: Unit | None = None
     """Unit of the weight in fp8; None if it is not kept."""
 
-    def matmul(self, x: Float[Tensor, "... d_in"], largest: Largest | None = None) -> Float[Tensor, "... d_out"]:
-        """x W^T, plus the bias if there is one; `largest` has the largest magnitudes of x, if they are known."""
-        if self.in_fp8:
-            return fp8_linear(x, self.weight, self.bias, largest, self.unit)
-        return F.linear(x, self.weight, self.bias)
-
-    def tagged(
-        self, x: Float[Tensor, "... d_in"], largest: Largest | None = None
+    def matmul(
+        self, x: Float[Tensor, "... d_in"], largest: Largest | None = None, *, tags: bool = False
     ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
-        """What `matmul` returns, and in fp8 the tag to pass to the operation that reads the result."""
+        """x W^T, plus the bias if there is one; with `tags` in fp8 the tag for the operation that reads the result.
+
+        `largest` has the largest magnitudes of x, if they are known.
+        """
         if self.in_fp8:
-            return tagged_fp8_linear(x, self.weight, self.bias, largest, self.unit)
+            return fp8_linear(x, self.weight, self.bias, largest, self.unit, tags=tags)
         return F.linear(x, self.weight, self.bias), None
 
 

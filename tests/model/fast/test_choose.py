@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 
 from cs336_systems.config import (
@@ -36,7 +35,6 @@ from cs336_systems.model.fast.choose import (
     is_installed,
     missing_packages,
 )
-from cs336_systems.model.fast.model import check_device
 
 H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
 CHOSEN = (
@@ -115,7 +113,6 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     asked = {each.name: each.specifier for each in map(Requirement, project["optional-dependencies"]["fused"])}
     near = {QUACK: ("0.6.5", "0.6.9", "0.5.9", "0.7.0"), FLASH_4: ("4.0.0b36", "4.0.0b35", "4.0.0b37", "4.0.0")}
-    monkeypatch.setattr("cs336_systems.model.fast.choose._import_elsewhere", lambda _: None)
     for package, version in ((package, version) for package, versions in near.items() for version in versions):
         monkeypatch.setattr(importlib.metadata, "version", lambda name, known=(package, version): dict([known])[name])
         assert is_installed(package) is asked[package].contains(version, prereleases=True), version
@@ -260,51 +257,18 @@ def test_on_several_ranks_only_what_works_there_is_chosen(way):
     assert (own.compile is CompileMode.NONE) == way.shards_parameters
 
 
-HALVES = {
-    QUACK: ("quack_kernels-0.6.5", "quack/activation.py", "import cutlass", "No module named 'cutlass'"),
-    FLASH_4: (
-        "flash_attn_4-4.0.0b36", "flash_attn/cute/interface.py", "raise ImportError('libcute.so: no such file')",
-        "libcute.so: no such file",
-    ),
-}  # fmt: skip
-
-
-@pytest.fixture
-def half_installed(tmp_path, monkeypatch):
-    """Both packages in a tested version, found and listed as installed; what they import is not there."""
-    for package, (folder, path, source, _) in HALVES.items():
-        for parent in [*(tmp_path / path).parents][: path.count("/")]:
-            parent.mkdir(parents=True, exist_ok=True)
-            (parent / "__init__.py").touch()
-        (tmp_path / path).write_text(source)
-        metadata = tmp_path / f"{folder}.dist-info"
-        metadata.mkdir()
-        version = folder.partition("-")[2]
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(choose, "is_installed", is_installed)
-    choose._import_elsewhere.cache_clear()
-    yield
-    choose._import_elsewhere.cache_clear()
-
-
-@pytest.mark.usefixtures("half_installed")
-def test_a_package_whose_imports_are_missing_is_done_without_and_refused_where_asked_for(monkeypatch):
-    """Found by name and version both are there; only importing tells. The parent imports neither them nor torch."""
+def test_a_missing_package_is_named_and_refused_where_asked_for(monkeypatch):
     fast = fastest(make("xl"), H200)
     assert (fast.fused_activations, fast.packed_attention) == (False, False)
-    notes = [*missing_packages(fast, H200)]
-    for note, (package, half) in zip(notes, HALVES.items(), strict=True):
-        assert package in note
-        assert half[-1] in note
+    monkeypatch.setattr(choose, "version_of", {QUACK: None, FLASH_4: "4.0.0b35"}.get)
+    assert [note.split(", as ")[1].split(" (")[0] for note in missing_packages(fast, H200)] == [
+        f"{QUACK} is not installed", f"{FLASH_4} is installed in version 4.0.0b35, and was tested in 4.0.0b36"
+    ]  # fmt: skip
     assert [*missing_packages(fast, A100)] == []
     flash = replace(make(), model=model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH))
-    asked_for_flash = fastest(flash, H200)
-    assert len([*missing_packages(asked_for_flash, H200)]) == 1, "who names a kernel does not miss another"
-    for name, (package, half) in zip(("fused_activations", "packed_attention"), HALVES.items(), strict=True):
+    assert len([*missing_packages(fastest(flash, H200), H200)]) == 1, "who names a kernel does not miss another"
+    for name, package in (("fused_activations", QUACK), ("packed_attention", FLASH_4)):
         config = replace(fast, **{name: True})
-        for check in (check_packages, lambda config: check_device(config, torch.device("cuda"))):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-            with pytest.raises(ValueError, match=rf"^--{name.replace('_', '-')} needs {package}.*{half[-1]}.*\Z"):
-                check(config)
-        check_packages(replace(config, device=Device.CPU, cuda_graph=False, expandable_segments=False))
+        with pytest.raises(ValueError, match=rf"^--{name.replace('_', '-')} needs {package}.*pip install"):
+            check_packages(config)
+        check_packages(replace(config, device=Device.CPU, cuda_graph=False))

@@ -14,7 +14,6 @@ from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Pr
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast import fp8
-from cs336_systems.model.fast.fp8 import fp8_linear
 from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.weights import CopyMaker
 from cs336_systems.model.transformer import TransformerLM
@@ -37,6 +36,10 @@ def factors(device: str = "cpu", rows: int = 48, d_in: int = 80, d_out: int = 11
     sizes = (3.0, 0.02, 1.0, 1e-6)
     made = (size * torch.randn(shape, generator=generator) for shape, size in zip(shapes, sizes, strict=True))
     return tuple(tensor.to(device, torch.bfloat16) for tensor in made)
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return fp8.fp8_linear(x, weight, bias)[0]
 
 
 def results(layer, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor) -> tuple[Tensor, ...]:
