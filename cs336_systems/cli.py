@@ -20,7 +20,9 @@ COMMANDS = (
     "benchmark", "sweep", "kernels", "memory", "account", "scale", "precision", "fusion", "attention",
     "ceilings", "ladder", "compare", "report",
 )  # fmt: skip
-"""The subcommands of `cs336`. Each is a module of commands/, imported only when it is called."""
+"""The subcommands of `cs336`."""
+MODULES = dict.fromkeys(("precision", "fusion", "attention"), "study")
+"""The module of commands/ that has a command, if not that of its name; it is imported only when it is called."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
 VERSION_HELP = "cs336 --version prints the version of this program."
 
@@ -53,24 +55,6 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
 
 @_exit_status
-def benchmark(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `benchmark.py`."""
-    return _run("benchmark", "benchmark.py", argv)
-
-
-@_exit_status
-def sweep(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `benchmark_sweep.py`."""
-    return _run("sweep", "benchmark_sweep.py", argv)
-
-
-@_exit_status
-def precision(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `precision.py`."""
-    return _run("precision", "precision.py", argv)
-
-
-@_exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `cs336`: the first word names the command, and the others are its arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -100,7 +84,7 @@ def _arguments(name: str) -> Callable[..., object]:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"cs336_systems.commands.{name}")
+    return importlib.import_module(f"cs336_systems.commands.{MODULES.get(name, name)}")
 
 
 def _sides_apart(words: Sequence[str]) -> list[str]:
@@ -108,3 +92,11 @@ def _sides_apart(words: Sequence[str]) -> list[str]:
     from cs336_systems.commands.compare import is_side
 
     return [f" {word}" if is_side(word, words) else word for word in words]
+
+
+benchmark = _exit_status(functools.partial(_run, "benchmark", "benchmark.py"))
+"""Entry point of `benchmark.py`."""
+sweep = _exit_status(functools.partial(_run, "sweep", "benchmark_sweep.py"))
+"""Entry point of `benchmark_sweep.py`."""
+precision = _exit_status(functools.partial(_run, "precision", "precision.py"))
+"""Entry point of `precision.py`."""

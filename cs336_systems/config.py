@@ -27,6 +27,8 @@ MAX_MEASURED_RANKS = 64
 """Most ranks of a measured step: they are processes of one machine, which has at most 16 GPUs, or more CPU cores."""
 MAX_PADDING = 2**16
 """Largest multiple that a vocabulary may be padded to; no kernel needs a larger one."""
+MODULE_DEPTH = 3
+"""Usual number of levels of modules that have ranges, in models that have no ranges of their own."""
 UNSIZED = "own"
 """`size` of a user's own model whose factory takes no sizes."""
 WATCHED = "watch"
@@ -442,6 +444,19 @@ class RunConfig:
             ),
         ),
     ] = LossKind.CROSS_ENTROPY
+    module_depth: Annotated[
+        int,
+        Setting(
+            "How many levels of your own model's modules have ranges of their own in profiles.", least=0, label=6,
+            note="modules to depth {}",
+            rules=(
+                _needs(
+                    "your own model, as in --model package.module:factory",
+                    lambda run: run.model_factory is not None, "none",
+                ),
+            ),
+        ),
+    ] = MODULE_DEPTH
     profiler: Annotated[
         Profiler,
         Setting(

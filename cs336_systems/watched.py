@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import functools
 import io
+import os
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -30,10 +31,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
-from cs336_systems.config import SIZES, UNSIZED, WATCHED, Device, Mode, Phase, Precision, RunConfig
+from cs336_systems.config import (
+    MODULE_DEPTH,
+    SIZES,
+    UNSIZED,
+    WATCHED,
+    Device,
+    Mode,
+    Phase,
+    Precision,
+    Profiler,
+    RunConfig,
+)
 from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
+from cs336_systems.model.annotate import (
+    Annotator,
+    annotate,
+    backward_ranges,
+    forward_ranges,
+    kineto_trace,
+    module_names,
+    set_annotator,
+)
+from cs336_systems.ranges import Range
 from cs336_systems.record import (
     Durations,
     GpuState,
@@ -49,6 +71,8 @@ from cs336_systems.record import (
 
 MAX_KEPT_STEPS = 10_000
 """Most measured steps whose times are kept; of a longer loop, the last ones."""
+PROFILED_STEPS = 3
+"""Steps that torch.profiler records, after one more that warms it up."""
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 LEAST_WARMUP_STEPS = 2
 """Most optimizers make their state in the first step, so the second is the first in the steady state."""
@@ -96,19 +120,23 @@ def watch(
     *,
     name: str = "mine",
     warmup_steps: int = 5,
+    profile: bool = False,
     output: Path | str = "data",
 ) -> "Watched":
     """Watch the steps of a loop: put `with watched.step():` around each, and print the result.
 
     `model` is what the loop calls (the wrapper, if there is one: DistributedDataParallel, torch.compile), `optimizers`
     one or several. The first `warmup_steps` are not counted. The record goes to `output`/e2e_benchmark/`name`/runs/.
+
+    With `profile`, torch.profiler records PROFILED_STEPS steps after the warm-up, with the model's modules as ranges,
+    and the report says where their time went; later steps are not recorded. The record goes to kineto_profiles then.
     """
     if not name.isidentifier():
         raise ValueError(f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}")
     if warmup_steps < 0:
         raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
     several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-    return Watched(model, several, name=name, warmup_steps=warmup_steps, output=Path(output))
+    return Watched(model, several, name=name, warmup_steps=warmup_steps, profile=profile, output=Path(output))
 
 
 class Watched:
@@ -121,9 +149,11 @@ class Watched:
         *,
         name: str,
         warmup_steps: int,
+        profile: bool,
         output: Path,
     ) -> None:
-        self.model, self.name, self.warmup_steps, self.output = model, name, warmup_steps, output
+        self.model, self.name, self.warmup_steps = model, name, warmup_steps
+        self.directory = output / ("kineto_profiles" if profile else "e2e_benchmark") / name
         found = next((each.device.type for each in model.parameters() if each.device.type != "meta"), "cpu")
         self.device = Device.CUDA if found == "cuda" else Device.CPU
         self.warmup: list[WatchedStep] = []
@@ -135,10 +165,13 @@ class Watched:
         self._events: list[torch.cuda.Event] = []
         self._last_end: _Mark | None = None
         self._depth = 0
+        self._is_accumulating = False
+        """Whether the last step had several forward passes."""
         self._batch: tuple[int, int] | None = None
         self._written: Path | None = None
         self._precision = Precision.FP32
         self._gpu = _Gpu() if self.device is Device.CUDA else None
+        self._profiled = _Profiled(model, self.device, self.directory) if profile else None
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
             *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in optimizers),
@@ -151,6 +184,8 @@ class Watched:
             raise RuntimeError("watched.step() is open already: one `with` block is one step, and steps do not nest")
         if self._gpu is not None:
             self._gpu.look(self._begun - self.warmup_steps)
+        if self._profiled is not None:
+            self._profiled.before(self._begun - self.warmup_steps)
         self._step = _Step()
         self._begin(Phase.DATA)
         backward = torch.autograd.backward
@@ -160,7 +195,10 @@ class Watched:
             self._begin(None)
             self._pending.append(self._step)
             self._begun += 1
+            self._is_accumulating = self._step.forwards > 1
         finally:
+            if self._profiled is not None:
+                self._profiled.phase(None)
             torch.autograd.backward = backward
             self._step = None
         self._read(lambda step: step.is_over())
@@ -180,6 +218,8 @@ class Watched:
             event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
             event.record()
         step.marks.append(_Mark(phase, perf_counter_ns(), event))
+        if self._profiled is not None and phase is not None:
+            self._profiled.phase(phase)
 
     def _forward_begins(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._step is None or self._depth or torch.compiler.is_compiling():
@@ -207,7 +247,7 @@ class Watched:
             finally:
                 self._depth -= 1
             if not self._depth:
-                self._begin(Phase.OPTIMIZER)  # or data, if another forward pass follows: see _resolved
+                self._begin(Phase.DATA if self._is_accumulating else Phase.OPTIMIZER)
 
         return timed
 
@@ -215,8 +255,9 @@ class Watched:
         """Move the steps that the device has done, in order, from the pending ones to the others."""
         while self._pending and is_ready(self._pending[0]):
             step = self._pending.popleft()
-            into = self.measured if len(self.warmup) >= self.warmup_steps else self.warmup
-            into.append(_resolved(step, self._last_end))
+            is_warm = len(self.warmup) >= self.warmup_steps + (self._profiled is not None)
+            if self._profiled is None or len(self.measured) < PROFILED_STEPS:
+                (self.measured if is_warm else self.warmup).append(_resolved(step, self._last_end))
             if self._last_end is not None and self._last_end.event is not None:
                 self._events.append(self._last_end.event)
             self._last_end = step.marks.pop()
@@ -227,6 +268,8 @@ class Watched:
 
         Raise RuntimeError before the first step that counts.
         """
+        if self._profiled is not None:
+            self._profiled.finish()
         if self._pending and self.device is Device.CUDA:
             torch.cuda.synchronize()
         self._read(lambda _: True)
@@ -284,6 +327,7 @@ class Watched:
             device=self.device,
             warmup_steps=self.warmup_steps,
             measured_steps=len(steps),
+            profiler=Profiler.KINETO if self._profiled else Profiler.NONE,
         )
 
     def _warnings(self, measured: tuple[Measurement, ...], on_host: tuple[Measurement, ...]) -> tuple[RunWarning, ...]:
@@ -313,17 +357,22 @@ class Watched:
         """
         if dist.is_available() and dist.is_initialized() and dist.get_rank():
             return None
-        from cs336_systems.report.terminal import print_run
+        from cs336_systems.commands.benchmark import print_measured
+        from cs336_systems.sweep.keep import explain_run
+        from cs336_systems.sweep.store import raw_profile_path
 
-        runs = self.output / "e2e_benchmark" / self.name / "runs"
+        runs = self.directory / "runs"
         runs.mkdir(parents=True, exist_ok=True)
+        record = self.record()
         if self._written is not None:
             self._written.unlink(missing_ok=True)  # this loop's own, with fewer steps
-        record = self.record()
         while (runs / f"{record.key}.json").exists():  # an earlier process, of which this is a repetition
             record = replace(record, config=replace(record.config, repeat=record.config.repeat + 1))
         self._written = write_record(record, runs)
-        print_run(record, self._written)
+        if self._profiled is not None:
+            self._profiled.trace.replace(raw_profile_path(record.config, runs))
+            explain_run(record.config, runs)
+        print_measured(record, runs)
         return self._written
 
 
@@ -335,6 +384,68 @@ def _precision(model: nn.Module, device: Device) -> Precision:
         return Precision.BF16 if found is torch.bfloat16 else Precision.FP16
     is_tf32 = device is Device.CUDA and torch.get_float32_matmul_precision() != "highest"
     return Precision.TF32 if is_tf32 else Precision.FP32
+
+
+class _Profiled:
+    """Records some steps with torch.profiler, with ranges of the phases and of the model's modules."""
+
+    def __init__(self, model: nn.Module, device: Device, directory: Path) -> None:
+        self._model, self._device = model, device
+        self.trace = directory / "traces" / f".{os.getpid()}.json.gz"
+        self._session: contextlib.ExitStack | None = None
+        """What is open while steps are recorded: the profiler, the hooks of the modules."""
+        self._ranges: list[contextlib.AbstractContextManager[None]] = []
+        """The open ranges: around the steps, the step, its phase."""
+
+    def before(self, number: int) -> None:
+        """Before measured step `number` (from 0): the first one warms the profiler up, after the last it writes."""
+        if number == 0:
+            self._begin()
+            self._enter(Range.WARMUP)
+        elif number == 1 and self._session:
+            self._leave(0)
+            self._enter(Range.MEASURE)
+        elif number == 1 + PROFILED_STEPS:
+            self.finish()
+
+    def phase(self, phase: Phase | None) -> None:
+        """Begin the range of a phase, in that of its step, and end the one before; None ends the step."""
+        if self._session is None:
+            return
+        self._leave(1 if phase is None else 2)
+        if phase is not None and len(self._ranges) == 1:
+            self._enter(Range.STEP)
+        if phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+            self._enter(phase)
+
+    def finish(self) -> None:
+        """Write the trace, if steps are being recorded."""
+        if self._session is not None:
+            if self._device is Device.CUDA:
+                torch.cuda.synchronize()
+            self._leave(0)
+            self._session.close()
+            self._session = None
+
+    def _begin(self) -> None:
+        self.trace.parent.mkdir(parents=True, exist_ok=True)
+        self._session = session = contextlib.ExitStack()
+        set_annotator(Annotator.RECORD_FUNCTION)
+        session.callback(set_annotator, Annotator.NONE)
+        session.enter_context(kineto_trace(self.trace, self._device is Device.CUDA))
+        if not hasattr(self._model, "_orig_mod"):  # torch.compile's wrapper, whose modules have no ranges
+            names = module_names(self._model, MODULE_DEPTH)
+            session.enter_context(forward_ranges(names))
+            session.enter_context(backward_ranges(names))
+
+    def _enter(self, name: str) -> None:
+        self._ranges.append(opened := annotate(name))
+        opened.__enter__()
+
+    def _leave(self, depth: int) -> None:
+        """Close the innermost ranges until `depth` are open."""
+        while len(self._ranges) > depth:
+            self._ranges.pop().__exit__(None, None, None)
 
 
 class _Gpu:
@@ -378,14 +489,16 @@ def _resolved(step: _Step, before: _Mark | None) -> WatchedStep:
     What lies between a backward pass and another forward pass of the same step belongs to data, like what comes before
     the first forward pass.
     """
+    first, last = step.marks[0], step.marks[-1]
     phases: dict[Phase, float] = {}
     host_phases: dict[Phase, float] = {}
     for mark, following in zip(step.marks, step.marks[1:], strict=False):
         assert mark.phase is not None
-        phase = Phase.DATA if mark.phase is Phase.OPTIMIZER and following.phase is Phase.FORWARD else mark.phase
+        phase = mark.phase
+        if phase in (Phase.DATA, Phase.OPTIMIZER) and mark is not first:
+            phase = Phase.DATA if following.phase is Phase.FORWARD else Phase.OPTIMIZER
         phases[phase] = phases.get(phase, 0.0) + _seconds(mark, following)
         host_phases[phase] = host_phases.get(phase, 0.0) + (following.host_ns - mark.host_ns) / 1e9
-    first, last = step.marks[0], step.marks[-1]
     host_s = (last.host_ns - first.host_ns) / 1e9
     times = StepTimes(
         step_s=_seconds(first, last),

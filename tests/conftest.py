@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 
 CHECKED = (
     "model.transformer", "model.optimizer", "model.batches", "model.fast.blocks",
-    "model.fast.cross_entropy", "measure.step", "studies.fusion_ops", "studies.precision",
+    "model.fast.cross_entropy", "measure.step", "studies.precision",
 )  # fmt: skip
 """Modules whose annotated shapes are checked. The compiler cannot trace checked functions, so tests that compile use
 tests/plain.py. After a change here, delete __pycache__ of the package: it holds modules without the checks."""

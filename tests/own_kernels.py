@@ -104,14 +104,6 @@ def products_in_tf32(q, k, v, is_causal):
     return right(q, k, v, is_causal)
 
 
-def for_triton(q, k, v, is_causal):
-    raise RuntimeError("0 active drivers ([]). There should only be one.")
-
-
-def for_cuda(q, k, v, is_causal):
-    return right(q.cuda(), k, v, is_causal)
-
-
 def raises_at_16(q, k, v, is_causal):
     if q.shape[1] == 16:
         raise RuntimeError("context 16 is no whole block")
@@ -141,11 +133,3 @@ def with_the_logsumexp(q, k, v, is_causal):
 def one_nan(q, k, v, is_causal):
     output = right(q, k, v, is_causal)
     return output.masked_fill(torch.arange(output.numel()).view_as(output) == 5, math.nan)
-
-
-def without_gradients(q, k, v, is_causal):
-    return right(q, k, v, is_causal).detach()
-
-
-def without_a_gradient_of_k(q, k, v, is_causal):
-    return right(q, k.detach(), v, is_causal)

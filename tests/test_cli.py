@@ -1,4 +1,4 @@
-"""Hostile and mistaken command lines end at once, in one clear line; the others do what they say and no more."""
+"""Commands do what they say and no more; what they refuse is in tests/commands/test_flags.py."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
-from cs336_systems.config import SIZES, Device, OptimizerKind, Profiler, RunConfig
+from cs336_systems.config import SIZES, Device, Profiler, RunConfig
 from cs336_systems.record import (
     Durations,
     Environment,
@@ -33,7 +33,6 @@ from cs336_systems.record import (
     read_record,
     write_record,
 )
-from cs336_systems.report.sections.memory.entries import load_memory
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
@@ -71,118 +70,6 @@ def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     argv = [sys.executable, *arguments]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=100, **options)
-
-
-# What cannot be meant
-
-
-INTEGERS = (
-    "--batch-size", "--measured-steps", "--vocab-size", "--d-model", "--d-ff", "--num-layers", "--num-heads", "--seed",
-    "--context-length", "--warmup-steps",
-)  # fmt: skip
-BAD_BENCHMARK = [[flag, "-1"] for flag in INTEGERS] + [
-    ["--batch-size", "0"],
-    ["--batch-size", str(10**18)],
-    ["--seed", str(2**63)],
-    ["--size", "../../x"],
-    ["--size", ""],
-    ["--size", "tiny\n\x1b[2J"],
-    ["--size", "tiny", "--num-heads", "3"],
-    ["--size", "small", "--d-model", "12"],
-    ["--rope-theta", "nan"],
-    ["--rope-theta", "-inf"],
-    ["--sdpa-backend", "flash"],
-    ["--compile-blocks"],
-    ["--compile", "default", "--compile-blocks", "--model", "a:b\n"],
-    ["--precision", "tf32", "--device", "cpu"],
-    ["--mixed-precision", "--precision", "fp16"],
-    ["--model", "os.system('true')"],
-    ["--model", "../x:y"],
-    ["--model", "no_such_module:make"],
-    ["--model", "tests.own_models:no_such_factory"],
-    ["--tokens", "caf\udce9.npy"],
-]  # fmt: skip
-BAD_NAMES = ["../../x", "nul\0", "", "caf\udce9"]
-LINE, BOX = r"error: [^\n\x1b\0]{10,300}\n\Z", r"(?s)\s*\S"
-BAD_SWEEP = [
-    *([flag, "-1"] for flag in ("--batch-size", "--context-lengths", "--warmup-steps", "--repeats")),
-    *(["--name=" + name] for name in BAD_NAMES),
-    ["--context-lengths", "64", "--sizes", "tiny", "smal"],
-    ["--context-lengths", "64", "0"],
-    ["--modes", "train", "--precisions", "tf32", "--device", "cpu"],
-    ["--model", "tests.no_such_module:make"],
-    ["--mixed-precision", "--precisions", "fp16"],
-    ["--timeout-s", "0"],
-    ["--timeout-s", "nan"],
-    ["--sizes"],
-    ["--context-lengths", "64", "0", "--dry-run"],
-]  # fmt: skip
-BY_PARSER = ("--sizes", "--repeats", "--timeout-s")
-BAD_COMPARE = [
-    ["compare", "--size 'tiny", "--size tiny"],
-    ["compare", "--size tiny", "--size ../../x"],
-    ["compare", "--size tiny", "--d-model 0"],
-    ["compare", "--size tiny", "--model no_such_module:make"],
-    ["compare", "--size tiny", "--batch-size " + str(10**18)],
-    ["compare", "--size tiny", "--no-such-flag 1"],
-    ["compare", "--size tiny", "not/a/path"],
-    ["compare", "--size tiny", "/"],
-    ["compare", "not/a/path", "/"],
-    ["compare", "--no-such-flag", "--ranges"],
-    ["compare", "--size tiny " * 100, "--size ../../x"],
-    ["compare", "--size tiny", "--size tiny", "--repeats", "0"],
-    ["compare", "--size tiny", "--size tiny", "--repeats", "1"],
-    ["compare", "--size tiny", "--size tiny", "--repeats", str(10**18)],
-    ["compare", "--size tiny", "--size tiny", "--timeout-s", "-1"],
-    *(["compare", "--size tiny", "--size tiny", "--name=" + name] for name in BAD_NAMES),
-]
-BAD_REPORT = [
-    ["report"],
-    ["report", "nothing here"],
-    ["report", "nul\0"],
-    ["report", ".", ".."],
-    ["no-such-command"],
-    [],
-]
-BAD_SYNTAX = [
-    ["--batch-size", "abc"], ["--batch-size", "1.5"], ["--batch-size", "1e3"], ["--batch-size", "9" * 5000],
-    ["--batch-size"], ["--mode", "sideways"], ["--precision", "fp64"], ["--no-such-flag"], ["--siz", "tiny"], ["tiny"],
-    ["--rope-theta", "pi"],
-]  # fmt: skip
-
-
-ASK = """
-import contextlib, io, json, sys
-from cs336_systems import cli
-answers = []
-for command, argv in json.load(sys.stdin):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = getattr(cli, command)(argv)
-        except SystemExit as error:
-            status = error.code
-    answers.append((status, out.getvalue(), err.getvalue()))
-json.dump(answers, sys.stdout)
-assert "torch" not in sys.modules
-import psutil
-assert not psutil.Process().children()
-"""
-
-
-def test_what_cannot_be_meant_is_refused_before_torch_is_imported_or_a_process_started(empty_directory: Path) -> None:
-    """All in one fresh process, as soon as the shell prompt should be back; the parser draws a box around its words."""
-    lines = [("benchmark", argv, LINE) for argv in BAD_BENCHMARK]
-    lines += [("sweep", argv, BOX if argv[0] in BY_PARSER else LINE) for argv in BAD_SWEEP]
-    lines += [("main", argv, BOX) for argv in BAD_COMPARE + BAD_REPORT]
-    lines += [("benchmark", argv, rf"(?s).*{re.escape(argv[0])}") for argv in BAD_SYNTAX]
-    done = run("-c", ASK, input=json.dumps([line[:2] for line in lines]))
-    assert done.returncode == 0, done.stderr[-2000:]
-    for (command, argv, pattern), (status, out, err) in zip(lines, json.loads(done.stdout), strict=True):
-        assert (status, out) == (2, ""), (command, argv)
-        assert re.match(pattern, err), (command, argv, err)
-        assert "Traceback" not in err, (command, argv)
-    assert not list(empty_directory.iterdir())
 
 
 @pytest.mark.parametrize("command", [cli.benchmark, cli.sweep, cli.precision, cli.main])
@@ -227,28 +114,6 @@ def test_the_version_is_that_of_the_package(
     assert capsys.readouterr().out.split()[-1] == cs336_systems.__version__
 
 
-# Dry runs
-
-
-def test_a_dry_run_says_what_would_run_and_does_nothing(
-    capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
-    flags = ["--sizes", "tiny", "small", "--context-lengths", "64", "128", "--device", "cpu", "--dry-run"]
-    assert cli.sweep(flags) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5
-    assert lines[0].startswith("tiny_ctx64_b4_train_fp32_")
-    assert lines[0].endswith(": tiny ctx 64 train fp32, 5 + 10 steps")
-    assert lines[4] == "4 runs into data/e2e_benchmark/train_fp32_sizes-tiny-small_context-lengths-64-128_cpu"
-    assert not list(empty_directory.iterdir())
-
-
-@pytest.mark.parametrize("value", ["0", str(10**18)])
-def test_any_seed_is_meant(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.sweep(["--seed", value, "--device", "cpu", "--dry-run"]) == 0
-    assert "3 runs into" in capsys.readouterr().out
-
-
 # One run
 
 
@@ -260,13 +125,6 @@ def test_json_is_the_record_and_nothing_else(capsys: pytest.CaptureFixture[str],
     [path] = empty_directory.rglob("*.json")
     assert path == empty_directory / "data/e2e_benchmark/single/runs" / f"{record.key}.json"
     assert path.read_text() == text
-
-
-def test_json_is_alone_though_the_model_prints(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    assert cli.benchmark([*ONE_OF_OWN, "tests.own_models:talkative", "--json"]) == 0
-    printed = capsys.readouterr()
-    assert msgspec.json.decode(printed.out, type=RunRecord).status is Status.OK
-    assert "hello from the factory" in printed.err
 
 
 def test_without_json_a_table_says_where_the_record_is(
@@ -435,25 +293,6 @@ sys.exit(main())
     assert (sweep / "runs" / "broken.json").read_text() == "{", "a report leaves the records alone"
 
 
-def test_records_of_graphs_get_their_tables_and_twins(
-    capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
-    """A graph needs steps before it, which no other way to name the run may take away. Here each has a recorded one."""
-    fast = {"optimizer": OptimizerKind.FUSED, "cuda_graph": True}
-    plain = [record(0.125, device=Device.CUDA, **fast), record(0.25, device=Device.CUDA, optimizer=OptimizerKind.FUSED)]
-    recorded = record(0.5, profiler=Profiler.MEMORY, device=Device.CUDA, optimizer=OptimizerKind.FUSED)
-    sweep = directory_of(empty_directory / "sweep", [*plain, recorded])
-    write_profile_of(recorded, sweep / "runs")
-    assert cli.main(["report", "sweep"]) == 0
-    with (sweep / "results.csv").open(newline="") as file:
-        steps = sorted(float(row["step_mean_ms"]) for row in csv.DictReader(file))
-    assert steps == [125, 250], "what recorded its memory has no times"
-    (entry,) = load_memory([*plain, recorded], sweep)
-    assert entry.plain == plain[1], "the graph's memory is another"
-    assert load_memory([plain[0], recorded], sweep)[0].plain is None
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def write_profile_of(run: RunRecord, runs: Path) -> Path:
     """A profile where its sweep would keep it."""
     is_memory = run.config.profiler is Profiler.MEMORY
@@ -501,7 +340,6 @@ READS = {
     "kernels, record": ("x.json", "kernels kernels.json --record x.json"),
     "memory": ("x.pickle", "memory x.pickle"),
     "memory, profile": ("x.json", "memory x.json"),
-    "memory, second": ("x.json", "memory memory.json x.json"),
     "memory, record": ("x.json", "memory memory.json --record x.json"),
     "report": ("x", "report x"),
     "ceilings, measured": ("x.json", "ceilings --device cpu --measured x.json"),
@@ -571,33 +409,6 @@ def test_two_directories_of_records_are_compared(capsys: pytest.CaptureFixture[s
     assert sorted(empty_directory.rglob("*")) == before, "nothing is written"
 
 
-def test_a_side_that_is_no_directory_is_named(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    directory_of(empty_directory / "there", [record(0.1, i) for i in range(2)])
-    assert compare("there", "their") == 2
-    assert capsys.readouterr().err.startswith("error: their: no such directory or record")
-    assert compare("there", "--size tiny") == 2
-    assert "both be directories" in capsys.readouterr().err
-
-
-def test_a_broken_record_among_others_is_said(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    directory_of(empty_directory / "side", [record(0.1, i) for i in range(2)])
-    (empty_directory / "side" / "runs" / "broken.json").write_text("{")
-    assert compare("side", "side") == 0
-    assert capsys.readouterr().err.count("warning: side/runs/broken.json: not a record of a run") == 2
-
-
-def test_a_side_without_any_time_is_said_to_have_none(
-    capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
-    fine = directory_of(empty_directory / "fine", [record(0.1, i) for i in range(2)])
-    failed = [
-        replace(record(0.1, i), status=Status.OOM, measurements=(), failure=Failure(message="no memory"))
-        for i in range(2)
-    ]
-    assert compare(fine, directory_of(empty_directory / "failed", failed)) == 1
-    assert capsys.readouterr().err == "error: B cannot be compared: out of memory in 2 of 2 processes\n"
-
-
 @pytest.mark.parametrize("sides", [("", "--no-ranges"), ("--sync-phases", ""), ("--precision=bf16", "--size tiny")])
 def test_a_side_may_be_one_flag_or_none(
     sides: tuple[str, str], monkeypatch: pytest.MonkeyPatch, empty_directory: Path
@@ -640,22 +451,6 @@ def test_no_side_is_taken_from_an_earlier_comparison(
     assert compare(baseline, second, "--name", "mine", "--fresh") == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--profile", "a profiler makes a run slower"),
-        ("--json", "leave out --json"),
-        ("--output x", "leave out --json"),
-    ],
-)
-def test_a_side_is_a_plain_run_and_no_more(
-    flags: str, said: str, capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
-    assert compare("--device cpu", f"--device cpu {flags}") == 2
-    assert said in capsys.readouterr().err
-    assert not list(empty_directory.iterdir())
-
-
 def test_a_report_does_not_write_over_tables_of_records_that_it_cannot_read(
     capsys: pytest.CaptureFixture[str], empty_directory: Path
 ) -> None:
@@ -685,25 +480,6 @@ def test_a_report_of_records_made_under_other_conditions_says_so(
     assert "warning: the records come from different drivers, torch or code" in capsys.readouterr().err
     assert cli.main(["report", "a", "c", "--output", "ac"]) == 0
     assert "warning" not in capsys.readouterr().err, "a device has rows of its own"
-
-
-def test_two_single_records_are_too_few_to_tell(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    paths = [write_record(record(step_s, i), empty_directory) for i, step_s in enumerate((0.1, 0.2))]
-    assert compare(*paths) == 2
-    assert re.fullmatch(r"error: .*at least 3 process means of A, got 1: run more repeats.*\n", capsys.readouterr().err)
-
-
-def test_unlike_records_are_not_compared_unless_told(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    other = replace(ENVIRONMENT, identity=replace(IDENTITY, torch="2.12.0"))
-    a = directory_of(empty_directory / "a", [record(0.1, i) for i in range(2)])
-    b = directory_of(empty_directory / "b", [replace(record(0.1, i), environment=other) for i in range(2)])
-    assert compare(a, b) == 2
-    assert "--allow-mixed" in capsys.readouterr().err
-    assert compare(a, b, "--allow-mixed") == 0
-    mixed = directory_of(empty_directory / "mixed", [record(0.1, 0), record(0.1, 0, seed=1)])
-    capsys.readouterr()
-    assert compare(a, mixed, "--allow-mixed") == 0
-    assert "only in B" in capsys.readouterr().out, "two configurations are a sweep"
 
 
 # Real processes

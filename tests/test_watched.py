@@ -15,8 +15,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems import watch
+from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.config import Mode, Phase
+from cs336_systems.model.annotate import annotate
 from cs336_systems.record import WarningCode, load_records, read_record
+from cs336_systems.watched import PROFILED_STEPS
 
 MS = 1e-3
 FORWARD, LOSS, BACKWARD, OPTIMIZER, LOAD = 20 * MS, 5 * MS, 40 * MS, 8 * MS, 3 * MS
@@ -206,3 +209,24 @@ def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(clock, tmp_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert ",76," in (tmp_path / "e2e_benchmark/mine/results.csv").read_text()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_profiled_loop_is_explained_with_modules_and_phases(tmp_path, micro_batches, capsys):
+    clock = Clock()
+    model = Model(clock)
+    watched = watch(model, warmup_steps=1, profile=True, output=tmp_path)
+    loop(model, clock, watched, steps=7, micro_batches=micro_batches)
+    path = watched.report()
+    assert len(read_record(path).measurement(Phase.STEP).times_s) == PROFILED_STEPS
+    profile = decode_profile((path.parents[1] / "kernels" / path.name).read_bytes())
+    assert profile.num_steps == PROFILED_STEPS
+    products = {
+        (part.path[:2], part.phase): part.count for part in profile.modules if part.path[:2] == ("Model", "head")
+    }  # fmt: skip
+    counts = {row.phase: row.linear + row.unknown for row in profile.products}
+    assert {key[1] for key in products} == {"forward", "backward"}
+    steps = PROFILED_STEPS * micro_batches
+    assert {phase: count for phase, count in counts.items() if count} == {"forward": steps, "backward": 2 * steps}
+    assert "Model > head" in capsys.readouterr().out
+    assert annotate("anything") is annotate("other"), "nothing is annotated afterwards"

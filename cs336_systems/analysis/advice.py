@@ -4,9 +4,9 @@ If the configuration is unknown, for example of another program's trace, the adv
 that are in use.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
+from itertools import starmap
 from typing import Any
 
 from cs336_systems.config import (
@@ -36,11 +36,8 @@ class Remedy(Enum):
     OVERLAP = "communication during backward"
 
     def applied_to(self, config: RunConfig) -> RunConfig | None:
-        """The run with this change too; None if the run has it already or cannot have it.
-
-        Flags cannot change the attention of a user's own model.
-        """
-        changes = _CHANGES[self](config)
+        """The run with this change too; None if the run has it already or cannot have it."""
+        changes = _changes(self, config)
         try:
             return replace(config, **changes) if changes else None
         except ValueError:  # another setting excludes it
@@ -50,9 +47,8 @@ class Remedy(Enum):
         """The flags of this change, and those that they need; its words if the configuration is unknown."""
         if config is None:
             return self.value
-        if self is Remedy.OVERLAP and not _overlapped(config):
-            return "a larger --batch-size"
-        return " ".join(_flag(name, value) for name, value in _CHANGES[self](config).items())
+        changes = _changes(self, config)
+        return " ".join(starmap(_flag, changes.items())) if changes else "a larger --batch-size"
 
     def is_open_to(self, config: RunConfig | None) -> bool:
         """Whether the run could use it and does not; True if the configuration is unknown.
@@ -68,49 +64,26 @@ class Remedy(Enum):
 OF_PRECISION = {Precision.TF32: Remedy.TF32, Precision.BF16: Remedy.BF16, Precision.FP16: Remedy.FP16}
 
 
-def _compiled(config: RunConfig) -> dict[str, Any]:
-    return {"compile": CompileMode.DEFAULT} if config.compile is CompileMode.NONE else {}
-
-
-def _with_sdpa(config: RunConfig) -> dict[str, Any]:
-    if config.model_factory is not None or config.model.attention is not Attention.NAIVE:
-        return {}
-    return {"model": replace(config.model, attention=Attention.SDPA)}
-
-
-def _with_fused_adamw(config: RunConfig) -> dict[str, Any]:
-    is_open = config.mode is Mode.TRAIN and config.optimizer is not OptimizerKind.FUSED
-    return {"optimizer": OptimizerKind.FUSED} if is_open else {}
-
-
-def _with_graphs(config: RunConfig) -> dict[str, Any]:
-    if config.cuda_graph or config.compile is CompileMode.REDUCE_OVERHEAD:
-        return {}
-    least = EAGER_STEPS_BEFORE_GRAPH + 1
-    warmup = {"warmup_steps": least} if config.warmup_steps < least else {}
-    return {"cuda_graph": True, **_with_fused_adamw(config), **warmup}
-
-
-def _at(precision: Precision, *slower: Precision) -> Callable[[RunConfig], dict[str, Any]]:
-    return lambda config: {"precision": precision} if config.precision in slower else {}
-
-
-def _overlapped(config: RunConfig) -> dict[str, Any]:
-    is_open = config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
-    return {"parallel": Parallel.DDP_OVERLAP} if is_open else {}
-
-
-_CHANGES: Mapping[Remedy, Callable[[RunConfig], dict[str, Any]]] = {
-    Remedy.COMPILE: _compiled,
-    Remedy.ATTENTION: _with_sdpa,
-    Remedy.OPTIMIZER: _with_fused_adamw,
-    Remedy.GRAPHS: _with_graphs,
-    Remedy.TF32: _at(Precision.TF32, Precision.FP32),
-    Remedy.BF16: _at(Precision.BF16, Precision.FP32, Precision.TF32),
-    Remedy.FP16: _at(Precision.FP16, Precision.FP32, Precision.TF32),
-    Remedy.OVERLAP: _overlapped,
-}
-"""For each remedy, the settings that it changes; empty for a run that has it already."""
+def _changes(remedy: Remedy, config: RunConfig) -> dict[str, Any]:
+    """The settings that the remedy changes, and those that it needs; empty for a run that has it or cannot have it."""
+    match remedy:
+        case Remedy.COMPILE if config.compile is CompileMode.NONE:
+            return {"compile": CompileMode.DEFAULT}
+        case Remedy.ATTENTION if config.model_factory is None and config.model.attention is Attention.NAIVE:
+            return {"model": replace(config.model, attention=Attention.SDPA)}
+        case Remedy.OPTIMIZER if config.mode is Mode.TRAIN and config.optimizer is not OptimizerKind.FUSED:
+            return {"optimizer": OptimizerKind.FUSED}
+        case Remedy.GRAPHS if not config.cuda_graph and config.compile is not CompileMode.REDUCE_OVERHEAD:
+            least = EAGER_STEPS_BEFORE_GRAPH + 1
+            warmup = {"warmup_steps": least} if config.warmup_steps < least else {}
+            return {"cuda_graph": True, **_changes(Remedy.OPTIMIZER, config), **warmup}
+        case Remedy.TF32 | Remedy.BF16 | Remedy.FP16:
+            (precision,) = (each for each, own in OF_PRECISION.items() if own is remedy)
+            slower = (Precision.FP32,) if remedy is Remedy.TF32 else (Precision.FP32, Precision.TF32)
+            return {"precision": precision} if config.precision in slower else {}
+        case Remedy.OVERLAP if config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT):
+            return {"parallel": Parallel.DDP_OVERLAP}
+    return {}
 
 
 def _flag(name: str, value: object) -> str:

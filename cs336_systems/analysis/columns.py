@@ -1,7 +1,9 @@
-"""Tables of events as numpy arrays of equal length, and the error for a file that holds no profile."""
+"""Tables of events as numpy arrays of equal length, and what a file is that holds none."""
 
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -33,14 +35,14 @@ class Columns:
 SomeColumns = TypeVar("SomeColumns", bound=Columns)
 
 
-def joined(first: SomeColumns, second: SomeColumns) -> SomeColumns:
-    """The rows of `first`, followed by those of `second`."""
-    both = {field.name: (getattr(first, field.name), getattr(second, field.name)) for field in fields(first)}
-    return type(first)(**{name: np.concatenate(columns) for name, columns in both.items()})
+def joined(first: SomeColumns, *others: SomeColumns) -> SomeColumns:
+    """The rows of `first`, followed by those of the others."""
+    parts = {field.name: [getattr(table, field.name) for table in (first, *others)] for field in fields(first)}
+    return type(first)(**{name: np.concatenate(columns) for name, columns in parts.items()})
 
 
-def chosen(columns: SomeColumns, rows: Mask) -> SomeColumns:
-    """The rows of the table for which the mask is true."""
+def chosen(columns: SomeColumns, rows: Mask | Ints) -> SomeColumns:
+    """The rows of the table for which the mask is true, or those with these numbers, in their order."""
     return type(columns)(**{field.name: getattr(columns, field.name)[rows] for field in fields(columns)})
 
 
@@ -49,3 +51,35 @@ def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
     order = np.argsort(ids, kind="stable")
     values, first = np.unique(ids[order], return_index=True)
     yield from zip(values.tolist(), np.split(order, first[1:]), strict=False)
+
+
+SQLITE_MAGIC = b"SQLite format 3\0"
+GZIP_MAGIC = b"\x1f\x8b"
+_COMPRESSORS = {b"\xfd7zXZ\0": "xz", GZIP_MAGIC: "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+def read_head(path: Path, num_bytes: int, needed: str) -> bytes:
+    """The first bytes of a regular file; raise ProfileError, which says what was `needed`, for anything else."""
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+            raise ProfileError(path, f"needed {needed}, got {kind}")
+        with path.open("rb") as file:
+            return file.read(num_bytes)
+    except OSError as error:
+        raise ProfileError(path, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL in the name
+        raise error if isinstance(error, ProfileError) else ProfileError(path, f"no name of a file: {error}") from error
+
+
+def what_it_is(path: Path, head: bytes) -> str:
+    """What kind of file this is, in words, and what to do with it if that is known; for a file of the wrong kind."""
+    if path.suffix == ".nsys-rep":
+        return f"it is the report itself: export it with `nsys export --type=sqlite {path.name}`"
+    for magic, compressor in _COMPRESSORS.items():
+        if head.startswith(magic):
+            return f"it is compressed with {compressor}: decompress it first, with `{compressor} -dk`"
+    if head[:1] == b"\x80":
+        return "it is a pickle, as PyTorch's memory snapshots are: `cs336 memory` explains those"
+    return "it is something else" if head else "it is empty"

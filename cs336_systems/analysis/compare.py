@@ -1,23 +1,45 @@
-"""Whether B is faster than A: a verdict from the means of fresh processes, measured in the order A B B A."""
+"""Whether B is faster than A: a verdict from fresh processes of each side, and which configurations belong together.
+
+The interval is Welch's, on the logarithms of the processes' means, so that the effect is relative and swapping A and B
+inverts the ratio. Sides that were not measured alternately share TIME_DEVIATION, which more processes do not reduce.
+
+A side of one or two processes does not show how much processes scatter, and the steps of one process resemble each
+other. Then the mean of a process is assumed to have three independent deviations: TIME_DEVIATION, PROCESS_DEVIATION,
+and STEP_FACTOR times the standard deviation of its steps. They are large enough that no two processes of one
+configuration in data/published are told apart (docs/METHOD.md).
+"""
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
 
 from cs336_systems.analysis.statistics import FEWEST, standard_error
-from cs336_systems.config import Phase
-from cs336_systems.record import RunRecord, Status
+from cs336_systems.config import Phase, Profiler
+from cs336_systems.record import Measurement, RunRecord, Status
+from cs336_systems.text import LONGEST_PART, shortened
 
-ENOUGH = 5
-"""Number of processes of each side from which on a verdict is reliable."""
 CONFIDENCE = 0.99
 """Confidence of the interval of a ratio."""
 LEAST_EFFECT = 0.005
 """Smallest relative difference that matters."""
 WIDE = 2.0
 """Intervals that reach beyond this factor are written as factors, others in percent."""
+TIME_DEVIATION = 0.005
+"""Relative standard deviation between times at which a side is measured: the machine, its clocks, its temperature."""
+PROCESS_DEVIATION = 0.02
+"""Relative standard deviation between processes that their steps may not show, such as that of where memory lies.
+
+It is assumed where a side has too few processes to show it. Most machines have less, and some virtual ones 2 to 3 %.
+"""
+STEP_FACTOR = 2.0
+"""Standard deviation between processes over that of the steps within one, where the steps scatter more."""
+MAX_FREEDOM = 1e6
+"""Degrees of freedom from which on Student's t is the normal distribution."""
 
 
 class Verdict(StrEnum):
@@ -37,42 +59,32 @@ class Comparison:
     low: float | None
     high: float | None
     """Confidence interval of the ratio; None if there are too few processes or steps for one."""
-    confidence: float
-    least_effect: float
-    """Smallest relative difference that matters."""
-    p_value: float | None
-    """Two-sided p value of Welch's t test on the logarithms; None where a side has fewer than FEWEST processes."""
     num_a: int
     num_b: int
 
     @property
     def verdict(self) -> Verdict:
-        """CANNOT_TELL without an interval, when it includes 1, or when all of it is within `least_effect` of 1."""
-        if self.low is None or self.high is None or self.low <= 1 <= self.high:
-            return Verdict.CANNOT_TELL
-        if self._is_within_least_effect(self.low, self.high):
+        """CANNOT_TELL without an interval, when it includes 1, or when all of it is within LEAST_EFFECT of 1."""
+        if self.low is None or self.high is None or self.low <= 1 <= self.high or self._is_within_least_effect:
             return Verdict.CANNOT_TELL
         return Verdict.FASTER if self.ratio < 1 else Verdict.SLOWER
 
-    def _is_within_least_effect(self, low: float, high: float) -> bool:
-        return abs(low - 1) <= self.least_effect and abs(high - 1) <= self.least_effect
+    @property
+    def _is_within_least_effect(self) -> bool:
+        return all(end is not None and abs(end - 1) <= LEAST_EFFECT for end in (self.low, self.high))
 
     @property
     def sentence(self) -> str:
         """The verdict in plain English, with the numbers it rests on."""
         processes = f"{self.num_a} and {self.num_b} processes"
         if self.low is None or self.high is None:
-            return (
-                f"Cannot tell B from A: {_percent(self.ratio)} step time by geometric means, {processes}. Two "
-                f"processes of a side are too few: a verdict needs {FEWEST}, and {ENOUGH} to be relied on "
-                f"(--repeats {ENOUGH})."
-            )
-        interval = f"{self.confidence * 100:g} % interval {_interval(self.low, self.high)}"
+            return f"Cannot tell B from A: {_percent(self.ratio)} step time, {processes} of one step."
+        interval = f"{CONFIDENCE * 100:g} % interval {_interval(self.low, self.high)}"
         numbers = f"{_percent(self.ratio)} step time, {interval}, {processes}"
         if self.verdict is not Verdict.CANNOT_TELL:
             return f"B is {self.verdict} than A: {numbers}."
-        if self._is_within_least_effect(self.low, self.high):
-            return f"Cannot tell B from A, and any difference is below {self.least_effect * 100:g} %: {numbers}."
+        if self._is_within_least_effect:
+            return f"Cannot tell B from A, and any difference is below {LEAST_EFFECT * 100:g} %: {numbers}."
         return f"Cannot tell B from A: {numbers}; if the difference matters, run more repeats."
 
 
@@ -86,72 +98,70 @@ def _percent(ratio: float) -> str:
     return f"{(ratio - 1) * 100:+.2f} %"
 
 
-def compare(
-    a: Sequence[float],
-    b: Sequence[float],
-    *,
-    confidence: float = CONFIDENCE,
-    least_effect: float = LEAST_EFFECT,
-    between: float = 0.0,
-) -> Comparison:
-    """Compare B with A by their process means in seconds, at least 2 of each.
+def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement], *, are_alternate: bool = False) -> Comparison:
+    """Compare B with A, each at least one process, by the times of the same phase in each process.
 
-    `between` is the relative standard deviation between times of measurement, which all processes of a side share and
-    more processes do not reduce; 0 if A and B were measured alternately.
-
-    Welch's t interval on the logarithms, so that the effect is relative and swapping A and B inverts the ratio. There
-    is no interval if a side has fewer than FEWEST.
+    There is no interval if a side has fewer than FEWEST processes, and one of them measured only one step.
     """
-    _check(a, b, confidence, least_effect)
-    logs_a, logs_b = [math.log(value) for value in a], [math.log(value) for value in b]
-    difference = statistics.fmean(logs_b) - statistics.fmean(logs_a)
-    half_width, p_value = None, None
+    means_a, means_b = ([measured.mean_s for measured in side] for side in (a, b))
     if min(len(a), len(b)) >= FEWEST:
-        half_width, p_value = _welch(logs_a, logs_b, difference, confidence, between)
-    return comparison_of(
-        difference, half_width, (len(a), len(b)), confidence=confidence, least_effect=least_effect, p_value=p_value
-    )
+        return compare(means_a, means_b, between=0.0 if are_alternate else TIME_DEVIATION)
+    difference = _difference(means_a, means_b)
+    known, estimated = 0.0, []
+    for side in (a, b):
+        known += TIME_DEVIATION**2 + PROCESS_DEVIATION**2 / len(side)
+        for measured in side:
+            if measured.cv is None:
+                return _comparison(difference, None, (len(a), len(b)))
+            estimated.append(((STEP_FACTOR * measured.cv / len(side)) ** 2, len(measured.times_s) - 1))
+    return _comparison(difference, _half_width(known, estimated, CONFIDENCE), (len(a), len(b)))
 
 
-def comparison_of(
-    difference: float,
-    half_width: float | None,
-    counts: tuple[int, int],
-    *,
-    confidence: float = CONFIDENCE,
-    least_effect: float = LEAST_EFFECT,
-    p_value: float | None = None,
+def compare(
+    a: Sequence[float], b: Sequence[float], *, confidence: float = CONFIDENCE, between: float = 0.0
 ) -> Comparison:
-    """The comparison that follows from B's mean logarithm less A's and half the width of that difference's interval.
+    """Compare B with A by their process means in seconds alone; without an interval for fewer than FEWEST of a side.
 
-    `counts` are the numbers of processes of A and of B.
+    `between` is the relative standard deviation between times of measurement; 0 if A and B were measured alternately.
     """
+    difference, half_width = _difference(a, b), None
+    if min(len(a), len(b)) >= FEWEST:
+        estimated = [(standard_error([*map(math.log, side)]) ** 2, len(side) - 1) for side in (a, b)]
+        half_width = _half_width(2 * between**2, estimated, confidence)
+    return _comparison(difference, half_width, (len(a), len(b)))
+
+
+def _difference(a: Sequence[float], b: Sequence[float]) -> float:
+    """B's mean logarithm less A's."""
+    for name, means in (("A", a), ("B", b)):
+        if not means or not all(0 < mean_s < math.inf for mean_s in means):
+            raise ValueError(f"{name} needs mean step times that are positive and finite seconds, got {list(means)}")
+    return statistics.fmean(map(math.log, b)) - statistics.fmean(map(math.log, a))
+
+
+def _half_width(known: float, estimated: Sequence[tuple[float, int]], confidence: float) -> float:
+    """Half the width of the interval of a difference, by Welch and Satterthwaite.
+
+    `known` is the variance that is taken as known; `estimated` are variances with their degrees of freedom.
+    """
+    from scipy.special import stdtrit  # slow to import, and few commands need it
+
+    variance = known + sum(own for own, _ in estimated)
+    if not variance:
+        return 0.0
+    share = sum((own / variance) ** 2 / freedom for own, freedom in estimated)
+    freedom = min(1 / share, MAX_FREEDOM) if share else MAX_FREEDOM
+    return float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(variance)
+
+
+def _comparison(difference: float, half_width: float | None, counts: tuple[int, int]) -> Comparison:
     return Comparison(
         ratio=_exp(difference),
         low=None if half_width is None else _exp(difference - half_width),
         high=None if half_width is None else _exp(difference + half_width),
-        confidence=confidence,
-        least_effect=least_effect,
-        p_value=p_value,
         num_a=counts[0],
         num_b=counts[1],
     )
-
-
-def _welch(
-    a: Sequence[float], b: Sequence[float], difference: float, confidence: float, between: float
-) -> tuple[float, float]:
-    """Half the width of the interval of the difference of the means, and the two-sided p value."""
-    from scipy.special import stdtr, stdtrit  # slow to import, and few commands need it
-
-    variance_a, variance_b = standard_error(a) ** 2, standard_error(b) ** 2
-    error = math.sqrt(variance_a + variance_b + 2 * between**2)
-    if error == 0:
-        return 0.0, float(difference == 0)
-    share_a, share_b = variance_a / error**2, variance_b / error**2
-    inverse = share_a**2 / (len(a) - 1) + share_b**2 / (len(b) - 1)
-    freedom = 1 / max(inverse, 1e-6)  # from there on Student's t is the normal distribution
-    return float(stdtrit(freedom, (1 + confidence) / 2)) * error, 2 * float(stdtr(freedom, -abs(difference) / error))
 
 
 def _exp(logarithm: float) -> float:
@@ -159,23 +169,13 @@ def _exp(logarithm: float) -> float:
     return math.exp(min(logarithm, 700))  # two processes 10x apart give an interval beyond what a float holds
 
 
-def _check(a: Sequence[float], b: Sequence[float], confidence: float, least_effect: float) -> None:
-    for name, values in (("A", a), ("B", b)):
-        if len(values) < 2:
-            raise ValueError(
-                f"a verdict needs at least {FEWEST} process means of {name}, got {len(values)}: run more repeats; "
-                f"{ENOUGH} are better"
-            )
-        if not all(0 < value < math.inf for value in values):
-            raise ValueError(f"process means of {name} must be positive and finite seconds, got {list(values)}")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
-    if not 0 <= least_effect < 1:
-        raise ValueError(f"least_effect must be at least 0 and below 1, got {least_effect}")
+def least_difference() -> float:
+    """Relative difference below which one process of each side cannot tell, however little its steps scatter."""
+    return math.expm1(_half_width(2 * (TIME_DEVIATION**2 + PROCESS_DEVIATION**2), [], CONFIDENCE))
 
 
 def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
-    """Order of (configuration, repeat): A B, then B A, then A B, ... so that a steady drift affects all equally.
+    """The order A B B A A B ... as pairs of configuration and repeat, in which a steady drift does not favour a side.
 
     The drift cancels exactly if `repeats` is even; with an odd number, the drift of one repeat remains.
     """
@@ -191,3 +191,82 @@ def process_means(records: Iterable[RunRecord], phase: Phase = Phase.STEP) -> li
     """Mean time in seconds of `phase` in each record that ended well and has that phase."""
     measurements = (record.measurement(phase) for record in records if record.status is Status.OK)
     return [measurement.mean_s for measurement in measurements if measurement is not None]
+
+
+Settings: TypeAlias = Mapping[str, Hashable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matching:
+    """Which rows of two sweeps belong together, by their indices."""
+
+    pairs: tuple[tuple[int, int], ...]
+    only_a: tuple[int, ...]
+    only_b: tuple[int, ...]
+    differing: tuple[str, ...]
+    """Settings in which the sweeps differ as wholes; rows are matched by all others."""
+
+
+def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
+    """Match the rows of two sweeps by all settings except those in which the sweeps differ as wholes.
+
+    All configurations of a sweep are different. The sweeps differ as wholes in a setting if they share no value of it,
+    so that one configuration matches any other. If a side would have a configuration twice without these settings, only
+    those with a single value on each side are left out.
+    """
+    names = list(a[0] if a else ())
+    values = {name: ({row[name] for row in a}, {row[name] for row in b}) for name in names}
+    apart = [name for name, (of_a, of_b) in values.items() if of_a.isdisjoint(of_b)]
+    single = [name for name in apart if all(len(own) == 1 for own in values[name])]
+    for differing in (apart, single):
+        by = [name for name in names if name not in differing]
+        keys_a, keys_b = ([tuple(row[name] for name in by) for row in side] for side in (a, b))
+        if len({*keys_a}) == len(a) and len({*keys_b}) == len(b):
+            break
+    place = {key: index for index, key in enumerate(keys_b)}
+    return Matching(
+        pairs=tuple((index, place[key]) for index, key in enumerate(keys_a) if key in place),
+        only_a=tuple(index for index, key in enumerate(keys_a) if key not in place),
+        only_b=tuple(index for index, key in enumerate(keys_b) if key not in {*keys_a}),
+        differing=tuple(differing),
+    )
+
+
+def without_profiled(side: Sequence[RunRecord]) -> Sequence[RunRecord]:
+    """The runs without a profiler, whose times count; all of them where there are no others."""
+    return [record for record in side if record.config.profiler is Profiler.NONE] or side
+
+
+def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> None:
+    """Raise ValueError, in one line, for times under a profiler and, unless allowed, for unlike conditions."""
+    for name, side in zip("AB", sides, strict=True):
+        if any(record.config.profiler is not Profiler.NONE for record in side):
+            raise ValueError(f"{name} has times under a profiler, which makes a run slower; compare runs without one")
+    if allow_mixed:
+        return
+    if apart := _conditions_apart(record for side in sides for record in side):
+        raise ValueError(
+            f"the records come from different hardware or software ({apart}); compare them with --allow-mixed"
+        )
+    if any(map(_has_changed_inputs, sides)):
+        raise ValueError(
+            "the records of one side come from different versions of a model's source or of a token file; "
+            "compare them with --allow-mixed"
+        )
+
+
+def _conditions_apart(records: Iterable[RunRecord]) -> str:
+    """In what the conditions of the records differ: `driver 580 and 590`; empty where they do not."""
+    found: dict[str, set[str]] = {}
+    for identity in {record.environment.identity for record in records if record.environment}:
+        for name, value in msgspec.to_builtins(identity).items():
+            found.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
+    words = (f"{name.replace('_', ' ')} {' and '.join(sorted(own))}" for name, own in found.items() if len(own) > 1)
+    return ", ".join(words)
+
+
+def _has_changed_inputs(side: Sequence[RunRecord]) -> bool:
+    """Whether records of one side come from different versions of a model's source or of a token file."""
+    states = {(found.name, found.state) for record in side for found in record.inputs}
+    of_configurations = {(record.config.configuration, record.inputs) for record in side}
+    return any(len(found) > len({name for name, _ in found}) for found in (states, of_configurations))

@@ -137,7 +137,7 @@ def run(arguments: BenchmarkArguments) -> int:
             print_json(encode_record(record))
             print_line(f"record: {runs / record.key}.json")
         else:
-            _print(record, runs)
+            print_measured(record, runs)
         print_profile_paths([config], runs)
     return status_of([record], () if is_explained else [config])
 
@@ -162,7 +162,7 @@ def _measure_on_ranks(config: RunConfig, runs: Path, timeout_s: float, status: "
     return measure_one(config, runs, timeout_s=timeout_s)
 
 
-def _print(record: RunRecord, runs: Path) -> None:
+def print_measured(record: RunRecord, runs: Path) -> None:
     """The tables of the run, and of its profile if it has one."""
     from cs336_systems.report.terminal import print_run
     from cs336_systems.studies.ceilings_files import ceilings_beside
@@ -179,12 +179,12 @@ def _print(record: RunRecord, runs: Path) -> None:
 def _print_memory(config: RunConfig, runs: Path) -> None:
     """Print where the memory went, for a run that ran out of memory too."""
     from cs336_systems.analysis.memory.profile import read_memory_profile
-    from cs336_systems.report.sections.memory.entries import Snapshot
-    from cs336_systems.report.sections.memory.files import memory_tables
+    from cs336_systems.report.sections.memory.entries import MemoryEntry
+    from cs336_systems.report.sections.memory.tables import memory_tables
     from cs336_systems.report.terminal import print_table
     from cs336_systems.sweep.store import memory_profile_path
 
-    for table in memory_tables([Snapshot(profile=read_memory_profile(memory_profile_path(config, runs)))], TOP):
+    for table in memory_tables([MemoryEntry(profile=read_memory_profile(memory_profile_path(config, runs)))], TOP):
         print_table(table)
 
 

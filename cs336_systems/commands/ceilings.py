@@ -22,7 +22,7 @@ from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
 from cs336_systems.record import RecordError, read_record
-from cs336_systems.studies.ceilings_files import FILE_NAME, keep_earlier
+from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import (
     MAX_BYTES,
     ONLY_ON_GPUS,
@@ -34,7 +34,6 @@ from cs336_systems.studies.ceilings_records import (
 )
 from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import print_aside
 
 if TYPE_CHECKING:
     from cs336_systems.studies.step_parts import StepParts
@@ -165,23 +164,20 @@ def run(arguments: CeilingsArguments) -> int:
         step = _earlier_step(directory)
     parts = None if step is None else _parts(step, directory, device_name)
     make_writable(directory)
-    from cs336_systems.report.sections.ceilings.summary import ceilings_tables, doubts, write_ceilings
+    from cs336_systems.report.sections.ceilings import ceilings_sections, write_ceilings
     from cs336_systems.studies.runner import run_study
 
     def write(study: CeilingsStudy, directory: Path) -> None:
-        if (kept := keep_earlier(directory, study)) is not None:
-            print_aside(f"the earlier ceilings are kept in {kept}")
         write_ceilings(study, directory, parts)
         _keep_step(step, directory)
 
     study = show_study(
         lambda status: earlier or run_study(grid, status),
         write,
-        lambda study: ceilings_tables(study, parts),
+        lambda study: ceilings_sections(study, parts),
         directory,
         arguments.FOLDER,
         as_json=arguments.json,
-        warnings=doubts,
         parts=parts,
     )
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED

@@ -1,6 +1,8 @@
 """`cs336 compare`: which of two configurations, or of each two of two sweeps, is faster."""
 
 import functools
+import hashlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -8,8 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.analysis.compare import Verdict, interleave
-from cs336_systems.commands.flags import MeasuringArguments, Switch, check_repeats, checked_name, unset
+from cs336_systems.analysis.compare import Verdict, interleave, without_profiled
+from cs336_systems.commands.benchmark import BenchmarkArguments
+from cs336_systems.commands.flags import (
+    MeasuringArguments,
+    Switch,
+    check_repeats,
+    checked_name,
+    explain_cpu_fallback,
+    parse,
+    resolve_device,
+    unset,
+)
 from cs336_systems.commands.outcome import (
     FAILED,
     INTERRUPTED,
@@ -22,11 +34,10 @@ from cs336_systems.commands.outcome import (
     load_records_or_warn,
 )
 from cs336_systems.commands.results import PAGE_FILE, write_collection_page
-from cs336_systems.commands.sides import both_on_disk, grids_of_flags, grids_of_records, name_of, pairs
-from cs336_systems.commands.sweep import measure_all
-from cs336_systems.config import RunConfig
+from cs336_systems.commands.sweep import SweepArguments, measure_all
+from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.record import load_records
+from cs336_systems.record import RunRecord, load_records
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import counted, print_aside, print_line
@@ -61,7 +72,7 @@ class CompareArguments(MeasuringArguments):
     fail_if_slower: Annotated[float | None, unset("PERCENT", "no limit")] = None
     """End with status 1 if the verdict on any configuration is that B is slower, by more than this."""
     repeats: int = 5
-    """Fresh processes of each; two give no interval, and so no verdict on two configurations."""
+    """Fresh processes of each."""
     allow_mixed: Switch = False
     """Go on with records that come from another GPU, driver, torch, code, own model, token file or warm-up."""
     name: Annotated[str | None, unset("NAME", "made of A and B; finished sweeps are compared without writing")] = None
@@ -208,3 +219,91 @@ def is_side(word: str, words: Sequence[str]) -> bool:
     own = {"--help", *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
     alone = words[0] == "compare" and word.startswith("--") and word.partition("=")[0].replace("_", "-") not in own
     return word.startswith("-") and (" " in word or alone)
+
+
+GRID_FLAGS = {*SweepArguments.settings} - {*BenchmarkArguments.settings}
+"""Flags that a sweep has and a single run does not."""
+
+
+def both_on_disk(a: str, b: str) -> bool:
+    """Whether the sides are records, not flags; raise UsageError for a side that is neither, and for one of each."""
+    exist = [_exists(side) for side in (a, b)]
+    for side, exists in zip((a, b), exist, strict=True):
+        if not exists and side.strip() and not side.strip().startswith("-"):
+            raise UsageError(f"{side}: no such directory or record; needed one, or flags of benchmark.py in quotes")
+    if exist[0] != exist[1]:
+        raise UsageError("A and B must both be directories of finished sweeps, or both flags of benchmark.py in quotes")
+    return exist[0]
+
+
+def _exists(text: str) -> bool:
+    try:
+        return bool(text.strip()) and Path(text).exists()  # an empty text means no flags, not the current directory
+    except OSError:  # flags may be longer than any file name
+        return False
+
+
+def grids_of_flags(sides: Sequence[str]) -> list[Sequence[RunConfig]]:
+    """The configurations of both sides; flags of a sweep on one make both of them sweeps."""
+    words = [checked(functools.partial(shlex.split, side)) for side in sides]
+    flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for own in words for word in own}
+    asked = [_asked(side, own, bool(flags & GRID_FLAGS)) for side, own in zip(sides, words, strict=True)]
+    grids: list[Sequence[RunConfig]] = [
+        checked(each.plan).configs if isinstance(each, SweepArguments) else [checked(each.config)] for each in asked
+    ]
+    for device in dict.fromkeys(each.step.device for each in asked):
+        explain_cpu_fallback(device)
+    return grids
+
+
+def _asked(side: str, words: Sequence[str], is_sweep: bool) -> SweepArguments | BenchmarkArguments:
+    """Parse the flags of a side; raise UsageError for flags of `compare` itself."""
+    asked: SweepArguments | BenchmarkArguments
+    own: list[tuple[object, str]]
+    if is_sweep:
+        asked = sweep = parse(SweepArguments, "benchmark_sweep.py", words)
+        own = [(sweep, name) for name in ("repeats", "name", "output", "dry_run", "json")]
+        own += [(sweep.measuring, each.name) for each in fields(sweep.measuring)]
+    else:
+        asked = parse(BenchmarkArguments, "benchmark.py", words)
+        own = [(asked, "json"), (asked, "output")]
+    if given := [name for flags, name in own if getattr(flags, name) != getattr(type(flags), name)]:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(
+            f"{side.strip()}: a side is configurations and no more; leave out {named}, or give it to compare"
+        )
+    return asked
+
+
+def grids_of_records(sides: Sequence[Sequence[RunRecord]]) -> list[Sequence[RunConfig]]:
+    """The configurations of both sides; raise UsageError where they need a GPU that is not here."""
+    grids = [[*dict.fromkeys(record.config.configuration for record in without_profiled(side))] for side in sides]
+    if any(config.device is Device.CUDA for grid in grids for config in grid):
+        checked(functools.partial(resolve_device, "cuda"))
+    return [*grids]
+
+
+def pairs(grids: Sequence[Sequence[RunConfig]], allow_mixed: bool) -> list[tuple[RunConfig, RunConfig]]:
+    """The configurations that are on both sides, in A's order; others are named on standard error."""
+    a, b = grids
+    if any(config.profiler is not Profiler.NONE for config in (*a, *b)):
+        raise UsageError("a profiler makes a run slower; compare runs without one")
+    if len(a) == len(b) == 1:
+        return [(a[0], b[0])]
+    from cs336_systems.report.compared import matched
+    from cs336_systems.report.identity import settings_of
+
+    settings = ([settings_of(config) for config in grid] for grid in grids)
+    matching = checked(functools.partial(matched, *settings, allow_mixed=allow_mixed))
+    for config in (*(a[index] for index in matching.only_a), *(b[index] for index in matching.only_b)):
+        print_aside(f"note: {config.label} is not measured: only one side has it")
+    return [(a[i], b[j]) for i, j in matching.pairs]
+
+
+def name_of(pairs: Sequence[tuple[RunConfig, RunConfig]]) -> str:
+    """Name of the directory for records of these pairs: the same for the same comparison, and only for it."""
+    if len(pairs) == 1:
+        ((a, b),) = pairs
+        return f"compare_{a.size}_{a.digest}_{b.digest}"
+    digests = (hashlib.sha256("".join(config.digest for config in side).encode()) for side in zip(*pairs, strict=True))
+    return f"compare_sweeps_{'_'.join(digest.hexdigest()[:10] for digest in digests)}"

@@ -112,7 +112,7 @@ def run(arguments: KernelsArguments) -> int:
         if arguments.output is not None:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)
-            write_kernels([entry], arguments.output, arguments.top)
+            write_kernels(entry, arguments.output, arguments.top)
 
     show(
         arguments.json,

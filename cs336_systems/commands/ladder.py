@@ -44,7 +44,7 @@ from cs336_systems.commands.outcome import (
 from cs336_systems.commands.results import explain_or_warn, write_collection_page
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.files import FileError, encode_json
+from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
@@ -164,8 +164,12 @@ def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
     with json_alone(arguments.json) as print_json:
         if arguments.report is not None:
+            from cs336_systems.report.progress import StatusLine
+
             existing(arguments.report / LADDER_FILE, "the rungs of a ladder")
-            is_explained = _explain(arguments.report / "runs")
+            runs = arguments.report / "runs"
+            with StatusLine() as status:
+                is_explained = explain_or_warn(load_records(runs)[0], runs, status)
             _report(arguments.report, print_json)
             return OK if is_explained else FAILED
         return _climb(arguments, print_json)
@@ -185,9 +189,10 @@ def _climb(arguments: LadderArguments, print_json: PrintJson | None) -> int:
     write_ladder(ladder, directory / LADDER_FILE)
     with _empty_compiler_cache():
         status = _measure(configs, directory, arguments, ladder)
-        if status != INTERRUPTED and _lacks_reference(ladder, directory):
+        again = reference(ladder[0])
+        if status != INTERRUPTED and again is not None and _lacks_reference(ladder[0], directory):
             print(f"{ladder[0].name} ran out of memory: its losses come from a run that computes activations again")
-            configs = (*configs, reference(ladder[0]))
+            configs = (*configs, again)
             status = _measure(configs, directory, arguments, ladder, fresh=False)
     _report(directory, print_json)
     if status == INTERRUPTED:
@@ -210,10 +215,7 @@ def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
     """Raise UsageError if the directory has the ladder of another step, whose tables would be overwritten."""
     if fresh or not (directory / LADDER_FILE).is_file():
         return
-    try:
-        there = read_ladder(directory / LADDER_FILE)[0].config
-    except FileError:  # the damaged file will be overwritten
-        return
+    there = read_ladder(directory / LADDER_FILE)[0].config
     if there != first.config:
         raise UsageError(
             f"{directory} holds the ladder of another step ({there.label}; this one is "
@@ -245,18 +247,15 @@ def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
     """The name to show for each configuration: that of its rung, and for other runs what they are for."""
     names = {rung.config: rung.name for rung in ladder}
     names |= {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
-    if ladder[0].config.model_factory is None:
-        names[reference(ladder[0])] = f"{ladder[0].name} with checkpoints"
-    return names
+    again = reference(ladder[0])
+    return names if again is None else names | {again: f"{ladder[0].name} with checkpoints"}
 
 
-def _lacks_reference(ladder: Sequence[Rung], directory: Path) -> bool:
+def _lacks_reference(first: Rung, directory: Path) -> bool:
     """Whether the first rung ran out of memory, so that the reference losses need a run with checkpoints."""
-    first = ladder[0].config
-    ended = {
-        record.status for record in load_records_or_warn(directory / "runs") if record.config.configuration == first
-    }
-    return first.model_factory is None and Status.OOM in ended and Status.OK not in ended
+    records = load_records_or_warn(directory / "runs")
+    ended = {record.status for record in records if record.config.configuration == first.config}
+    return Status.OOM in ended and Status.OK not in ended
 
 
 def load(directory: Path, beside: Ceilings) -> "Climbed":
@@ -264,7 +263,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     from cs336_systems.report.page.chapters import Climbed
     from cs336_systems.report.results import Results
     from cs336_systems.report.sections.kernels.entries import load_profiled
-    from cs336_systems.report.sections.ladder.rows import ladder_rows
+    from cs336_systems.report.sections.ladder import ladder_rows
 
     ladder = read_ladder(directory / LADDER_FILE)
     records = _of_ladder(ladder, load_records_or_warn(directory / "runs"))
@@ -273,19 +272,11 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     return Climbed(rungs=ladder, results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
 
 
-def _explain(runs: Path) -> bool:
-    """Explain raw profiles of the rungs that have no explanation; return whether all could be."""
-    from cs336_systems.report.progress import StatusLine
-
-    with StatusLine() as status:
-        return explain_or_warn(load_records(runs)[0], runs, status)
-
-
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from cs336_systems.report.page.chapters import Collection
     from cs336_systems.report.progress import StatusLine
-    from cs336_systems.report.sections.ladder.tables import ladder_section, write_ladder_report
+    from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
     from cs336_systems.report.terminal import print_table
 
     with StatusLine() as status:
@@ -308,9 +299,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
 
 def _of_ladder(ladder: Sequence[Rung], records: Sequence[RunRecord]) -> list[RunRecord]:
     """The records of the rungs and of the reference. The directory may have others, of ladders with other flags."""
-    wanted = {config for rung in ladder for config in (rung.config, reason_run(rung))}
-    if ladder[0].config.model_factory is None:
-        wanted.add(reference(ladder[0]))
+    wanted = {reference(ladder[0]), *(config for rung in ladder for config in (rung.config, reason_run(rung)))}
     return [record for record in records if record.config.configuration in wanted]
 
 

@@ -9,7 +9,6 @@ import tyro
 from cs336_systems.commands.flags import Switch, make_config, unset
 from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.files import encode_json
 from cs336_systems.record import read_record
 
 if TYPE_CHECKING:
@@ -22,11 +21,11 @@ class MemoryArguments:
 
     FILE is a snapshot that any program wrote with torch.cuda.memory._dump_snapshot, or the profile that this command or
     a sweep has kept of one (memory.json, memory/*.json). Snapshots of this project have notes beside them, which say
-    what each block of memory held. A second FILE is compared with the first.
+    what each block of memory held.
     """
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE [FILE]")]
-    """One snapshot, or two to compare."""
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """A snapshot, or a profile."""
     top: int = 10
     """Number of allocations to list."""
     record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
@@ -42,11 +41,12 @@ class MemoryArguments:
     json: Switch = False
     """Print JSON instead of tables."""
 
-    def config_of(self, file: Path) -> RunConfig | None:
+    @property
+    def config(self) -> RunConfig | None:
         """The configuration of the run, if known; raise UsageError for an unknown size, RecordError for bad records."""
         if self.size is not None:
             return checked(self._preset)
-        beside = file.parent.parent / "runs" / f"{file.stem}.json"
+        beside = self.file.parent.parent / "runs" / f"{self.file.stem}.json"
         if self.record is not None:
             return read_record(existing(self.record, "a record of a run, in JSON")).config
         return read_record(beside).config if beside.is_file() else None
@@ -60,35 +60,27 @@ class MemoryArguments:
 
 def run(arguments: MemoryArguments) -> int:
     """Read, explain, print, and write where asked."""
-    if not 1 <= len(arguments.files) <= 2 or arguments.top < 1:
-        raise UsageError("memory needs one snapshot, or two to compare, and --top of at least 1")
-    if len(arguments.files) == 2 and arguments.output is not None:
-        raise UsageError("--output is for one snapshot, not for a comparison")
-    configs = [arguments.config_of(file) for file in arguments.files]
-    found = [existing(file, "a memory snapshot of PyTorch, or a memory profile") for file in arguments.files]
+    if arguments.top < 1:
+        raise UsageError(f"--top must be at least 1, got {arguments.top}")
+    config = arguments.config
+    file = existing(arguments.file, "a memory snapshot of PyTorch, or a memory profile")
     from cs336_systems.report.progress import StatusLine
 
-    profiles = []
     with StatusLine() as status:
-        for file, config in zip(found, configs, strict=True):
-            status.reading(file)
-            profiles.append(_explain(file, config))
+        status.reading(file)
+        profile = _explain(file, config)
         from cs336_systems.analysis.memory.profile import encode_memory_profile
-        from cs336_systems.report.sections.memory.compare import changes_json, compare_memory
-        from cs336_systems.report.sections.memory.entries import Snapshot
-        from cs336_systems.report.sections.memory.files import memory_tables, write_memory
-
-        alone = [Snapshot(profile=profiles[0])]
+        from cs336_systems.report.sections.memory.entries import MemoryEntry
+        from cs336_systems.report.sections.memory.tables import memory_tables, write_memory
 
         if arguments.output is not None:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)
-            write_memory(alone, arguments.output, arguments.top)
-    both = len(profiles) == 2
+            write_memory(profile, arguments.output, arguments.top)
     show(
         arguments.json,
-        lambda: encode_json(changes_json(*profiles)) if both else encode_memory_profile(profiles[0]),
-        lambda: compare_memory(*profiles) if both else memory_tables(alone, arguments.top),
+        lambda: encode_memory_profile(profile),
+        lambda: memory_tables([MemoryEntry(profile=profile)], arguments.top),
         arguments.output,
     )
     return OK

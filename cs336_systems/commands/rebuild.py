@@ -14,16 +14,14 @@ from cs336_systems.record import RunRecord, load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.page.chapters import Collection
 from cs336_systems.report.results import Results
-from cs336_systems.report.sections.attention import write_attention
-from cs336_systems.report.sections.ceilings.summary import write_ceilings
+from cs336_systems.report.sections.ceilings import write_ceilings
 from cs336_systems.report.sections.forecast import write_forecast
-from cs336_systems.report.sections.fusion import write_fusion
-from cs336_systems.report.sections.ladder.tables import write_ladder_report
+from cs336_systems.report.sections.ladder import write_ladder_report
+from cs336_systems.report.sections.operators import write_attention, write_fusion
 from cs336_systems.report.sections.precision import write_precision
-from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
-from cs336_systems.studies.fusion_records import FusionStudy
+from cs336_systems.studies.operators import AttentionStudy, FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.records import StudyT, read_study
 from cs336_systems.sweep.store import SweepError

@@ -9,7 +9,6 @@ from cs336_systems.commands.outcome import PrintJson, UsageError, load_ceilings_
 from cs336_systems.config import RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
-from cs336_systems.studies.ceilings_files import ceilings_beside, ceilings_files
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.store import raw_profile_path
 from cs336_systems.text import print_aside, print_line
@@ -38,6 +37,7 @@ def show_results(
     from cs336_systems.report.page.chapters import Collection
     from cs336_systems.report.results import Results
     from cs336_systems.report.terminal import print_sweep
+    from cs336_systems.studies.ceilings_files import ceilings_beside, ceilings_files
 
     beside = [ceilings_beside(directory) for directory in (output, *found)]
     ceilings = load_ceilings_or_warn(next(filter(ceilings_files, beside), beside[0]))

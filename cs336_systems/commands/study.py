@@ -1,11 +1,14 @@
-"""What the commands of all studies share: flags, and the way from measuring to files and printed tables."""
+"""`cs336 attention`, `fusion` and `precision`, and what all studies share: flags, files and printing."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
+import tyro
+
 from cs336_systems.commands.flags import (
+    DeviceChoice,
     DeviceFlag,
     Flags,
     Switch,
@@ -15,17 +18,20 @@ from cs336_systems.commands.flags import (
     unset,
     with_flags_of,
 )
-from cs336_systems.commands.outcome import checked, json_alone
+from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
 from cs336_systems.commands.results import write_collection_page
 from cs336_systems.config import Device
 from cs336_systems.files import encode_json
+from cs336_systems.measure.inputs import check_factory, source_of
 from cs336_systems.settings import declared
+from cs336_systems.studies.operators import AttentionGrid, FusionGrid
 from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import print_aside, print_line
+from cs336_systems.text import print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.progress import StatusLine
-    from cs336_systems.report.section import Table
+    from cs336_systems.report.section import Section
+    from cs336_systems.studies.precision_records import PrecisionStudy
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
 StudyT = TypeVar("StudyT")
@@ -69,10 +75,101 @@ def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
     return with_flags_of(kind.GRID)(kind)
 
 
+@with_grid
+class AttentionArguments(StudyArguments):
+    """Time attention alone over head dimensions and context lengths, each way to compute it, and say what it holds.
+
+    Without heads, as in the course's exercise. Cells that run out of memory or for which there is no kernel have rows
+    of their own. Results go to OUTPUT/attention/NAME/, as JSON with every raw time, tables, plots and index.html.
+
+    --own flash:FlashAttention adds yours, from flash.py in this directory; examples/flex_attention.py of the
+    repository is one. Where it is over 10 times as far from float64 as PyTorch's kernel, it is marked WRONG, its times
+    are in no table, and the exit status is 1. Without a backward (NotImplementedError) only forward is timed. The
+    course's grid for it:
+    --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 --context-lengths 128 256 512 1024 2048 4096
+    8192 16384 32768 65536.
+    """
+
+    GRID, FOLDER = AttentionGrid, "attention"
+
+    def grid(self, **others: object) -> AttentionGrid:
+        """The grid that the flags mean, with the state of the user's source; ValueError if there is no such name."""
+        grid: AttentionGrid = super().grid(**others)
+        if grid.own is None:
+            return grid
+        check_factory(grid.own, "--own")
+        return replace(grid, source=source_of(grid.own))
+
+    def run(self) -> int:
+        """Measure the grid, write its record after every cell, then the tables, plots and page."""
+        from cs336_systems.report.sections.operators import attention_section, write_attention, write_attention_record
+
+        study = measure_and_show(self, write_attention, lambda study: [attention_section(study)],
+                                 write_attention_record)  # fmt: skip
+        return OK if all(result.status.is_result for result in study.results) else FAILED
+
+
+@with_grid
+class FusionArguments(StudyArguments):
+    """Show what fusing does to GELU, softmax, RMSNorm and attention: written out, compiled, and PyTorch's own.
+
+    For each, forward and backward: kernels launched, bytes moved, time, share of the memory bandwidth, error. Results
+    go to OUTPUT/fusion/NAME/, as JSON with every raw time, tables, plots and index.html.
+    """
+
+    GRID, FOLDER = FusionGrid, "fusion"
+
+    def run(self) -> int:
+        """Measure the grid, print the tables, and write them with the record and the plots."""
+        from cs336_systems.report.sections.operators import fusion_section, write_fusion
+
+        study = measure_and_show(self, write_fusion, lambda study: [fusion_section(study)])
+        return OK if all(row.status.is_result for row in study.rows) else FAILED
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionArguments:
+    """Show what accumulation, layer norm and autocast do to precision, as observed on this machine."""
+
+    device: DeviceChoice = "auto"
+    """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
+    json: Switch = False
+    """Print JSON instead of tables."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON, and index.html."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
+        chosen = resolve_device(self.device)
+        return (Device.CPU, Device.CUDA) if self.device == "auto" and chosen is Device.CUDA else (chosen,)
+
+    def run(self) -> int:
+        """Observe sums, layer norm and data types, print them, and write them into the directory if one is given."""
+        explain_cpu_fallback(self.device)
+        devices = checked(self.devices)
+        if self.output is not None:
+            self.output.mkdir(parents=True, exist_ok=True)
+        from cs336_systems.report.sections.precision import precision_sections, write_precision
+
+        def measure(status: "StatusLine") -> "PrecisionStudy":
+            status("importing PyTorch")
+            from cs336_systems.studies.precision import run_precision_study
+
+            return run_precision_study(devices, status)
+
+        show_study(measure, write_precision, precision_sections, self.output, "precision", as_json=self.json)
+        return OK
+
+
+def run(arguments: AttentionArguments | FusionArguments | PrecisionArguments) -> int:
+    """Run the command that these are the arguments of."""
+    return arguments.run()
+
+
 def measure_and_show(
     arguments: StudyArguments,
     write: Callable[[StudyT, Path], object],
-    tables: Callable[[StudyT], Iterable["Table"]],
+    sections: Callable[[StudyT], Iterable["Section"]],
     on_progress: Callable[[StudyT, Path], object] = lambda *_: None,
 ) -> StudyT:
     """Measure the grid of the arguments, write the results, print them, and return the study.
@@ -88,18 +185,17 @@ def measure_and_show(
         study: StudyT = run_study(grid, status, lambda study: on_progress(study, directory))
         return study
 
-    return show_study(measure, write, tables, directory, arguments.FOLDER, as_json=arguments.json)
+    return show_study(measure, write, sections, directory, arguments.FOLDER, as_json=arguments.json)
 
 
 def show_study(
     measure: Callable[["StatusLine"], StudyT],
     write: Callable[[StudyT, Path], object],
-    tables: Callable[[StudyT], Iterable["Table"]],
+    sections: Callable[[StudyT], Iterable["Section"]],
     directory: Path | None,
     kind: str,
     *,
     as_json: bool,
-    warnings: Callable[[StudyT], Iterable[str]] = lambda _: (),
     **others: object,
 ) -> StudyT:
     """Measure, showing progress; write the results into the directory, if one is given; print and return them.
@@ -107,6 +203,7 @@ def show_study(
     `kind` is the field of `Collection` in which the page has such studies; `others` go into other fields of it.
     """
     from cs336_systems.report.progress import StatusLine
+    from cs336_systems.report.sections.study import all_tables
     from cs336_systems.report.terminal import print_table
 
     with json_alone(as_json) as print_json:
@@ -116,12 +213,10 @@ def show_study(
                 status("drawing and writing")
                 write(study, directory)
                 page = _write_page(directory, status, {kind: study, **others})
-        for warning in warnings(study):
-            print_aside(f"warning: {warning}")
         if print_json is not None:
             print_json(encode_json(study))
         else:
-            for table in tables(study):
+            for table in all_tables(sections(study)):
                 print_table(table, directory)
         if directory is not None:
             print_line(f"results: {directory}")

@@ -272,8 +272,8 @@ def run(arguments: SweepArguments) -> int:
     explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
         explain_fast(configs)
-    expected = _expected(arguments, plan, directory)
     if arguments.dry_run:
+        expected = _expected(arguments, plan, directory)
         if expected is NOTHING_EXPECTED and arguments.cluster is None:
             print_aside("note: no times are predicted, as `cs336 ceilings` has not measured this device")
         elif (curves := expected.curves) is not None:
@@ -296,7 +296,7 @@ def run(arguments: SweepArguments) -> int:
         print_aside(f"error: no profile: {missing}. The times are measured all the same.")
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
     with json_alone(arguments.json) as print_json:
-        status = measure_all(configs, directory, arguments.measuring, print_json, _elsewhere(arguments), expected)
+        status = measure_all(configs, directory, arguments.measuring, print_json, _elsewhere(arguments))
     return FAILED if missing is not None and status == OK else status
 
 
@@ -425,11 +425,10 @@ def measure_all(
     measuring: MeasuringArguments,
     print_json: PrintJson | None = None,
     elsewhere: Callable[..., "Outcome"] | None = None,
-    expected: Expected = NOTHING_EXPECTED,
 ) -> int:
     """Run the configurations that have no result yet, write the tables and plots, print them or their JSON.
 
-    `elsewhere` measures them on other machines in place of `run_sweep`. `expected` is how long they should take.
+    `elsewhere` measures them on other machines in place of `run_sweep`.
     """
     from cs336_systems.sweep.nsys import is_under_nsys
 
@@ -443,7 +442,7 @@ def measure_all(
     if elsewhere is None:
         note_unused_gpus(configs)
     first = FIRST if elsewhere is None else "connecting to the cluster"
-    with TerminalListener(first=first, expected=expected) as listener:
+    with TerminalListener(first=first) as listener:
         outcome = (elsewhere or run_sweep)(
             configs, directory, listener,
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,

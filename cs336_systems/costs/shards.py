@@ -108,7 +108,7 @@ def units(config: RunConfig) -> list[Unit]:
 def _largest_share(counts: Mapping[str, int], ranks: int) -> tuple[str, ...]:
     """The parameters that a sharded optimizer gives to the rank that gets most.
 
-    Each parameter goes to the rank that has the fewest elements so far, as in `parallel/sharded_optimizer.py`.
+    Each parameter goes to the rank that has the fewest elements so far, as in `parallel/data_parallel.py`.
     """
     owned: list[list[str]] = [[] for _ in range(ranks)]
     totals = [0] * ranks

@@ -4,13 +4,21 @@ nsys runs outside of the process; for it, this module adds the ranges of backwar
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from cs336_systems.config import CompileMode, Device, Profiler, RunConfig
 from cs336_systems.measure.clock import Clock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.annotate import Annotator, annotate, backward_ranges, kineto_trace
+from cs336_systems.model.annotate import (
+    Annotator,
+    annotate,
+    backward_ranges,
+    forward_ranges,
+    kineto_trace,
+    module_names,
+    own_names,
+)
 from cs336_systems.ranges import Range
 
 OneStep = Callable[[], None]
@@ -47,18 +55,29 @@ class Watch:
         """Keep what was recorded of a run that raised an exception. Raises RuntimeError or OSError if that fails."""
 
 
-class _RangesInBackward(Watch):
-    """Adds ranges of modules to backward. Their hooks take time on the host, so plain runs have none."""
+class _Ranges(Watch):
+    """Adds ranges of modules: in backward, and of a user's own model in forward too.
+
+    Their hooks take time on the host, so plain runs have none.
+    """
 
     def __init__(self, step: TrainingStep) -> None:
         self._step = step
 
     def whole_run(self) -> AbstractContextManager[object]:
-        config = self._step.config
-        return backward_ranges(self._step.model) if config.ranges and not _is_compiled(config) else nullcontext()
+        ranges = ExitStack()
+        config, model = self._step.config, self._step.model
+        if config.ranges and not _is_compiled(config):
+            is_own = config.model_factory is not None
+            names = module_names(model, config.module_depth) if is_own else own_names(model)
+            if is_own:
+                ranges.enter_context(forward_ranges(names))
+            if config.profiler is not Profiler.MEMORY:
+                ranges.enter_context(backward_ranges(names))
+        return ranges
 
 
-class _Kineto(_RangesInBackward):
+class _Kineto(_Ranges):
     def __init__(self, step: TrainingStep, path: Path) -> None:
         super().__init__(step)
         self._path = path
@@ -71,8 +90,9 @@ class _Kineto(_RangesInBackward):
             yield
 
 
-class _Memory(Watch):
+class _Memory(_Ranges):
     def __init__(self, step: TrainingStep, path: Path) -> None:
+        super().__init__(step)
         self._path = path
         from cs336_systems.measure.memory import MemoryRecorder
 
@@ -82,7 +102,10 @@ class _Memory(Watch):
         return self._recorder.clock(clock)
 
     def whole_run(self) -> AbstractContextManager[object]:
-        return self._recorder.watching()
+        ranges = ExitStack()
+        ranges.enter_context(super().whole_run())
+        ranges.enter_context(self._recorder.watching())
+        return ranges
 
     @contextmanager
     def measured_steps(self, one_step: OneStep) -> Iterator[None]:
@@ -100,7 +123,7 @@ def make_watch(step: TrainingStep, path: Path | None) -> Watch:
     """The profiler of the configuration, which writes to `path`; without a path, the no-op profiler."""
     profiler = step.config.profiler
     if profiler is Profiler.NSYS:
-        return _RangesInBackward(step)
+        return _Ranges(step)
     if path is None or profiler is Profiler.NONE:
         return Watch()
     return _Kineto(step, path) if profiler is Profiler.KINETO else _Memory(step, path)

@@ -8,8 +8,8 @@ import functools
 import gzip
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+
+from cs336_systems.ranges import Range
 
 COMPRESSION = 6
 """Gzip level: takes a fifth of the time of torch's own level, 9, and makes the file a tenth larger."""
@@ -144,9 +146,61 @@ def annotate(name: str) -> AbstractContextManager[None]:
     return _NOTHING if _annotations is None else _annotations[name]
 
 
+def module_names(model: nn.Module, depth: int) -> dict[nn.Module, str]:
+    """Names of the ranges of a model that has none: for each module down to `depth` levels, its place.
+
+    The place of the model itself is its class; that of another module is its path below the module that calls it, such
+    as `layers.0` or `self_attn`. Lists and dictionaries of modules are never called, so they are no level.
+    """
+
+    def placed(module: nn.Module, name: str, depth: int) -> Iterator[tuple[nn.Module, str]]:
+        yield module, f"{name} module" if name in _OF_STEPS else name
+        for child, place in _called(module, "") if depth else ():
+            yield from placed(child, place, depth - 1)
+
+    return dict(placed(model, type(model).__name__, depth))
+
+
+_OF_STEPS = {Range.STEP, Range.FORWARD, Range.LOSS, Range.BACKWARD, Range.COMMUNICATION, Range.OPTIMIZER, Range.MEASURE}
+"""Names of ranges that no module may have."""
+
+
+def _called(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str]]:
+    """The modules in `module` that are called, with their paths below it."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child, f"{prefix}{name}.")
+        else:
+            yield child, f"{prefix}{name}"
+
+
 @contextmanager
-def backward_ranges(model: nn.Module) -> Iterator[None]:
-    """While open, backward through `model` has a range for each of its modules that has a `range: str`.
+def forward_ranges(names: Mapping[nn.Module, str]) -> Iterator[None]:
+    """While open, each call of one of these modules has a range of its name."""
+    with ExitStack() as hooks:
+        for module, name in names.items():
+            begin = functools.partial(_enter, name)
+            hooks.callback(module.register_forward_pre_hook(begin).remove)
+            hooks.callback(module.register_forward_hook(functools.partial(_leave, name), always_call=True).remove)
+        yield
+
+
+def _enter(name: str, *_: object) -> None:
+    annotate(name).__enter__()
+
+
+def _leave(name: str, *_: object) -> None:
+    annotate(name).__exit__(None, None, None)
+
+
+def own_names(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules that have a `range: str`, which names their ranges; their own code opens those of forward."""
+    return {each: name for each in model.modules() if isinstance(name := getattr(each, "range", None), str)}
+
+
+@contextmanager
+def backward_ranges(names: Mapping[nn.Module, str]) -> Iterator[None]:
+    """While open, backward has a range for each of these modules, by their names.
 
     A module's range opens when the gradient of its output is ready and closes when that of its input is (for an
     embedding, whose input has no gradient: when those of its parameters are). The hooks are on nodes of autograd's
@@ -154,18 +208,13 @@ def backward_ranges(model: nn.Module) -> Iterator[None]:
     and memory stay the same. Compiled code has no such nodes, and no ranges. A backward that raises, or that ends in
     the outermost of these modules, leaves ranges open.
     """
-    handles = []
-    for module in model.modules():
-        if isinstance(name := getattr(module, "range", None), str):
+    with ExitStack() as hooks:
+        for module, name in names.items():
             calls = _Calls(name)
-            handles.append(module.register_forward_pre_hook(calls.begin))
+            hooks.callback(module.register_forward_pre_hook(calls.begin, with_kwargs=True).remove)
             # always: a checkpoint ends its recomputation by an exception
-            handles.append(module.register_forward_hook(calls.end, always_call=True))
-    try:
+            hooks.callback(module.register_forward_hook(calls.end, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Calls:
@@ -175,15 +224,15 @@ class _Calls:
         self._name = name
         self._running: list[_Call] = []
 
-    def begin(self, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def begin(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._running.append(call := _Call(self._name))
-        if node := _first_node(inputs):
+        if node := _first_node((*inputs, *named.values())):
             call.has_input = True
             _at(node, call.close)
 
     def end(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
         call = self._running.pop()
-        if node := _first_node((output,)):
+        if node := _first_node(output.values() if isinstance(output, Mapping) else (output,)):
             if not call.has_input:
                 _at(node, _CloseAfter(call, _leaves(node)).start)
             _at(node, call.open)

@@ -1,24 +1,56 @@
-"""Two sides compared, each one configuration or a sweep: the verdicts, and the file from which they are made again."""
+"""Two sides compared, each one configuration or a sweep: the verdict on each configuration, as a table.
+
+What was compared is kept in COMPARISON_FILE, from which the tables are made again.
+"""
 
 import os
-import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote_to_bytes
 
-from cs336_systems.analysis.matching import refuse_unlike, without_profiled
+from cs336_systems.analysis.compare import (
+    CONFIDENCE,
+    PROCESS_DEVIATION,
+    STEP_FACTOR,
+    TIME_DEVIATION,
+    Matching,
+    compare_processes,
+    least_difference,
+    match,
+    refuse_unlike,
+    without_profiled,
+)
+from cs336_systems.analysis.statistics import FEWEST
+from cs336_systems.analysis.warnings import in_doubt
+from cs336_systems.config import Phase, RunConfig
 from cs336_systems.files import read_json
-from cs336_systems.record import RecordError, RunRecord, load_records, read_record
-from cs336_systems.report.columns import Row
-from cs336_systems.report.formats import pngs_of, texts_of, write_files
-from cs336_systems.report.section import Section
-from cs336_systems.report.sections.comparison import ONLY_A, ONLY_B, pair_section, sweeps_section
-from cs336_systems.text import counted, print_aside
+from cs336_systems.record import Measurement, RecordError, RunRecord, Status, load_records, read_record
+from cs336_systems.report.columns import Row, column
+from cs336_systems.report.formats import texts_of, write_files
+from cs336_systems.report.frame import codes_of, rows_of, to_frame
+from cs336_systems.report.identity import (
+    ALWAYS,
+    SHAPE,
+    heading,
+    identity_columns,
+    rows_without,
+    shared_settings,
+    without_unused,
+)
+from cs336_systems.report.section import Section, known, make_table
+from cs336_systems.report.words import DOUBT, status_text
+from cs336_systems.text import counted, print_aside, text_of
 
 COMPARISON_FILE = "comparison.json"
+ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
+"""Words in place of a verdict."""
+SWEEPS = ("a_step_mean_ms", "b_step_mean_ms", "ratio", "ratio_low", "verdict", "a_processes", "b_processes")
+VALUES = ("verdict", "ratio", "ratio_low", "ratio_high", "a_step_mean_ms", "a_step_std_ms", "a_processes", "a_status",
+          "a_warnings", "b_step_mean_ms", "b_step_std_ms", "b_processes", "b_status", "b_warnings")  # fmt: skip
+"""Columns of the CSV file after those of the configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,44 +76,34 @@ class Sides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The verdict on each configuration of two sides, and the tables and pictures that show it."""
+    """The verdict on each configuration of two sides, and the table that shows it."""
 
     sides: Sides
     records: Sequence[Sequence[RunRecord]]
     """Records of A, then records of B, without runs under a profiler."""
     section: Section
-    rows: Sequence[Row]
-    """For each configuration `verdict`, `ratio`, its interval `ratio_low` to `ratio_high`, and `ratio_is_doubted`."""
-    json: Mapping[str, Any]
     left_out: Sequence[str] = ()
     """Sentences on runs that are not compared."""
 
     @property
     def verdicts(self) -> list[tuple[str, float | None]]:
         """The verdict on each configuration that both sides have, and B's step over A's; None if it is not known."""
-        return [(row["verdict"], row["ratio"]) for row in self.rows if row["verdict"] not in (ONLY_A, ONLY_B)]
+        rows = self.section.rows
+        return [(str(row["verdict"]), row["ratio"]) for row in rows if row["verdict"] not in (ONLY_A, ONLY_B)]  # type: ignore[misc]
 
     @property
-    def words(self) -> list[str]:
-        """The command that makes such a comparison, without its name, in words for a shell."""
-        found = ["cs336", "compare", *map(shlex.quote, self.sides.names)]
-        if self.sides.records is None:
-            counts = Counter(record.config.configuration for record in self.records[0])
-            are_directories = all(name and not name.startswith("-") for name in self.sides.names)
-            found += ["--repeats", str(max(counts.values())), *(["--measure"] if are_directories else [])]
-        return [*found, *(["--allow-mixed"] if self.sides.allow_mixed else [])]
+    def json(self) -> dict[str, Any]:
+        """The names of both sides, and a row for each configuration in SI units."""
+        sides = [{"side": side, "configuration": name} for side, name in zip("AB", self.sides.names, strict=True)]
+        return {"sides": sides, "results": self.section.json}
 
     def write(self, directory: Path) -> None:
-        """Write the tables and pictures."""
-        write_files({**texts_of(self.section), **pngs_of(self.section)}, directory)
+        """Write the table in every format."""
+        write_files(texts_of(self.section), directory)
 
 
-def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_files: bool = False) -> Compared:
-    """Compare one configuration with another, or each configuration of a sweep with that of another.
-
-    One process of a configuration is a sweep of one row, unless it was measured for this comparison or is given as a
-    file. Raises ValueError for what must not be compared, and SweepError for a side of which no process ended well.
-    """
+def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]]) -> Compared:
+    """Compare each configuration of A with that of B; raise ValueError for what must not be compared."""
     are_alternate = sides.records is None
     is_mixed = are_alternate or sides.allow_mixed  # what is measured alternately was checked before the first run
     plain = [without_profiled(side) for side in records]
@@ -91,22 +113,13 @@ def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_f
         for name, side, own in zip("AB", records, plain, strict=True)
         if len(own) < len(side)
     ]
-    is_one = all(len({record.config.configuration for record in side}) == 1 for side in plain)
-    if is_one and (are_alternate or are_files or min(map(len, plain)) > 1):
-        section, row, json = pair_section(sides.names, plain, are_alternate=are_alternate)
-        rows = [row]
-    else:
-        section = sweeps_section(sides.names, plain, allow_mixed=is_mixed, are_alternate=are_alternate)
-        rows = [*map(dict, section.rows)]
-        listed = [{"side": side, "configuration": name} for side, name in zip("AB", sides.names, strict=True)]
-        json = {"sides": listed, "results": section.json}
-    return Compared(sides=sides, records=plain, section=section, rows=rows, json=json, left_out=left_out)
+    section = comparison_section(sides.names, plain, allow_mixed=is_mixed, are_alternate=are_alternate)
+    return Compared(sides=sides, records=plain, section=section, left_out=left_out)
 
 
 def compare_paths(sides: Sides, paths: Sequence[Path]) -> Compared:
     """Compare the records at two paths, each a directory of a sweep or a record."""
-    found = [records_at(path) for path in paths]
-    return compare_sides(sides, found, are_files=all(path.is_file() for path in paths))
+    return compare_sides(sides, [records_at(path) for path in paths])
 
 
 def load_compared(directory: Path, records: Sequence[RunRecord] | None = None) -> Compared:
@@ -146,3 +159,139 @@ def records_at(path: Path) -> Sequence[RunRecord]:
     for problem in problems:
         print_aside(f"warning: {problem}")
     return found
+
+
+def comparison_section(
+    names: Sequence[str],
+    sides: Sequence[Sequence[RunRecord]],
+    *,
+    allow_mixed: bool = False,
+    are_alternate: bool = False,
+) -> Section:
+    """The verdict on every configuration of two sweeps, A and B, which have these names.
+
+    `are_alternate` says that the runs of A and B were interleaved. Raises ValueError, which says why, where nothing
+    matches, for a side that has one configuration on several devices, and, unless `allow_mixed`, for another warm-up.
+    """
+    found = [rows_of(to_frame(side)) for side in sides]
+    for name, rows in zip("AB", found, strict=True):
+        if len({row["config"] for row in rows}) < len(rows):
+            raise ValueError(f"{name} has the same configuration on several devices; keep each device's runs apart")
+    matching = matched(*([_settings(row) for row in rows] for rows in found), allow_mixed=allow_mixed)
+    times = [_times(side) for side in sides]
+    a, b = found
+    rows = [
+        *(_row(a[i], b[j], times, matching.differing, are_alternate) for i, j in matching.pairs),
+        *(_row(a[i], None, times, matching.differing, are_alternate) for i in matching.only_a),
+        *(_row(None, b[j], times, matching.differing, are_alternate) for j in matching.only_b),
+    ]
+    always = [name for name in ALWAYS if name not in matching.differing]
+    identities = [row["identity"] for row in rows]
+    columns = [*identity_columns(rows, always), *known([column(key) for key in SWEEPS], rows)]
+    shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
+    told = [*_what_is_what(names, found, matching, are_alternate), *_counted(rows)]
+    notes = [*told, *_rules(rows), *([f"{shared}."] if shared else [])]
+    table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told)
+    apart = [f"{name}_{side}" for name in matching.differing for side in "ab"]
+    keys = (*without_unused(identities), *apart, *VALUES)
+    return Section(name="comparison", tables=(table,), rows=rows, keys=keys)
+
+
+def matched(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], *, allow_mixed: bool = False) -> Matching:
+    """Match the configurations of two sweeps; raise ValueError where none match, or some after another warm-up."""
+    matching = match(a, b)
+    if not matching.pairs:
+        raise ValueError("no configuration of A is in B; see the results of each with `cs336 report`")
+    for i, j in matching.pairs:
+        if (of_a := a[i]["warmup_steps"]) != (of_b := b[j]["warmup_steps"]) and not allow_mixed:
+            raise ValueError(
+                f"A had {of_a} warm-up steps and B had {of_b}, to which a difference may be due; "
+                "compare them with --allow-mixed"
+            )
+    return matching
+
+
+def _settings(row: Row) -> Row:
+    """What tells the row from others of its sweep."""
+    (settings,) = rows_without([row["identity"]], ("repeat",))
+    return settings
+
+
+def _times(side: Sequence[RunRecord]) -> dict[RunConfig, list[Measurement]]:
+    """The step times of each process that ended well, by configuration."""
+    found: dict[RunConfig, list[Measurement]] = {}
+    for record in dict.fromkeys(side):
+        measured = record.measurement(Phase.STEP)
+        if record.status is Status.OK and measured is not None:
+            found.setdefault(record.config.configuration, []).append(measured)
+    return found
+
+
+def _row(
+    a: Row | None,
+    b: Row | None,
+    times: Sequence[Mapping[RunConfig, list[Measurement]]],
+    differing: Sequence[str],
+    are_alternate: bool,
+) -> Row:
+    """What is known of one configuration, which may be missing on one side."""
+    whole = a or b
+    assert whole is not None
+    identity = {name: value for name, value in _settings(whole).items() if name not in differing}
+    row: Row = {**identity, "identity": identity}
+    measured = []
+    for side, own, of_side in zip("ab", (a, b), times, strict=True):
+        measured.append(of_side.get(own["config"], []) if own else [])
+        row |= {f"{name}_{side}": own["identity"][name] if own else None for name in differing}
+        row |= {f"{side}_{name}": own[name] if own else None for name in ("step_mean_ms", "step_std_ms", "processes")}
+        row |= {f"{side}_{name}": own[name] if own else None for name in ("status", "warnings")}
+        row[f"{side}_ended"] = status_text(own["status"]) if own else ""
+    row |= {"ratio": None, "ratio_low": None, "ratio_high": None, "ratio_is_doubted": False, "sentence": ""}
+    if a is None or b is None:
+        return row | {"verdict": ONLY_B if a is None else ONLY_A}
+    if not all(measured):
+        return row | {"verdict": NOT_COMPARED}
+    found = compare_processes(*measured, are_alternate=are_alternate)
+    doubted = in_doubt([*codes_of(a), *codes_of(b)])
+    ratio = {"ratio": found.ratio, "ratio_low": found.low, "ratio_high": found.high, "ratio_is_doubted": doubted}
+    return row | ratio | {"verdict": str(found.verdict), "sentence": found.sentence}
+
+
+def _what_is_what(
+    names: Sequence[str], found: Sequence[Sequence[Row]], matching: Matching, are_alternate: bool
+) -> Iterator[str]:
+    yield f"A is {names[0]}, B is {names[1]}{'; their runs alternate (A B B A)' if are_alternate else ''}."
+    told = []
+    for name in matching.differing:
+        if name in SHAPE and "size" in matching.differing:
+            continue
+        of_sides = [dict.fromkeys(text_of(row["identity"][name]) for row in rows) for rows in found]
+        told.append(f"{heading(name)} ({', '.join(' or '.join(own) for own in of_sides)})")
+    if told:
+        yield f"They differ throughout in {', '.join(told)}; rows are matched by all other settings."
+
+
+def _counted(rows: Sequence[Row]) -> Iterator[str]:
+    """How many rows have each verdict; of a single row its verdict with the numbers it rests on."""
+    counts = Counter(row["verdict"] for row in rows)
+    if len(rows) == 1 and rows[0]["sentence"]:
+        yield rows[0]["sentence"]
+    else:
+        yield f"Of {counted(len(rows), 'row')}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}."
+    if any(row["ratio_is_doubted"] for row in rows):
+        yield f"{DOUBT} marks a ratio of times that are in doubt; the CSV names the warnings."
+
+
+def _rules(rows: Sequence[Row]) -> Iterator[str]:
+    """What the interval of the ratio rests on."""
+    numbers = [min(row["a_processes"], row["b_processes"]) for row in rows if row["ratio"] is not None]
+    level = f"{100 * CONFIDENCE:g} % interval of the ratio"
+    if any(number >= FEWEST for number in numbers):
+        yield f"{level} where both sides have {FEWEST} processes or more: Welch's, over their means."
+    if any(number < FEWEST for number in numbers):
+        yield (
+            f"{level} where a side has fewer than {FEWEST} processes: a process's mean is taken to have a standard "
+            f"deviation of {100 * PROCESS_DEVIATION:g} % and {STEP_FACTOR:g} times that of its steps, and a time of "
+            f"measurement one of {100 * TIME_DEVIATION:g} %. One process of each side cannot tell differences below "
+            f"{100 * least_difference():.1f} %: repeats can (--repeats {FEWEST})."
+        )

@@ -34,8 +34,6 @@ class Entry(Protocol):
 
 
 E = TypeVar("E", bound=Entry)
-MOST_WARNINGS = 4
-"""Lines of warnings about profiles of one sweep that cannot be read."""
 
 
 def load_entries(
@@ -43,8 +41,7 @@ def load_entries(
 ) -> list[E]:
     """The entries that `load` makes of the runs under these profilers, in the order of tables.
 
-    A profile for which `load` raises ProfileError is left out, with a warning on standard error; of many, the rest are
-    counted.
+    Profiles for which `load` raises ProfileError are left out, with one warning that counts them and names the first.
     """
     from cs336_systems.report.frame import order  # pandas is slow to import, and only entries need it
 
@@ -55,12 +52,10 @@ def load_entries(
                 found.append(load(record))
             except ProfileError as error:
                 ended = "" if record.status is Status.OK else f"; the run ended as {record.status}"
-                problems.append(f"warning: {record.config.label}: {error}{ended}")
-    if len(problems) > MOST_WARNINGS:
-        rest = len(problems) - (MOST_WARNINGS - 1)
-        problems[MOST_WARNINGS - 1 :] = [f"warning: {rest} more explained profiles of this sweep cannot be read"]
-    for text in problems:
-        print_aside(text)
+                problems.append(f"{record.config.label}: {error}{ended}")
+    if problems:
+        others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        print_aside(f"warning: no explained profile{others}: {problems[0]}")
     return found
 
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from cs336_systems.config import (
+    MODULE_DEPTH,
     SETTINGS,
     SIZES,
     UNSIZED,
@@ -59,6 +60,7 @@ OPTIONAL: tuple[Mapping[str, object], ...] = (
     MappingProxyType({"fused_activations": False}),
     MappingProxyType({"packed_attention": False}),
     MappingProxyType({"loss": LossKind.CROSS_ENTROPY.value}),
+    MappingProxyType({"module_depth": MODULE_DEPTH}),
 )
 """Groups of columns that CSV files have only if a run differs from these values in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")

@@ -6,14 +6,12 @@ is timed in this process has nothing beside it that it does not need.
 
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from cs336_systems.config import Phase, RunConfig
-from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import RecordError, RunRecord
 from cs336_systems.report.words import STATUS_WORDS
@@ -92,21 +90,20 @@ class TerminalListener(Listener):
         self,
         names: Mapping[RunConfig, str] | None = None,
         first: str = FIRST,
-        expected: Expected = NOTHING_EXPECTED,
     ) -> None:
         """`names` are names of configurations that replace the list of their settings; repeats share a name.
 
-        `first` is what a sweep does before its first run, and `expected` how long its runs should take.
+        `first` is what a sweep does before its first run.
         """
+        from rich import progress
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._names, self._first = names or {}, first
-        self._left = TimeLeft(expected)
         self.console = Console(stderr=True, emoji=False)
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"), console=self.console, auto_refresh=False,
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("left"),
+            progress.TimeRemainingColumn(), console=self.console, auto_refresh=False, speed_estimate_period=3600,
             disable=not self.console.is_terminal,
         )  # fmt: skip
         self._task: TaskID | None = None
@@ -132,9 +129,8 @@ class TerminalListener(Listener):
         if kept:
             print_aside(f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go")
         self._total = len(todo)
-        self._left.planned(todo)
         first = self._first if todo else ""
-        self._task = self._progress.add_task(first, total=self._total, left="")
+        self._task = self._progress.add_task(first, total=self._total)
         self.tick()
         if first and not self.console.is_terminal:
             self._lines(first)
@@ -146,7 +142,6 @@ class TerminalListener(Listener):
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those in progress; without a bar, in a line of its own."""
-        self._left.started()
         label = self._label(config)
         number = self._numbers.setdefault(config, len(self._numbers))
         is_named = gpu is not None and gpu.index > 0 and not config.is_shared
@@ -158,7 +153,6 @@ class TerminalListener(Listener):
     def finished(self, record: RunRecord) -> None:
         """Print the result in one line."""
         self._running.pop(record.key, None)
-        self._left.finished(record.config)
         print_aside(describe_run(record, self._label(record.config)))
         if self._task is not None:
             self._progress.advance(self._task)
@@ -184,10 +178,6 @@ class TerminalListener(Listener):
 
     def tick(self) -> None:
         """Update the bar's clock."""
-        if self._task is not None:
-            left_s = self._left()
-            left = "" if left_s is None else f"left {timedelta(seconds=round(left_s))}"
-            self._progress.update(self._task, left=left)
         self._progress.refresh()
 
     def _label(self, config: RunConfig) -> str:
@@ -204,43 +194,6 @@ class TerminalListener(Listener):
             now = " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
             self._progress.update(self._task, description=escape(inert_line(now)))
         self.tick()
-
-
-class TimeLeft:
-    """Time left of a sweep, from the predicted times of its runs and the ratio of actual to predicted time so far."""
-
-    def __init__(self, expected: Expected) -> None:
-        self._expected = expected
-        self._waiting: list[RunConfig] = []
-        self._done_s = 0.0
-        """Predicted time of the finished runs."""
-        self._begun_s: float | None = None
-        self._took_s = 0.0
-        """Time from the start of the first run to the end of the last finished one."""
-
-    def planned(self, todo: Sequence[RunConfig]) -> None:
-        """Note the runs to come, in order."""
-        self._waiting = list(todo)
-
-    def started(self) -> None:
-        """Note that a run begins now."""
-        if self._begun_s is None:
-            self._begun_s = monotonic()
-
-    def finished(self, config: RunConfig) -> None:
-        """Note that this run ends now."""
-        if config in self._waiting and self._begun_s is not None:
-            self._waiting.remove(config)
-            self._done_s += self._expected.runs_s.get(config, 0.0)
-            self._took_s = monotonic() - self._begun_s
-
-    def __call__(self) -> float | None:
-        """Seconds left; None if of some run it is not known how long it should take."""
-        if (left_s := self._expected.total_s(self._waiting)) is None or self._begun_s is None:
-            return left_s
-        if self._done_s:
-            left_s = sum(map(self._expected.runs_s.__getitem__, self._waiting)) * self._took_s / self._done_s
-        return max(0.0, left_s - (monotonic() - self._begun_s - self._took_s))
 
 
 def describe_run(record: RunRecord, label: str) -> str:

@@ -12,15 +12,15 @@ from cs336_systems.report.entries import findings_section
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.section import Section, Table, rows_with
-from cs336_systems.report.sections.kernels.communication import by_configuration
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
+from cs336_systems.report.sections.kernels.tables import by_configuration
 from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memory
-from cs336_systems.report.sections.memory.files import memory_tables
-from cs336_systems.report.sections.memory.files import sections_of as memory_sections
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
+from cs336_systems.report.sections.memory.tables import memory_tables
+from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.steps import results_section
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 

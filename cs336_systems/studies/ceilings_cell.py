@@ -1,39 +1,46 @@
-"""One cell of the ceilings: a matmul, a pass over memory, a launch, or collectives among other processes."""
+"""One cell of the ceilings: a matmul, a pass over memory, a launch, a kernel of a step, or collectives of processes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from cs336_systems.config import FP8_MULTIPLE, Device, ModelConfig, Phase, Precision, RunConfig
+from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Pass
 from cs336_systems.costs.time import host_calls
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Failure, Status
-from cs336_systems.studies import cell
 from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
+    D_HEAD,
+    HEADS,
+    MASK_SIDE,
+    MIN_TIME_S,
     ONLY_ON_GPUS,
     QUEUED_BYTES,
     STREAM_BYTES,
     CacheRow,
     CeilingsGrid,
-    CeilingsRow,
     CollectiveCell,
+    KernelCell,
     Launch,
     LaunchCell,
+    Loops,
+    PassCell,
     ProductCell,
     ProductPrecision,
     Shape,
     Stream,
     StreamCell,
 )
-from cs336_systems.studies.kernel_cell import measure_kernel, measure_pass
-from cs336_systems.studies.kernel_records import KernelCell, PassCell
-from cs336_systems.studies.loops import Loops
+from cs336_systems.studies.cell import DTYPES, make_generator
+from cs336_systems.studies.records import Row
 from cs336_systems.studies.timing import Run, device_timer, host_timer, launch_timer, measure, replayed, timed_loops
 
-DTYPES = cell.DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
+PRODUCT_DTYPES = DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
 LEAST_CAPABILITY = {
     ProductPrecision.TF32: (8, 0),
     ProductPrecision.BF16: (8, 0),
@@ -41,6 +48,8 @@ LEAST_CAPABILITY = {
 }
 """Compute capability from which NVIDIA GPUs multiply such numbers in hardware."""
 LAUNCHES_IN_GRAPH = 1000
+LOOPS, LOOP_S = 3, 0.01
+"""Number and least time of the loops of each kernel of a step: few and short, because there are hundreds of them."""
 NARROW = RunConfig(
     size="narrow",
     model=ModelConfig(vocab_size=256, context_length=16, d_model=64, d_ff=128, num_layers=12, num_heads=4),
@@ -51,14 +60,14 @@ NARROW = RunConfig(
 """A training step with the operations of `small`, each of which a GPU ends long before the host launches the next."""
 
 
-def measure_rows(grid: CeilingsGrid, rows: Sequence[CeilingsRow]) -> list[CeilingsRow | CacheRow]:
+def measure_rows(grid: CeilingsGrid, rows: Sequence[Row]) -> list[Row]:
     """Each row with its timing; after launches on a GPU, also its cache. Raises whatever running them raises."""
     collectives = [row for row in rows if isinstance(row, CollectiveCell)]
     if collectives:
         return [*measure_collectives(grid, collectives)]
     if grid.has_rounds:
         grid = replace(grid, loops=1)
-    measured: list[CeilingsRow | CacheRow] = []
+    measured: list[Row] = []
     for row in rows:
         if isinstance(row, ProductCell):
             measured.append(measure_product(grid, row))
@@ -103,8 +112,8 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:
     """The matmul of a (rows, inner) matrix with the transpose of a (columns, inner) one, as in a linear layer."""
-    generator = cell.make_generator(grid)
-    dtype = DTYPES[precision]
+    generator = make_generator(grid)
+    dtype = PRODUCT_DTYPES[precision]
     drawn = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
     left, right = (
         torch.randn(rows, shape.inner, generator=generator, device=grid.device.value, dtype=drawn).to(dtype)
@@ -121,7 +130,7 @@ def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) 
 
 def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
     """One pass over this many elements in fp32."""
-    generator = cell.make_generator(grid)
+    generator = make_generator(grid)
     source = torch.rand(elements, generator=generator, device=grid.device.value)
     if stream is Stream.READ:
         return source.sum
@@ -163,3 +172,72 @@ def time_calls(config: RunConfig) -> Loops:
         reason = "it has no times" if record.failure is None else record.failure.message
         raise RuntimeError(f"the step whose calls are timed did not run: {reason}")
     return Loops(count=host_calls(config), times_s=step.times_s)
+
+
+def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
+    """Time one matmul or one kernel of attention; its backward is the time of both passes less that of forward."""
+    apply_math_mode(Precision.TF32 if row.precision is Precision.TF32 else Precision.FP32)
+    brief = replace(grid, loops=LOOPS, loop_s=min(grid.loop_s, LOOP_S))
+    if row.form not in MATMULS_OF:
+        return row.with_loops(measure(make_matmul(grid, row), brief))
+    forward = measure(make_fused_attention(grid, row, with_backward=False), brief)
+    if row.form is Form.ATTENTION:
+        return row.with_loops(forward)
+    both = measure(make_fused_attention(grid, row, with_backward=True), brief)
+    times_s = (max(MIN_TIME_S, time_s - both.count * forward.median_s) for time_s in both.times_s)
+    return row.with_loops(replace(both, times_s=tuple(times_s)))
+
+
+def measure_pass(grid: CeilingsGrid, row: PassCell) -> PassCell:
+    """Time one pass over memory."""
+    brief = replace(grid, loops=LOOPS, loop_s=min(grid.loop_s, LOOP_S))
+    return row.with_loops(measure(make_pass(grid, row), brief))
+
+
+def make_matmul(grid: CeilingsGrid, row: KernelCell) -> Run:
+    """The matmul of random matrices, batched if the row is."""
+    left = _random(grid, row, row.rows, row.inner, is_transposed=row.form is Form.WEIGHT)
+    right = _random(grid, row, row.inner, row.columns, is_transposed=row.form is Form.FORWARD)
+    return lambda: left @ right
+
+
+def _random(grid: CeilingsGrid, row: KernelCell, rows: int, columns: int, is_transposed: bool) -> Tensor:
+    """Random matrices of this shape, row-major, or column-major if `is_transposed`."""
+    sides = (columns, rows) if is_transposed else (rows, columns)
+    shape = sides if row.batch == 1 else (row.batch, *sides)
+    generator, dtype = make_generator(grid), DTYPES[row.precision]
+    made = torch.randn(shape, generator=generator, device=grid.device.value, dtype=dtype)
+    return made.transpose(-2, -1) if is_transposed else made
+
+
+def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: bool) -> Run:
+    """Causal attention of all heads by the kernel that PyTorch chooses."""
+    generator, dtype = make_generator(grid), DTYPES[row.precision]
+    shape = (1, row.batch, row.rows, row.inner)
+    q, k, v, upstream = (
+        torch.randn(shape, generator=generator, device=grid.device.value, dtype=dtype) for _ in range(4)
+    )
+    if not with_backward:
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    inputs = tuple(each.requires_grad_() for each in (q, k, v))
+    return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, upstream)
+
+
+def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:
+    """One pass over this many elements."""
+    generator = make_generator(grid)
+    source = torch.rand(row.elements, generator=generator, device=grid.device.value)
+    if row.how is Pass.COPY:
+        return source.clone
+    if row.how is Pass.WIDEN:
+        narrow = source.bfloat16()
+        return lambda: source.copy_(narrow)
+    if row.how is Pass.STRIDED:
+        heads = source.view(-1, HEADS, MASK_SIDE, D_HEAD).transpose(1, 2)
+        target = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        return lambda: target.copy_(heads)
+    scores = source.view(-1, MASK_SIDE, MASK_SIDE)
+    if row.how is Pass.MASKED:
+        mask = torch.ones(MASK_SIDE, MASK_SIDE, device=grid.device.value).triu(1).bool()
+        return lambda: scores.masked_fill_(mask, -1.0)
+    return lambda: scores.softmax(dim=-1)

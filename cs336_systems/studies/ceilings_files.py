@@ -1,4 +1,4 @@
-"""The files of studies of ceilings: an earlier study is kept, and ceilings are found by the name of their device.
+"""The files of studies of ceilings, which are found by the name of their device.
 
 Ceilings of a few devices come with the program (costs/devices), so that forecasts of these are the same everywhere.
 """
@@ -19,11 +19,10 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
-from cs336_systems.files import CEILINGS, encode_json, read_json, write_atomically
+from cs336_systems.files import CEILINGS, read_json, write_atomically
 from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision
 from cs336_systems.studies.records import FORMAT_VERSION, read_study
-from cs336_systems.sweep.store import time_stamp
 
 FILE_NAME = "ceilings.json"
 SHIPPED = Path(cs336_systems.costs.devices.__file__).parent
@@ -33,20 +32,6 @@ DOUBTED_SHARE = 0.25
 """Share of the cells of a device's studies from which on forecasts are in doubt if these cells are."""
 
 T = TypeVar("T")
-
-
-def keep_earlier(directory: Path, study: CeilingsStudy) -> Path | None:
-    """Copy the directory's present study, if it differs, to a file beside it that is named after the time.
-
-    Return the path of the copy, or None. The present file stays until the new study replaces it, so that other
-    processes always find one.
-    """
-    present = directory / FILE_NAME
-    if not present.is_file() or (data := present.read_bytes()) == encode_json(study):
-        return None
-    kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
-    write_atomically(kept, data)
-    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.parallel.collectives import Rank, all_gather, devices_of, group_of, reduce_scatter
 from cs336_systems.parallel.exchange import of_all_ranks, shared_rows
 from cs336_systems.record import Failure, Status
-from cs336_systems.studies.ceilings_records import CeilingsGrid, CollectiveCell
-from cs336_systems.studies.loops import Loops
+from cs336_systems.studies.ceilings_records import CeilingsGrid, CollectiveCell, Loops
 from cs336_systems.studies.timing import PROBES, device_timer, host_timer, replayed
 from cs336_systems.sweep.process import die_with_forker
 

@@ -3,33 +3,140 @@
 The fastest matmul and the largest copy of a study are its ceilings, of which other results are reported as shares.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
-from typing import Annotated, ClassVar
+from statistics import fmean, median, stdev
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 
-from cs336_systems.config import SIZES, Device, Precision
+from cs336_systems.analysis.warnings import LOOPS, timing_warnings
+from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
 from cs336_systems.costs.calls import Collective, sent_share
 from cs336_systems.costs.curves import Curves, Matmul
-from cs336_systems.costs.forecast.tape import Pass
+from cs336_systems.costs.forecast.fast import is_fast_step
+from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Kind, Pass
 from cs336_systems.costs.shards import FP32_BYTES
+from cs336_systems.costs.time import operations
 from cs336_systems.files import CEILINGS
-from cs336_systems.record import Count, Environment, Status
+from cs336_systems.model.fast.choose import fastest
+from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
 from cs336_systems.settings import ByDevice, Setting, check
-from cs336_systems.studies.kernel_records import KernelCell, PassCell, kernel_cells, pass_cells
-from cs336_systems.studies.loops import TimedRow, Timing, joined
 from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, Row
 
-MAX_SIDE = 2**20
-"""Most rows or columns of a matrix, so that a typing error does not ask for a petabyte."""
+MIN_TIME_S = 1e-9
 MAX_BYTES = 2**42
 PADDED = ", padded"
 """Suffix of the name of a matmul whose columns are those of another one, rounded up."""
 SMALL_COLLECTIVES_BYTES = (2**12, 2**16)
 """Bytes of small collectives, such as those of a model's vectors, in addition to the sizes of passes over memory."""
+MAX_SIDE = 2**20
+"""Most rows or columns of a matrix, so that a typing error does not ask for a petabyte."""
+QUEUED_BYTES = 2**28
+"""Bytes moved by the copies that show the gap between two kernels: each takes that much longer than in a CUDA graph."""
+MASK_SIDE = 512
+"""Number of positions in masked passes, and width of the rows in softmax passes."""
+HEADS, D_HEAD = 16, 64
+"""Shape of the tensors in strided passes, which transpose heads and MASK_SIDE positions."""
+PASS_BYTES = dict.fromkeys(Pass, 4 + 4) | {Pass.WIDEN: 2 + 4}
+"""Bytes moved per element: bf16 read and fp32 written, or fp32 both."""
+PASS_UNIT = HEADS * MASK_SIDE * D_HEAD
+"""The elements of a pass are a multiple of this: one sequence of heads, or two masked matrices of scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loops:
+    """Raw times of loops of `count` repetitions each. Statistics are derived from them, never stored."""
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    times_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.times_s or not all(MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s):
+            raise ValueError(f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s")
+
+    def __add__(self, others: "Loops") -> "Loops":
+        """The loops of both; where their counts differ, as if each loop were one repetition of mean time."""
+        if self.count == others.count:
+            return replace(self, times_s=(*self.times_s, *others.times_s))
+        times_s = (max(MIN_TIME_S, time_s / each.count) for each in (self, others) for time_s in each.times_s)
+        return Loops(count=1, times_s=tuple(times_s))
+
+    @property
+    def median_s(self) -> float:
+        """Time of one repetition in the median loop, in seconds."""
+        return median(self.times_s) / self.count
+
+    @property
+    def stdev_s(self) -> float | None:
+        """Sample standard deviation over the loops of the time of one repetition; None for a single loop."""
+        return stdev(self.times_s) / self.count if len(self.times_s) > 1 else None
+
+    @property
+    def cv(self) -> float | None:
+        """Standard deviation of the loops over their mean; None for a single loop."""
+        return stdev(self.times_s) / fmean(self.times_s) if len(self.times_s) > 1 else None
+
+    @property
+    def spread(self) -> float:
+        """Slowest loop over fastest, minus 1."""
+        return max(self.times_s) / min(self.times_s) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Loops of one cell, or its failure."""
+
+    status: Status
+    failure: Failure | None = None
+    loops: Loops | None = None
+
+    @property
+    def time_s(self) -> float | None:
+        """Time of one repetition; None unless status is ok."""
+        return None if self.loops is None else self.loops.median_s
+
+    @property
+    def cv(self) -> float | None:
+        """Relative standard deviation of the time, and so of a rate; None if it is not known."""
+        return None if self.loops is None else self.loops.cv
+
+    @property
+    def warnings(self) -> tuple[RunWarning, ...]:
+        """Reasons to doubt the time."""
+        return () if self.loops is None else timing_warnings(self.loops.times_s, repeated=LOOPS)
+
+    def rate(self, amount: float) -> float | None:
+        """`amount` per repetition, as a rate per second; None without a time."""
+        return None if self.loops is None else amount / self.loops.median_s
+
+
+UNTIMED = Timing(status=Status.OK)
+"""Of cells that are yet to be measured."""
+
+
+class TimedRow(Row):
+    """A cell, which is a data class with what is timed, and its timing."""
+
+    __slots__ = ()
+    timing: Timing
+
+    def failed(self, status: Status, failure: Failure) -> Self:
+        """The row with the failure in place of a measurement."""
+        return replace(self, timing=Timing(status=status, failure=failure))  # type: ignore[type-var]
+
+    def with_loops(self, loops: Loops) -> Self:
+        """The row with the times of these loops."""
+        return replace(self, timing=Timing(status=Status.OK, loops=loops))  # type: ignore[type-var]
+
+    def joined(self, other: Self) -> Self:
+        """The row with the loops of both rows; if one of them failed, the row with its failure."""
+        mine, theirs = self.timing.loops, other.timing.loops
+        if mine is None or theirs is None:
+            return self if mine is None else other
+        return self.with_loops(mine + theirs)
 
 
 class ProductPrecision(StrEnum):
@@ -78,10 +185,6 @@ class Launch(StrEnum):
     """A copy of QUEUED_BYTES, which takes so long that the host launches the next one in time."""
 
 
-QUEUED_BYTES = 2**28
-"""Bytes moved by the copies that show the gap between two kernels: each takes that much longer than in a CUDA graph."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """A matmul of (rows, inner) by (inner, columns), as in a linear layer: the second matrix is transposed."""
@@ -119,124 +222,6 @@ class Shape:
         """Both factors read once and the result written once: the least that any matmul moves."""
         factors = self.rows * self.inner + self.inner * self.columns
         return FACTOR_BYTES[precision] * factors + RESULT_BYTES[precision] * self.rows * self.columns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CeilingsGrid(Grid["CeilingsRow | CacheRow", "CeilingsStudy"]):
-    """What to run."""
-
-    MEASURE: ClassVar[str] = "cs336_systems.studies.ceilings_cell:measure_rows"
-
-    # fmt: off
-    device: Device
-    shapes: tuple[Shape, ...]
-    precisions: Annotated[
-        tuple[ProductPrecision, ...],
-        Setting(
-            "fp32, tf32, bf16, fp16, fp8 (e4m3).", metavar="NAME",
-            by_device=ByDevice(gpu=tuple(ProductPrecision), cpu=(ProductPrecision.FP32, ProductPrecision.BF16)),
-        ),
-    ]
-    stream_bytes: Annotated[tuple[int, ...], Setting(least=STREAM_BYTES[Stream.ADAMW], most=MAX_BYTES)]
-    """Bytes that a pass over memory moves; also, with smaller ones, the sizes of the tensors of collectives."""
-    loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)] = 5
-    loop_s: Annotated[
-        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.04, cpu=0.005))
-    ] = 0.04
-    """Repetitions are added until a loop takes this long."""
-    world_size: Annotated[
-        int,
-        Setting(
-            "Most processes of a collective, each on a GPU of its own. 2, 4 and so on up to it are measured too; 1 "
-            "leaves them out.",
-            least=1, default="all GPUs, 1 on a CPU",
-        ),
-    ] = 1
-    seed: int = 0
-    step_presets: tuple[str, ...] | None = None
-    """Model sizes of which the kernels of steps are measured; None for none."""
-    step_contexts: Annotated[tuple[int, ...], Setting(least=1, most=MAX_SIDE)] = (128, 256, 512)
-    """Context lengths of these steps."""
-    step_batch_size: Annotated[int, Setting(least=1, most=MAX_SIDE)] = 4
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        check(self)
-        if not 0 < self.loop_s <= 60:
-            raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")
-        if unknown := [name for name in self.step_presets or () if name not in SIZES]:
-            raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
-
-    @property
-    def has_rounds(self) -> bool:
-        """Whether cells are measured in rounds, one loop of each cell per round.
-
-        Other programs, or other guests of the host, take a CPU for seconds at a time. That would slow all loops of a
-        cell if they were measured in a row; in rounds it slows one loop of each cell, and the medians stay the same.
-        """
-        return self.device is Device.CPU
-
-    def groups(self) -> list[list[Cell["CeilingsRow | CacheRow"]]]:
-        """One group of all cells; cells that are measured in rounds occur once per loop."""
-        cells = [*self.cells()]
-        again = [cell for cell in cells if self.has_rounds and not isinstance(cell.rows[0], CollectiveCell)]
-        return [[*cells, *(again * (self.loops - 1))]]
-
-    def cells(self) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
-        """Matmuls, passes over memory, launches, and collectives if there are several processes."""
-        timing = Timing(status=Status.OK)
-        for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
-            row = ProductCell(precision=precision, shape=shape, timing=timing)
-            yield Cell(label=f"{precision} product {shape.label}", rows=(row,))
-        for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
-            moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]  # a whole number of elements
-            passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=timing)
-            yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
-        for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
-            yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=timing),))
-        yield from self._step_cells(timing)
-        for ranks in self.numbers_of_ranks:
-            multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
-            sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
-            collectives = tuple(
-                CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=timing)
-                for kind in Collective
-                if kind is not Collective.PUSH or self.device is Device.CUDA  # pushes use a GPU's copy engines
-                for size in sizes
-                if size
-            )
-            yield Cell(label=f"collectives of {ranks} processes", rows=collectives)
-
-    def _step_cells(self, timing: Timing) -> Iterator[Cell["CeilingsRow | CacheRow"]]:
-        """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
-        if not self.step_presets:
-            return
-        precisions = [Precision(name) for name in dict.fromkeys(self.precisions) if name in STEP_PRECISIONS]
-        for kernel in kernel_cells(self.step_presets, self.step_contexts, precisions, self.step_batch_size, timing):
-            yield Cell(label=kernel.label, rows=(kernel,))
-        for each in pass_cells(self.device, sorted(set(self.stream_bytes)), timing):
-            yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
-
-    @property
-    def numbers_of_ranks(self) -> list[int]:
-        """Numbers of processes whose collectives are measured: the powers of 2 below world_size, and world_size."""
-        powers = [2**power for power in range(1, self.world_size.bit_length()) if 2**power < self.world_size]
-        return [*powers, self.world_size] if self.world_size > 1 else []
-
-    def study(self, rows: tuple["CeilingsRow | CacheRow", ...], environment: Environment) -> "CeilingsStudy":
-        """The study with these rows, each kind in a field of its own."""
-        rows = joined(rows) if self.has_rounds else rows
-        return CeilingsStudy(
-            grid=self,
-            products=tuple(row for row in rows if isinstance(row, ProductCell)),
-            streams=tuple(row for row in rows if isinstance(row, StreamCell)),
-            launches=tuple(row for row in rows if isinstance(row, LaunchCell)),
-            reductions=tuple(row for row in rows if isinstance(row, CollectiveCell)),
-            kernels=tuple(row for row in rows if isinstance(row, KernelCell)),
-            passes=tuple(row for row in rows if isinstance(row, PassCell)),
-            cache_bytes=next((row.num_bytes for row in rows if isinstance(row, CacheRow)), None),
-            environment=environment,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +288,214 @@ class CacheRow(Row):
     """Size of the GPU's last cache before its memory."""
 
 
-CeilingsRow = ProductCell | StreamCell | LaunchCell | CollectiveCell | KernelCell | PassCell
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCell(TimedRow):
+    """One matmul of a step, or one kernel of fused attention with the sides of its scores."""
+
+    precision: Precision
+    form: Form
+    batch: Count
+    """Number of matmuls in a batched one; for attention, heads of all sequences."""
+    rows: Count
+    inner: Count
+    columns: Count
+    timing: Timing
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts as 2; causal attention counts in full."""
+        return MATMULS_OF.get(self.form, 1) * 2 * self.batch * self.rows * self.inner * self.columns
+
+    @property
+    def label(self) -> str:
+        """The kind of kernel and its sides."""
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{self.precision} {self.form} {batch}{self.rows} x {self.inner} x {self.columns}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCell(TimedRow):
+    """One pass over memory as a step makes them."""
+
+    how: Pass
+    moved_bytes: Count
+    timing: Timing
+
+    @property
+    def elements(self) -> int:
+        return self.moved_bytes // PASS_BYTES[self.how]
+
+
+def kernel_cells(
+    presets: Sequence[str], contexts: Sequence[int], precisions: Sequence[Precision], batch_size: int
+) -> Iterator[KernelCell]:
+    """The matmuls and the attention kernels of training steps of these sizes, each once."""
+    found = dict.fromkeys(
+        (precision, each.form, each.batch, *each.sides)
+        for precision in precisions
+        for preset in presets
+        for context_length in contexts
+        for config in _configs(preset, context_length, precision, batch_size)
+        for of_phase in operations(config).values()
+        for each in of_phase
+        if each.kind in (Kind.MATMUL, Kind.ATTENTION)
+    )
+    for precision, form, batch, rows, inner, columns in found:
+        yield KernelCell(
+            precision=precision, form=form, batch=batch, rows=rows, inner=inner, columns=columns, timing=UNTIMED
+        )
+
+
+def _configs(preset: str, context_length: int, precision: Precision, batch_size: int) -> list[RunConfig]:
+    """Steps of one block: eager with each attention, and in bf16 as `--fast` computes it."""
+    model = replace(SIZES[preset], context_length=context_length, num_layers=1)
+    eager = [
+        RunConfig(
+            size=preset, model=replace(model, attention=attention), precision=precision, batch_size=batch_size,
+            device=Device.CUDA,
+        )
+        for attention in Attention
+    ]  # fmt: skip
+    fast = fastest(eager[0], None)
+    return [*eager, fast] if is_fast_step(fast) and fast.precision is precision else eager
+
+
+def pass_cells(device: Device, sizes: Sequence[int]) -> Iterator[PassCell]:
+    """Passes that move about so many bytes, of all kinds but copies; on a CPU also copies into a new tensor."""
+    for how in Pass:
+        if how is Pass.COPY and device is not Device.CPU:  # where a step makes tensors in memory that it has already
+            continue
+        units = dict.fromkeys(max(1, size // (PASS_BYTES[how] * PASS_UNIT)) for size in sizes)
+        for count in units:
+            yield PassCell(how=how, moved_bytes=count * PASS_UNIT * PASS_BYTES[how], timing=UNTIMED)
+
+
+TIMED_ROWS = {
+    "products": ProductCell, "streams": StreamCell, "launches": LaunchCell, "reductions": CollectiveCell,
+    "kernels": KernelCell, "passes": PassCell,
+}  # fmt: skip
+"""The cells of a study by the field that holds them."""
+
+
+def joined(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows, with those of the same cell joined into one."""
+    found: dict[Row, Row] = {}
+    for row in rows:
+        cell = row.with_loops(Loops(count=1, times_s=(1.0,))) if isinstance(row, TimedRow) else row
+        known = found.get(cell)
+        found[cell] = known.joined(row) if isinstance(known, TimedRow) and isinstance(row, TimedRow) else row
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
+    """What to run."""
+
+    MEASURE: ClassVar[str] = "cs336_systems.studies.ceilings_cell:measure_rows"
+
+    # fmt: off
+    device: Device
+    shapes: tuple[Shape, ...]
+    precisions: Annotated[
+        tuple[ProductPrecision, ...],
+        Setting(
+            "fp32, tf32, bf16, fp16, fp8 (e4m3).", metavar="NAME",
+            by_device=ByDevice(gpu=tuple(ProductPrecision), cpu=(ProductPrecision.FP32, ProductPrecision.BF16)),
+        ),
+    ]
+    stream_bytes: Annotated[tuple[int, ...], Setting(least=STREAM_BYTES[Stream.ADAMW], most=MAX_BYTES)]
+    """Bytes that a pass over memory moves; also, with smaller ones, the sizes of the tensors of collectives."""
+    loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)] = 5
+    loop_s: Annotated[
+        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.04, cpu=0.005))
+    ] = 0.04
+    """Repetitions are added until a loop takes this long."""
+    world_size: Annotated[
+        int,
+        Setting(
+            "Most processes of a collective, each on a GPU of its own. 2, 4 and so on up to it are measured too; 1 "
+            "leaves them out.",
+            least=1, default="all GPUs, 1 on a CPU",
+        ),
+    ] = 1
+    seed: int = 0
+    step_presets: tuple[str, ...] | None = None
+    """Model sizes of which the kernels of steps are measured; None for none."""
+    step_contexts: Annotated[tuple[int, ...], Setting(least=1, most=MAX_SIDE)] = (128, 256, 512)
+    """Context lengths of these steps."""
+    step_batch_size: Annotated[int, Setting(least=1, most=MAX_SIDE)] = 4
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not 0 < self.loop_s <= 60:
+            raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")
+        if unknown := [name for name in self.step_presets or () if name not in SIZES]:
+            raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether cells are measured in rounds, one loop of each cell per round.
+
+        Other programs, or other guests of the host, take a CPU for seconds at a time. That would slow all loops of a
+        cell if they were measured in a row; in rounds it slows one loop of each cell, and the medians stay the same.
+        """
+        return self.device is Device.CPU
+
+    def groups(self) -> list[list[Cell[Row]]]:
+        """One group of all cells; cells that are measured in rounds occur once per loop."""
+        cells = [*self.cells()]
+        again = [cell for cell in cells if self.has_rounds and not isinstance(cell.rows[0], CollectiveCell)]
+        return [[*cells, *(again * (self.loops - 1))]]
+
+    def cells(self) -> Iterator[Cell[Row]]:
+        """Matmuls, passes over memory, launches, and collectives if there are several processes."""
+        for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
+            row = ProductCell(precision=precision, shape=shape, timing=UNTIMED)
+            yield Cell(label=f"{precision} product {shape.label}", rows=(row,))
+        for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
+            moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]  # a whole number of elements
+            passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=UNTIMED)
+            yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
+        for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
+            yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=UNTIMED),))
+        yield from self._step_cells()
+        for ranks in self.numbers_of_ranks:
+            multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
+            sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
+            collectives = tuple(
+                CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=UNTIMED)
+                for kind in Collective
+                if kind is not Collective.PUSH or self.device is Device.CUDA  # pushes use a GPU's copy engines
+                for size in sizes
+                if size
+            )
+            yield Cell(label=f"collectives of {ranks} processes", rows=collectives)
+
+    def _step_cells(self) -> Iterator[Cell[Row]]:
+        """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
+        if not self.step_presets:
+            return
+        precisions = [Precision(name) for name in dict.fromkeys(self.precisions) if name in STEP_PRECISIONS]
+        for kernel in kernel_cells(self.step_presets, self.step_contexts, precisions, self.step_batch_size):
+            yield Cell(label=kernel.label, rows=(kernel,))
+        for each in pass_cells(self.device, sorted(set(self.stream_bytes))):
+            yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
+
+    @property
+    def numbers_of_ranks(self) -> list[int]:
+        """Numbers of processes whose collectives are measured: the powers of 2 below world_size, and world_size."""
+        powers = [2**power for power in range(1, self.world_size.bit_length()) if 2**power < self.world_size]
+        return [*powers, self.world_size] if self.world_size > 1 else []
+
+    def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
+        """The study with these rows, each kind in a field of its own."""
+        rows = joined(rows) if self.has_rounds else rows
+        by_field: dict[str, Any] = {
+            name: tuple(row for row in rows if isinstance(row, kind)) for name, kind in TIMED_ROWS.items()
+        }
+        cache_bytes = next((row.num_bytes for row in rows if isinstance(row, CacheRow)), None)
+        return CeilingsStudy(grid=self, **by_field, cache_bytes=cache_bytes, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,10 +525,7 @@ class CeilingsStudy:
     @property
     def timings(self) -> tuple[Timing, ...]:
         """Timings of all cells."""
-        cells: tuple[CeilingsRow, ...] = (
-            *self.products, *self.streams, *self.launches, *self.reductions, *self.kernels, *self.passes,
-        )  # fmt: skip
-        return tuple(cell.timing for cell in cells)
+        return tuple(cell.timing for name in TIMED_ROWS for cell in getattr(self, name))
 
     def products_of(self, precision: ProductPrecision) -> list[ProductCell]:
         """The matmuls at one precision, in the order in which they were measured."""

@@ -5,12 +5,10 @@ import gc
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,31 +27,6 @@ DTYPES = {
     Precision.BF16: torch.bfloat16,
     Precision.FP16: torch.float16,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What goes into one pass: the inputs of forward, and the gradient of its output."""
-
-    forward: tuple[Tensor, ...]
-    upstream: Tensor
-
-
-class Passes:
-    """Forward and backward of a function on sets of inputs that take turns. Gradients are returned, not accumulated."""
-
-    def __init__(self, function: Callable[..., Tensor], *sets: Inputs) -> None:
-        self._function = function
-        self.sets = sets
-
-    def forward(self, turn: int = 0) -> Tensor:
-        """Output for the set of inputs of this turn."""
-        return self._function(*self.sets[turn % len(self.sets)].forward)
-
-    def backward(self, output: Tensor, turn: int = 0) -> tuple[Tensor, ...]:
-        """Gradients of all inputs of this turn."""
-        inputs = self.sets[turn % len(self.sets)]
-        return torch.autograd.grad(output, inputs.forward, inputs.upstream)
 
 
 class OperationObserver(TorchDispatchMode):
@@ -89,15 +62,6 @@ class OperationObserver(TorchDispatchMode):
 def make_generator(grid: Grid[RowT, StudyT]) -> torch.Generator:
     """Random numbers on the grid's device, the same for every cell."""
     return torch.Generator(grid.device.value).manual_seed(grid.seed)
-
-
-def make_inputs(shapes: Sequence[tuple[int, ...]], precision: Precision, generator: torch.Generator) -> Inputs:
-    """Normally distributed inputs of these shapes; the output is taken to have the first shape."""
-    *inputs, upstream = (
-        torch.randn(shape, generator=generator, device=generator.device, dtype=DTYPES[precision])
-        for shape in (*shapes, shapes[0])
-    )
-    return Inputs(tuple(tensor.requires_grad_() for tensor in inputs), upstream)
 
 
 def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:

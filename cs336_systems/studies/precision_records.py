@@ -75,16 +75,6 @@ class NormalisedActivations:
     library_output: float | None
     """Normalised value from torch.nn.functional.layer_norm, for activations in the data type."""
 
-    @property
-    def error(self) -> float | None:
-        """The output over the exact one, less 1."""
-        return None if self.output is None else self.output / self.exact_output - 1
-
-    @property
-    def library_error(self) -> float | None:
-        """The library's output over the exact one, less 1."""
-        return None if self.library_output is None else self.library_output / self.exact_output - 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionStudy:

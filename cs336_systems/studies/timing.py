@@ -1,20 +1,18 @@
 """Timers of the studies: the host's clock and CUDA events.
 
 `timed_loops` times the steady state: it finds how many repetitions make a loop long enough, then times several such
-loops. `timed_pairs` times the two halves of a pass separately. Both return every raw time.
+loops.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, TypeVar
 
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.studies.ceilings_records import CeilingsGrid
-from cs336_systems.studies.loops import Loops
+from cs336_systems.studies.ceilings_records import CeilingsGrid, Loops
 
 GRAPH_BELOW_S = 1e-3
 """A run shorter than this is repeated within a CUDA graph; otherwise its launch may take longer than the run itself.
@@ -30,7 +28,6 @@ MAX_GROWTH = 100
 MARGIN = 1.1
 """The next loop is planned to take this many times the wanted time, so that it does not narrowly miss it again."""
 
-T = TypeVar("T")
 Run = Callable[[], object]
 Timer = Callable[[Run, int], float]
 """Time in seconds of a number of calls, until everything that they launched is done."""
@@ -118,45 +115,3 @@ def next_count(count: int, elapsed_s: float, wanted_s: float) -> int:
     most = MAX_GROWTH * count
     guess = most if elapsed_s * MAX_GROWTH < wanted_s else math.ceil(MARGIN * count * wanted_s / elapsed_s)
     return max(count + 1, min(most, guess))
-
-
-HEAD_START_CYCLES = 4_000_000
-"""GPU cycles, about 2 ms, that the device waits so that the host can launch one pass forward and backward."""
-
-
-class HostEvent:
-    """A moment by the host's clock, with the methods of torch.cuda.Event."""
-
-    def record(self) -> None:
-        """Take the present moment."""
-        self._time_ns = perf_counter_ns()
-
-    def elapsed_time(self, end: "HostEvent") -> float:
-        """Milliseconds from this moment to `end`."""
-        return (end._time_ns - self._time_ns) / 1e6
-
-
-def timed_pairs(
-    first: Callable[[int], T], second: Callable[[T, int], object], count: int, device: Device
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Times in seconds of `first(turn)` and of `second(result of first, turn)` in each of `count` turns.
-
-    On a GPU the device waits before each turn while the host launches it, so that the times are the device's own.
-    """
-    on_gpu = device is Device.CUDA
-    new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True) if on_gpu else HostEvent
-    events = [[new_event() for _ in range(3)] for _ in range(count)]
-    for turn, (start, middle, end) in enumerate(events):
-        if on_gpu:
-            torch.cuda._sleep(HEAD_START_CYCLES)
-        start.record()
-        result = first(turn)
-        middle.record()
-        second(result, turn)
-        end.record()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return (
-        tuple(start.elapsed_time(middle) / 1e3 for start, middle, _ in events),
-        tuple(middle.elapsed_time(end) / 1e3 for _, middle, end in events),
-    )

@@ -19,7 +19,7 @@ def warnings_of(times, **launched_s: float) -> dict[WarningCode, str]:
     return {warning.code: warning.message for warning in timing_warnings(list(times), launched)}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_clean_run_has_no_warning(seed) -> None:
     times = noisy(seed)
     assert warnings_of(times, forward=0.02) == {}
@@ -50,7 +50,7 @@ def test_independent_noise_is_seldom_said_to_drift(draw) -> None:
     assert alarms / trials < 0.01
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("change", [0.03, -0.03])
 def test_a_ramp_is_drift(seed, change) -> None:
     message = warnings_of(noisy(seed) * np.linspace(1, 1 + change, 10))[WarningCode.DRIFT]
@@ -58,16 +58,12 @@ def test_a_ramp_is_drift(seed, change) -> None:
     assert "--warmup-steps" in message
 
 
-def test_the_size_of_a_ramp_is_told() -> None:
-    assert "by +3.9 % over 10 steps" in warnings_of(np.linspace(0.100, 0.104, 10))[WarningCode.DRIFT]
-
-
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_change_of_level_halfway_is_drift(seed) -> None:
     assert WarningCode.DRIFT in warnings_of(noisy(seed) * np.repeat([1, 1.03], 5))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_slow_waves_are_drift(seed) -> None:
     """No slope, equal halves: only the correlation of neighbours shows them."""
     times = noisy(seed, n=40) * (1 + 0.03 * np.sin(np.arange(40) * 2 * math.pi / 20))
@@ -75,7 +71,7 @@ def test_slow_waves_are_drift(seed) -> None:
     assert "lag-1 autocorrelation 0." in message
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_drift_below_one_percent_is_ignored(seed) -> None:
     assert warnings_of(noisy(seed, noise=0.0001) * np.linspace(1, 1.009, 10)) == {}
 
@@ -94,12 +90,6 @@ def test_a_spike_among_equal_times_is_an_outlier() -> None:
     message = warnings_of([0.1] * 9 + [0.106])[WarningCode.OUTLIERS]
     assert message.startswith("1 of 10 steps lie far from the median of 100 ms (step 10 +6.0 %); they are kept")
     assert warnings_of([0.1] * 9 + [0.104]) == {}
-
-
-def test_many_outliers_are_counted_and_the_first_listed() -> None:
-    message = warnings_of([0.1] * 30 + [0.2] * 8)[WarningCode.OUTLIERS]
-    assert message.startswith("8 of 38 steps")
-    assert "step 35 +100.0 % and 3 more)" in message
 
 
 def test_alternating_times_are_unstable_and_do_not_drift() -> None:

@@ -46,6 +46,7 @@ def sweep(name: str, *steps_s: float, **fields: object) -> Path:
         ((0.1, 0.24), 15, 1, "in 1 of 2 configurations; of 1 it"),
         ((0.1, 0.24), 25, 0, "in 0 of 2 configurations; of 1 it"),
         ((0.1005, 0.1), 0, 0, "in 0 of 2 configurations; of 1 it"),  # half a percent cannot be told of one process
+        ((0.15,), 10, 1, "in 1 of 1 configuration; of 0 it"),
         ((0.05, 0.24), 0, 1, "in 1 of 2 configurations; of 0 it"),
     ],
 )
@@ -54,16 +55,6 @@ def test_slower_rows_fail_and_rows_that_cannot_be_told_do_not(steps_s, percent, 
     assert compare(a, b) == 0
     assert compare(a, b, "--fail-if-slower", percent) == status
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("a", "b", "status"), [("fast", "slow", 1), ("slow", "fast", 0), ("fast", "fast", 0)])
-def test_two_configurations_are_guarded_too(a, b, status, capsys) -> None:
-    for name, step_s in (("fast", 0.1), ("slow", 0.12)):
-        (Path(name) / "runs").mkdir(parents=True)
-        for i in range(5):
-            write_record(make_record(make_config(repeat=i), [step_s + i / 1e5] * 5), Path(name) / "runs")
-    assert compare(a, b, "--fail-if-slower", "10") == status
-    assert "of 1 configuration;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("percent", ["-1", "nan", "inf"])
@@ -110,14 +101,6 @@ def test_a_named_comparison_is_written_again_from_the_records_of_both_sides(here
     assert files_in(here / "moved/out/comparisons/mine") == before, "it is left as it was"
 
 
-@pytest.mark.parametrize("name", ["\udcff", "<img src=x>\n\x1b[2J", "a b"])
-def test_a_side_may_have_any_name(name, here, capsys) -> None:
-    a, b = sweep(name, 0.1, 0.2), sweep("b", 0.2, 0.2)
-    assert compare(a, b, "--name", "mine") == 0
-    assert cli.main(["report", "data/comparisons/mine"]) == 0
-    assert "\x1b" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -155,9 +138,7 @@ def test_records_of_other_conditions_are_refused_in_one_line_unless_allowed(fiel
     assert "another" in (here / "data/comparisons/x/index.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "side", ["attention/bf16", "ceilings/NVIDIA-H200", "precision", "comparisons/x", "nowhere", "README.md"]
-)
+@pytest.mark.parametrize("side", ["attention/bf16", "comparisons/x", "nowhere", "README.md"])
 def test_what_holds_no_sweep_is_refused_in_one_line(side, here, capsys) -> None:
     path = here / "x/comparisons/x" if side == "comparisons/x" else DATA / side
     a = sweep("a", 0.1)
@@ -165,12 +146,6 @@ def test_what_holds_no_sweep_is_refused_in_one_line(side, here, capsys) -> None:
     capsys.readouterr()
     assert compare(path, a) == 2
     assert re.fullmatch(rf"error: [^\n]*{re.escape(str(path))}[^\n]*\n", capsys.readouterr().err)
-
-
-def test_an_empty_directory_is_refused(here, capsys) -> None:
-    (here / "b/runs").mkdir(parents=True)
-    assert compare(sweep("a", 0.1), "b") == 2
-    assert capsys.readouterr().err.startswith("error: b: no records")
 
 
 class Measured:
@@ -239,7 +214,7 @@ def test_the_configurations_of_two_directories_are_measured_again(measured, here
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--nsys", "a profiler makes a run slower"),
+        ("--profile", "a profiler makes a run slower"),
         ("--name x", "leave out --name"),
         ("--repeats 3", "leave out --repeats"),
         ("--fresh", "leave out --fresh"),

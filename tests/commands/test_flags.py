@@ -2,10 +2,12 @@
 
 import io
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from functools import cache
@@ -17,26 +19,18 @@ import pytest
 from cs336_systems.cli import sweep
 from cs336_systems.commands import flags as flags_module
 from cs336_systems.commands import sweep as sweep_module
-from cs336_systems.commands.account import AccountArguments
-from cs336_systems.commands.attention import AttentionArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.ceilings import CeilingsArguments
-from cs336_systems.commands.compare import CompareArguments
 from cs336_systems.commands.flags import (
     FIELDS,
     MAX_NAME_LENGTH,
-    MeasuringArguments,
-    ModelArguments,
-    StepArguments,
     checked_name,
 )
-from cs336_systems.commands.fusion import FusionArguments
 from cs336_systems.commands.ladder import LadderArguments
+from cs336_systems.commands.study import AttentionArguments, FusionArguments
 from cs336_systems.commands.sweep import SweepArguments, default_name
 from cs336_systems.config import (
     SIZES,
-    Attention,
-    CompileMode,
     Device,
     Mode,
     ModelConfig,
@@ -45,7 +39,6 @@ from cs336_systems.config import (
     Precision,
     Profiler,
     RunConfig,
-    SdpaBackend,
 )
 from cs336_systems.costs.accounting import component_flops
 from cs336_systems.costs.time import step_time
@@ -54,7 +47,6 @@ from cs336_systems.measure import nvml
 from cs336_systems.measure.environment import cpu_name
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.model.fast.choose import fastest
-from cs336_systems.model.own import call_factory
 from cs336_systems.record import load_records
 from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 from cs336_systems.settings import flag_of
@@ -128,49 +120,29 @@ def test_without_flags_a_gpu_sweeps_the_assignment_s_grid() -> None:
     assert {(c.device, c.mode, c.precision) for c in grid()} == {(Device.CUDA, Mode.TRAIN, Precision.FP32)}
 
 
-def test_a_token_file_that_is_not_there_is_said_before_any_run() -> None:
-    with pytest.raises(ValueError, match=r"--tokens needs a .npy file .* 'nowhere.npy' is no file"):
-        one("--tokens nowhere.npy")
-
-
 def saved(array: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
 
 
-TOKENS = saved(np.zeros(129, np.uint16))
-"""One more than the context of tiny on a CPU."""
 NO_TOKENS = {
-    "text": (b"hello, world\n", "got b'hello,'"),
-    "empty": (b"", "got 0"),
-    "cut in the header": (TOKENS[:40], "not a .npy file of numbers"),
-    "cut in the data": (TOKENS[:-1], "not a .npy file of numbers .mmap length is greater"),
-    "nested header": (
-        b"\x93NUMPY\1\0" + (9000).to_bytes(2, "little") + b"(" * 9000,
-        "not a .npy file of numbers",
-    ),
-    "objects": (
-        b"\x93NUMPY" + saved(np.zeros(200, "V8"))[6:].replace(b"|V8", b"|O "),
-        "not a .npy file of numbers",
-    ),
-    "float64": (saved(np.zeros(200)), "needed one axis of integers, found 1 axes of float64"),
-    "two axes": (saved(np.zeros((20, 20), np.int32)), "found 2 axes of int32"),
-    "too few": (saved(np.zeros(128, np.int32)), "needed more than context_length = 128 tokens, found 128"),
+    b"hello, world\n": "got b'hello,'",
+    b"": "got 0",
+    saved(np.zeros(129, np.uint16))[:-1]: "not a .npy file of numbers .mmap length is greater",
+    saved(np.zeros(200)): "needed one axis of integers, found 1 axes of float64",
+    saved(np.zeros((20, 20), np.int32)): "found 2 axes of int32",
+    saved(np.zeros(128, np.int32)): "needed more than context_length = 128 tokens, found 128",
 }
+"""Contents of files that a step of tiny on a CPU, at context 128, cannot take for tokens, and what is said of them."""
 
 
-@pytest.mark.parametrize("name", NO_TOKENS)
-def test_a_token_file_that_is_none_is_said_before_any_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_file_that_is_none_is_said_before_any_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    content, problem = NO_TOKENS[name]
-    Path("t.npy").write_bytes(content)
-    with pytest.raises(ValueError, match=f"^--tokens t.npy: .*{problem}") as caught:
-        one("--tokens t.npy")
-    assert "pickle" not in str(caught.value)
-    assert "\n" not in str(caught.value)
+    for content, problem in NO_TOKENS.items():
+        Path("t.npy").write_bytes(content)
+        with pytest.raises(ValueError, match=f"^--tokens t.npy: .*{problem}"):
+            one("--tokens t.npy")
 
 
 def test_a_token_file_is_looked_at_and_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,59 +152,6 @@ def test_a_token_file_is_looked_at_and_not_read(tmp_path: Path, monkeypatch: pyt
         np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (2**35,)})
         file.truncate(file.tell() + 2**36)
     assert one("--tokens t.npy").tokens == "t.npy"
-
-
-def test_the_help_names_what_a_model_factory_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
-    """The same as the error of a factory that needs something else."""
-    with pytest.raises(ValueError, match="it can have: ") as caught:
-        call_factory(lambda experts: None, SIZES["tiny"])
-    offered = str(caught.value).partition("it can have: ")[2]
-    assert offered.split(", ") == [f.name for f in fields(ModelConfig)]
-    with pytest.raises(SystemExit):
-        parse(BenchmarkArguments, "--help")
-    assert f"called with those of {offered} that" in " ".join(capsys.readouterr().out.replace("│", " ").split())
-
-
-def test_a_gpu_that_is_not_there_is_said_to_be_missing() -> None:
-    with pytest.raises(ValueError, match=r"--device cuda needs an NVIDIA GPU .* found none"):
-        one("--device cuda")
-
-
-EVERY_FLAG = (
-    "--size medium --context-length 100 --mode forward --precision bf16 --warmup-steps 1 --measured-steps 2 "
-    "--vocab-size 99 --d-model 40 --d-ff 41 --num-layers 3 --num-heads 5 --rope-theta 7.5 --attention sdpa "
-    "--sdpa-backend math --batch-size 6 --optimizer fused --compile reduce-overhead --sync-phases --no-ranges "
-    "--tokens t.npy --device cpu --seed 8 --model a.b:c --profile --learning-rate 1e-4"
-)
-OWN_MODEL_ALONE = {
-    "checkpoint_blocks": 2,
-    "pad_vocabulary": 64,
-    "compile_blocks": True,
-    "cast_once": True,
-    "fused_loss": True,
-    "fused_blocks": True,
-    "fp8": True,
-}
-"""Settings that a model of the user's own does not know."""
-
-
-def test_every_flag_reaches_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    np.save("t.npy", np.zeros(101, np.uint16))
-    Path("a").mkdir()
-    Path("a/b.py").write_text("def c(d_model, d_ff, num_layers, num_heads, rope_theta, attention, sdpa_backend): ...")
-    config = one(EVERY_FLAG)
-    assert config == RunConfig(
-        size="custom",
-        model=replace(
-            SIZES["medium"], context_length=100, vocab_size=99, d_model=40, d_ff=41, num_layers=3, num_heads=5,
-            rope_theta=7.5, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH,
-        ),
-        batch_size=6, mode=Mode.FORWARD, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
-        compile=CompileMode.REDUCE_OVERHEAD, device=Device.CPU, warmup_steps=1, measured_steps=2, seed=8,
-        sync_phases=True, ranges=False, tokens="t.npy", model_factory="a.b:c", profiler=Profiler.KINETO,
-        learning_rate=1e-4,
-    )  # fmt: skip
 
 
 def typed(config: RunConfig) -> str:
@@ -261,20 +180,6 @@ def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
         if field.name not in ("size", "profiler", "repeat", "arch", "update_in_backward"):
             pair, *_ = neighbours(bases, where, field.name)
             assert tuple(one(typed(config)) for config in pair) == pair
-
-
-def test_what_changes_the_inside_of_the_model_is_not_for_another_model() -> None:
-    for name, value in OWN_MODEL_ALONE.items():
-        flags = f"--{name.replace('_', '-')} " + ("" if value is True else str(value))
-        needed = "--precision bf16 --optimizer fused"
-        needed += " --compile default" * (name == "compile_blocks") + " --cast-once" * (name in ("fused_blocks", "fp8"))
-        with pytest.raises(ValueError, match="this project's model"):
-            one(f"{flags} {needed} --model a:b")
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_graph_is_asked_for_by_a_flag() -> None:
-    assert one("--cuda-graph --optimizer fused").cuda_graph
 
 
 @pytest.mark.usefixtures("gpu")
@@ -321,16 +226,10 @@ def test_a_sweep_is_not_run_under_nsys(
     assert not (tmp_path / "out").exists()
 
 
-def test_nsys_without_a_gpu_is_refused_with_what_to_use() -> None:
-    with pytest.raises(ValueError, match="--profile"):
-        grid("--nsys")
-
-
 def test_a_preset_s_other_vocabulary_is_still_the_preset_and_another_shape_is_not() -> None:
     assert one("--size small --vocab-size 50257 --rope-theta 5e5 --attention sdpa").size == "small"
     for flag in ("--d-model 1536", "--d-ff 2048", "--num-layers 6", "--num-heads 6"):
         assert one(f"--size small {flag}").size == "custom"
-    assert one("--size small --d-model 768 --num-layers 12").size == "small", "said again, it is the same"
 
 
 @pytest.mark.parametrize("with_gpu", [False, True])
@@ -346,28 +245,6 @@ def test_mixed_precision_is_bf16() -> None:
     assert one("--mixed-precision") == one("--precision bf16")
     assert one("--mixed-precision --precision bf16").precision is Precision.BF16
     assert grid("--mixed-precision") == grid("--precisions bf16")
-    for precision in ("fp32", "fp16", "tf32"):
-        said = f"--mixed-precision means bf16, but the precision asked for is {precision}"
-        with pytest.raises(ValueError, match=said):
-            one(f"--mixed-precision --precision {precision}")
-        with pytest.raises(ValueError, match=said):
-            grid(f"--mixed-precision --precisions bf16 {precision}")
-
-
-@pytest.mark.parametrize(
-    ("size", "close"), [("smal", "small"), ("Small", "small"), ("gpt-2", "gpt2"), ("2.7b", "2.7B")]
-)
-def test_an_unknown_size_is_met_with_the_nearest_one(size: str, close: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"unknown size '{size}'; did you mean {close}\? Sizes: tiny, small, .*gpt2-xl"
-    ):
-        one(f"--size {size}")
-
-
-def test_a_size_like_no_other_gets_the_list() -> None:
-    with pytest.raises(ValueError, match=r"^unknown size '\.\./\.\./x'\W+Sizes: tiny, ") as caught:
-        grid("--sizes tiny ../../x")
-    assert "did you mean" not in str(caught.value)
 
 
 def test_a_grid_is_every_combination_once_sizes_first() -> None:
@@ -398,58 +275,16 @@ def test_repeats_go_forth_and_back() -> None:
     assert len({c.key for c in configs}) == 6
 
 
-@pytest.mark.parametrize(
-    "flag", ["--sizes", "--context-lengths", "--modes", "--precisions", "--warmup-steps", "--attention", "--batch-size"]
-)
-def test_an_axis_needs_a_value(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        grid(flag)
-    assert caught.value.code == 2
-    assert f"{flag} needs at least one value" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_timeout_is_a_time(value: float) -> None:
-    with pytest.raises(ValueError, match=f"--timeout-s must be positive and finite, got {value}"):
-        MeasuringArguments(timeout_s=value)
-
-
-@pytest.mark.parametrize(("kind", "bad"), [(SweepArguments, (0, -1, 10**18)), (CompareArguments, (1, 0, -1, 10**18))])
-def test_repeats_are_a_number_of_processes(kind: type, bad: tuple[int, ...]) -> None:
-    sides = {"a": "", "b": ""} if kind is CompareArguments else {}
-    least = 2 if sides else 1
-    for repeats in bad:
-        with pytest.raises(ValueError, match=f"--repeats must be from {least} to 1000, got {repeats}"):
-            kind(repeats=repeats, **sides)
-    assert kind(repeats=1000, **sides).repeats == 1000
-    assert kind(repeats=least, **sides).repeats == least
-
-
 # Names
 
 
-PLAIN = ["x", "X-1", "_", "run_2.0+a", "0", "a..b", "x" * MAX_NAME_LENGTH]
-HOSTILE = [
-    "", ".", "..", "../x", "../../x", "/etc/x", "a/b", "a\\b", "-rf", "--fresh", ".hidden", "~", "~root", "a b", " a",
-    "a\n", "a\0b", "a;b", "$(id)", "`id`", "a|b", "a*", "C:", "a:b", "x" * 101, "x" * 300, "é", "a\u202eb", "\udcff",
-    "<b>", "%2e",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", PLAIN)
-def test_a_plain_name_is_a_directory_below_the_output(text: str) -> None:
-    sweep = SweepArguments(name=text, output=Path("out"))
-    assert checked_name(text) == text
-    assert sweep.directory() == Path("out/e2e_benchmark") / text
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_name_that_is_not_plain_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^--name must be 1 to 100 letters, digits, .*; got '") as caught:
-        SweepArguments(name=text).directory()
-    assert "\n" not in str(caught.value)
-    assert "\0" not in str(caught.value)
-    assert len(str(caught.value)) < 400
+def test_a_plain_name_is_a_directory_below_the_output_and_no_other_is_taken() -> None:
+    for text in ("x", "X-1", "_", "run_2.0+a", "0", "a..b", "x" * MAX_NAME_LENGTH):
+        assert SweepArguments(name=text, output=Path("out")).directory() == Path("out/e2e_benchmark") / text
+    for text in ("", ".", "..", "../x", "/etc/x", "a/b", "a\\b", "-rf", ".hidden", "~", "a b", "a\n", "a\0b", "$(id)",
+                 "a*", "C:", "x" * 101, "é", "a\u202eb", "\udcff", "%2e"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^--name must be 1 to 100 letters, digits, [^\n\0]*; got '[^\n\0]*$"):
+            SweepArguments(name=text).directory()
 
 
 def test_a_default_name_says_mode_precision_what_differs_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,13 +299,10 @@ def test_a_default_name_says_mode_precision_what_differs_and_the_device(monkeypa
     assert name("--device cpu") == "train_fp32_cpu"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--tokens ../../x/y.npy", "--tokens '/a b/\n.npy'", "--model a.b:c", "--rope-theta 1e-7", "--tokens=-rf",
-     "--context-lengths " + " ".join(map(str, range(1, 200))), "--tokens /" + "x" * 500],
-)  # fmt: skip
-def test_a_default_name_is_always_a_plain_one(flags: str) -> None:
-    assert checked_name(name(flags)) == name(flags)
+def test_a_default_name_is_always_a_plain_one() -> None:
+    for flags in ("--tokens ../../x/y.npy", "--tokens '/a b/\n.npy'", "--model a.b:c", "--tokens=-rf",
+                  "--context-lengths " + " ".join(map(str, range(1, 200)))):  # fmt: skip
+        assert checked_name(name(flags)) == name(flags)
 
 
 def test_long_default_names_differ_where_the_flags_do() -> None:
@@ -494,14 +326,6 @@ def test_what_a_cpu_measures_by_default_is_ignored_and_no_committed_result_is() 
     committed = subprocess.run(["git", "ls-files", "data"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     assert len(committed) > 500
     assert ignored(committed) == []
-
-
-def test_no_two_flags_share_a_name() -> None:
-    """Groups are flat, so that their fields meet."""
-    own = [{f.name for f in fields(kind)} for kind in (BenchmarkArguments, SweepArguments)]
-    groups = {f.name for f in fields(ModelArguments)} | {f.name for f in fields(StepArguments)}
-    assert not {f.name for f in fields(ModelArguments)} & {f.name for f in fields(StepArguments)}
-    assert all(groups & names == {"model"} for names in own), "model is the group there, and a flag within it"
 
 
 @pytest.mark.usefixtures("gpu")
@@ -633,36 +457,6 @@ def test_fast_leaves_fused_activations_out_for_what_cannot_be_combined_with_them
         one(f"{flags} --fused-activations --{flag}")
 
 
-def test_there_are_no_more_checkpoints_than_blocks() -> None:
-    assert one("--size tiny --checkpoint-blocks 2").checkpoint_blocks == 2
-    for flags in ("--size tiny --checkpoint-blocks 3", "--size small --num-layers 1 --checkpoint-blocks 2"):
-        with pytest.raises(ValueError, match=r"--checkpoint-blocks must be from 0 to the \d blocks"):
-            one(flags)
-    with pytest.raises(ValueError, match="--checkpoint-blocks must be from 0 to the 2 blocks that tiny has"):
-        grid("--sizes small tiny --checkpoint-blocks 0 4")
-
-
-def test_checkpointing_is_an_axis_of_a_sweep() -> None:
-    found = grid("--sizes tiny --context-lengths 64 --checkpoint-blocks 0 1 2 --warmup-steps 1 2")
-    assert [(config.checkpoint_blocks, config.warmup_steps) for config in found] == [
-        (blocks, steps) for steps in (1, 2) for blocks in (0, 1, 2)
-    ]
-    assert name("--checkpoint-blocks 0 1 2") == "train_fp32_checkpoint-blocks-0-1-2_cpu"
-
-
-def test_a_grid_over_settings_of_the_step_is_their_product() -> None:
-    found = grid("--context-lengths 64 --compile none default --attention naive sdpa --optimizer adamw fused "
-                 "--batch-size 4 8")  # fmt: skip
-    seen = {(c.compile.value, c.model.attention.value, c.optimizer.value, c.batch_size) for c in found}
-    by_hand = {
-        (compiled, attention, optimizer, batch)
-        for compiled in ("none", "default") for attention in ("naive", "sdpa") for optimizer in ("adamw", "fused")
-        for batch in (4, 8)
-    }  # fmt: skip
-    assert (len(found), seen) == (16, by_hand)
-    assert {c.key for c in grid("--attention sdpa naive --context-lengths 64")} < {c.key for c in found}
-
-
 def test_one_value_of_a_setting_of_the_step_is_the_run_of_that_value() -> None:
     flags = "--attention sdpa --optimizer fused --compile default --batch-size 8"
     assert grid(f"{flags} --context-lengths 64") == [one(f"{flags} --context-length 64")]
@@ -673,27 +467,7 @@ def test_one_value_of_a_setting_of_the_step_is_the_run_of_that_value() -> None:
     assert name("--compile none none --optimizer adamw adamw --attention naive naive") == name()
 
 
-@pytest.mark.parametrize(
-    ("flags", "needed"),
-    [("--attention naive sdpa --sdpa-backend math", "sdpa_backend math needs attention sdpa, got attention naive"),
-     ("--compile none default --compile-blocks", "--compile-blocks needs a mode"),
-     ("--optimizer fused adamw --precisions bf16 --cast-once", "--cast-once needs --optimizer fused, got --optimizer "),
-     ("--batch-size 4 0", "batch_size must be at least 1, got 0")],
-)  # fmt: skip
-def test_a_grid_with_a_combination_that_excludes_itself_is_refused(flags: str, needed: str) -> None:
-    with pytest.raises(ValueError, match=needed):
-        grid(flags)
-
-
-def test_a_way_to_share_a_step_needs_the_number_of_ranks() -> None:
-    """One rank that exchanges with itself is a measurement too, but nobody asks for it by leaving --ranks out."""
-    for flags in ("--parallel ddp-overlap", "--parallel fsdp --global-batch-size 4"):
-        with pytest.raises(ValueError, match=r"--parallel (ddp-overlap|fsdp) needs --ranks"):
-            one(flags)
-    with pytest.raises(ValueError, match="--parallel ddp-flat needs --ranks"):
-        grid("--parallel none ddp-flat")
-    with pytest.raises(ValueError, match="--parallel fsdp needs --ranks"):
-        parse(AccountArguments, "--parallel fsdp").config()
+def test_ranks_are_a_number_that_is_given() -> None:
     assert [one(f"--parallel ddp-overlap --ranks {ranks}").ranks for ranks in (1, 2)] == [1, 2]
     assert [config.ranks for config in grid("--parallel none ddp --ranks 1 2 --context-lengths 8")] == [1, 1, 2]
     assert (one().ranks, one("--ranks 1").ranks, one("--global-batch-size 3").batch_size) == (1, 1, 3)
@@ -727,11 +501,9 @@ class Sized:
     ("factory", "flags", "refused"),
     [
         ("fixed", "--attention sdpa", "--attention sdpa"),
-        ("fixed", "--attention sdpa --sdpa-backend math", "--attention sdpa"),
         ("takes", "--attention sdpa --sdpa-backend math", "--sdpa-backend math"),
         ("takes", "--num-layers 3", "--num-layers 3"),
         ("Model", "--rope-theta 5.5", "--rope-theta 5.5"),
-        ("Model", "--d-model 64", "--d-model 64"),
         ("of_another", "--d-ff 64", "--d-ff 64"),
         ("Renamed", "--d-model 64", "--d-model 64"),
         ("fixed", "--size xl", "--size xl"),
@@ -827,10 +599,9 @@ def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
 CONTRARY = {
     "--attention naive": "attention itself, here sdpa: leave out --attention naive",
     "--optimizer adamw": "optimizer itself, here fused: leave out --optimizer adamw",
-    "--optimizer foreach": "optimizer itself, here fused: leave out --optimizer foreach",
     "--compile none": "compile itself, here default: leave out --compile none",
-    "--compile reduce-overhead": "compile itself, here default: leave out --compile reduce-overhead",
     "--vocab-size 50257 --pad-vocabulary 1": "pad vocabulary itself, here 128: leave out --pad-vocabulary 1",
+    "--precision tf32": "precisions? itself, here bf16: leave out --precisions? tf32",
 }
 """What --fast says to flags that it would not heed, on a GPU."""
 
@@ -842,14 +613,6 @@ def test_fast_refuses_what_it_would_not_heed(flags: str) -> None:
         with pytest.raises(ValueError, match=f"^--fast chooses {CONTRARY[flags]}$"):
             make(f"--fast {flags}")
     assert one(flags) != one("--fast"), "without --fast there is nothing to refuse"
-
-
-@pytest.mark.usefixtures("gpu")
-def test_fast_refuses_other_precisions() -> None:
-    for precision in ("fp32", "tf32", "fp16"):
-        for make, own in ((one, "--precision"), (grid, "--precisions")):
-            with pytest.raises(ValueError, match=f"here bf16: leave out {own} {precision}$"):
-                make(f"--fast {own} {precision}")
 
 
 @pytest.mark.parametrize(
@@ -871,15 +634,6 @@ def test_fast_on_a_cpu_leaves_precision_and_compilation_as_asked() -> None:
         assert one(f"--fast {flags}").compile is one(flags).compile
     with pytest.raises(ValueError, match="here sdpa: leave out --attention naive"):
         one("--fast --attention naive")
-
-
-@pytest.mark.parametrize(
-    "flags", ["--attention naive", "--optimizer adamw", "--compile none", "--pad-vocabulary 1", "--precision fp32"]
-)
-def test_what_is_asked_for_as_it_is_anyway_changes_nothing(flags: str) -> None:
-    assert one(flags) == one()
-    if "precision" not in flags:
-        assert name(flags) == name()
 
 
 def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -922,3 +676,103 @@ def test_help_shows_common_flags_and_help_all_every_one(kind: type, capsys: pyte
 )
 def test_singular_and_plural_are_the_same_flag(kind: type, plural: str, declared: str) -> None:
     assert parse(kind, plural) == parse(kind, declared) != parse(kind, "")
+
+
+# What cannot be meant
+
+BENCHMARK = {
+    "--batch-size 0": "batch_size must be at least 1, got 0",
+    "--batch-size 1000000000000000000": "check batch_size",
+    "--seed 9223372036854775808": "seed must be below",
+    "--size smal": "unknown size 'smal'; did you mean small?",
+    "--size 2.7b": "unknown size '2.7b'; did you mean 2.7B?",
+    "--size ../../x": "unknown size '../../x'. Sizes: tiny, small",
+    "--size tiny --num-heads 3": "d_model must be divisible by num_heads",
+    "--size small --d-model 12": "must be even",
+    "--rope-theta nan": "rope_theta must be positive",
+    "--sdpa-backend flash": "sdpa_backend flash needs attention sdpa",
+    "--compile-blocks": "--compile-blocks needs a mode",
+    "--precision tf32 --device cpu": "--precision tf32 needs --device cuda",
+    "--mixed-precision --precision fp16": "--mixed-precision means bf16",
+    "--model no_such_module:make": "no_such_module",
+    "--model tests.own_models:no_such_factory": "no_such_factory",
+    "--tokens nowhere.npy": "'nowhere.npy' is no file",
+    "--device cuda": "--device cuda needs an NVIDIA GPU",
+    "--size tiny --checkpoint-blocks 3": "from 0 to the 2 blocks that tiny has",
+    "--parallel ddp-overlap": "--parallel ddp-overlap needs --ranks",
+    "--parallel fsdp --global-batch-size 4": "--parallel fsdp needs --ranks",
+    "--profile --memory": "two profilers cannot watch one process",
+}
+NUMBERS = ("batch_size", "measured_steps", "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "seed",
+           "context_length", "warmup_steps")  # fmt: skip
+BENCHMARK |= {f"--{name.replace('_', '-')} -1": f"{name} must be at least" for name in NUMBERS}
+SWEEP = {
+    "--context-lengths 64 --sizes tiny smal": "did you mean small?",
+    "--context-lengths 64 0 --dry-run": "context_length must be at least 1, got 0",
+    "--name=../../x": "--name must be",
+    "--modes train --precisions tf32 --device cpu": "--precision tf32 needs",
+    "--mixed-precision --precisions bf16 fp16": "--mixed-precision means bf16",
+    "--sizes small tiny --checkpoint-blocks 0 4": "blocks that tiny has",
+    "--attention naive sdpa --sdpa-backend math": "sdpa_backend math needs",
+    "--compile none default --compile-blocks": "--compile-blocks needs",
+    "--optimizer fused adamw --precisions bf16 --cast-once": "--cast-once needs",
+    "--batch-size 4 0": "batch_size must be at least 1",
+    "--parallel none ddp-flat": "--parallel ddp-flat needs --ranks",
+    "--nsys --profile": "one profiler at a time, got --nsys and --profile",
+}
+BY_PARSER = {
+    "benchmark": [
+        "--batch-size abc", "--batch-size 1.5", f"--batch-size {'9' * 5000}", "--batch-size", "--mode sideways",
+        "--no-such-flag", "--siz tiny", "tiny", "--rope-theta pi", "--size 'tiny\n\x1b[2J'", "--model 'a:b\n'",
+        "--model os.system(true)",
+    ],
+    "sweep": ["--sizes", "--repeats 0", "--repeats 1001", "--timeout-s 0", "--timeout-s nan"],
+    "main": [
+        "report", "report 'nothing here'", "report 'nul\0'", "report . ..", "no-such-command", "",
+        "account --parallel fsdp", "compare '--size tiny' '--size ../../x'", "compare '--size tiny' '--d-model 0'",
+        "compare '--size tiny' '--no-such-flag 1'", "compare '--size tiny' not/a/path", "compare '--size tiny' /",
+        *(f"compare '--size tiny' '--size tiny' {flag}" for flag in (
+            "--repeats 1", f"--repeats {10**18}", "--timeout-s -1", "--name=../x")),
+    ],
+}  # fmt: skip
+"""What the parser refuses in its own words, and what is refused in another command's."""
+ASK = """
+import contextlib, io, json, sys
+from cs336_systems import cli
+answers = []
+for command, argv in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = getattr(cli, command)(argv)
+        except SystemExit as error:
+            status = error.code
+    answers.append((status, out.getvalue(), err.getvalue()))
+json.dump(answers, sys.stdout)
+assert "torch" not in sys.modules
+import psutil
+assert not psutil.Process().children()
+"""
+
+
+def test_what_cannot_be_meant_is_refused_before_torch_is_imported_or_a_process_started(tmp_path: Path) -> None:
+    """All in one fresh process: one line that names what is wrong, or the parser's box around its words."""
+    lines = [
+        (command, shlex.split(flags), f"error: .*{re.escape(words)}.*\n\\Z")
+        for command, refused in (("benchmark", BENCHMARK), ("sweep", SWEEP))
+        for flags, words in refused.items()
+    ]
+    lines += [
+        (command, shlex.split(flags), r"(?s)\s*\S") for command, refused in BY_PARSER.items() for flags in refused
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], input=json.dumps([line[:2] for line in lines]), env=environment, cwd=tmp_path,
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (command, argv, pattern), (status, out, err) in zip(lines, json.loads(done.stdout), strict=True):
+        assert (status, out) == (2, ""), (command, argv, err)
+        assert re.match(pattern, err), (command, argv, err)
+        assert "Traceback" not in err, (command, argv)
+    assert not list(tmp_path.iterdir())

@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import pickle
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from tests.analysis.memory.programs import BATCH, MODEL, Training
 from tests.analysis.memory.snapshots import MIB
 from tests.report.sections.kernels.profiles import make_profile
 
-TABLES = ("findings", "peak", "boundaries", "phases", "largest", "blocks")
+TABLES = ("peaks", "boundaries", "phases", "largest", "blocks")
 
 
 @pytest.fixture
@@ -40,18 +39,6 @@ def memory(*words: object) -> int:
     return main(["memory", *map(str, words)])
 
 
-def test_a_snapshot_is_explained_in_tables(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory(snapshot) == 0
-    said = capsys.readouterr().out
-    for words in (
-        "The peak is", "Categories at the peak", "Memory from phase to phase", "Peak of each phase",
-        "What the peak consists of", "Largest allocations", "Memory of a block", "Work of the allocator",
-        "Check: at all 12 boundaries the categories add up to what PyTorch's allocator counted, to the byte.",
-    ):  # fmt: skip
-        assert words in said
-    assert "\n\n" in said, "an empty line between tables"
-
-
 def test_json_is_the_profile_and_is_read_again(
     snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,7 +50,10 @@ def test_json_is_the_profile_and_is_read_again(
     assert memory(tmp_path / "out" / "memory.json", "--json") == 0
     assert capsys.readouterr().out == printed
     assert memory(tmp_path / "out" / "memory.json") == 0
-    assert "Categories at the peak" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for words in ("The peak is", "What the peaks consist of", "Peak of each phase", "Largest allocations",
+                  "Check: at all 12 boundaries", "saves for backward"):  # fmt: skip
+        assert words in said
 
 
 def test_every_subject_is_written_in_every_format(snapshot: Path, tmp_path: Path) -> None:
@@ -71,12 +61,12 @@ def test_every_subject_is_written_in_every_format(snapshot: Path, tmp_path: Path
     out = tmp_path / "a" / "b"
     names = {path.name for path in out.iterdir()}
     assert {"memory.json", "findings.md", "plots"} <= names
-    for name in TABLES[1:]:
+    for name in TABLES:
         endings = {path.suffix.removeprefix(".") for path in out.glob(f"{name}.*")}
-        assert endings == ({"csv"} if name == "saved" else {"csv", *WRITERS}), name
+        assert endings == {"csv", *WRITERS}, name
     assert imread(out / "plots" / "timeline.png").ndim == 3
     with (out / "boundaries.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["counted_bytes"]]
+        rows = list(csv.DictReader(file))
     assert len(rows) == 12
     assert all(row["allocated_bytes"] == row["counted_bytes"] for row in rows)
     assert all(row["requested_bytes"] == row["counted_requested_bytes"] for row in rows)
@@ -118,25 +108,6 @@ def test_the_shape_of_the_model_gives_formulas(snapshot: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["residual_stream_bytes"] == 2 * 64 * 128 * 4
 
 
-def test_two_snapshots_are_compared(snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second keeps 8 MiB more."""
-    (tmp_path / "later").mkdir()
-    run = Training()
-    more = run.program.malloc(8 * MIB, label="temporary")
-    for step in range(3):
-        run.step(step)
-    later = run.end(tmp_path / "later")
-    assert more is not None
-    assert memory(snapshot, later) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "The peak grew by 8.00 MiB." in said
-    assert "+8.00" in said
-    profile = explain_memory(later)
-    write_memory_profile(profile, tmp_path / "profile.json")
-    assert memory(later, tmp_path / "profile.json") == 0
-    assert "The peaks are the same, to the byte." in " ".join(capsys.readouterr().out.split())
-
-
 def test_running_out_of_memory_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Training(limit_bytes=40 * MIB)
     run.forward(0)
@@ -147,39 +118,53 @@ def test_running_out_of_memory_comes_first(tmp_path: Path, capsys: pytest.Captur
     assert "in backward of step 0" in said.partition("60.00 MiB were asked for")[0]
 
 
-class Trap:
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("trapped",)
-
-
-HOSTILE = {
-    "empty": (b"", "empty"),
-    "code": (pickle.dumps(Trap()), "would run code of the file"),
-    "nothing in it": (pickle.dumps({"segments": [], "device_traces": []}), "no device has any memory"),
-}
-"""One for each layer that refuses; tests/analysis/memory has the others."""
-
-
 def check_refused(said: str, path: Path, words: str) -> None:
     assert len(said.splitlines()) == 1
     assert str(path) in said
     assert words in said
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_file_that_is_no_snapshot_is_refused_in_one_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+WRONG = {
+    "empty": ("s.pickle", b"", "empty"),
+    "code": ("s.pickle", pickle.dumps(replace), "would run code of the file"),
+    "nothing in it": ("s.pickle", pickle.dumps({"segments": [], "device_traces": []}), "no device has any memory"),
+    "a pipe": ("s.pickle", None, "no regular file"),
+    "no profile": ("s.json", b"[" * 100_000, "not a memory profile"),
+    "an old profile": ("s.json", b'{"format_version": 1}', "explain the snapshot again"),
+    "no notes": ("snapshot.notes.json", b"{}", "not notes on a memory snapshot"),
+    "newer notes": ("snapshot.notes.json", b'{"format_version": 2}', "version 2 is newer"),
+}
+"""One for each layer that refuses; tests/analysis/memory has the others."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_what_is_needed_is_refused_in_one_line(
+    name: str, snapshot: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    content, words = HOSTILE[name]
-    path = tmp_path / "s.pickle"
-    path.write_bytes(content)
-    started = time.process_time()
-    assert memory(path, "--output", tmp_path / "out") == 2
-    assert time.process_time() - started < 20
+    file, content, words = WRONG[name]
+    path = snapshot.parent / file
+    path.unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    assert memory(snapshot if "notes" in file else path, "--output", snapshot.parent / "out") == 2
     check_refused(capsys.readouterr().err, path, words)
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "trapped").exists()
+    assert not (snapshot.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--top", "0"], "--top must be at least 1"),
+        (["--size", "smal"], "did you mean small?"),
+        (["--size", "small", "--batch-size", "0"], "batch_size"),
+    ],
+    ids=["top", "size", "batch"],
+)
+def test_wrong_usage(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory("a", *words) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_a_file_for_another_command_is_called_what_it_is(
@@ -207,66 +192,3 @@ def test_a_file_for_another_command_is_called_what_it_is(
         assert str(profile_path) in capsys.readouterr().err
     assert memory(snapshot, "--record", profile_path) == 2
     check_refused(capsys.readouterr().err, profile_path, "a memory profile")
-
-
-@pytest.mark.parametrize("name", ["s.pickle", "s.json"])
-def test_what_is_no_file_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / name)
-    assert memory(tmp_path / name) == 2, "nobody will ever write into it"
-    check_refused(capsys.readouterr().err, tmp_path / name, "no regular file")
-
-
-def test_a_profile_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "profile.json"
-    for content, words in (
-        (b"{", "not a memory profile"),
-        (b"[" * 100_000, "not a memory profile"),
-        (b'{"format_version": 1}', "explain the snapshot again"),
-    ):
-        path.write_bytes(content)
-        assert memory(path) == 2
-        check_refused(capsys.readouterr().err, path, words)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(b"{}", "not notes on a memory snapshot"), (None, "no regular file")],
-    ids=["empty", "pipe"],
-)
-def test_notes_that_are_none_are_refused(
-    content: bytes | None, words: str, snapshot: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    beside = notes_path(snapshot)
-    beside.unlink()
-    if content is None:
-        os.mkfifo(beside)
-    else:
-        beside.write_bytes(content)
-    assert memory(snapshot) == 2
-    check_refused(capsys.readouterr().err, beside, words)
-
-
-def test_a_record_that_is_none_is_refused(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory(snapshot, "--record", snapshot) == 2
-    check_refused(capsys.readouterr().err, snapshot, "not a record of a run")
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ([], "needs one snapshot"),
-        (["a", "b", "c"], "needs one snapshot, or two"),
-        (["a", "--top", "0"], "--top of at least 1"),
-        (["a", "b", "--output", "x"], "for one snapshot"),
-        (["a", "--size", "smal"], "did you mean small?"),
-        (["a", "--size", "small", "--batch-size", "0"], "batch_size"),
-    ],
-    ids=["none", "three", "top", "two written", "size", "batch"],
-)
-def test_wrong_usage(
-    words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert memory(*words) == 2
-    assert problem in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cs336_systems.cli import precision as main
-from cs336_systems.studies.precision import Accumulation, accumulation_study
+from cs336_systems.studies.precision import accumulation_study
+from cs336_systems.studies.precision_records import Accumulation
 
 FORMATS = ("csv", "md", "tex", "typ")
 

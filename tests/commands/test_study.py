@@ -8,7 +8,7 @@ import pytest
 from cs336_systems.cli import main
 from cs336_systems.record import Status
 from cs336_systems.studies import runner
-from cs336_systems.studies.fusion_records import Version
+from cs336_systems.studies.operators import Version
 from tests.report.page.parsed import Parsed
 from tests.report.studies import (
     Implementation,

@@ -1,6 +1,5 @@
 """What the commands make of GPUs that are hidden, cut into slices, or not all of a kind."""
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from cs336_systems.record import load_records
 from cs336_systems.studies import runner
 from cs336_systems.sweep import run as sweep
 from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.locks import exclusive, gpu_lock_path
+from cs336_systems.sweep.locks import exclusive
 from cs336_systems.sweep.run import gpus_left_out, run_sweep
 from tests.fake_nvml import Slice, fake_driver
 
@@ -190,15 +189,3 @@ def test_what_is_left_out_is_said_on_standard_error(
     captured = capsys.readouterr()
     assert captured.err.count("note: GPU 1 (NVIDIA A100-SXM4-40GB) is left out: it is of another kind") == 1
     assert captured.out == ""
-
-
-def test_a_cpu_sweep_leaves_nothing_out(mixed: SimpleNamespace) -> None:
-    assert gpus_left_out([replace(ONCE, device=Device.CPU)]) == ()
-
-
-def test_a_slice_has_a_lock_file_whatever_its_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drivers before 470 write the numbers of the instances behind slashes."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, second = (gpu_lock_path(f"MIG-GPU-11aa/{number}/0") for number in (1, 2))
-    with exclusive(first, "the first slice"), exclusive(second, "the second slice"):
-        assert {first, second} == set(tmp_path.iterdir())

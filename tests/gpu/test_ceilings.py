@@ -11,8 +11,14 @@ from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Status, WarningCode
-from cs336_systems.report.sections.ceilings.tables import promised_flops
-from cs336_systems.studies.ceilings_cell import NARROW, make_product, measure_launch, measure_rows, why_unavailable
+from cs336_systems.report.sections.ceilings import promised_flops
+from cs336_systems.studies.ceilings_cell import (
+    NARROW,
+    make_product,
+    measure_launch,
+    measure_rows,
+    why_unavailable,
+)
 from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,

@@ -10,19 +10,22 @@ from torch import Tensor
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Status
-from cs336_systems.studies.attention_cell import measure_cell, measure_rows
-from cs336_systems.studies.attention_records import (
+from cs336_systems.studies.cell import attempt
+from cs336_systems.studies.operator_cell import measure_attention, measure_cell
+from cs336_systems.studies.operators import (
     AttentionCell,
     AttentionGrid,
     CellResult,
+    FusionGrid,
+    FusionRow,
     Implementation,
+    Op,
     Quantity,
+    Version,
     naive_saved_bytes,
     rows_bytes,
     weights_bytes,
 )
-from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, Op, Version
 from cs336_systems.studies.records import Cell
 from cs336_systems.studies.runner import run_study
 
@@ -91,7 +94,7 @@ def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
 def measured_alone(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
     """The result of a cell with nothing in the allocator's cache."""
     blank = CellResult(cell=cell, status=Status.OK)
-    (row,), is_fit = attempt(grid, Cell(label=cell.label, rows=(blank,)), measure_rows)
+    (row,), is_fit = attempt(grid, Cell(label=cell.label, rows=(blank,)), measure_attention)
     assert is_fit, row.failure
     return row
 

@@ -9,12 +9,21 @@ from dataclasses import dataclass, field
 import nvtx
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from cs336_systems.config import Arch, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.model import annotate as profiling
-from cs336_systems.model.annotate import Annotator, annotate, backward_ranges, set_annotator
+from cs336_systems.model.annotate import (
+    Annotator,
+    annotate,
+    backward_ranges,
+    forward_ranges,
+    module_names,
+    own_names,
+    set_annotator,
+)
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
@@ -86,7 +95,7 @@ def recording():
 
 def test_nothing_is_recorded_without_an_annotator() -> None:
     model, tokens = make(Arch.CS336)
-    with profile(activities=[ProfilerActivity.CPU]) as prof, backward_ranges(model):
+    with profile(activities=[ProfilerActivity.CPU]) as prof, backward_ranges(own_names(model)):
         loss_of(model, tokens).backward()
     assert not spans(prof.events()).children
 
@@ -163,7 +172,7 @@ def test_backward_ranges(arch, is_fused, recording) -> None:
     """Those of fused blocks too, though a block's branch is added by the norm of the next block."""
     model, tokens = make(arch)
     computed = FastLM(model, RunConfig(size="custom", model=model.config, **FUSED)) if is_fused else model
-    with backward_ranges(computed), torch.autocast("cpu", torch.bfloat16, enabled=is_fused):
+    with backward_ranges(own_names(computed)), torch.autocast("cpu", torch.bfloat16, enabled=is_fused):
         loss = loss_of(computed, tokens)
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             loss.backward()
@@ -193,7 +202,7 @@ def check_operators(events: list[FunctionEvent]) -> None:
 
 def test_backward_operators_are_in_their_ranges(recording) -> None:
     model, tokens = make(Arch.CS336)
-    with backward_ranges(model):
+    with backward_ranges(own_names(model)):
         loss = loss_of(model, tokens)
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             loss.backward()
@@ -208,7 +217,7 @@ def test_gradients_are_the_same_to_the_bit(arch, recording) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             if hooked:
-                with backward_ranges(model):
+                with backward_ranges(own_names(model)):
                     loss_of(model, tokens).backward()
             else:
                 loss_of(model, tokens).backward()
@@ -218,7 +227,7 @@ def test_gradients_are_the_same_to_the_bit(arch, recording) -> None:
 
 def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording) -> None:
     model, tokens = make(Arch.GPT2)
-    with backward_ranges(model):
+    with backward_ranges(own_names(model)):
         unused = loss_of(model, tokens)  # its graph shares the nodes that accumulate into the parameters
         for _ in range(3):
             loss = loss_of(model, tokens)
@@ -233,7 +242,7 @@ def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording) -> Non
 
 def test_backward_ranges_end_with_their_context(recording) -> None:
     model, _ = make(Arch.CS336)
-    with backward_ranges(model):
+    with backward_ranges(own_names(model)):
         pass
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -243,7 +252,7 @@ def test_backward_ranges_leave_no_cycle(recording) -> None:
     gc.collect()
     gc.disable()
     try:
-        with backward_ranges(model):
+        with backward_ranges(own_names(model)):
             loss = loss_of(model, tokens)
             loss.backward()
             del loss
@@ -255,7 +264,7 @@ def test_backward_ranges_leave_no_cycle(recording) -> None:
 @pytest.mark.gpu
 def test_backward_ranges_on_the_autograd_thread(recording) -> None:
     model, tokens = make(Arch.CS336, "cuda")
-    with backward_ranges(model):
+    with backward_ranges(own_names(model)):
         loss = loss_of(model, tokens)
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             loss.backward()
@@ -268,8 +277,50 @@ def test_nvtx_is_accepted_by_the_driver() -> None:
     set_annotator(Annotator.NVTX)
     try:
         model, tokens = make(Arch.GPT2, "cuda")
-        with backward_ranges(model):
+        with backward_ranges(own_names(model)):
             loss_of(model, tokens).backward()
         torch.cuda.synchronize()
     finally:
         set_annotator(Annotator.NONE)
+
+
+def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.step = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, *, hidden: Tensor) -> tuple[Tensor, None]:
+            return self.step(self.attention(hidden)), None
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layers = nn.Embedding(11, 8), nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+            hidden = self.embedding(tokens)
+            for layer in self.layers:
+                hidden, _ = layer(hidden=hidden)
+            return {"logits": hidden}
+
+    model = Other()
+    names = module_names(model, 2)
+    assert list(names.values()) == [
+        "Other", "embedding", "layers.0", "attention", "step module", "layers.1", "attention", "step module",
+    ]  # fmt: skip
+    assert [*module_names(model, 0).values()] == ["Other"]
+    set_annotator(Annotator.RECORD_FUNCTION)
+    with profile(activities=[ProfilerActivity.CPU]) as prof, forward_ranges(names), backward_ranges(names):
+        model(torch.zeros(1, 4, dtype=torch.long))["logits"].sum().backward()
+    products = {"aten::addmm": [], "aten::mm": []}
+    for event in prof.events():
+        if event.name in products:
+            path, parent = [], event.cpu_parent
+            while parent is not None:
+                path += [parent.name] if parent.name in {*names.values()} else []
+                parent = parent.cpu_parent
+            products[event.name].append(" ".join(reversed(path)))
+    forward = [f"Other layers.{i} {part}" for i in range(2) for part in ("attention", "step module")]
+    assert products["aten::addmm"] == forward
+    assert products["aten::mm"] == [place for place in reversed(forward) for _ in range(2)]

@@ -8,13 +8,14 @@ from cs336_systems.studies.ceilings_records import (
     CollectiveCell,
     Launch,
     LaunchCell,
+    Loops,
     ProductCell,
     ProductPrecision,
     Shape,
     Stream,
     StreamCell,
+    Timing,
 )
-from cs336_systems.studies.loops import Loops, Timing
 from tests.report.making import H200, make_environment
 
 MIB = 2**20

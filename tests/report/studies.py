@@ -2,15 +2,19 @@
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.record import Failure, Measurement, Status
-from cs336_systems.studies.attention_records import (
+from cs336_systems.studies.operators import (
     AttentionCell,
     AttentionGrid,
     AttentionStudy,
     CellMemory,
     CellResult,
+    FusionGrid,
+    FusionRow,
+    FusionStudy,
     Implementation,
+    Op,
+    Version,
 )
-from cs336_systems.studies.fusion_records import FusionGrid, FusionRow, FusionStudy, Op, Version
 from tests.report.making import H200, make_environment
 
 MIB = 2**20

@@ -8,12 +8,9 @@ import pytest
 from cs336_systems.report.columns import COLUMNS, Column, column
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.section import in_si
-from cs336_systems.report.sections.kernels.entries import Explained
-from cs336_systems.report.sections.kernels.files import tables_of_one
 from cs336_systems.report.sections.steps import results_table
 from cs336_systems.report.words import interval_text
 from tests.report.making import make_config, make_failure, make_record
-from tests.report.sections.kernels.profiles import make_profile
 
 
 def test_a_value_is_scaled_and_unknown_is_empty() -> None:
@@ -22,13 +19,6 @@ def test_a_value_is_scaled_and_unknown_is_empty() -> None:
     assert Column("time", "ms", key="time_s", scale=1e3, std="std_s").cell({"time_s": 0.066312, "std_s": 0.000123}) == (
         "66.31 ± 0.12"
     )
-
-
-def test_one_table_may_change_a_column_for_itself_alone() -> None:
-    before = COLUMNS["wall_mean_ms"]
-    changed = column("wall_mean_ms", name="other", drop_order=7)
-    assert (changed.name, changed.drop_order, changed.unit, changed.key) == ("other", 7, "ms", "wall_mean_ms")
-    assert COLUMNS["wall_mean_ms"] == before != changed
 
 
 def test_every_column_says_what_it_is() -> None:
@@ -43,13 +33,6 @@ def test_the_frame_of_a_table_has_the_values_unrounded() -> None:
     assert frame["step_mean_ms"][0] == pytest.approx(150)
     assert frame["step_std_ms"][0] == pytest.approx(1e3 * 0.005**0.5)
     assert frame["step_mean_ms"][1] is None
-
-
-def test_the_frames_of_a_kernel_profile_have_its_sums() -> None:
-    """5, 10 and 5 ms of kernels in the phases of a step of 20 ms."""
-    tables = {table.title: table for table in tables_of_one(Explained(profile=make_profile()), 3)}
-    assert list(tables["Phases of a step"].frame["kernel_mean_ms"]) == pytest.approx([5, 10, 5, 20])
-    assert all(len(table.frame) == len(table.rows) for title, table in tables.items() if title != "Findings")
 
 
 def test_scaled_units_of_columns_become_si() -> None:
@@ -93,10 +76,6 @@ def ratio_text(low: float | None, high: float | None, ratio: float) -> str:
 )
 def test_digits_of_a_speed_up_by_hand(low: float, high: float, ratio: str, interval: str) -> None:
     assert (ratio_text(low, high, math.sqrt(low * high)), interval_text(low, high)) == (ratio, interval)
-
-
-def test_without_an_interval_there_are_three_digits() -> None:
-    assert (ratio_text(None, None, 11.2866), interval_text(None, None)) == ("11.3", "")
 
 
 def test_a_width_that_five_digits_hold_always_shows() -> None:

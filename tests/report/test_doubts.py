@@ -1,38 +1,30 @@
 """Times with a known fault put in: whatever publishes them says so, as a benchmark does; steady times pass."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.compare import compare
 from cs336_systems.analysis.warnings import timing_warnings
-from cs336_systems.config import Phase, Precision
+from cs336_systems.config import Precision
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.attention import attention_section
-from cs336_systems.report.sections.ceilings.summary import ceilings_sections
-from cs336_systems.report.sections.ceilings.tables import products_section
-from cs336_systems.report.sections.comparison import comparison_table
-from cs336_systems.report.sections.fusion import fusion_section
-from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import ladder_section
+from cs336_systems.report.sections.ceilings import ceilings_sections
+from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
+from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.steps import results_table
-from cs336_systems.studies.attention_records import AttentionStudy, Implementation
 from cs336_systems.studies.ceilings_records import (
-    CeilingsStudy,
     CollectiveCell,
     Launch,
     LaunchCell,
+    Loops,
     ProductCell,
     ProductPrecision,
     Stream,
     StreamCell,
+    Timing,
 )
-from cs336_systems.studies.fusion_records import FusionStudy, Version
-from cs336_systems.studies.loops import Loops, Timing
-from cs336_systems.studies.records import read_study
+from cs336_systems.studies.operators import Implementation, Version
 from tests.report.ceilings import MIB, make_ceilings, square
 from tests.report.ladders import make_ladder, make_process
 from tests.report.making import make_config, make_record
@@ -170,17 +162,6 @@ def test_a_sweep_marks_a_speed_up_of_times_in_doubt(fault):
     assert not marked(column(results_table(to_frame([full, make_record(configs[1], times(0.005))])), "speed-up")[1])
 
 
-def test_a_comparison_says_whose_times_are_in_doubt():
-    means = (0.0100, 0.0101, 0.0102), (0.0200, 0.0201, 0.0202)
-    warned = [[WarningCode.UNSTABLE], [], [WarningCode.LAUNCH_BOUND]], [[], [], []]
-    table = comparison_table(("x", "y"), means, compare(*means), warned)
-    (note,) = [note for note in table.notes if note.startswith("In doubt")]
-    assert "unstable in 1 of 3 processes of A" in note
-    assert not re.search("launch-bound|of B", note)
-    quiet = comparison_table(("x", "y"), means, compare(*means), ([[WarningCode.LAUNCH_BOUND]] * 3, [[]] * 3))
-    assert not any(note.startswith("In doubt") for note in quiet.notes)
-
-
 def test_steady_times_have_no_mark_anywhere():
     tables = [
         *attention_section(attention(None)).tables,
@@ -201,33 +182,7 @@ def test_a_share_of_a_best_in_doubt_is_in_doubt():
         )
         for side, fault in ((1024, WarningCode.UNSTABLE), (512, None))
     )
-    (table,) = products_section(make_ceilings([best, other])).tables
+    (table,) = ceilings_sections(make_ceilings([best, other]))[1].tables
     whole, part = column(table, "of best")
     assert whole == "100"
     assert marked(part)
-
-
-@pytest.mark.parametrize(
-    ("file", "kind", "sections"),
-    [
-        ("attention/bf16/attention.json", AttentionStudy, lambda study: [attention_section(study)]),
-        ("fusion/bf16/fusion.json", FusionStudy, lambda study: [fusion_section(study)]),
-        ("ceilings/NVIDIA-H200/ceilings.json", CeilingsStudy, ceilings_sections),
-    ],
-    ids=["attention", "fusion", "ceilings"],
-)
-def test_studies_of_earlier_versions_are_judged_by_their_raw_times(file, kind, sections):
-    study = read_study(Path(__file__).parents[2] / "data" / "published" / file, kind)
-    cells = [cell for section in sections(study) for table in section.tables for row in table.rows for cell in row]
-    assert sum("±" in cell for cell in cells) > 10
-
-
-def test_advice_names_the_flags_of_the_study():
-    (warning,) = make_result(make_cell(), times(0.01, WarningCode.UNSTABLE)).warnings(Phase.FORWARD)
-    assert "--passes" in warning.message
-    (warning,) = make_row(times_s=times(0.01, WarningCode.DRIFT)).warnings
-    assert "--warmup-passes" in warning.message
-    (warning,) = Timing(status=Status.OK, loops=Loops(count=1, times_s=times(0.01, WarningCode.UNSTABLE))).warnings
-    assert "--loops" in warning.message
-    for found in (make_row(times_s=(0.0, 0.1)), make_row(times_s=None)):
-        assert found.warnings == ()

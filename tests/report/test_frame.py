@@ -140,12 +140,6 @@ def test_repeats_are_pooled_over_processes():
     assert row["step_mean_ms"] - row["step_ci95_low_ms"] == pytest.approx(1e3 * half_width)
 
 
-def test_peak_is_the_largest_of_the_repeats():
-    config = make_config()
-    records = [make_record(replace(config, repeat=i), (0.1,), peak_bytes=(i + 1) * 2**30) for i in (1, 0)]
-    assert only_row(*records)["peak_allocated_gib"] == 2
-
-
 def test_the_same_record_twice_is_one_process():
     record = make_record(make_config(), (0.1, 0.2))
     assert rows_of(to_frame([record, record])) == rows_of(to_frame([record]))
@@ -338,18 +332,6 @@ def test_each_speed_up_is_over_the_first_value_of_one_setting_alone():
     assert frame["speed_up"].isna().all()
 
 
-def test_choices_are_listed_in_the_order_in_which_they_are_declared():
-    choices = ["none", "default", "reduce-overhead", "max-autotune-no-cudagraphs"]
-    frame = to_frame([make_record(make_config(compile=choice), (0.1,)) for choice in reversed(choices)])
-    assert frame["compile"].tolist() == choices
-
-
-def test_compiled_blocks_are_compared_with_the_eager_model():
-    records = [make_record(make_config(), (0.4,))]
-    records.append(make_record(make_config(compile="default", compile_blocks=True), (0.1,)))
-    assert to_frame(records)["compile_speed_up"].tolist() == pytest.approx([math.nan, 4], nan_ok=True)
-
-
 def test_speed_up_compares_no_two_devices():
     full = make_record(make_config(), (0.2,), device_name="NVIDIA A100")
     assert to_frame([full, make_record(make_config(precision=Precision.BF16), (0.1,))])["speed_up"].isna().all()
@@ -362,12 +344,6 @@ def test_over_warmup_keeps_only_what_varies_beside_the_first_step(warmup_records
     assert frame["step_mean_ms"].tolist() == pytest.approx([400, 400 / 3, math.nan, 100], nan_ok=True)
     assert frame["status"].tolist() == ["ok", "ok", "killed", "ok"]
     assert over_warmup(to_frame(warmup_records[:1])).empty
-
-
-def test_first_step_of_repeats_is_the_mean_of_theirs():
-    records = [make_record(make_config(warmup_steps=0, repeat=i), (first, 0.1)) for i, first in enumerate((1.0, 3.0))]
-    frame = over_warmup(to_frame([*records, make_record(make_config(), (0.1, 0.1))]))
-    assert frame["first_step_ms"].tolist() == pytest.approx([2000, 100])
 
 
 def test_rows_say_none_for_the_unknown():
@@ -387,11 +363,6 @@ def test_the_predicted_peak_stands_beside_the_measured_one():
     assert cold["predicted_peak_gib"] == max(row["predicted_peak_gib"], first / 2**30)
     assert only_row(make_record(replace(config, device=Device.CPU), (0.1,)))["predicted_peak_gib"] is None
     assert only_row(make_record(make_config(model_factory="pkg.mod:make"), (0.1,)))["predicted_peak_gib"] is None
-
-
-def test_a_model_of_absurdly_many_layers_holds_no_table_up():
-    endless = make_config(model={"d_model": 8, "d_ff": 8, "num_heads": 4, "num_layers": 10**9, "vocab_size": 10})
-    assert only_row(make_failure(endless))["predicted_peak_gib"] is None
 
 
 def test_the_time_of_collectives_is_foretold_from_ceilings_of_as_many_ranks():

@@ -25,14 +25,14 @@ from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.files import sections_of as memory_sections
+from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.steps import results_table
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
 from tests.report.making import make_record
 from tests.report.reading import csv_rows
-from tests.report.sections.kernels.profiles import FORWARD, make_gather, make_profile, make_ranks, make_shared
+from tests.report.sections.kernels.profiles import make_profile, make_ranks, make_shared
 from tests.report.sections.memory.profiles import make_memory
 from tests.report.writing import write_plots, write_tables
 
@@ -74,7 +74,6 @@ def kernel_entry(config, **changes):
     record = make_record(config, (0.03, 0.03))
     of_ranks = {
         "ranks": make_ranks((0, 0), (1, 3)),
-        "gathers": (make_gather("layers.0", FORWARD, (2, 2), (-1, 3), (1, 0)),),
     }
     profile = make_shared(**of_ranks | changes)
     plain = make_record(config, (0.02,))
@@ -110,7 +109,7 @@ def test_labels_of_runs_that_differ_in_one_setting_differ(where, field) -> None:
         assert one.label != other.label
 
 
-@each_setting("profiler", "device", "cuda_graph", "update_in_backward", "expandable_segments", *PARALLEL)
+@each_setting("profiler", "device", "cuda_graph", "loss", "update_in_backward", "expandable_segments", *PARALLEL)
 def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
     """Memory is recorded by one profiler, on a GPU, of a run without graphs, in fixed segments and in one process."""
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)

@@ -13,37 +13,33 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from cs336_systems.analysis.compare import compare
 from cs336_systems.commands.account import AccountArguments
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
+from cs336_systems.report.compared import comparison_section
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.section import Table
 from cs336_systems.report.sections.account import Account, account_section, days_table
-from cs336_systems.report.sections.attention import attention_section
-from cs336_systems.report.sections.ceilings.summary import ceilings_tables
-from cs336_systems.report.sections.comparison import comparison_table
-from cs336_systems.report.sections.fusion import fusion_section
+from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
 from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
-from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.report.sections.ladder.tables import ladder_section
-from cs336_systems.report.sections.memory.compare import compare_memory
-from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot
-from cs336_systems.report.sections.memory.files import memory_tables
+from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
+from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.tables import memory_tables
+from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
+from cs336_systems.report.sections.study import all_tables
 from cs336_systems.report.terminal import print_table
-from cs336_systems.studies.attention_records import Implementation
-from cs336_systems.studies.fusion_records import Version
+from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision import accumulation_study
 from cs336_systems.text import inert_line
 from tests.report.ceilings import make_whole
 from tests.report.ladders import make_entry, make_ladder, make_records
 from tests.report.making import CODES, H200, make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile
-from tests.report.sections.memory.profiles import make_inference, make_memory
+from tests.report.sections.memory.profiles import make_memory
 from tests.report.studies import make_cell, make_fusion, make_result, make_row, make_study
 
 WIDTHS = (40, 60, 80, 100, 140, 200)
@@ -51,7 +47,7 @@ FILES = Path("data/x")
 KINDS = (
     "results", "warm-up", "ladder", "ladder's others", "ceilings", "products", "bandwidth", "launches", "attention",
     "attention's memory", "fusion", "kernels", "kernels of a sweep", "memory", "memory of a sweep",
-    "memories compared", "account", "parameters", "compare", "precision",
+    "account", "parameters", "compare", "precision",
 )  # fmt: skip
 
 
@@ -70,10 +66,9 @@ def kinds():
     attention = make_study(*(make_result(cell) for cell in cells), implementations=tuple(Implementation))
     profiled = [make_record(make_config(size), (0.1, 0.11)) for size in sizes]
     entries = [Profiled(config=r.config, profile=make_profile(), plain=r, profiled=r) for r in profiled]
-    snapshot = [Snapshot(profile=make_memory())]
+    snapshot = [MemoryEntry(profile=make_memory())]
     memory = [MemoryEntry(config=r.config, profile=make_memory(), plain=r) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
-    means = (0.0101, 0.0102, 0.0103), (0.0201, 0.0202, 0.0203)
     step = AccountArguments(size="xl", context_length=512).config()
     account = Account(config=step, device=find_device(H200), step_s=0.1, memory_bytes=40e9, ceiling_flops_per_s=7e14)
     found = {
@@ -81,23 +76,21 @@ def kinds():
         "warm-up": ([warmup_table(to_frame(warmups))], ("size", "context", "precision", "warm-up", "step")),
         "ladder": (ladder_section(rungs).tables[:1], ("rung", "step", "gate")),
         "ladder's others": (ladder_section(rungs).tables[1:], ("rung",)),
-        "ceilings": (ceilings_tables(make_whole())[:1], ("ceiling", "measured", "unit")),
-        "products": (ceilings_tables(make_whole())[1:4], ("product", "rows x inner x columns", "time")),
-        "bandwidth": (ceilings_tables(make_whole())[4:5], ("pass", "moved", "time")),
-        "launches": (ceilings_tables(make_whole())[5:6], ("a kernel on one element", "time")),
+        "ceilings": (all_tables(ceilings_sections(make_whole()))[:1], ("ceiling", "measured", "unit")),
+        "products": (all_tables(ceilings_sections(make_whole()))[1:4], ("product", "rows x inner x columns", "time")),
+        "bandwidth": (all_tables(ceilings_sections(make_whole()))[4:5], ("pass", "moved", "time")),
+        "launches": (all_tables(ceilings_sections(make_whole()))[5:6], ("a kernel on one element", "time")),
         "attention": (attention_section(attention).tables[:3], ("d_head", "context", *Implementation)),
         "attention's memory": (attention_section(attention).tables[3:], ("d_head", "context", "naive")),
         "fusion": (fusion_section(fusion).tables, ("op", "version", "time")),
         "kernels": (tables_of_one(Explained(profile=make_profile()), 10), ("phase", "kernel", "total", "finding")),
         "kernels of a sweep": (tables_of(entries), ("size", "phase", "step")),
-        "memory": (memory_tables(snapshot), ("moment", "size", "finding", "quantity", "value")),
+        "memory": (memory_tables(snapshot), ("moment", "finding", "peak")),
         "memory of a sweep": (memory_tables(memory), ("size", "peak")),
-        "memories compared": (compare_memory(make_memory(), make_inference()), ("category", "what")),
         "account": (account_section(account, 10).tables, ("part", "step")),
         "parameters": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
                                count=1024, mfu=0.5)], ("quantity", "value")),
-        "compare": ([comparison_table(("--size small --no-ranges", "--size small"), means, compare(*means))],
-                    ("side", "configuration", "step")),
+        "compare": (comparison_section(("a", "b"), (records[:6], records[:6])).tables, ("size", "context", "B is")),
         "precision": (accumulation_section(accumulation_study()).tables, ("sum", "addend", "result")),
     }  # fmt: skip
     assert tuple(found) == KINDS

@@ -17,12 +17,13 @@ from cs336_systems.studies.ceilings_records import (
     CeilingsStudy,
     CollectiveCell,
     Launch,
+    Loops,
     ProductCell,
     ProductPrecision,
     Shape,
     Stream,
+    joined,
 )
-from cs336_systems.studies.loops import Loops, joined
 from cs336_systems.studies.records import read_study
 from tests.committed import DATA
 from tests.report.ceilings import (

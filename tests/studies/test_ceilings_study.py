@@ -99,7 +99,7 @@ def test_flops_are_those_that_torch_counts() -> None:
 
 @pytest.mark.parametrize("precision", ProductPrecision)
 def test_bytes_of_a_product_are_those_of_its_matrices(precision: ProductPrecision) -> None:
-    dtype = ceilings_cell.DTYPES[precision]
+    dtype = ceilings_cell.PRODUCT_DTYPES[precision]
     result = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
     matrices = [torch.empty(5, 7, dtype=dtype), torch.empty(3, 7, dtype=dtype), torch.empty(5, 3, dtype=result)]
     assert SHAPE.moved_bytes(precision) == sum(matrix.nbytes for matrix in matrices)
@@ -356,13 +356,17 @@ def test_a_pause_before_the_loops_of_a_collective_makes_them_no_shorter(monkeypa
     assert loops.count == 0.1 * ceilings_ranks.LOOP_SHARE / 1e-4
 
 
-def test_processes_that_fail_at_a_row_leave_the_others() -> None:
+def test_processes_that_fail_at_a_row_keep_those_before_and_new_ones_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine has a tensor of 2^50 bytes."""
     *_, last = replace(GRID, world_size=2, stream_bytes=(1 << 14,)).cells()
     one, other, *_ = last.rows
-    cells = measure_collectives(GRID, [one, replace(other, num_bytes=2**50), other])
-    assert [cell.timing.status for cell in cells] == [Status.OK, Status.OOM, Status.OK]
-    assert [cell.num_bytes for cell in cells] == [one.num_bytes, 2**50, other.num_bytes]
+    cells = measure_collectives(GRID, [one, replace(other, num_bytes=2**50)])
+    assert [cell.timing.status for cell in cells] == [Status.OK, Status.OOM]
+    loops = cells[0].timing.loops
+    groups = iter([([loops], (Status.OOM, cells[1].timing.failure)), ([loops, None], None)])
+    monkeypatch.setattr(ceilings_ranks, "_in_processes", lambda _grid, _left: next(groups))
+    found = measure_collectives(GRID, [one, other, one, other])
+    assert [cell.timing.status for cell in found] == [Status.OK, Status.OOM, Status.OK, Status.UNAVAILABLE]
 
 
 def test_processes_that_do_not_come_together_are_a_failure_of_every_row() -> None:

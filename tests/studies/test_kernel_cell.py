@@ -12,26 +12,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
 from cs336_systems.costs.forecast.tape import Form, Kind, Pass
 from cs336_systems.costs.time import operations, step_time
-from cs336_systems.record import Status
+from cs336_systems.studies.ceilings_cell import make_fused_attention, make_matmul, make_pass, measure_kernel
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import (
+    PASS_BYTES,
+    PASS_UNIT,
+    UNTIMED,
     CeilingsGrid,
     CeilingsStudy,
+    KernelCell,
     Launch,
     LaunchCell,
     ProductPrecision,
     Shape,
     Stream,
-)
-from cs336_systems.studies.kernel_cell import make_attention, make_matmul, make_pass, measure_kernel
-from cs336_systems.studies.kernel_records import (
-    PASS_BYTES,
-    PASS_UNIT,
-    KernelCell,
     kernel_cells,
     pass_cells,
 )
-from cs336_systems.studies.loops import Timing
 from tests.report.ceilings import FP32, lasting, make_ceilings, product_at, square, stream_at
 
 GRID = CeilingsGrid(
@@ -45,12 +42,11 @@ GRID = CeilingsGrid(
     step_contexts=(16, 24),
     step_batch_size=2,
 )
-TIMING = Timing(status=Status.OK)
 
 
 def kernel(form: Form, rows: int, inner: int, columns: int, batch: int = 1) -> KernelCell:
     return KernelCell(
-        precision=Precision.FP32, form=form, batch=batch, rows=rows, inner=inner, columns=columns, timing=TIMING
+        precision=Precision.FP32, form=form, batch=batch, rows=rows, inner=inner, columns=columns, timing=UNTIMED
     )  # fmt: skip
 
 
@@ -104,23 +100,23 @@ def test_batched_matmuls_have_the_factors_of_attention_as_they_lie_in_memory() -
 
 def test_attention_is_causal_and_has_gradients() -> None:
     row = kernel(Form.ATTENTION, 8, 4, 8, batch=3)
-    values: Any = make_attention(GRID, row, with_backward=False)()
+    values: Any = make_fused_attention(GRID, row, with_backward=False)()
     assert values.shape == (1, 3, 8, 4)
-    gradients: Any = make_attention(GRID, row, with_backward=True)()
+    gradients: Any = make_fused_attention(GRID, row, with_backward=True)()
     assert [each.shape for each in gradients] == [values.shape] * 3
     assert not gradients[0][:, :, 0].any()  # the first position attends to itself alone, whatever its query
 
 
 def test_backward_of_attention_is_what_both_take_more_than_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     times_s = iter([lasting(2.0).loops, lasting(7.0, count=3).loops])
-    monkeypatch.setattr("cs336_systems.studies.kernel_cell.measure", lambda *_: next(times_s))
+    monkeypatch.setattr("cs336_systems.studies.ceilings_cell.measure", lambda *_: next(times_s))
     row = measure_kernel(GRID, kernel(Form.ATTENTION_BACKWARD, 8, 4, 8))
     assert row.timing.time_s == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("how", Pass)
 def test_passes_do_what_a_step_does(how: Pass) -> None:
-    (row,) = [each for each in pass_cells(Device.CPU, [1], TIMING) if each.how is how]
+    (row,) = [each for each in pass_cells(Device.CPU, [1]) if each.how is how]
     assert row.moved_bytes == PASS_UNIT * PASS_BYTES[how]
     result: Any = make_pass(GRID, row)()
     assert (result.numel(), result.dtype) == (PASS_UNIT, torch.float32)
@@ -145,13 +141,13 @@ def test_a_grid_has_each_matmul_of_the_steps_once() -> None:
 def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
     """Each kernel takes a millisecond, and nothing else takes time."""
     config = RunConfig(size="tiny", model=SIZES["tiny"], device=Device.CUDA)
-    cells = kernel_cells(["tiny"], [config.model.context_length], [Precision.FP32], config.batch_size, lasting(1e-3))
+    cells = kernel_cells(["tiny"], [config.model.context_length], [Precision.FP32], config.batch_size)
     study = make_ceilings(
         [product_at(square(8), 1, precision=ProductPrecision.FP32)],
         [stream_at(1e9, stream=stream, num_bytes=2**40) for stream in (Stream.COPY, Stream.ADAMW)],
         [LaunchCell(launch=launch, timing=lasting(1e-9)) for launch in (Launch.EAGER, Launch.GRAPH)],
     )
-    curves = replace(study, kernels=tuple(cells)).curves()
+    curves = replace(study, kernels=tuple(replace(cell, timing=lasting(1e-3)) for cell in cells)).curves()
     assert curves is not None
     nothing = {1: 1e-12, 2**60: 1e-12}
     found = step_time(config, replace(curves, copies=nothing, adamw=nothing))

@@ -13,7 +13,6 @@ from cs336_systems.config import Device, Precision
 from cs336_systems.studies.precision import (
     TOY_OUTPUTS,
     TRANSFORMER_OUTPUTS,
-    Accumulation,
     ToyModel,
     accumulate,
     accumulation_study,
@@ -21,6 +20,7 @@ from cs336_systems.studies.precision import (
     normalise,
     observed_dtypes,
 )
+from cs336_systems.studies.precision_records import Accumulation
 
 DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 

@@ -15,9 +15,8 @@ import torch
 
 from cs336_systems.config import Device
 from cs336_systems.record import Failure, RecordError, Status
-from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.fusion_records import FusionStudy
+from cs336_systems.studies.operators import AttentionStudy, FusionStudy
 from cs336_systems.studies.records import Cell, Grid, Row, read_study
 from cs336_systems.studies.runner import run_study
 from cs336_systems.sweep import isolation
@@ -188,7 +187,7 @@ import multiprocessing, sys
 from pathlib import Path
 import psutil
 from cs336_systems.config import Device
-from cs336_systems.studies.attention_records import AttentionGrid, Implementation
+from cs336_systems.studies.operators import AttentionGrid, Implementation
 from cs336_systems.studies.runner import run_study
 
 KEPT = []
@@ -197,10 +196,10 @@ class KeepingGrid(AttentionGrid):
     MEASURE = "study:measure"
 
 def measure(grid, rows):
-    from cs336_systems.studies.attention_cell import measure_rows
+    from cs336_systems.studies.operator_cell import measure_attention
     KEPT.append(multiprocessing.get_context("spawn").Semaphore())
     print(KEPT[0]._semlock.name, file=Path("semaphore").open("w"), flush=True)
-    return measure_rows(grid, rows)
+    return measure_attention(grid, rows)
 
 def interrupt(study):
     if len(study.results) == 2:

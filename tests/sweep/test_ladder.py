@@ -90,20 +90,16 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
     ("base", "device_name", "has_rung"),
     [
         (XL, H200, True),
-        (XL, "NVIDIA H100 80GB HBM3", True),
         (XL, "NVIDIA L40S", True),
         (XL, "NVIDIA A100-SXM4-80GB", False),
-        (XL, "NVIDIA Q1000", False),
         (XL, None, False),
         (replace(XL, model_factory="a:b"), H200, False),
         (replace(XL, device=Device.CPU), H200, False),
         (replace(XL, model=SIZES["large"]), H200, False),
         (replace(XL, model=replace(SIZES["large"], vocab_size=25_000)), H200, True),
     ],
-    ids=[
-        "Hopper", "H100", "Ada", "Ampere", "new device", "unknown device", "own model", "CPU", "0.97B", "1.01B",
-    ],
-)  # fmt: skip
+    ids=["Hopper", "Ada", "Ampere", "unknown device", "own model", "CPU", "0.97B", "1.01B"],
+)
 def test_large_models_have_a_rung_for_fp8_on_devices_that_have_it(base, device_name, has_rung):
     ladder = rungs(base, device_name)
     assert ("fp8" in names(ladder)) is has_rung
@@ -112,33 +108,27 @@ def test_large_models_have_a_rung_for_fp8_on_devices_that_have_it(base, device_n
     if has_rung:
         number = names(ladder).index("fp8")
         assert changed(ladder[number - 1].config, ladder[number].config) == {"fp8": True}
-        assert ladder[number].config.cast_once
 
 
-@pytest.mark.parametrize("base", [GPT2, XL], ids=["GELU", "SwiGLU"])
-def test_with_quack_hopper_has_a_rung_for_activations_that_fp8_undoes(monkeypatch, base):
+@pytest.mark.parametrize(
+    ("package", "base", "name", "fields"),
+    [
+        (QUACK, GPT2, "activations", {"fused_activations": True}),
+        (QUACK, XL, "activations", {"fused_activations": True}),
+        (FLASH_4, GPT2, "packed", {"packed_attention": True}),
+        (FLASH_4, replace(GPT2, model=replace(GPT2.model, d_model=160, num_heads=2)), "packed", None),
+    ],
+    ids=["GELU", "SwiGLU", "heads of 64", "heads of 80"],
+)
+def test_packages_that_are_installed_give_hopper_a_rung_more(monkeypatch, package, base, name, fields):
     without = names(rungs(base, H200))
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: package == QUACK)
+    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda wanted: wanted == package)
     ladder = rungs(base, H200)
-    assert [name for name in names(ladder) if name != "activations"] == without
     steps = {b.name: changed(a.config, b.config) for a, b in itertools.pairwise(ladder)}
-    assert steps["activations"] == {"fused_activations": True}
-    if "fp8" in steps:
-        assert steps["fp8"] == {"fp8": True, "fused_activations": False}
-    assert "activations" not in names(rungs(base, "NVIDIA A100-SXM4-80GB"))
-
-
-@pytest.mark.parametrize(("d_model", "packs"), [(128, True), (160, False)], ids=["heads of 64", "heads of 80"])
-def test_with_flash_attention_4_hopper_has_a_rung_for_it(monkeypatch, d_model, packs):
-    base = replace(GPT2, model=replace(GPT2.model, d_model=d_model, num_heads=2))
-    without = names(rungs(base, H200))
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: package == FLASH_4)
-    ladder = rungs(base, H200)
-    assert [name for name in names(ladder) if name != "packed"] == without
-    steps = {b.name: changed(a.config, b.config) for a, b in itertools.pairwise(ladder)}
-    assert steps.get("packed") == ({"packed_attention": True} if packs else None)
-    assert "packed" not in names(rungs(base, "NVIDIA A100-SXM4-80GB"))
-    assert "packed" not in names(rungs(replace(base, model_factory="a:b"), H200))
+    assert steps.get(name) == fields
+    assert [each for each in names(ladder) if each != name] == without
+    assert steps.get("fp8", {}).get("fused_activations", False) is False
+    assert name not in names(rungs(base, "NVIDIA A100-SXM4-80GB"))
 
 
 @pytest.mark.parametrize(
@@ -159,13 +149,6 @@ def test_with_flash_attention_4_hopper_has_a_rung_for_it(monkeypatch, d_model, p
 def test_what_does_not_apply_is_left_out(base, device_name, left_out):
     every = names(rungs(GPT2, H200))
     assert names(rungs(base, device_name)) == [name for name in every if name not in left_out]
-
-
-def test_where_flash_may_be_missing_pytorch_chooses():
-    for base, device_name in ((GPT2, None), (GPT2, "Tesla V100-SXM2-32GB"), (TINY, None)):
-        attention = next(rung for rung in rungs(base, device_name) if rung.name == "attention")
-        assert attention.config.model.attention is Attention.SDPA
-        assert attention.config.model.sdpa_backend is SdpaBackend.AUTO
 
 
 def test_shortcuts_of_the_base_are_taken_away_and_the_rest_stays():
@@ -205,11 +188,6 @@ def test_runs_beside_the_rungs():
     assert changed(short.config, reason_run(short)) == {"profiler": Profiler.KINETO}
 
 
-def test_the_rate_falls_with_the_width():
-    assert gate_learning_rate(1000) == 5e-6
-    assert gate_learning_rate(500) == 2 * gate_learning_rate(1000)
-
-
 # The file
 
 
@@ -224,29 +202,14 @@ def damage(text, **fields):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda text: text[: len(text) // 2], "not the rungs of a ladder"),
-        (lambda text: "", "not the rungs of a ladder"),
-        (lambda text: damage(text, format_version=99), "newer"),
-        (lambda text: damage(text, rungs=[]), "at least one rung"),
-        (lambda text: text.replace('"batch_size": 16', '"batch_size": 0'), "batch_size must be at least 1"),
-        (lambda text: text.replace('"fp32"', '"fp31"'), "not the rungs of a ladder"),
-    ],
-    ids=["truncated", "empty", "newer", "no rungs", "batch of 0", "unknown precision"],
+    ("changes", "said"), [({"format_version": 99}, "newer"), ({"rungs": []}, "at least one rung")], ids=str
 )
-def test_a_damaged_file_is_refused_by_name(make, said, tmp_path):
+def test_a_file_that_is_no_ladder_is_refused_by_name(changes, said, tmp_path):
     path = tmp_path / "ladder.json"
     write_ladder(rungs(GPT2, H200), path)
-    path.write_text(make(path.read_text()))
-    with pytest.raises(FileError, match=r"ladder\.json") as caught:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(FileError, match=rf"ladder\.json.*{said}"):
         read_ladder(path)
-    assert said in str(caught.value)
-
-
-def test_a_missing_file_is_said(tmp_path):
-    with pytest.raises(FileError, match="needed the rungs of a ladder"):
-        read_ladder(tmp_path / "ladder.json")
 
 
 # The gate, by hand: the reference falls from 12 to 10, so that a distance of 0.01 is 0.005 of the fall
@@ -282,15 +245,11 @@ def test_the_gate_by_hand(precision, losses, last, largest, passed):
     assert gate.bound == BOUNDS[precision]
 
 
-@pytest.mark.parametrize(("away", "passed"), [(0.049, True), (-0.049, True), (0.051, False), (-0.051, False)])
+@pytest.mark.parametrize(("away", "passed"), [(0.049, True), (-0.051, False)])
 def test_fp8_has_a_bound_of_its_own(away, passed):
     gate = judge(Precision.BF16, [off((7, away))], [FALLING], fp8=True)
     assert (gate.passed, gate.bound, gate.largest) == (passed, FP8_BOUND, pytest.approx(abs(away) / 2))
     assert judge(Precision.BF16, [off((7, away))], [FALLING]).passed is False
-
-
-def test_every_precision_of_a_rung_has_a_bound():
-    assert {rung.config.precision for rung in rungs(GPT2, H200)} == set(BOUNDS)
 
 
 def test_losses_after_the_gate_do_not_count():
@@ -367,23 +326,15 @@ def expected():
     return losses
 
 
-BF16 = {"precision": Precision.BF16}
-CAST_ONCE = {**BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128, "cast_once": True}
-HONEST = {
-    "fused attention": (Arch.CS336, {**BF16, "attention": Attention.SDPA}),
-    "AdamW written out": (Arch.CS336, {"optimizer": OptimizerKind.ADAMW}),
-    "padded, cast once, fused AdamW": (Arch.CS336, CAST_ONCE),
-    "the same of gpt2": (Arch.GPT2, CAST_ONCE),
-}
+CAST_ONCE = {
+    "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128, "cast_once": True,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("honest", HONEST)
-def test_the_same_training_passes_well_within_the_bound(expected, honest):
-    arch, changes = HONEST[honest]
-    base = of(arch, 0)
-    model = replace(base.model, attention=changes.get("attention", Attention.NAIVE))
-    config = replace(base, model=model, **{name: value for name, value in changes.items() if name != "attention"})
-    gate = judge(config.precision, [train(config)], [expected(arch, 0)])
+@pytest.mark.parametrize("changes", [{"optimizer": OptimizerKind.ADAMW}, CAST_ONCE], ids=["AdamW", "cast once"])
+def test_the_same_training_passes_well_within_the_bound(expected, changes):
+    config = replace(of(Arch.CS336, 0), **changes)
+    gate = judge(config.precision, [train(config)], [expected(Arch.CS336, 0)])
     assert gate.passed
     assert gate.largest < gate.bound / 2
 
@@ -447,33 +398,15 @@ def test_another_training_fails_even_the_widest_bound(expected, arch, fault):
 IN_FP8 = {**CAST_ONCE, "fp8": True}
 
 
-@pytest.mark.parametrize(("arch", "seed"), [(Arch.CS336, 1), (Arch.GPT2, 0)])
-def test_training_in_fp8_passes_its_own_bound_alone(expected, arch, seed):
-    losses = train(replace(of(arch, seed), **IN_FP8))
-    assert judge(Precision.BF16, [losses], [expected(arch, seed)], fp8=True).passed
-    if arch is Arch.CS336:
-        assert not judge(Precision.BF16, [losses], [expected(arch, seed)]).passed
+def test_training_in_fp8_passes_its_own_bound_alone(expected):
+    losses = train(replace(of(Arch.CS336, 1), **IN_FP8))
+    assert judge(Precision.BF16, [losses], [expected(Arch.CS336, 1)], fp8=True).passed
+    assert not judge(Precision.BF16, [losses], [expected(Arch.CS336, 1)]).passed
 
 
-def cast_without_a_unit(x, unit, transposes):
-    return CASTS(x, torch.ones_like(unit), transposes)
-
-
-def forget_a_tenth(x, unit, transposes):
-    return CASTS(x, 1.1 * unit, transposes)
-
-
-def cut_off_the_largest(x, unit, transposes):
-    mean = x.abs().float().mean()
-    return CASTS(x.float().clamp(-mean, mean), unit, transposes)
-
-
-CASTS = fp8._fp8_casts
-
-
-@pytest.mark.parametrize("fault", [cast_without_a_unit, forget_a_tenth, cut_off_the_largest], ids=lambda f: f.__name__)
-def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch, fault):
-    monkeypatch.setattr(fp8, "_fp8_casts", fault)
+def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch):
+    casts = fp8._fp8_casts
+    monkeypatch.setattr(fp8, "_fp8_casts", lambda x, unit, transposes: casts(x, 1.1 * unit, transposes))
     losses = train(replace(of(Arch.CS336, 0), **IN_FP8))
     gate = judge(Precision.BF16, [losses], [expected(Arch.CS336, 0)], fp8=True)
     assert gate.passed is False, gate

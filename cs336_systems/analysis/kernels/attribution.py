@@ -10,27 +10,31 @@ nanoseconds, so that sums are exact.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
+from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes
 from cs336_systems.analysis.kernels.phases import (
     CODES,
     NO_ROWS,
+    NO_STEPS,
+    NO_WINDOWS,
     PHASES,
     Codes,
     LaunchPhase,
     PhaseNames,
     PhasePlan,
     PhaseSource,
+    Steps,
+    Windows,
     phase_plan,
 )
-from cs336_systems.analysis.kernels.trace import DeviceWork, Nesting, Ranges, Trace
+from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Trace
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
 """Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a scatter of gradients.
@@ -59,16 +63,6 @@ class Placement(Columns):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps(Columns):
-    """The steps of all processes, each process in order."""
-
-    process: Ints
-    start_ns: Ints
-    end_ns: Ints
-    is_warmup: Mask
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
     """The phase, step and module of every kernel and copy of a trace."""
 
@@ -76,19 +70,16 @@ class Attribution:
     kernels: Placement
     copies: Placement
     steps: Steps
+    windows: Windows
+    """The phases of all processes."""
     parent: Ints
     """For each range of the trace, the innermost module's range around it on its thread; -1 for none.
 
     A forward range inside backward, a gather and a scatter have no parent, and so begin a path of their own.
     """
-    plans: Mapping[int, PhasePlan]
-    """The phases and steps of each process that has kernels or copies, by process id."""
+    sources: Mapping[int, PhaseSource]
+    """The evidence for the phases of each process that has kernels or copies, by process id."""
     notes: tuple[str, ...]
-
-    @property
-    def sources(self) -> Mapping[int, PhaseSource]:
-        """The evidence for the phases of each process."""
-        return {process: plan.source for process, plan in self.plans.items()}
 
     def module_path(self, index: int) -> tuple[str, ...]:
         """Names of the ranges around and including range `index`, outermost first."""
@@ -103,10 +94,12 @@ def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     """Find the phase, step and module of every kernel and copy; raise AttributionError unless they add up."""
     names = PhaseNames() if names is None else names
     plans = dict(_plans(trace, names))
-    modules = _Modules(trace, names, plans)
-    steps, first_step = _join_steps(plans)
+    windows = joined(NO_WINDOWS, *(plan.windows for plan in plans.values()))
+    steps = joined(NO_STEPS, *(plan.steps for plan in plans.values()))
+    phases = _Phases(windows)
+    modules = _Modules(trace, names, plans.values(), phases)
     placements = [
-        _place(work, collective_codes(work.name, trace.strings), plans, first_step, modules)
+        _place(work, collective_codes(work.name, trace.strings), phases, steps, modules)
         for work in (trace.kernels, trace.copies)
     ]
     for work, placement in zip((trace.kernels, trace.copies), placements, strict=True):
@@ -117,8 +110,9 @@ def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
         kernels=placements[0],
         copies=placements[1],
         steps=steps,
+        windows=windows,
         parent=modules.parent,
-        plans=plans,
+        sources={process: plan.source for process, plan in plans.items()},
         notes=(*trace.notes, *notes, *_what_is_missing(trace)),
     )
 
@@ -146,52 +140,57 @@ def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, PhasePlan]]:
         yield process, phase_plan(trace, process, rows, is_launched[kernels], names)
 
 
+class _Phases:
+    """Looks up the phase of each process at a time."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._labels = np.append(windows.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
+        self._windows = GroupNesting(windows.process, windows.start_ns, windows.end_ns)
+
+    def at(self, process: Ints, time: Ints) -> Codes:
+        """The phase of a launch in each process at its time."""
+        found: Codes = self._labels[self._windows.at(process, time)]
+        return found
+
+
 class _Modules:
     """Looks up the innermost range of a module on each thread. Ranges of phases, of steps and around them do not count.
 
     A forward range inside backward counts as a module, so that recomputed work has a name of its own.
     """
 
-    def __init__(self, trace: Trace, names: PhaseNames, plans: Mapping[int, PhasePlan]) -> None:
+    def __init__(self, trace: Trace, names: PhaseNames, plans: Iterable[PhasePlan], phases: _Phases) -> None:
         ranges = trace.ranges
-        is_module = ranges.is_nested.copy()
-        phases = [name for name, phase in names.phases.items() if phase is not LaunchPhase.LOSS]
-        structure = [*phases, names.step, names.warmup, names.measure]
-        is_module &= ~np.isin(ranges.name, trace.string_ids(*structure))
-        for plan in plans.values():
+        outside = [name for name, phase in names.phases.items() if phase is not LaunchPhase.LOSS]
+        structure = trace.string_ids(*outside, names.step, names.warmup, names.measure)
+        is_module = ranges.is_nested & ~np.isin(ranges.name, structure)
+        for plan in plans:
             is_module[plan.around_steps] = False
         forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, trace.string_ids(names.forward)))
-        again = _in_backward(ranges, forward, plans)
+        phase = phases.at(ranges.process[forward], ranges.start_ns[forward])
+        again = forward[phase == CODES[LaunchPhase.BACKWARD]]
         is_module[again] = True
         is_module[_beginning(trace, _OF_LIBRARY)] = False
-        shards = np.flatnonzero(_beginning(trace, _SHARDS) & is_module)
-        rows = np.flatnonzero(is_module)
+        is_shards = _beginning(trace, _SHARDS)
+        self._rows = np.flatnonzero(is_module)
+        self._modules, self._forwards = (
+            GroupNesting(ranges.thread[rows], ranges.start_ns[rows], ranges.end_ns[rows])
+            for rows in (self._rows, forward)
+        )
         self.parent: Ints = np.full(len(ranges), -1, dtype=np.int64)
-        self._modules = dict(self._timelines(ranges, rows))
-        self._forwards = dict(self._timelines(ranges, forward))
-        for row_of, timeline in self._modules.values():
-            self.parent[row_of[:-1]] = row_of[timeline.parent]
-        self.parent[again] = self.parent[shards] = -1
-        self._is_shards: Mask = np.append(_beginning(trace, _SHARDS), False)
+        self.parent[self._rows] = np.append(self._rows, -1)[self._modules.parent]
+        self.parent[again] = self.parent[is_shards & is_module] = -1
+        self._is_shards: Mask = np.append(is_shards, False)
 
-    @staticmethod
-    def _timelines(ranges: Ranges, rows: Ints) -> Iterator[tuple[int, tuple[Ints, Nesting]]]:
-        for thread, chosen in groups(ranges.thread[rows]):
-            on_thread = rows[chosen]
-            timeline = Nesting(ranges.start_ns[on_thread], ranges.end_ns[on_thread])
-            yield thread, (np.append(on_thread, -1), timeline)
+    def at(self, thread: Ints, time: Ints) -> Ints:
+        """The innermost module range of each launch."""
+        found: Ints = np.append(self._rows, -1)[self._modules.at(thread, time)]
+        return found
 
-    def at(self, thread: Ints, time: Ints) -> tuple[Ints, Mask]:
-        """The innermost module range of each launch, and whether the launch is inside a forward range of its thread."""
-        module = np.full(len(thread), -1, dtype=np.int64)
-        is_forward = np.zeros(len(thread), dtype=np.bool_)
-        for number, rows in groups(thread):
-            if number in self._modules:
-                row_of, timeline = self._modules[number]
-                module[rows] = row_of[timeline.at(time[rows])]
-            if number in self._forwards:
-                is_forward[rows] = self._forwards[number][1].at(time[rows]) >= 0
-        return module, is_forward
+    def is_forward(self, thread: Ints, time: Ints) -> Mask:
+        """Whether each launch is inside a forward range of its thread."""
+        inside: Mask = self._forwards.at(thread, time) >= 0
+        return inside
 
     def without_collectives(self, module: Ints, collective: Codes) -> Ints:
         """The modules, but none for collectives unless their module is a gather or a scatter."""
@@ -205,50 +204,17 @@ def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
     return np.isin(trace.ranges.name, names)
 
 
-def _in_backward(ranges: Ranges, rows: Ints, plans: Mapping[int, PhasePlan]) -> Ints:
-    """The ranges among `rows` that begin in backward."""
-    found = [NO_ROWS]
-    for process, chosen in groups(ranges.process[rows]):
-        if process in plans:
-            phase = plans[process].phase_at(ranges.start_ns[rows[chosen]])
-            found.append(rows[chosen][phase == CODES[LaunchPhase.BACKWARD]])
-    return np.concatenate(found)
-
-
-def _join_steps(plans: Mapping[int, PhasePlan]) -> tuple[Steps, Mapping[int, int]]:
-    """The steps of all processes, and the index of each process's first."""
-    counts = [len(plan.step_start) for plan in plans.values()]
-    first = dict(zip(plans, np.cumsum([0, *counts]).tolist(), strict=False))
-    joined = Steps(
-        process=np.repeat(np.array(list(plans), dtype=np.int64), counts),
-        start_ns=np.concatenate([NO_ROWS, *(plan.step_start for plan in plans.values())]),
-        end_ns=np.concatenate([NO_ROWS, *(plan.step_end for plan in plans.values())]),
-        is_warmup=np.concatenate([np.zeros(0, dtype=np.bool_), *(plan.step_is_warmup for plan in plans.values())]),
-    )
-    return joined, first
-
-
-def _place(
-    work: DeviceWork,
-    collective: Codes,
-    plans: Mapping[int, PhasePlan],
-    first_step: Mapping[int, int],
-    modules: _Modules,
-) -> Placement:
+def _place(work: DeviceWork, collective: Codes, phases: _Phases, steps: Steps, modules: _Modules) -> Placement:
     phase = np.full(len(work), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
-    step = np.full(len(work), -1, dtype=np.int64)
-    module = np.full(len(work), -1, dtype=np.int64)
+    step, module = (np.full(len(work), -1, dtype=np.int64) for _ in range(2))
     is_recomputed = np.zeros(len(work), dtype=np.bool_)
-    launched = np.flatnonzero(work.is_launched)
-    for process, chosen in groups(work.process[launched]):
-        plan, rows = plans[process], launched[chosen]
-        time = work.launch_ns[rows]
-        phase[rows] = plan.phase_at(time)
-        found = Nesting(plan.step_start, plan.step_end).at(time)
-        step[rows] = np.where(found < 0, -1, found + first_step[process])
-    module[launched], in_forward = modules.at(work.thread[launched], work.launch_ns[launched])
+    rows = np.flatnonzero(work.is_launched)
+    process, thread, time = work.process[rows], work.thread[rows], work.launch_ns[rows]
+    phase[rows] = phases.at(process, time)
+    step[rows] = GroupNesting(steps.process, steps.start_ns, steps.end_ns).at(process, time)
+    module[rows] = modules.at(thread, time)
+    is_recomputed[rows] = modules.is_forward(thread, time) & (phase[rows] == CODES[LaunchPhase.BACKWARD])
     module = modules.without_collectives(module, collective)
-    is_recomputed[launched] = in_forward & (phase[launched] == CODES[LaunchPhase.BACKWARD])
     return Placement(phase=phase, step=step, module=module, is_recomputed=is_recomputed)
 
 
@@ -260,9 +226,6 @@ def _what_is_missing(trace: Trace) -> Iterator[str]:
             f"{in_graph} kernels came from CUDA graphs: they belong to the phase that launched the graph, "
             "so a graph of a whole step cannot be split."
         )
-
-
-NO_CODES: Codes = np.zeros(0, dtype=np.int8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +276,7 @@ class Selection:
 def select(attribution: Attribution) -> Selection:
     """Select the steps that are not warm-up; all steps if there are no others; the whole trace if it has no steps."""
     steps = attribution.steps
-    processes = np.array(list(attribution.plans), dtype=np.int64)
+    processes = np.array(list(attribution.sources), dtype=np.int64)
     is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
     used = np.flatnonzero(~steps.is_warmup | is_warmup)
     number = np.full(len(steps) + 1, -1, dtype=np.int64)
@@ -329,7 +292,7 @@ def select(attribution: Attribution) -> Selection:
         host = HostSteps(process=np.zeros(1, np.int64), start_ns=np.array([first]), end_ns=np.array([last]))
     return Selection(
         steps=host,
-        windows=_windows(attribution.plans, host, is_whole_trace=not len(used)),
+        windows=_windows(attribution.windows, processes, host, is_whole_trace=not len(used)),
         processes=processes,
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
@@ -348,18 +311,15 @@ def _extent(trace: Trace) -> tuple[int, int]:
     return first, max((int(end.max()) for _, end in parts), default=0)
 
 
-def _windows(plans: Mapping[int, PhasePlan], steps: HostSteps, *, is_whole_trace: bool) -> HostWindows:
+def _windows(windows: Windows, processes: Ints, steps: HostSteps, *, is_whole_trace: bool) -> HostWindows:
     """The windows that begin in a step, cut off at its end."""
-    found: list[tuple[Ints, Codes, Ints, Ints]] = [(NO_ROWS, NO_CODES, NO_ROWS, NO_ROWS)]
-    for index, plan in enumerate(plans.values()):
-        mine = np.flatnonzero((steps.process == index) | is_whole_trace)
-        step = np.append(mine, -1)[Nesting(steps.start_ns[mine], steps.end_ns[mine]).at(plan.start)]
-        rows = np.flatnonzero(step >= 0)
-        found.append((step[rows], plan.phase[rows], plan.start[rows], plan.end[rows]))
-    step, phase, start, end = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    process = np.zeros_like(windows.process) if is_whole_trace else np.searchsorted(processes, windows.process)
+    step = GroupNesting(steps.process, steps.start_ns, steps.end_ns).at(process, windows.start_ns)
+    start, end = windows.start_ns, windows.end_ns
+    cut_end = np.clip(end, start, np.maximum(start, np.append(steps.end_ns, 0)[step]))
+    found = HostWindows(step=step, phase=windows.phase, start_ns=start, end_ns=cut_end)
     order = np.lexsort((end, start, step))
-    end = np.clip(end, start, np.maximum(start, steps.end_ns[step]))
-    return HostWindows(step=step[order], phase=phase[order], start_ns=start[order], end_ns=end[order])
+    return chosen(found, order[step[order] >= 0])
 
 
 def frame_of(columns: Columns) -> pd.DataFrame:

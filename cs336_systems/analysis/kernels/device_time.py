@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, groups, joined
+from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 from cs336_systems.analysis.kernels.attribution import Attribution, HostSteps, HostWindows, Selection, frame_of, totals
 from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, short_name
 from cs336_systems.analysis.kernels.host_calls import Host
@@ -48,6 +48,7 @@ class Jobs(Columns):
     stream: Ints
     thread: Ints
     launch_ns: Ints
+    call: Ints
     is_launched: Mask
     start_ns: Ints
     end_ns: Ints
@@ -106,6 +107,7 @@ def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
         stream=work.stream,
         thread=work.thread,
         launch_ns=work.launch_ns,
+        call=work.call,
         is_launched=work.is_launched,
         start_ns=work.start_ns,
         end_ns=work.start_ns + work.duration_ns,
@@ -120,43 +122,49 @@ def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
 
 def on_device(jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool) -> tuple[DeviceSteps, DeviceWindows]:
     """Times of steps and phases on the device; if the jobs are operators of the host, times on the host."""
-    steps, windows = selection.steps, selection.windows
+    steps, windows = selection.steps, _with_rest(selection.windows, selection.steps)
+    is_first, is_rest = np.diff(windows.step, prepend=-1) > 0, np.diff(windows.step, append=len(steps)) > 0
     launched = NO_ROWS if is_of_host else np.flatnonzero(jobs.is_launched)
     by_process = {process: launched[rows] for process, rows in groups(jobs.process[launched])}
-    leaves_collectives = _is_before_wait(windows, selection.steps, host)
-    first, is_first = _first_windows(windows, len(steps))
-    begin = np.append(windows.start_ns, 0)[first]
-    begin = np.where(first < 0, steps.start_ns, begin)
-    finished = np.empty(len(windows), dtype=np.int64)
-    done, before = np.empty_like(begin), np.empty_like(begin)
+    leaves_collectives = _is_before_wait(windows, steps, host)
+    begin, finished = windows.start_ns[is_first], np.empty_like(windows.end_ns)
     for process, in_process in groups(steps.process):
         own = by_process.get(process, NO_ROWS)
-        finished_at = _Completion(jobs, own)
-        others_finished_at = _Completion(jobs, own[jobs.collective[own] == NO_COLLECTIVE])
-        in_windows = np.flatnonzero(steps.process[windows.step] == process)
-        ends = windows.end_ns[in_windows]
-        finished[in_windows] = np.where(leaves_collectives[in_windows], others_finished_at(ends), finished_at(ends))
-        done[in_process], before[in_process] = finished_at(steps.end_ns[in_process]), finished_at(begin[in_process])
-    begin = np.maximum(begin, before)
-    end = _running_maximum(np.maximum(windows.end_ns, finished), windows.step, begin)
+        all_finished, others_finished = (
+            _Completion(jobs, rows) for rows in (own, own[jobs.collective[own] == NO_COLLECTIVE])
+        )
+        rows = np.flatnonzero(steps.process[windows.step] == process)
+        ends = windows.end_ns[rows]
+        finished[rows] = np.where(leaves_collectives[rows], others_finished(ends), all_finished(ends))
+        begin[in_process] = np.maximum(begin[in_process], all_finished(begin[in_process]))
+    is_after = is_rest & ~is_first  # after the last phase, which lasts only as long as there is work
+    ends = np.maximum(np.where(is_after, finished, windows.end_ns), finished)
+    end = np.maximum(pd.Series(ends).groupby(windows.step).cummax().to_numpy(), begin[windows.step])
     start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
-
-    # the time after the last phase, or the whole of a step without phases
-    phases_end, host_end = begin.copy(), steps.start_ns.copy()
-    phases_end[windows.step], host_end[windows.step] = end, windows.end_ns  # the last assignment stays
-    whole = np.maximum(done, np.maximum(phases_end, steps.end_ns))
-    rest_end = np.where(first < 0, whole, np.maximum(phases_end, done))
-    rest = np.flatnonzero((rest_end > phases_end) | (first < 0))
-    order = np.argsort(np.concatenate((windows.step, rest)), kind="stable")
-    unattributed = np.full(len(rest), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
-    return DeviceSteps(start_ns=begin, end_ns=whole), DeviceWindows(
-        step=np.concatenate((windows.step, rest))[order],
-        phase=np.concatenate((windows.phase, unattributed))[order],
-        host_start_ns=np.concatenate((windows.start_ns, host_end[rest]))[order],
-        host_end_ns=np.concatenate((windows.end_ns, np.maximum(host_end, steps.end_ns)[rest]))[order],
-        start_ns=np.concatenate((start, phases_end[rest]))[order],
-        end_ns=np.concatenate((end, rest_end[rest]))[order],
+    found = DeviceWindows(
+        step=windows.step,
+        phase=windows.phase,
+        host_start_ns=windows.start_ns,
+        host_end_ns=windows.end_ns,
+        start_ns=start,
+        end_ns=end,
     )
+    spans = DeviceSteps(start_ns=begin, end_ns=np.maximum(end[is_rest], steps.end_ns))
+    return spans, chosen(found, ~is_after | (end > start))
+
+
+def _with_rest(windows: HostWindows, steps: HostSteps) -> HostWindows:
+    """The windows, and in each step the time after the last of them, which is the whole of a step without phases."""
+    last_end = steps.start_ns.copy()
+    last_end[windows.step] = windows.end_ns  # the last assignment stays
+    rest = HostWindows(
+        step=np.arange(len(steps)),
+        phase=np.full(len(steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8),
+        start_ns=last_end,
+        end_ns=np.maximum(last_end, steps.end_ns),
+    )
+    both = joined(windows, rest)
+    return chosen(both, np.argsort(both.step, kind="stable"))
 
 
 def _is_before_wait(windows: HostWindows, steps: HostSteps, host: Host) -> Mask:
@@ -183,20 +191,6 @@ class _Completion:
     def __call__(self, time: Ints) -> Ints:
         finished: Ints = self._end[np.searchsorted(self._launch, time)]
         return finished
-
-
-def _first_windows(windows: HostWindows, num_steps: int) -> tuple[Ints, Mask]:
-    """The first window of each step (-1 for none), and whether each window is the first of its step."""
-    is_first = np.diff(windows.step, prepend=-1) > 0
-    first = np.full(num_steps, -1, dtype=np.int64)
-    first[windows.step[is_first]] = np.flatnonzero(is_first)
-    return first, is_first
-
-
-def _running_maximum(times: Ints, step: Ints, least: Ints) -> Ints:
-    """Running maximum of the times within each step, starting from the step's `least`."""
-    highest: Ints = pd.Series(times).groupby(step).cummax().to_numpy()
-    return np.maximum(highest, least[step])
 
 
 def busy_devices(jobs: Jobs) -> Iterator[Busy]:
@@ -268,17 +262,10 @@ def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Se
         found_causes = _Causes(host, number)(jobs, start[followed], end[followed], following, was_busy)
         of_launch = starts_its_launch[following] | ~jobs.is_launched[following]
         cause[followed] = np.where(of_launch, found_causes, _CODE[IdleCause.BETWEEN_KERNELS])
-    order = np.lexsort((start, step))
-    return Gaps(
-        device=device[order],
-        step=step[order],
-        start_ns=start[order],
-        end_ns=end[order],
-        before=before[order],
-        after=after[order],
-        phase=phase[order],
-        cause=cause[order],
+    gaps = Gaps(
+        device=device, step=step, start_ns=start, end_ns=end, before=before, after=after, phase=phase, cause=cause
     )
+    return chosen(gaps, np.lexsort((start, step)))
 
 
 _NO_GAPS = (np.zeros(0, dtype=np.int64),) * 6
@@ -319,7 +306,7 @@ class _Causes:
 
     def __call__(self, jobs: Jobs, start: Ints, end: Ints, after: Ints, was_busy: Mask) -> Codes:
         launch = jobs.launch_ns[after]
-        returned = self._host.returned(jobs.thread[after], launch)
+        returned = self._host.returned(jobs.call[after], launch)
         late_until = np.clip(returned + _LATENCY_NS, start, end)
         waited_until = np.clip(launch, start, end)
         pause = self._pauses.until(waited_until) - self._pauses.until(start)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, groups
+from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.kernels.attribution import Selection, frame_of, totals
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls
-from cs336_systems.analysis.kernels.trace import ApiCalls, Nesting, Trace
+from cs336_systems.analysis.kernels.trace import GroupNesting, Trace
 
 # nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
@@ -69,10 +69,11 @@ class Host:
         raw = [trace.strings[name] for name in used.tolist()]
         ids = {name: number for number, name in enumerate(dict.fromkeys(map(call_name, raw)))}
         self.names = tuple(ids)
-        launches = np.array([is_launch(name) for name in raw], dtype=np.bool_)[index]
-        waits = np.array([is_synchronisation(name) for name in raw], dtype=np.bool_)[index]
-        self._lookup = _Lookup(api)
-        copies, their_waits = self._copies_awaited(trace, launches, waits)
+        launches, waits, kernels = (
+            np.array([is_one(name) for name in raw], dtype=np.bool_)[index]
+            for is_one in (is_launch, is_synchronisation, lambda name: _KERNEL.match(name) is not None)
+        )
+        copies, their_waits = _copies_awaited(trace, launches, waits)
         of_copy = waits & launches
         of_copy[copies] = of_copy[their_waits] = waits[copies] = True
         self.calls = Calls(
@@ -82,16 +83,15 @@ class Host:
             start_ns=api.start_ns,
             end_ns=api.start_ns + api.duration_ns,
             is_launch=launches,
-            is_kernel=np.array([_KERNEL.match(name) is not None for name in raw], dtype=np.bool_)[index],
+            is_kernel=kernels,
             is_wait=waits,
             is_of_copy=of_copy,
         )
 
-    def returned(self, thread: Ints, launch_ns: Ints) -> Ints:
+    def returned(self, call: Ints, launch_ns: Ints) -> Ints:
         """When each launching call returned; its start if the call waits itself or is not in the trace."""
-        row = self._lookup.find(thread, launch_ns)
         end = np.where(self.calls.is_wait, self.calls.start_ns, self.calls.end_ns)
-        returned: Ints = np.where(row < 0, launch_ns, np.append(end, 0)[row])
+        returned: Ints = np.where(call < 0, launch_ns, np.append(end, 0)[call])
         return returned
 
     def longest_call(self, process: int, start_ns: int, end_ns: int) -> str:
@@ -108,45 +108,18 @@ class Host:
         names = [index for index, name in enumerate(self.names) if _STREAM_WAIT.match(name)]
         return np.sort(calls.start_ns[(calls.process == process) & np.isin(calls.name, names)])
 
-    def _copies_awaited(self, trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
-        """Copies to the host whose thread waits before it launches anything else, and the calls that wait."""
-        to_host = np.array([_TO_HOST.search(name) is not None for name in trace.strings], dtype=np.bool_)
-        copies = trace.copies
-        rows = np.flatnonzero(copies.is_launched & to_host[copies.name])
-        found = self._lookup.find(copies.thread[rows], copies.launch_ns[rows])
-        is_copy = np.zeros(len(trace.api_calls), dtype=np.bool_)
-        is_copy[found[found >= 0]] = True
-        by_thread = self._lookup.by_thread
-        by_thread = by_thread[(launches | waits)[by_thread]]
-        call, following = by_thread[:-1], by_thread[1:]
-        thread = trace.api_calls.thread
-        is_awaited = is_copy[call] & waits[following] & (thread[call] == thread[following])
-        return call[is_awaited], following[is_awaited]
 
-
-class _Lookup:
-    """Finds calls by thread and start time."""
-
-    def __init__(self, api: ApiCalls) -> None:
-        self._threads, thread = np.unique(api.thread, return_inverse=True)
-        self._times, time = np.unique(api.start_ns, return_inverse=True)
-        key = thread * len(self._times) + time
-        # of two calls with one start the longer comes first: a profiler may show a call around its own
-        self.by_thread: Ints = np.lexsort((-api.duration_ns, key))
-        self._key = key[self.by_thread]
-
-    def find(self, thread: Ints, start_ns: Ints) -> Ints:
-        """The row of each call, or -1."""
-        in_threads, in_times = np.searchsorted(self._threads, thread), np.searchsorted(self._times, start_ns)
-        key = in_threads * len(self._times) + in_times
-        at = np.searchsorted(self._key, key)
-        found = (
-            (np.append(self._threads, -1)[in_threads] == thread)
-            & (np.append(self._times, -1)[in_times] == start_ns)
-            & (np.append(self._key, -1)[at] == key)
-        )
-        row: Ints = np.where(found, np.append(self.by_thread, -1)[at], -1)
-        return row
+def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
+    """Copies to the host whose thread waits before it launches anything else, and the calls that wait."""
+    api, copies = trace.api_calls, trace.copies
+    to_host = [index for index, name in enumerate(trace.strings) if _TO_HOST.search(name)]
+    is_copy = np.isin(np.arange(len(api)), copies.call[np.isin(copies.name, to_host)])
+    # of two calls with one start the longer comes first: a profiler may show a call around its own
+    by_thread = np.lexsort((-api.duration_ns, api.start_ns, api.thread))
+    by_thread = by_thread[(launches | waits)[by_thread]]
+    call, following = by_thread[:-1], by_thread[1:]
+    is_awaited = is_copy[call] & waits[following] & (api.thread[call] == api.thread[following])
+    return call[is_awaited], following[is_awaited]
 
 
 def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
@@ -178,13 +151,7 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
 def _places(calls: Calls, selection: Selection) -> tuple[Codes, Ints]:
     """Phase and step (-1 for none) of the host at the start of each call."""
     steps, windows = selection.steps, selection.windows
-    phase = np.full(len(calls), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
-    step = np.full(len(calls), -1, dtype=np.int64)
-    for process, rows in groups(calls.process):
-        mine = np.flatnonzero(steps.process == process)
-        step[rows] = np.append(mine, -1)[Nesting(steps.start_ns[mine], steps.end_ns[mine]).at(calls.start_ns[rows])]
-        mine = np.flatnonzero(steps.process[windows.step] == process)
-        labels = np.append(windows.phase[mine], phase[:1])
-        at = Nesting(windows.start_ns[mine], windows.end_ns[mine]).at(calls.start_ns[rows])
-        phase[rows] = np.where(at < 0, CODES[LaunchPhase.UNATTRIBUTED], labels[at])
-    return phase, step
+    step = GroupNesting(steps.process, steps.start_ns, steps.end_ns).at(calls.process, calls.start_ns)
+    by_process = GroupNesting(steps.process[windows.step], windows.start_ns, windows.end_ns)
+    labels = np.append(windows.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
+    return labels[by_process.at(calls.process, calls.start_ns)], step

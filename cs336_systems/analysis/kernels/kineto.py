@@ -16,12 +16,12 @@ from typing import Generic, TypeVar, cast
 import msgspec
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, ProfileError
-from cs336_systems.analysis.files import GZIP_MAGIC, SQLITE_MAGIC, read_head, what_it_is
+from cs336_systems.analysis.columns import GZIP_MAGIC, SQLITE_MAGIC, Ints, ProfileError, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import (
     MAX_TIME_NS,
     ApiCalls,
     DeviceWork,
+    GroupNesting,
     Launches,
     Ranges,
     Strings,
@@ -33,10 +33,6 @@ from cs336_systems.files import refuse_another_kind
 
 MAX_BYTES = 8 * 2**30
 """Largest decompressed JSON that is read: some thirty million events."""
-MAX_RATIO = 64
-"""Largest ratio of decompressed to compressed size. Traces have 10 to 25; a file made to fill memory has a thousand."""
-SMALL_BYTES = 2**24
-"""Bytes that are decompressed whatever the ratio: a short trace of equal steps may compress better."""
 EXACT_US = 2**43
 """Below it (101 days) a float of microseconds is off by at most 2**-11, which is less than half a nanosecond.
 
@@ -149,30 +145,25 @@ class Events:
 
 
 def _read(path: Path) -> bytes | bytearray:
-    head = read_head(path, len(SQLITE_MAGIC), NEEDED)
+    is_compressed = read_head(path, len(SQLITE_MAGIC), NEEDED).startswith(GZIP_MAGIC)
     try:
-        size = path.stat().st_size
-        is_compressed = head.startswith(GZIP_MAGIC)
-        content = _decompress(path, size) if is_compressed else b"" if size > MAX_BYTES else path.read_bytes()
+        content = _decompress(path) if is_compressed else path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ProfileError(path, f"not a whole gzip file ({error}): copy it again or export it again") from error
     except OSError as error:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
-    if max(size, len(content)) > MAX_BYTES:
+    if max(len(content), path.stat().st_size) > MAX_BYTES:
         raise ProfileError(path, f"needed at most {MAX_BYTES} bytes, got more: record fewer steps")
     if content[:100].lstrip()[:1] not in (b"{", b"["):
         raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, bytes(content[:100]))}")
     return content
 
 
-def _decompress(path: Path, size: int) -> bytearray:
-    limit = max(size * MAX_RATIO, SMALL_BYTES)
+def _decompress(path: Path) -> bytearray:
     content = bytearray()
     with gzip.open(path) as file:
-        while len(content) <= min(limit, MAX_BYTES) and (part := file.read(2**20)):
+        while len(content) <= MAX_BYTES and (part := file.read(2**20)):
             content += part
-    if len(content) > limit:
-        raise ProfileError(path, f"grows more than {MAX_RATIO} times when decompressed, which no trace does")
     return content
 
 
@@ -328,8 +319,7 @@ class _Session:
         args = [event.args for event in batch.events]
         correlation = self._ints(batch, [a.correlation for a in args])
         process = np.full(len(batch), self._process() if len(batch) else 0, dtype=np.int64)
-        call = self._launches.find(process, correlation)
-        is_launched, launch, thread = self._launches.columns(call)
+        launch = self._launches.columns(process, correlation)
         name = self.strings.ids(event.name for event in batch.events)
         graph_calls = [index for index, text in enumerate(self.strings.all) if text.startswith(GRAPH_LAUNCHES)]
         return DeviceWork(
@@ -339,10 +329,8 @@ class _Session:
             stream=self._ints(batch, [a.stream for a in args]),
             start_ns=batch.start_ns,
             duration_ns=batch.duration_ns,
-            is_launched=is_launched,
-            launch_ns=launch,
-            thread=thread,
-            is_in_graph=is_launched & np.isin(np.append(self.calls.name, -1)[call], graph_calls),
+            is_in_graph=np.isin(np.append(self.calls.name, -1)[launch["call"]], graph_calls),
+            **launch,
         )
 
     def work_of_host(self, batch: Batch) -> DeviceWork:
@@ -364,6 +352,7 @@ class _Session:
             is_launched=np.ones(len(start), dtype=np.bool_),
             launch_ns=start,
             thread=thread,
+            call=np.full(len(start), -1, dtype=np.int64),
             is_in_graph=np.zeros(len(start), dtype=np.bool_),
         )
 
@@ -373,23 +362,9 @@ def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
 
     Intervals of one thread nest. If some cross, as in a damaged file, the result is still never negative.
     """
-    own = duration_ns.copy()
+    own, end_ns = duration_ns.copy(), start_ns + duration_ns
     lasting = np.flatnonzero(duration_ns > 0)
-    start, end = start_ns[lasting], start_ns[lasting] + duration_ns[lasting]
-    order = np.lexsort((-end, start, thread[lasting]))
-    rows, start, end, on_thread = lasting[order], start[order], end[order], thread[lasting[order]]
-
-    # depth of each interval: the number that began before it on its thread, less the number that ended
-    times, ranks = np.unique(np.concatenate((start, end)), return_inverse=True)
-    key = np.tile(on_thread * len(times), 2) + ranks
-    began, position = key[: len(rows)], np.arange(len(rows))
-    depth = position - np.searchsorted(np.sort(key[len(rows) :]), began, side="right")
-
-    # the interval around each one is the last before it whose depth is smaller by one
-    level = depth * len(rows) + position
-    by_level = np.argsort(level)
-    inner = np.flatnonzero(depth > 0)
-    outer = by_level[np.searchsorted(level[by_level], level[inner] - len(rows)) - 1]
-    inside = np.maximum(np.minimum(end[inner], end[outer]) - start[inner], 0)
-    np.subtract.at(own, rows[outer], inside)
+    parent = GroupNesting(thread[lasting], start_ns[lasting], end_ns[lasting]).parent
+    inner, outer = lasting[parent >= 0], lasting[parent[parent >= 0]]
+    np.subtract.at(own, outer, np.minimum(end_ns[inner], end_ns[outer]) - start_ns[inner])
     return np.maximum(own, 0)

@@ -25,9 +25,6 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.costs.accounting import AttentionFlops, attention_backward_flops, attention_forward_flops
 from cs336_systems.ranges import Range
 
-MAX_DEPTH = 64
-"""Largest number of names in a path; ranges nested deeper share the path, since longer ones could fill the memory."""
-
 PARTS = tuple(AttentionPart)
 NO_PART = -1
 PartCodes = NDArray[np.int8]
@@ -90,20 +87,17 @@ def range_parts(attribution: Attribution, names: AttentionNames) -> RangeParts:
     attention_names = np.unique(ranges.name[around[around >= 0]])
     is_attention = np.append(np.isin(ranges.name, attention_names), False).tolist()
     part_range = np.append(np.where(own == NO_PART, -1, np.arange(len(own))), -1).tolist()
-    path, depth = [0] * len(part_range), [0]
+    path = [0] * len(part_range)
     known: dict[tuple[int, int], int] = {}
     paths = [(0, "")]
     name_of, parent_of = ranges.name.tolist(), parent.tolist()
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
         outer = parent_of[index]  # -1 for none, which indexes the last element
-        path[index] = path[outer]
-        if depth[path[outer]] < MAX_DEPTH:
-            key = path[outer], name_of[index]
-            if key not in known:
-                known[key] = len(paths)
-                paths.append((path[outer], strings[name_of[index]]))
-                depth.append(depth[path[outer]] + 1)
-            path[index] = known[key]
+        key = path[outer], name_of[index]
+        if key not in known:
+            known[key] = len(paths)
+            paths.append((path[outer], strings[name_of[index]]))
+        path[index] = known[key]
         if part_range[index] < 0:
             part_range[index] = part_range[outer]
         is_attention[index] |= is_attention[outer]

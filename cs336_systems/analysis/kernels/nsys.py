@@ -1,7 +1,7 @@
 """Reads reports of Nsight Systems: exports them to SQLite by the program nsys, and reads the export.
 
-Tables without rows are missing, columns vary by version, and the file may be hostile. So the reader looks at the schema
-first. It reads plain tables only, whole and without joins, and no more rows than a file of that size can hold.
+Tables without rows are missing, and columns vary by version, so the reader looks at the schema first. It opens the file
+read-only, and reads plain tables only, whole and without joins.
 """
 
 import shutil
@@ -13,12 +13,10 @@ from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, ProfileError, joined
-from cs336_systems.analysis.files import SQLITE_MAGIC, read_head, what_it_is
+from cs336_systems.analysis.columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
 from cs336_systems.analysis.kernels.trace import (
     ApiCalls,
     DeviceWork,
@@ -71,21 +69,12 @@ FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
 RANGES = "NVTX_EVENTS"
 
 HEADER_BYTES = 100
-LEAST_ROW_BYTES = 4
-"""Smallest size of a row in a file; a table with more rows than fit the file is damaged or hostile."""
 THREAD_BITS = 24
 """Lowest bits of a `globalTid`, which hold the thread's id; without them it is the `globalPid`."""
 PUSH_POP, START_END = 59, 60
 """Numbers of the kinds of ranges, for old files that do not name the kinds."""
 NO_STRING = -1
 NEEDED = "the SQLite export of an nsys report"
-MAX_TABLES = 10_000
-"""Largest number of tables, views and indices; an export has some dozens."""
-_UNFINISHED = {
-    "-wal": "let what writes it end, run `PRAGMA wal_checkpoint(TRUNCATE)` on it, or export the report again",
-    "-journal": "its export was interrupted: export the report again",
-}
-"""Files beside a database that is still being written. They are not read, so such a database is refused."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 HOW_TO_RECORD = (
@@ -95,63 +84,28 @@ HOW_TO_RECORD = (
 
 def read_nsys(path: Path) -> Trace:
     """Read the trace in the SQLite export at `path`; raise ProfileError for a file that is no such export."""
-    _check_file(path)
+    head = read_head(path, HEADER_BYTES, NEEDED)
+    if not head.startswith(SQLITE_MAGIC):
+        raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, head)}")
+    page_bytes, num_pages = int.from_bytes(head[16:18], "big"), int.from_bytes(head[28:32], "big")
+    expected, size = num_pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
+    if len(head) < HEADER_BYTES or size < expected:  # SQLite would read zeros where the end is missing
+        raise ProfileError(path, f"truncated: needed {expected} bytes, got {size}; copy it again or export it again")
     try:
-        with closing(_connect(path)) as connection:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             return with_copies_apart(_Export(path, connection).trace())
     except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:  # names in the schema may not be UTF-8
         raise ProfileError(path, f"not a whole SQLite database ({error}): export the report again") from error
-
-
-def _check_file(path: Path) -> None:
-    header = read_head(path, HEADER_BYTES, NEEDED)
-    if not header.startswith(SQLITE_MAGIC):
-        raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, header)}")
-    page_bytes, num_pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
-    expected, size = num_pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
-    if len(header) < HEADER_BYTES or size < expected:
-        raise ProfileError(path, f"truncated: needed {expected} bytes, got {size}; copy it again or export it again")
-    for ending, advice in _UNFINISHED.items():
-        beside = path.resolve().with_name(path.resolve().name + ending)
-        if beside.is_file() and read_head(beside, 1, "a log of SQLite") not in (b"", b"\0"):
-            raise ProfileError(path, f"not finished: {beside.name} beside it holds a part of it; {advice}")
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path.resolve().as_uri() + "?mode=ro&immutable=1", uri=True)
-    connection.execute("PRAGMA query_only = ON")
-    connection.execute("PRAGMA trusted_schema = OFF")
-    connection.text_factory = lambda text: text.decode(errors="replace")
-    return connection
-
-
-def _tables_of(connection: sqlite3.Connection) -> set[str]:
-    """Names of the plain tables: reading a view or a virtual table would run code that the file's author chose.
-
-    The schema's own text is not used, as the author chose that too.
-    """
-    # Only the list is allowed; otherwise SQLite would open views and virtual tables to count their columns.
-    connection.set_authorizer(
-        lambda action, *_: sqlite3.SQLITE_OK if action == sqlite3.SQLITE_PRAGMA else sqlite3.SQLITE_DENY
-    )
-    kinds = {name: kind for _, name, kind, *_ in connection.execute("PRAGMA main.table_list")}
-    connection.set_authorizer(None)
-    if kinds:
-        return {name for name, kind in kinds.items() if kind == "table"}
-    # SQLite before 3.37 has no such list
-    rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")
-    return {name for (name,) in rows}
 
 
 class _Export:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
-        self._size = path.stat().st_size
-        self._max_rows = self._size // LEAST_ROW_BYTES
-        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > MAX_TABLES:
-            raise ProfileError(path, f"more tables than an export ever has ({MAX_TABLES}): it is damaged")
-        self._tables = _tables_of(connection)
+        connection.text_factory = lambda text: text.decode(errors="replace")
+        # only tables have a root page: reading a view or a virtual table would run code of the file
+        rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")
+        self._tables = {name for (name,) in rows}
         self._strings = Strings(self._names("StringIds", "value"))
 
     def trace(self) -> Trace:
@@ -211,7 +165,6 @@ class _Export:
             name = self._strings.column(kinds, {kind: f"memcpy {label}" for kind, label in labels.items()}, "memcpy")
         else:
             name = np.full(len(start), self._strings.id("memset" if table == FILLS else "CUDA graph"), dtype=np.int64)
-        is_launched, launch, thread = calls.columns(calls.find(process, correlation))
         return DeviceWork(
             name=name,
             process=process,
@@ -219,10 +172,8 @@ class _Export:
             stream=stream,
             start_ns=start,
             duration_ns=self._durations(table, start, end),
-            is_launched=is_launched,
-            launch_ns=launch,
-            thread=thread,
             is_in_graph=graph != 0,
+            **calls.columns(process, correlation),
         )
 
     def _ranges(self, last_ns: int) -> Ranges:
@@ -235,22 +186,22 @@ class _Export:
         )
         name = self._strings.column(key)
         if RANGES in self._tables and "text" in self._columns(RANGES):
-            texts = self._texts(f"SELECT NULL, text FROM {RANGES} NOT INDEXED LIMIT {len(start)}")
-            own = array("q", (NO_STRING if text is None else self._strings.id(text) for _, text in texts))
+            texts = self._connection.execute(f"SELECT text FROM {RANGES} NOT INDEXED")
+            own = array("q", (NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts))
             text_id = np.frombuffer(own, dtype=np.int64)
             name = np.where(text_id >= 0, text_id, name)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
         self._durations(RANGES, start, end)
-        kept = (kind == push_pop) | (kind == start_end)
-        return Ranges(
-            name=name[kept],
-            process=_process(thread[kept]),
-            thread=thread[kept],
-            start_ns=start[kept],
-            end_ns=end[kept],
-            is_open=is_open[kept] != 0,
-            is_nested=kind[kept] == push_pop,
+        ranges = Ranges(
+            name=name,
+            process=_process(thread),
+            thread=thread,
+            start_ns=start,
+            end_ns=end,
+            is_open=is_open != 0,
+            is_nested=kind == push_pop,
         )
+        return chosen(ranges, (kind == push_pop) | (kind == start_end))
 
     def _columns(self, table: str) -> set[str]:
         """Names of the table's stored columns, without computed ones."""
@@ -274,8 +225,7 @@ class _Export:
             )
         columns = [_expression(name, value) for name, value in needed.items()]
         columns += [_expression(name, value) if name in present else str(value) for name, value in optional.items()]
-        # NOT INDEXED, so that all queries have one order of rows; no WHERE, so that LIMIT counts every row that is read
-        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED LIMIT {self._max_rows + 1}"
+        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"  # so that all queries have one order of rows
         try:
             flat = array("q", chain.from_iterable(self._connection.execute(query)))
         except (TypeError, OverflowError) as error:
@@ -284,27 +234,14 @@ class _Export:
                 f"table {table} needs whole numbers in columns {', '.join((*needed, *optional))}, and has others "
                 f"({error}): the export is damaged",
             ) from error
-        rows = np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns)
-        if len(rows) > self._max_rows:
-            raise ProfileError(self.path, f"table {table} has more rows than the file has room for: it is damaged")
-        return list(np.ascontiguousarray(rows.T))
+        return list(np.ascontiguousarray(np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns).T))
 
     def _names(self, table: str, column: str) -> dict[int, str]:
         """Names by id, from a table of names; empty if the table is missing."""
         if table not in self._tables or not {"id", column} <= self._columns(table):
             return {}
-        rows = self._texts(f'SELECT id, "{column}" FROM {table} NOT INDEXED LIMIT {self._max_rows}')
-        return {number: text for number, text in rows if text is not None}
-
-    def _texts(self, query: str) -> Iterator[tuple[Any, str | None]]:
-        """Rows of a key and a text; raise ProfileError if there is more text than the file has bytes."""
-        room = self._size
-        for key, value in self._connection.execute(query):
-            text = None if value is None else str(value)
-            room -= len(text or "")
-            if room < 0:
-                raise ProfileError(self.path, "more text than the file has room for: it is damaged")
-            yield key, text
+        rows = self._connection.execute(f'SELECT id, "{column}" FROM {table} NOT INDEXED')
+        return {number: str(text) for number, text in rows if text is not None}
 
     def _durations(self, table: str, start: Ints, end: Ints) -> Ints:
         try:

@@ -7,7 +7,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import Ints, Mask
+from cs336_systems.analysis.columns import Columns, Ints, Mask, joined
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Nesting, Ranges, Trace
 from cs336_systems.ranges import Range
 
@@ -87,33 +87,42 @@ def check_names(trace: Trace, names: PhaseNames) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhasePlan:
-    """The phases and steps of one process as time windows on the host.
+class Windows(Columns):
+    """Times of phases on the host. A launch on any thread of the process belongs to the window that contains it."""
 
-    A launch on any thread of the process belongs to the window that contains it.
-    """
+    process: Ints
+    start_ns: Ints
+    end_ns: Ints
+    phase: Codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps(Columns):
+    """The steps of all processes, each process in order."""
+
+    process: Ints
+    start_ns: Ints
+    end_ns: Ints
+    is_warmup: Mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePlan:
+    """The phases and steps of one process."""
 
     source: PhaseSource
-    start: Ints
-    end: Ints
-    phase: Codes
-    step_start: Ints
-    step_end: Ints
-    step_is_warmup: Mask
+    windows: Windows
+    steps: Steps
     around_steps: Ints
     """Ranges that contain whole phases, and so are not ranges of modules."""
     notes: tuple[str, ...] = ()
-
-    def phase_at(self, time: Ints) -> Codes:
-        """The phase of a launch at each time."""
-        labels = np.append(self.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
-        found: Codes = labels[Nesting(self.start, self.end).at(time)]
-        return found
 
 
 MAX_LISTED = 12
 """Most names of ranges that an error lists."""
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
+NO_WINDOWS = Windows(process=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS, phase=np.zeros(0, dtype=np.int8))
+NO_STEPS = Steps(process=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS, is_warmup=np.zeros(0, dtype=np.bool_))
 
 
 def phase_plan(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> PhasePlan:
@@ -122,7 +131,8 @@ def phase_plan(trace: Trace, process: int, rows: Ints, launched: Ints, names: Ph
     of_phase = _named(trace, rows, names.forward, names.backward, names.optimizer)
     if len(of_phase):
         main = ranges.thread[of_phase[ranges.start_ns[of_phase].argmin()]]
-        return _plan_from_ranges(trace, rows[(ranges.thread[rows] == main) | ~ranges.is_nested[rows]], names)
+        of_main = rows[(ranges.thread[rows] == main) | ~ranges.is_nested[rows]]
+        return _plan_from_ranges(trace, process, of_main, names)
     return _plan_from_threads(trace, process, rows[ranges.is_nested[rows]], launched, names)
 
 
@@ -136,7 +146,7 @@ def _named(trace: Trace, rows: Ints, *names: str) -> Ints:
     return rows[np.isin(trace.ranges.name[rows], trace.string_ids(*names))]
 
 
-def _plan_from_ranges(trace: Trace, rows: Ints, names: PhaseNames) -> PhasePlan:
+def _plan_from_ranges(trace: Trace, process: int, rows: Ints, names: PhaseNames) -> PhasePlan:
     """The windows are the outermost phase ranges of the main thread; in a step, the time before forward is data."""
     ranges = trace.ranges
     phases = _outermost(ranges, _named(trace, rows, *names.phases))
@@ -157,12 +167,8 @@ def _plan_from_ranges(trace: Trace, rows: Ints, names: PhaseNames) -> PhasePlan:
         step_start, step_end = _steps_between(start, end, is_forward, label == CODES[LaunchPhase.OPTIMIZER])
     return PhasePlan(
         source=PhaseSource.RANGES,
-        start=start,
-        end=end,
-        phase=label,
-        step_start=step_start,
-        step_end=step_end,
-        step_is_warmup=_is_warmup(trace, rows, names, step_start),
+        windows=Windows(process=np.full(len(start), process), start_ns=start, end_ns=end, phase=label),
+        steps=_steps(trace, process, rows, names, step_start, step_end),
         around_steps=rows[opened_inside > 0],
     )
 
@@ -182,15 +188,17 @@ def _steps_between(start: Ints, end: Ints, is_forward: Mask, is_optimizer: Mask)
     return start[forward], np.maximum.accumulate(end)[last]
 
 
-def _is_warmup(trace: Trace, rows: Ints, names: PhaseNames, step_start: Ints) -> Mask:
+def _steps(trace: Trace, process: int, rows: Ints, names: PhaseNames, start: Ints, end: Ints) -> Steps:
+    """The steps of a process with these times; warm-up are those in its range, and those outside of `measure`."""
     ranges = trace.ranges
 
     def inside(name: str) -> Mask:
         found = _outermost(ranges, _named(trace, rows, name))
-        return Nesting(ranges.start_ns[found], ranges.end_ns[found]).at(step_start) >= 0
+        return Nesting(ranges.start_ns[found], ranges.end_ns[found]).at(start) >= 0
 
     measured = inside(names.measure)
-    return inside(names.warmup) | (~measured & measured.any())
+    is_warmup = inside(names.warmup) | (~measured & measured.any())
+    return Steps(process=np.full(len(start), process), start_ns=start, end_ns=end, is_warmup=is_warmup)
 
 
 def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, names: PhaseNames) -> PhasePlan:
@@ -234,16 +242,15 @@ def _plan_from_threads(trace: Trace, process: int, rows: Ints, launched: Ints, n
         LaunchPhase.BACKWARD: (burst_start, burst_end),
         LaunchPhase.OPTIMIZER: (burst_end, next_start),
     }
+    parts = [
+        Windows(process=np.full(len(begun), process), start_ns=begun, end_ns=ended,
+                phase=np.full(len(begun), CODES[phase], dtype=np.int8))
+        for phase, (begun, ended) in windows.items()
+    ]  # fmt: skip
     return PhasePlan(
         source=PhaseSource.THREADS,
-        start=np.concatenate([start for start, _ in windows.values()]),
-        end=np.concatenate([end for _, end in windows.values()]),
-        phase=np.repeat(
-            np.array([CODES[phase] for phase in windows], dtype=np.int8), [len(start) for start, _ in windows.values()]
-        ),
-        step_start=start,
-        step_end=np.append(start[1:], MAX_TIME_NS),
-        step_is_warmup=_is_warmup(trace, rows, names, start),
+        windows=joined(NO_WINDOWS, *parts),
+        steps=_steps(trace, process, rows, names, start, np.append(start[1:], MAX_TIME_NS)),
         around_steps=rows[is_around],
         notes=(
             f"Process {process} has no range named {names.forward}, {names.backward} or {names.optimizer}. So backward "
@@ -265,12 +272,8 @@ def _no_plan(trace: Trace, process: int, rows: Ints, names: PhaseNames, has_kern
     )
     return PhasePlan(
         source=PhaseSource.NOTHING,
-        start=NO_ROWS,
-        end=NO_ROWS,
-        phase=np.zeros(0, dtype=np.int8),
-        step_start=ranges.start_ns[steps],
-        step_end=ranges.end_ns[steps],
-        step_is_warmup=_is_warmup(trace, rows, names, ranges.start_ns[steps]),
+        windows=NO_WINDOWS,
+        steps=_steps(trace, process, rows, names, ranges.start_ns[steps], ranges.end_ns[steps]),
         around_steps=_named(trace, rows, names.warmup, names.measure),
         notes=(note,) if has_kernels else (),
     )

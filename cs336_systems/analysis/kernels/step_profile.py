@@ -6,8 +6,7 @@ others. Times are seconds (`_s`), on the device unless the host is named.
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -89,23 +88,6 @@ class CommunicationTimes:
     """The part of the phase's wall time in which at least one of the kernels ran."""
     exposed_s: tuple[Time, ...]
     """The part of `total_s` in which the device ran no kernel that computes, and no copy; the rest is overlapped."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherTimes:
-    """Gathers of one unit's sharded parameters that a phase needed; each tuple has one entry per step."""
-
-    unit: str
-    phase: LaunchPhase
-    ran_s: tuple[Time, ...]
-    """From the start of the first kernel of a gather to the end of its last."""
-    lead_s: tuple[float | None, ...]
-    """Time from the end of the gather until the job that needed it was ready, negative if the gather ended later.
-
-    The least of several gathers; None in a step without one.
-    """
-    waited_s: tuple[Time, ...]
-    """How long the job that needed the gather waited for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,8 +394,6 @@ class StepProfile:
     """Sentences about what the file lacks."""
     communication: tuple[CommunicationTimes, ...] = ()
     """Collectives by phase and kind; empty for a trace of a CPU."""
-    gathers: tuple[GatherTimes, ...] = ()
-    """Gathers of sharded parameters, where ranges tell them, in the order in which they are needed."""
     ranks: tuple[RankTimes, ...] = ()
     """All ranks of a run on several ranks; everything else in the profile is about the first rank."""
     format_version: int = PROFILE_FORMAT_VERSION
@@ -440,24 +420,20 @@ def decode_profile(data: bytes) -> StepProfile:
 
 def contradictions(profile: StepProfile) -> Iterator[str]:
     """Contradictions in a profile, in words; one that was cut off or changed by hand has some."""
-    num_steps = profile.num_steps
+    num_steps, step = profile.num_steps, profile.pictured
     if not num_steps:
         yield "it needs at least one step"
-    of_steps = [("step_s", profile.step_s), *_of_steps(profile)]
-    for name, values in of_steps:
-        if len(values) != num_steps:
-            yield f"{name} needs {num_steps} entries, one for each step, got {len(values)}"
+    if any(number >= num_steps for number in (step.step if step else 0, *(gap.step for gap in profile.gaps))):
+        yield f"there are {num_steps} steps, and an entry is about another one"
+    yield from _of_columns("step_s", (profile.step_s,), num_steps)
+    parts: list[PhaseTimes | CommunicationTimes] = [*profile.phases, *profile.communication]
+    for part in parts:
+        yield from _of_columns(part.phase, _columns(part), num_steps)
     for own in profile.ranks:
-        waited = [("waited_s", own.waited_s)] if own.waited_s is not None else []
-        for name, values in [*_of_steps(own), *waited]:
-            if len(values) != len(own.step_s):
-                yield f"{name} of rank {own.rank} needs {len(own.step_s)} entries, got {len(values)}"
-    pictured = () if profile.pictured is None else (profile.pictured,)
-    for seen in (*pictured, *profile.gaps):
-        if seen.step >= num_steps:
-            yield f"there are {num_steps} steps, and an entry is about step {seen.step}"
-    if profile.pictured is not None:
-        yield from _of_picture(profile, profile.pictured)
+        columns = [column for each in (own.phases, own.communication) for part in each for column in _columns(part)]
+        yield from _of_columns(f"rank {own.rank}", [*columns, own.waited_s or own.step_s], len(own.step_s))
+    if step is not None:
+        yield from _of_picture(profile, step)
     left, phases = profile.left, profile.phases
     count = sum(sum(phase.launches) for phase in phases) + left.warmup + left.outside + left.no_launch
     time_s = sum(sum(phase.kernel_s) for phase in phases) + left.warmup_s + left.outside_s + left.no_launch_s
@@ -468,53 +444,41 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
         )
 
 
-def _of_steps(profile: "StepProfile | RankTimes") -> Iterator[tuple[str, tuple[object, ...]]]:
-    """The times and counts that need one entry per step, with their names."""
-    parts: list[tuple[str, PhaseTimes | CommunicationTimes | GatherTimes]] = [
-        *((str(own.phase), own) for own in profile.phases),
-        *((f"communication in {own.phase}", own) for own in profile.communication),
-        *((f"gathers of {own.unit}", own) for own in (profile.gathers if isinstance(profile, StepProfile) else ())),
-    ]
-    for what, each in parts:
-        for field in fields(each):
-            if field.name not in ("phase", "collective", "unit"):
-                yield f"{field.name} of {what}", getattr(each, field.name)
+def _columns(part: object) -> list[tuple[object, ...]]:
+    """The columns of a part of a profile."""
+    values = (getattr(part, field.name) for field in fields(part))  # type: ignore[arg-type]
+    return [value for value in values if isinstance(value, tuple)]
+
+
+def _of_columns(what: str, columns: Iterable[Sequence[object]], needed: int) -> Iterator[str]:
+    if wrong := {len(column) for column in columns} - {needed}:
+        yield f"columns of {what} need {needed} entries, got {min(wrong)}"
 
 
 def _of_picture(profile: StepProfile, step: PicturedStep) -> Iterator[str]:
     """Contradictions between the kernels of the pictured step and the times of its phases, in words."""
-    if step.pieces:
-        if step.streams:
-            yield "its picture has kernels and merged kernels too"
+    rows: list[StreamKernels | StreamCopies | IdleSpans] = [*step.streams, *step.copies, *step.idle]
+    for own in rows:
+        yield from _of_columns("the pictured step", _columns(own), len(own.start_ns))
+    if step.pieces and not step.streams:
         return
-    count, time_ns = Counter[tuple[str, LaunchPhase]](), Counter[tuple[str, LaunchPhase]]()
+    sums: dict[tuple[str, LaunchPhase], list[int]] = {}
     for stream in step.streams:
-        columns = (stream.start_ns, stream.duration_ns, stream.launch_ns, stream.kernel, stream.module)
-        if len(set(map(len, columns))) > 1:
-            yield f"columns of stream {stream.stream} need one length, got {[len(column) for column in columns]}"
-            return
-        largest = (max(stream.kernel, default=0), max(stream.module, default=0))
-        if stream.kernel and (largest[0] >= len(profile.kernels) or largest[1] >= len(profile.modules)):
-            yield f"stream {stream.stream} names kernel {largest[0]} and module {largest[1]}, which are not there"
-            return
-        for module, duration_ns in zip(stream.module, stream.duration_ns, strict=True):
-            count[profile.work, profile.modules[module].phase] += 1
-            time_ns[profile.work, profile.modules[module].phase] += duration_ns
-    columns_of = [(own.start_ns, own.duration_ns) for own in step.copies]
-    columns_of += [(own.start_ns, own.duration_ns) for own in step.idle]
-    if wrong := [(len(start), len(duration)) for start, duration in columns_of if len(start) != len(duration)]:
-        yield "the picture has times with {} starts and {} durations".format(*wrong[0])
+        for kernel, module, duration_ns in zip(stream.kernel, stream.module, stream.duration_ns, strict=False):
+            if kernel >= len(profile.kernels) or module >= len(profile.modules):
+                yield f"stream {stream.stream} names kernel {kernel} and module {module}, which are not there"
+                return
+            sums.setdefault((profile.work, profile.modules[module].phase), []).append(duration_ns)
     for copies in step.copies:
-        count[_COPIES, copies.phase] += len(copies.duration_ns)
-        time_ns[_COPIES, copies.phase] += sum(copies.duration_ns)
+        sums.setdefault((_COPIES, copies.phase), []).extend(copies.duration_ns)
     needed = {(str(profile.work), own.phase): (own.launches, own.kernel_s) for own in profile.phases}
     needed |= {(_COPIES, own.phase): (own.copies, own.copy_s) for own in profile.phases}
-    for what, phase in {*count, *needed}:
+    for what, phase in {*sums, *needed}:
         numbers, times_s = needed.get((what, phase), ((), ()))
         number, time_s = (numbers[step.step], times_s[step.step]) if numbers else (0, 0.0)
-        found, found_ns = count[what, phase], time_ns[what, phase]
-        if found != number or not math.isclose(found_ns, time_s * 1e9, rel_tol=1e-12, abs_tol=0.5):
-            yield f"its picture has {found} {what} and {found_ns} ns of {phase}, needed {number} and {time_s:.9f} s"
+        found = sums.get((what, phase), [])
+        if len(found) != number or not math.isclose(sum(found), time_s * 1e9, rel_tol=1e-12, abs_tol=0.5):
+            yield f"its picture has {len(found)} {what} and {sum(found)} ns of {phase}, needed {number}, {time_s:.9f} s"
 
 
 def read_profile(path: Path) -> StepProfile | None:

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
+from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 
 _DRIVERS_OWN = re.compile(r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?", re.ASCII)
 """Names of the CUDA driver's kernels that fill or copy memory."""
@@ -33,6 +34,8 @@ class DeviceWork(Columns):
     """Whether the trace has the launch; `launch_ns` and `thread` are valid only then."""
     launch_ns: Ints
     thread: Ints
+    call: Ints
+    """Row of the launching call in `Trace.api_calls`; -1 for none, as of an operator of the host."""
     is_in_graph: Mask
     """Launched by a CUDA graph."""
 
@@ -163,6 +166,28 @@ class Nesting:
         return found
 
 
+class GroupNesting:
+    """Looks up the innermost interval at a time among those of one group, such as a thread or a process."""
+
+    def __init__(self, group: Ints, start: Ints, end: Ints) -> None:
+        self.parent: Ints = np.full(len(group), -1, dtype=np.int64)
+        """The innermost interval of the same group around each, -1 for none."""
+        self._of: dict[int, tuple[Ints, Nesting]] = {}
+        for number, rows in groups(group):
+            nesting, row_of = Nesting(start[rows], end[rows]), np.append(rows, -1)
+            self.parent[rows] = row_of[nesting.parent]
+            self._of[number] = row_of, nesting
+
+    def at(self, group: Ints, time: Ints) -> Ints:
+        """Index of the innermost interval of each group at its time, -1 for none."""
+        found: Ints = np.full(len(group), -1, dtype=np.int64)
+        for number, rows in groups(group):
+            if number in self._of:
+                row_of, nesting = self._of[number]
+                found[rows] = row_of[nesting.at(time[rows])]
+        return found
+
+
 class Strings:
     """The trace's table of strings, filled as they occur; `known` maps the file's numbers to strings."""
 
@@ -206,16 +231,14 @@ class Launches:
         known = np.append(self._processes, -1)[at] == process
         return np.where(known & (correlation > 0) & (correlation < 2**32), (at << 32) | correlation, -1)
 
-    def find(self, process: Ints, correlation: Ints) -> Ints:
-        """The row of the call for each pair of ids, or -1."""
+    def columns(self, process: Ints, correlation: Ints) -> dict[str, Any]:
+        """The columns of `DeviceWork` about the launch, for pairs of ids."""
         key = self._key(process, correlation)
         at = np.searchsorted(self._key_sorted, key)
-        found = (np.append(self._key_sorted, -1)[at] == key) & (key >= 0)
-        return np.where(found, np.append(self._order, -1)[at], -1)
-
-    def columns(self, rows: Ints) -> tuple[Mask, Ints, Ints]:
-        """For rows from `find`: whether a call was found, its start and its thread."""
-        return rows >= 0, np.append(self._calls.start_ns, 0)[rows], np.append(self._calls.thread, 0)[rows]
+        is_launched = (np.append(self._key_sorted, -1)[at] == key) & (key >= 0)
+        call = np.where(is_launched, np.append(self._order, -1)[at], -1)
+        launch, thread = np.append(self._calls.start_ns, 0)[call], np.append(self._calls.thread, 0)[call]
+        return {"is_launched": is_launched, "launch_ns": launch, "thread": thread, "call": call}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,12 +235,6 @@ class Replay:
         """Requested bytes of the blocks in use, at each moment: exact even if `num_bytes` was inferred."""
         return self.curve(self.allocations.requested_bytes, self.allocations.end)
 
-    @cached_property
-    def recorded_bytes(self) -> Ints:
-        """Bytes of blocks held throughout, plus requested bytes of all other blocks in use, at each moment."""
-        rows = self.allocations
-        return self.curve(np.where(self.is_held_throughout, rows.num_bytes, rows.requested_bytes), rows.end)
-
     def curve(self, values: Ints, end: Ints) -> Ints:
         """At each moment the sum of a value over the allocations with start < moment <= end."""
         start, num_events = self.allocations.start, len(self.memory.events)

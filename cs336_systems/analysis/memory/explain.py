@@ -54,7 +54,7 @@ from cs336_systems.text import counted, inert_line
 MAX_POINTS = 2000
 """Points of a timeline."""
 MAX_LARGEST = 50
-"""Groups among the largest allocations, unless more have the last size."""
+"""Groups among the largest allocations."""
 FROM_BOTTOM = (
     Category.HELD,
     Category.PARAMETERS,
@@ -138,7 +138,6 @@ class _Explanation:
             held_bytes=int(allocations.num_bytes[is_held].sum()),
             peak=self._peak_moment(sums),
             peak_requested_bytes=int(self._replay.requested_bytes.max()),
-            peak_recorded_bytes=int(self._replay.recorded_bytes.max()),
             peak_reserved_bytes=int(self._replay.reserved_bytes.max()),
             boundaries=tuple(self._boundaries(sums)),
             phases=tuple(self._phases_of_steps()),
@@ -268,9 +267,3 @@ class _Explanation:
         yield from notes_on_positions(self._phases, self._notes, self._memory.events)
         if lost := int(np.count_nonzero(self._row_of == NOT_SIGHTED)):
             yield f"Left out: {lost:,} of {len(self._row_of):,} sightings, whose addresses lay in no allocated block."
-        missed = [
-            abs(int(self._allocated[moment]) - mark.allocated_bytes)
-            for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True)
-        ]
-        if any(missed):
-            yield f"Where phases end, the blocks differ by up to {max(missed):,} bytes from what the allocator counted."

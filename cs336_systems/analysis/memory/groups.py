@@ -164,7 +164,6 @@ def places_of(stack: Stack) -> tuple[Place, ...]:
 
 _ROLE_OF_PHASE: Mapping[str, Role] = {Phase.FORWARD: Role.ACTIVATION, Phase.OPTIMIZER: Role.WEIGHT}
 """The role of tensors that a phase allocates; backward is absent because it allocates both roles."""
-_BACKWARD, _OPTIMIZER_FILES = "backward", ("/optim/", "/optimizer.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +185,7 @@ class Groups:
         self._known = known
         rows, sighting = known.replay.allocations, known.contents.sighting
         used, self._stack_of_row = np.unique(rows.stack, return_inverse=True)
-        self._stacks = [known.stacks[number] for number in used.tolist()]
-        self._places = [places_of(stack) for stack in self._stacks]
+        self._places = [places_of(known.stacks[number]) for number in used.tolist()]
         self._names = [short_name(sighting) for sighting in known.sightings]
         self._phase_names = ("", *known.phases.names)
         self._phase_of_row = np.where(rows.start == BEFORE, 0, known.phases.at(rows.start) + 1)
@@ -209,15 +207,10 @@ class Groups:
         self._members = np.split(order, np.flatnonzero(is_new)[1:])
 
     def largest(self, chosen: Mask, live: Mask, limit: int) -> tuple[LikeAllocations, ...]:
-        """The groups of the chosen allocations, the largest allocations first; `live` are the allocations at the peak.
-
-        Returns at least `limit` groups, if there are so many, and all groups of the smallest size among these.
-        """
+        """At most `limit` groups of the chosen allocations, the largest first; `live` are those at the peak."""
         counts = np.bincount(self._group[chosen], minlength=len(self._first))
-        sizes = self._known.replay.allocations.requested_bytes[self._first]
-        order = np.lexsort((-counts, -sizes))
-        order = order[counts[order] > 0]
-        return tuple(self._row(group, live) for group in order[np.isin(sizes[order], sizes[order[:limit]])].tolist())
+        order = np.lexsort((-counts, -self._known.replay.allocations.requested_bytes[self._first]))
+        return tuple(self._row(group, live) for group in order[counts[order] > 0][:limit].tolist())
 
     def at_peak(self, live: Mask) -> tuple[LikeAllocations, ...]:
         """The groups that have live allocations, those first that take most memory."""
@@ -253,27 +246,17 @@ class Groups:
     def _explanation(self, members: Ints, sightings: Sequence[Sighting], name: str) -> str:
         """The formulas of all members, each once."""
         formulas = self._known.formulas
-        texts = [explain_sighting(formulas, sighting, name) for sighting in sightings] or self._unsighted(members)
+        texts = [explain_sighting(formulas, sighting, name) for sighting in sightings] or [self._unsighted(members[0])]
         return OR.join(dict.fromkeys(formula for text in texts for formula in text.split(OR) if formula))
 
-    def _unsighted(self, members: Ints) -> list[str]:
-        """Explanations of allocations without a sighting, one for each role that one of them may have."""
-        known, first = self._known, int(members[0])
-        rows, places = known.replay.allocations, self._places[self._stack_of_row[first]]
-        requested, function = int(rows.requested_bytes[first]), places[0].function if places else ""
-        _, different = np.unique(2 * self._stack_of_row[members] + (rows.start[members] == BEFORE), return_index=True)
-        roles = dict.fromkeys(self._role(row) for row in members[different].tolist())
-        return [known.formulas.unsighted(requested, role, function, self._may_have_half) for role in roles]
-
-    def _role(self, row: int) -> Role | None:
-        """The role of an allocation without a sighting; None if it is not known."""
-        rows, contents = self._known.replay.allocations, self._known.contents
-        phase = self._phase_names[self._phase_of_row[row]]
-        if phase:
-            return _ROLE_OF_PHASE.get(phase)
-        if CATEGORIES[contents.category[row]] is Category.HELD or rows.start[row] == BEFORE:
-            return Role.WEIGHT
-        return _role_of_code(self._stacks[self._stack_of_row[row]])
+    def _unsighted(self, row: int) -> str:
+        """The formula of an allocation without a sighting. Its phase tells its role, if it was made in one."""
+        known, rows = self._known, self._known.replay.allocations
+        phase, places = self._phase_names[self._phase_of_row[row]], self._places[self._stack_of_row[row]]
+        is_old = CATEGORIES[known.contents.category[row]] is Category.HELD or rows.start[row] == BEFORE
+        role = _ROLE_OF_PHASE.get(phase) if phase else Role.WEIGHT if is_old else None
+        function = places[0].function if places else ""
+        return known.formulas.unsighted(int(rows.requested_bytes[row]), role, function, self._may_have_half)
 
 
 def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:
@@ -283,15 +266,6 @@ def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:
     return formulas.sighted(
         sighting.num_bytes, sighting.shape, sighting.dtype, role, what_saved(name) if is_saved else ""
     )
-
-
-def _role_of_code(stack: Stack) -> Role | None:
-    """The role of what code allocates outside of known phases; None for backward (both roles) and without a stack."""
-    if not stack or any(frame.name == _BACKWARD for frame in stack):
-        return None
-    if any(word in frame.filename for frame in stack for word in _OPTIMIZER_FILES):
-        return Role.WEIGHT
-    return Role.ACTIVATION
 
 
 def _common(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:

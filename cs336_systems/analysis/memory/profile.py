@@ -6,7 +6,6 @@ asked for, the sizes of its tensors: the allocator rounds a request up to 512 by
 the block because the allocator does not split it off. Times are seconds since the first event of the recording.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -228,15 +227,12 @@ class MemoryProfile:
     peak: Moment
     peak_requested_bytes: Count
     """The most requested bytes in use at any moment. PyTorch's viewer draws this, because it knows only requests."""
-    peak_recorded_bytes: Count
-    """The most in use at any moment if blocks held throughout count in full and all others with their requested bytes:
-    the sizes of the events on top of what the allocator counted before them."""
     peak_reserved_bytes: int
     boundaries: tuple[Moment, ...]
     phases: tuple[PhaseMemory, ...]
     """The phases between the boundaries, and behind the last boundary the phase that ran out of memory, if any did."""
     largest: tuple[LikeAllocations, ...]
-    """The groups with the largest allocations, without those held throughout: some dozens, and all of the last size."""
+    """The groups with the largest allocations, without those held throughout: some dozens."""
     at_peak: tuple[LikeAllocations, ...]
     """All groups at the peak, those first that take most memory together."""
     blocks: tuple[BlockMemory, ...]
@@ -268,27 +264,10 @@ def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
 
 def read_memory_profile(path: Path) -> MemoryProfile:
     """The profile at `path`; raise ProfileError if the file has none."""
-    profile = read_json(
+    return read_json(
         path, MemoryProfile, MEMORY_PROFILE,
         version=MEMORY_FORMAT_VERSION,
         error=ProfileError,
         max_bytes=MAX_PROFILE_BYTES,
         if_older="requested bytes are not in it; explain the snapshot again (cs336 memory SNAPSHOT --output DIR)",
     )  # fmt: skip
-    if wrong := next(_contradictions(profile), None):
-        raise ProfileError(path, f"not a whole memory profile: {wrong}; explain the snapshot again")
-    return profile
-
-
-def _contradictions(profile: MemoryProfile) -> Iterator[str]:
-    """Impossible contents, as in a file that was changed by hand."""
-    for moment in (profile.peak, *profile.boundaries):
-        if (total := sum(row.num_bytes for row in moment.categories)) != moment.allocated_bytes:
-            yield (
-                f"at {moment.time_s:.6f} s the categories add up to {total} bytes, "
-                f"needed all {moment.allocated_bytes} that are allocated"
-            )
-    timeline, points = profile.timeline, len(profile.timeline.time_s)
-    rows = (timeline.reserved_bytes, *timeline.num_bytes)
-    if not points or any(len(row) != points for row in rows) or len(timeline.num_bytes) != len(timeline.categories):
-        yield "its timeline needs points, and at each of them the bytes of every category and those reserved"

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import psutil
 
-from cs336_systems.analysis.columns import Columns, Ints, ProfileError
-from cs336_systems.analysis.files import read_head, what_it_is
+from cs336_systems.analysis.columns import Columns, Ints, ProfileError, read_head, what_it_is
 from cs336_systems.text import counted
 
 NEEDED = "a memory snapshot of PyTorch"
@@ -266,7 +265,7 @@ class _Converter:
 
     def _notes(self) -> Iterator[str]:
         if self._unknown:
-            names = ", ".join(name for name, _ in self._unknown.most_common(3))
+            names = ", ".join(_readable(name)[:40] for name, _ in self._unknown.most_common(3))
             yield f"Passed over: {counted(self._unknown.total(), 'event')} of unknown actions, such as {names}."
 
 

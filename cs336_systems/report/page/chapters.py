@@ -16,16 +16,14 @@ from cs336_systems.report.frame import order
 from cs336_systems.report.page.write import Block, Chapter, Closed, Page, PictureBlock, Prose, TableBlock
 from cs336_systems.report.results import KERNELS, MEMORY, Results
 from cs336_systems.report.section import Section, known, make_table
-from cs336_systems.report.sections.attention import attention_section
-from cs336_systems.report.sections.ceilings.summary import ceilings_sections
-from cs336_systems.report.sections.fusion import fusion_section
-from cs336_systems.report.sections.ladder.tables import ladder_section
+from cs336_systems.report.sections.ceilings import ceilings_sections
+from cs336_systems.report.sections.ladder import ladder_section
+from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.precision import precision_sections
 from cs336_systems.report.words import status_text
-from cs336_systems.studies.attention_records import AttentionStudy
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.fusion_records import FusionStudy
+from cs336_systems.studies.operators import AttentionStudy, FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.step_parts import StepParts
 from cs336_systems.sweep.ladder import Rung

@@ -11,7 +11,7 @@ from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column, Row
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, Table
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, warning_counts
 
 
@@ -87,6 +87,11 @@ def across(name: str, cell: Column) -> Column:
     """The column of a pivoted table for this name: `cell` writes the original row; the text is empty without one."""
     key = f"{name} {cell.key}"
     return replace(cell, name=name, text=lambda row: cell.cell(row[name]) if name in row else "", key=key, std="")
+
+
+def all_tables(sections: Iterable[Section]) -> list[Table]:
+    """The tables of these sections, one after the other."""
+    return [table for section in sections for table in section.tables]
 
 
 def write_study(

@@ -37,7 +37,9 @@ from tests.analysis.kernels.tracing import (
     Kernel,
     Recording,
     Span,
+    each_ns,
     make_trace,
+    profile,
     write_export,
 )
 
@@ -48,22 +50,14 @@ COMPUTE, COLLECTIVES = 7, 16
 """Streams."""
 
 
-def profile(made: Recording) -> StepProfile:
-    return summarise(attribute(make_trace(made)), source="test")
-
-
-def ns(seconds) -> list[int]:
-    return [round(value * 1e9) for value in seconds]
-
-
 def exposed(found: StepProfile, kind: Collective | None = None) -> dict[str, tuple[list[int], list[int]]]:
     """By phase, the nanoseconds of collectives in each step, and those of them that are exposed."""
     rows = [row for row in found.communication if row.collective is kind]
-    return {row.phase.value: (ns(row.total_s), ns(row.exposed_s)) for row in rows}
+    return {row.phase.value: (each_ns(row.total_s), each_ns(row.exposed_s)) for row in rows}
 
 
 def walls(found: StepProfile) -> dict[str, list[int]]:
-    return {times.phase.value: ns(times.wall_s) for times in found.phases}
+    return {times.phase.value: each_ns(times.wall_s) for times in found.phases}
 
 
 @pytest.mark.parametrize(
@@ -245,12 +239,12 @@ def test_one_report_is_split_into_its_ranks_and_waits_are_found(tmp_path: Path, 
         ranks, found = rank_times(profiles, [collectives_of(own) for _, own in parts]), profiles[0][1]
     assert [own.rank for own in ranks] == [0, 1]
     # the shortest kernels are 20, 10 and 10, 30
-    assert [ns(own.waited_s) for own in ranks] == [[5, 30], [30, 0]]
+    assert [each_ns(own.waited_s) for own in ranks] == [[5, 30], [30, 0]]
     assert [exposed(replace(found, communication=own.communication))["forward"][0] for own in ranks] == [
         [35, 70],
         [60, 40],
     ]
-    assert ns(found.phases[0].kernel_s) == [35, 70]
+    assert each_ns(found.phases[0].kernel_s) == [35, 70]
 
 
 def test_waits_are_unknown_where_ranks_differ_and_a_single_rank_is_not_split() -> None:
@@ -292,10 +286,10 @@ def test_exposed_time_of_two_h200_read_in_another_way() -> None:
             total_ns.append(int(sends.sum()))
             exposed_ns.append(int((sends & ~computes).sum()))
         rows = [row for row in own.communication if row.collective is Collective.ALL_REDUCE]
-        assert [sum(ns(each)) for each in zip(*(row.total_s for row in rows), strict=True)] == pytest.approx(
+        assert [sum(each_ns(each)) for each in zip(*(row.total_s for row in rows), strict=True)] == pytest.approx(
             total_ns, abs=3
         )
-        assert [sum(ns(each)) for each in zip(*(row.exposed_s for row in rows), strict=True)] == pytest.approx(
+        assert [sum(each_ns(each)) for each in zip(*(row.exposed_s for row in rows), strict=True)] == pytest.approx(
             exposed_ns, abs=3
         )
         assert sum(exposed_ns) > 1_000_000
@@ -340,11 +334,8 @@ def test_collectives_are_a_class_of_their_own_in_the_real_trace() -> None:
     assert sum(row.count for row in rows) == 2 * 18
 
 
-# gathers of sharded parameters
-
-
 def gathering() -> Recording:
-    """Two units in forward: the first is needed at 22 and there at 40, the second is needed at 100 and there at 60."""
+    """Two gathers in forward, with ranges of their own around them."""
     made = Recording(spans=[Span("forward", 0, 70), Span("backward", 100, 200)])
     made.spans += [Span("gather embedding", 2, 6), Span("wait embedding", 18, 20)]
     made.spans += [Span("gather layers.0", 24, 28), Span("wait layers.0", 50, 51)]
@@ -357,67 +348,12 @@ def gathering() -> Recording:
     return made
 
 
-def told(made: Recording) -> list[tuple[str, str, list[int], list[int | None], list[int]]]:
-    return [
-        (own.unit, own.phase.value, ns(own.ran_s), [None if s is None else round(s * 1e9) for s in own.lead_s],
-         ns(own.waited_s))
-        for own in profile(made).gathers
-    ]  # fmt: skip
-
-
-def test_a_gather_is_late_if_what_needs_it_could_have_begun_before() -> None:
-    in_time = ("layers.0", "forward", [20], [40], [0])
-    assert told(gathering()) == [("embedding", "forward", [30], [-18], [18]), in_time]
-    # with work of its stream until 35, what needs the first gather waits for 5 ns only
-    made = gathering()
-    made.kernels.append(Kernel("norm", 1, start_ns=5, duration_ns=30, stream=COMPUTE))
-    assert told(made) == [("embedding", "forward", [30], [-5], [5]), in_time]
-    # late in vain: what needs it begins before it ends, so it does not need it
-    made.kernels[1] = replace(made.kernels[1], start_ns=36)
-    assert told(made)[0] == ("embedding", "forward", [30], [-5], [1])
-
-
-def test_gathers_of_pytorch_are_told_by_its_ranges() -> None:
-    """What its copies out of the gathered buffer need is the gather; the whole module has no name."""
-    names = {
-        "gather embedding": "FSDP::all_gather",
-        "wait embedding": "FSDP::all_gather_copy_out",
-        "gather layers.0": "FSDP::all_gather (model.layers.0)",
-        "wait layers.0": "FSDP::all_gather_copy_out (model.layers.0)",
-    }
-    made = gathering()
-    made.spans = [replace(span, name=names.get(span.name, span.name)) for span in made.spans]
-    made.kernels[1] = replace(made.kernels[1], name="split_with_sizes_copy", launch_ns=19)
-    assert told(made) == [("rest", "forward", [30], [-21], [21]), ("layers.0", "forward", [20], [40], [0])]
-
-
-def test_gathers_of_two_phases_and_steps_and_one_that_nobody_waits_for() -> None:
-    made = gathering()
-    made.spans += [Span("gather layers.0", 110, 114, AUTOGRAD), Span("wait layers.0", 130, 131, AUTOGRAD)]
-    made.spans += [Span("gather embedding", 115, 118, AUTOGRAD), Span("forward", 300, 400)]
-    made.kernels += [
-        Kernel(ALL_GATHER, 112, AUTOGRAD, 120, 30, COLLECTIVES),
-        Kernel(ALL_GATHER, 117, AUTOGRAD, 150, 30, COLLECTIVES),
-        Kernel("gemm", 140, AUTOGRAD, 152, 10, COMPUTE),
-    ]
-    made.spans += [Span("gather layers.0", 310, 312), Span("wait layers.0", 312, 313)]
-    made.kernels += [Kernel(ALL_GATHER, 311, MAIN, 320, 10, COLLECTIVES), Kernel("gemm", 315, MAIN, 331, 9, COMPUTE)]
-    assert told(made) == [
-        ("embedding", "forward", [30, 0], [-18, None], [18, 0]),
-        ("layers.0", "forward", [20, 10], [40, -15], [0, 15]),
-        ("layers.0", "backward", [30, 0], [-10, None], [10, 0]),
-    ]
-    found = profile(made)
-    assert decode_profile(encode_profile(found)) == found
-
-
 def test_operators_of_a_cpu_start_collectives_and_do_not_tell_how_long_these_take() -> None:
     traces = [replace(make_trace(gathering()), is_of_host=True) for _ in range(2)]
     parts = [attribute(trace) for trace in traces]
     profiles = [(rank, summarise(own, source="test")) for rank, own in enumerate(parts)]
     for own in rank_times(profiles, list(map(collectives_of, parts))):
         assert (own.communication, own.waited_s) == ((), None)
-    assert profiles[0][1].gathers == ()
 
 
 def test_a_report_of_nsys_and_a_trace_of_each_rank_tell_the_same(tmp_path: Path) -> None:
@@ -438,6 +374,6 @@ def test_a_report_of_nsys_and_a_trace_of_each_rank_tell_the_same(tmp_path: Path)
     for rank, name in ((0, "t.json"), (1, "rank1_t.json")):
         write_trace(tmp_path / name, events_of(on_rank(rank, "nccl:_all_gather_base")))
     of_kineto = explain(tmp_path / "t.json")
-    for part in ("phases", "classes", "communication", "gathers", "modules", "ranks"):
+    for part in ("phases", "classes", "communication", "modules", "ranks"):
         assert getattr(of_nsys, part) == getattr(of_kineto, part), part
-    assert [ns(own.waited_s) for own in of_nsys.ranks] == [[0], [7]]
+    assert [each_ns(own.waited_s) for own in of_nsys.ranks] == [[0], [7]]

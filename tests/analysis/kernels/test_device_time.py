@@ -7,29 +7,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
-from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.host_calls import call_name, is_launch, is_synchronisation
 from cs336_systems.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
 from cs336_systems.analysis.kernels.trace import Union
-from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Call, Kernel, Recording, Span, ints, make_trace
+from tests.analysis.kernels.tracing import (
+    AUTOGRAD,
+    MAIN,
+    Call,
+    Kernel,
+    Recording,
+    Span,
+    each_ns,
+    ints,
+    profile,
+)
 
 US = 1_000
 LAUNCH_NS = 4 * US
 """How long a launch takes the host."""
 
 
-def profile(recording: Recording) -> StepProfile:
-    return summarise(attribute(make_trace(recording)), source="test")
-
-
 def phase(found: StepProfile, name: str) -> PhaseTimes:
     return next(times for times in found.phases if times.phase == name)
-
-
-def ns(seconds) -> list[int]:
-    return [round(value * 1e9) for value in seconds]
 
 
 def open_times(start: list[int], end: list[int], low: int, high: int) -> set[int]:
@@ -119,13 +119,13 @@ def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
         for name, _, leaves in windows[step]:
             boundary = max(leaves, through(leaves), last)
             times = phase(found, name)
-            assert ns(times.wall_s)[step] == boundary - last
-            assert ns(times.busy_s)[step] == len(is_busy & set(range(last, boundary)))
+            assert each_ns(times.wall_s)[step] == boundary - last
+            assert each_ns(times.busy_s)[step] == len(is_busy & set(range(last, boundary)))
             last = boundary
         tail = max(last, through(ended))
         if tail > last:
-            assert ns(phase(found, "unattributed").wall_s)[step] == tail - last
-            assert ns(phase(found, "unattributed").busy_s)[step] == len(is_busy & set(range(last, tail)))
+            assert each_ns(phase(found, "unattributed").wall_s)[step] == tail - last
+            assert each_ns(phase(found, "unattributed").busy_s)[step] == len(is_busy & set(range(last, tail)))
         idle = set(range(first, max(tail, ended))) - is_busy
         # a step in which nothing at all ran has no device that was idle
         idle_total += len(idle) if is_busy & set(range(first, max(tail, ended))) else 0
@@ -135,12 +135,12 @@ def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
             copied = [k for k in made.copies if is_in(own, k.launch_ns)]
             times = phase(found, name)
             assert times.launches[step] == len(inside)
-            assert ns(times.kernel_s)[step] == sum(k.duration_ns for k in inside)
+            assert each_ns(times.kernel_s)[step] == sum(k.duration_ns for k in inside)
             assert times.copies[step] == len(copied)
-            assert ns(times.copy_s)[step] == sum(k.duration_ns for k in copied)
-            assert ns(times.host_s)[step] == sum(end - start for _, start, end in own)
+            assert each_ns(times.copy_s)[step] == sum(k.duration_ns for k in copied)
+            assert each_ns(times.host_s)[step] == sum(end - start for _, start, end in own)
     missing = [note for note in found.notes if "left out" in note]
-    listed = sum(ns(row.total_s for row in found.idle))
+    listed = sum(each_ns(row.total_s for row in found.idle))
     assert listed <= idle_total if missing else listed == idle_total
 
 
@@ -164,9 +164,13 @@ def test_a_phase_ends_when_its_last_kernel_has_or_the_host_leaves() -> None:
     made = Recording(spans=[Span("step", 0, 330), Span("forward", 10, 100), Span("backward", 110, 300)])
     made.kernels = [Kernel("a", 20, MAIN, 40, 110), Kernel("b", 120, AUTOGRAD, 160, 40)]
     found = profile(made)
-    assert {t.phase.value: ns(t.wall_s) for t in found.phases} == {"data": [10], "forward": [140], "backward": [150]}
-    assert ns(phase(found, "forward").busy_s) == [110]
-    assert [(g.phase, g.cause, *ns((g.start_s, g.duration_s))) for g in found.gaps] == [
+    assert {t.phase.value: each_ns(t.wall_s) for t in found.phases} == {
+        "data": [10],
+        "forward": [140],
+        "backward": [150],
+    }
+    assert each_ns(phase(found, "forward").busy_s) == [110]
+    assert [(g.phase, g.cause, *each_ns((g.start_s, g.duration_s))) for g in found.gaps] == [
         ("backward", IdleCause.END_OF_STEP, 200, 130),
         ("forward", IdleCause.LATE_LAUNCH, 0, 40),
         ("backward", IdleCause.BETWEEN_KERNELS, 150, 10),
@@ -178,8 +182,8 @@ def test_a_step_begins_when_the_device_is_through_with_the_last() -> None:
     made = Recording(spans=[Span(n, a, a + 10) for a, n in [(0, "forward"), (10, "optimizer"), (20, "forward")]])
     made.kernels = [Kernel("a", 5, start_ns=6, duration_ns=94), Kernel("b", 25, start_ns=100, duration_ns=20)]
     found = profile(made)
-    assert ns(phase(found, "forward").wall_s) == [100, 20]
-    assert ns(found.step_s) == [20, 10]
+    assert each_ns(phase(found, "forward").wall_s) == [100, 20]
+    assert each_ns(found.step_s) == [20, 10]
     assert [g.before for g in found.gaps] == [""]
 
 
@@ -188,9 +192,9 @@ def test_several_devices_count_as_their_mean() -> None:
     made.kernels = [Kernel("a", 0, start_ns=0, duration_ns=100), Kernel("a", 1, start_ns=0, duration_ns=40, device=1)]
     made.kernels.append(Kernel("a", 200, start_ns=200, duration_ns=5, device=2))  # not used by the step
     found = profile(made)
-    assert ns(phase(found, "forward").busy_s) == [70]
-    assert [ns([row.total_s]) for row in found.idle] == [[30]]
-    assert ns(g.duration_s for g in found.gaps) == [60]
+    assert each_ns(phase(found, "forward").busy_s) == [70]
+    assert [each_ns([row.total_s]) for row in found.idle] == [[30]]
+    assert each_ns(g.duration_s for g in found.gaps) == [60]
 
 
 def launching(launch: int, start: int, duration: int, name: str = "k", call: str = "cudaLaunchKernel") -> Recording:
@@ -310,7 +314,7 @@ def test_the_longest_gaps_are_kept_with_their_modules() -> None:
     made.kernels = [Kernel("k", start, start_ns=start, duration_ns=1) for start in starts]
     found = profile(made)
     assert len(found.gaps) == NUM_GAPS
-    durations = ns(gap.duration_s for gap in found.gaps)
+    durations = each_ns(gap.duration_s for gap in found.gaps)
     assert durations == [100_000 - starts[-1] - 1, *(10 * n - 1 for n in range(100, 100 - NUM_GAPS + 1, -1))]
     assert {gap.module for gap in found.gaps} == {(), ("attention",)}
 
@@ -390,7 +394,7 @@ def test_host_calls_by_function_and_phase_of_any_thread() -> None:
         ],
     )
     rows = profile(made).host_calls
-    assert [(r.name, r.phase, r.count, *ns([r.total_s]), r.is_launch, r.is_wait) for r in rows] == [
+    assert [(r.name, r.phase, r.count, *each_ns([r.total_s]), r.is_launch, r.is_wait) for r in rows] == [
         ("cudaDeviceSynchronize", "unattributed", 1, 40, False, True),
         ("cudaLaunchKernel", "forward", 2, 16, True, False),
         ("cudaLaunchKernel", "backward", 1, 7, True, False),

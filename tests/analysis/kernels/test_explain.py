@@ -5,11 +5,9 @@ import lzma
 import os
 import random
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cs336_systems.analysis.columns import ProfileError
@@ -18,7 +16,6 @@ from cs336_systems.analysis.kernels.classes import MAX_NAME, classify_kernel
 from cs336_systems.analysis.kernels.explain import read_trace, summarise
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, PhaseSource
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile, encode_profile
-from cs336_systems.analysis.kernels.trace import Trace
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import (
     BACKWARD_KERNELS,
@@ -31,6 +28,8 @@ from tests.analysis.kernels.tracing import (
     Recording,
     Span,
     make_trace,
+    ns,
+    profile,
     random_recording,
     totals,
     training,
@@ -91,16 +90,8 @@ STEP = {
 }
 
 
-def profile(made: Recording | Trace, **changes) -> StepProfile:
-    return summarise(attribute(make_trace(made) if isinstance(made, Recording) else made), source="test", **changes)
-
-
 def launches(found: StepProfile) -> dict[str, tuple[int, ...]]:
     return {times.phase.value: times.launches for times in found.phases}
-
-
-def ns(seconds: float) -> int:
-    return round(seconds * 1e9)
 
 
 def whole(found: StepProfile) -> tuple[int, int]:
@@ -275,44 +266,3 @@ def test_a_host_without_a_device_has_operators() -> None:
     }
     assert (found.idle, found.gaps) == ((), ())
     assert whole(found) == (2, 110)
-
-
-@pytest.mark.speed
-def test_a_large_trace_takes_well_under_a_second(capsys: pytest.CaptureFixture[str]) -> None:
-    """600,000 kernels in 40,000 ranges, of 10 steps; made with numpy, since the making is not what is measured."""
-    trace = large_trace(steps=10, modules=4_000, kernels_per_module=15)
-    found = attribute(trace)
-    times = []
-    for _ in range(3):
-        start = time.process_time()
-        result = summarise(found, source="large")
-        times.append(time.process_time() - start)
-    with capsys.disabled():
-        print(f"\nsummarise {len(trace.kernels)} kernels, {len(trace.ranges)} ranges: {min(times):.2f} s")
-    assert sum(sum(phase.launches) for phase in result.phases) == len(trace.kernels) == 600_000
-    assert min(times) < 1.5
-
-
-def large_trace(steps: int, modules: int, kernels_per_module: int) -> Trace:
-    small = make_trace(Recording([Kernel("sgemm", 1), Kernel("softmax", 2)], [Span(n, 0, 1) for n in ("forward", "m")]))
-    count = steps * modules * kernels_per_module
-    launch = np.arange(count) * 100 + 50
-    ranges = np.arange(steps * modules) * 100 * kernels_per_module
-    forward = np.arange(steps) * 100 * kernels_per_module * modules
-    work = {name: np.resize(getattr(small.kernels, name), count) for name in type(small.kernels).__slots__}
-    work |= {"launch_ns": launch, "start_ns": launch + 5_000}
-    spans = {n: np.resize(getattr(small.ranges, n), len(ranges) + steps) for n in type(small.ranges).__slots__}
-    ids = dict(zip(small.strings, range(len(small.strings)), strict=True))
-    spans |= {
-        "name": np.append(np.full(len(ranges), ids["m"]), np.full(steps, ids["forward"])),
-        "start_ns": np.append(ranges, forward),
-        "end_ns": np.append(ranges + 100 * kernels_per_module, forward + 100 * kernels_per_module * modules),
-    }
-    calls = {"name": work["name"], "process": work["process"], "thread": work["thread"], "start_ns": launch}
-    calls |= {"duration_ns": np.full(count, 30), "correlation": np.arange(count) + 1}
-    return replace(
-        small,
-        kernels=type(small.kernels)(**work),
-        ranges=type(small.ranges)(**spans),
-        api_calls=type(small.api_calls)(**calls),
-    )

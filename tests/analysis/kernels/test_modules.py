@@ -7,13 +7,22 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import summarise
-from cs336_systems.analysis.kernels.modules import MAX_DEPTH, AttentionNames, is_matmul_itself
+from cs336_systems.analysis.kernels.modules import AttentionNames, is_matmul_itself
 from cs336_systems.analysis.kernels.phases import PHASES
 from cs336_systems.analysis.kernels.step_profile import AttentionTimes, MatmulCounts, StepProfile
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.accounting import attention_backward_flops, attention_forward_flops
-from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Kernel, Recording, Span, make_trace, random_recording
+from tests.analysis.kernels.tracing import (
+    AUTOGRAD,
+    MAIN,
+    Kernel,
+    Recording,
+    Span,
+    make_trace,
+    ns,
+    profile,
+    random_recording,
+)
 
 OURS = ("attention", "attention.scores", "attention.softmax", "attention.values")
 HANDOUT = ("scaled dot product attention", "computing attention scores", "computing softmax", "final matmul")
@@ -96,10 +105,6 @@ class Model:
             self.launch(SPLIT_K, 2, AUTOGRAD)
 
 
-def profile(made: Recording, **changes) -> StepProfile:
-    return summarise(attribute(make_trace(made)), source="test", **changes)
-
-
 def matmuls(found: StepProfile) -> dict[str, tuple[int, int, int]]:
     return {row.phase.value: (row.linear, row.attention, row.unknown) for row in found.products}
 
@@ -107,12 +112,7 @@ def matmuls(found: StepProfile) -> dict[str, tuple[int, int, int]]:
 def parts(found: StepProfile) -> dict[tuple[str, str], tuple[int, int, int, int]]:
     """Count, nanoseconds, matmuls and their nanoseconds of each part."""
     return {
-        (row.phase.value, row.part.value): (
-            row.count,
-            round(row.total_s * 1e9),
-            row.product_count,
-            round(row.product_s * 1e9),
-        )
+        (row.phase.value, row.part.value): (row.count, ns(row.total_s), row.product_count, ns(row.product_s))
         for row in found.attention
     }
 
@@ -317,17 +317,7 @@ def test_modules_are_those_of_each_kernels_own_path(seed: int) -> None:
         key = found.module_path(int(placed.module[i])), PHASES[placed.phase[i]]
         expected[key] += 1
         times[key] += int(trace.kernels.duration_ns[i])
-    rows = summarise(found, source="test").modules
+    rows = profile(trace).modules
     assert {(row.path, row.phase): row.count for row in rows} == dict(expected)
     assert {(row.path, row.phase): round(row.total_s * 1e9) for row in rows} == dict(times)
     assert [row.total_s for row in rows] == sorted((row.total_s for row in rows), reverse=True)
-
-
-def test_ranges_nested_without_end_are_cut() -> None:
-    depth = 20_000
-    made = Recording(spans=[Span("forward", -1, 2 * depth + 1)])
-    made.spans += [Span("x", i, 2 * depth - i) for i in range(depth)]
-    made.kernels = [Kernel("k", i, start_ns=100_000 + i, duration_ns=1) for i in range(depth)]
-    rows = profile(made).modules
-    assert sorted(len(row.path) for row in rows) == list(range(1, MAX_DEPTH + 1))
-    assert sum(row.count for row in rows) == depth

@@ -1,9 +1,6 @@
-"""Exports with known content, of several versions, and files made to harm."""
+"""Exports with known content, of several versions, and damaged files."""
 
 import contextlib
-import gzip
-import lzma
-import os
 import random
 import sqlite3
 import time
@@ -18,7 +15,6 @@ from cs336_systems.analysis.kernels.nsys import read_nsys
 from tests.analysis.kernels.tracing import (
     BACKWARD_KERNELS,
     FORWARD_KERNELS,
-    KERNEL_COLUMNS,
     MAIN,
     PROCESS,
     Kernel,
@@ -56,7 +52,7 @@ def problem(path: Path) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("registered", [False, True])
 def test_what_was_written_is_read(tmp_path: Path, seed: int, registered: bool) -> None:
     made = random_recording(random.Random(seed))
@@ -93,16 +89,10 @@ def test_two_processes_with_equal_correlation_ids_do_not_multiply(tmp_path: Path
     assert read.kernels.thread.tolist() == [k.thread for k in both.kernels]
 
 
-def test_a_launch_that_is_there_twice_counts_once(tmp_path: Path) -> None:
-    path = write_export(tmp_path / "t.sqlite", training(1))
-    once = read_nsys(path).kernels
-    change(path, f"INSERT INTO {CALL} SELECT start + 1, end, eventClass, globalTid, correlationId, nameId FROM {CALL}")
-    twice = read_nsys(path).kernels
-    assert once.launch_ns.tolist() == twice.launch_ns.tolist()
-
-
-def test_no_correlation_is_no_launch(tmp_path: Path) -> None:
+def test_a_launch_counts_once_and_none_without_a_correlation_id(tmp_path: Path) -> None:
     path = write_export(tmp_path / "t.sqlite", Recording([Kernel("a", 5), Kernel("b", 6), Kernel("c", 7)]))
+    change(path, f"INSERT INTO {CALL} SELECT start + 1, end, eventClass, globalTid, correlationId, nameId FROM {CALL}")
+    assert read_nsys(path).kernels.launch_ns.tolist() == [5, 6, 7]
     for table in (KERNEL, CALL):
         change(path, f"UPDATE {table} SET correlationId = CASE correlationId WHEN 1 THEN NULL WHEN 2 THEN 0 ELSE 3 END")
     assert read_nsys(path).kernels.is_launched.tolist() == [False, False, True]
@@ -173,49 +163,23 @@ def test_names_may_be_anything(tmp_path: Path) -> None:
     assert read.strings[read.ranges.name[0]].startswith("\ufffd'")
 
 
-@pytest.mark.parametrize("name", ["a?mode=rwc.sqlite", "a#b.sqlite", "100%41.sqlite", "a b&c=d.sqlite", "é'\".sqlite"])
-def test_any_path_is_read_and_left_alone(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["a?mode=rwc.sqlite", "100%41 b&c=d#e.sqlite", "é'\".sqlite"])
+def test_any_path_is_read_and_left_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_export(tmp_path / "plain", training(1)).rename(tmp_path / name)
     before = path.read_bytes()
-    assert len(read_nsys(path).kernels)
+    monkeypatch.chdir(tmp_path)
+    assert len(read_nsys(path).kernels) == len(read_nsys(Path(name)).kernels) > 0
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-def test_a_relative_path_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_export(tmp_path / "t.sqlite", training(1))
-    monkeypatch.chdir(tmp_path)
-    assert len(read_nsys(Path("t.sqlite")).kernels)
-
-
-def test_what_is_no_file_is_said_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    assert "no regular file" in problem(tmp_path / "fifo")
-    assert "a directory" in problem(tmp_path)
-    assert "No such file" in problem(tmp_path / "none")
-    with pytest.raises(ProfileError, match="no name of a file"):
-        read_nsys(tmp_path / "a\0b")
-
-
-def test_another_kind_of_file_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_a_database_that_is_none_or_another_is_said(tmp_path: Path) -> None:
     path = tmp_path / "t.sqlite"
     whole = write_export(tmp_path / "whole", training(1)).read_bytes()
-    for content, said in [
-        (b"", "it is empty"),
-        (b'{"traceEvents": []}', "something else"),
-        (lzma.compress(whole), "xz -dk"),
-        (gzip.compress(whole, mtime=0), "gzip -dk"),
-        (whole[:16], "truncated"),
-        (whole[:16] + bytes(5000), "not a whole SQLite database"),
-        (whole[:100] + b"\xff" * len(whole), "not a whole SQLite database"),
-    ]:
+    for content in (whole[:16] + bytes(5000), whole[:100] + b"\xff" * len(whole)):
         path.write_bytes(content)
-        assert said in problem(path)
-    report = tmp_path / "a.nsys-rep"
-    report.write_bytes(b"\x0a\x11")
-    assert "nsys export --type=sqlite a.nsys-rep" in problem(report)
-    change(path.with_name("empty.sqlite"), "CREATE TABLE t (x)")
-    assert f"no table {KERNEL}" in problem(path.with_name("empty.sqlite"))
+        assert "not a whole SQLite database" in problem(path)
+    assert f"no table {KERNEL}" in problem(change(tmp_path / "empty.sqlite", "CREATE TABLE t (x)"))
 
 
 def test_a_truncated_export_is_never_half_read(tmp_path: Path) -> None:
@@ -226,7 +190,7 @@ def test_a_truncated_export_is_never_half_read(tmp_path: Path) -> None:
         assert "truncated" in problem(path)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_damaged_export_is_read_or_refused(tmp_path: Path, seed: int) -> None:
     """Never another exception, whatever bytes were overwritten."""
     generator = random.Random(seed)
@@ -239,9 +203,6 @@ def test_a_damaged_export_is_read_or_refused(tmp_path: Path, seed: int) -> None:
     with contextlib.suppress(ProfileError):
         attribute(read_nsys(path))
     assert time.process_time() - begun < 20
-
-
-ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
 
 
 @pytest.mark.parametrize(
@@ -257,80 +218,15 @@ ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
         ([f"UPDATE {KERNEL} SET end = 9223372036854775807"], "need times within"),
         ([f"UPDATE {KERNEL} SET start = -9223372036854775808, end = 9223372036854775807"], "need times within"),
         ([f"UPDATE {KERNEL} SET end = start + 1000000000000000000"], "together"),
-        ([f"DROP TABLE {KERNEL}", f"CREATE VIEW {KERNEL} AS {ENDLESS} SELECT x AS start FROM n"], "no table"),
-        (
-            [f"ALTER TABLE {KERNEL} DROP COLUMN start",
-             f"ALTER TABLE {KERNEL} ADD COLUMN start AS (length(zeroblob(900000000)))"],
-            "has no start",
-        ),
-        ([f"DROP TABLE {KERNEL}", f"CREATE VIRTUAL TABLE {KERNEL} USING fts5(start, end)"], "no table"),
+        ([f"DROP TABLE {KERNEL}", f"CREATE VIEW {KERNEL} AS SELECT 1 AS start"], "no table"),
     ],
 )  # fmt: skip
-def test_rows_made_to_harm(tmp_path: Path, statements: list[str], said: str) -> None:
+def test_rows_that_cannot_be_are_refused(tmp_path: Path, statements: list[str], said: str) -> None:
     path = write_export(tmp_path / "t.sqlite", training(2))
     # as the file came from elsewhere, its columns need not have kept their types
     change(path, f"CREATE TABLE copy AS SELECT * FROM {KERNEL}", f"DROP TABLE {KERNEL}",
            f"ALTER TABLE copy RENAME TO {KERNEL}")  # fmt: skip
     assert said in problem(change(path, *statements))
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        ("sql", "'CREATE/**/VIRTUAL TABLE {} USING fts5(start, end)'"),
-        ("sql", "'CREATE  VIRTUAL  TABLE {} USING fts5(start, end)'"),
-        ("rootpage", "2"),
-    ],
-)
-def test_what_is_no_table_is_not_read_whatever_its_schema_says(tmp_path: Path, column: str, value: str) -> None:
-    """The text of a schema and the page of a table are whatever the maker of a file has written there."""
-    path = write_export(tmp_path / "t.sqlite", training(1))
-    change(
-        path,
-        f"DROP TABLE {KERNEL}",
-        f"CREATE VIRTUAL TABLE {KERNEL} USING fts5(start, end)",
-        "PRAGMA writable_schema = ON",
-        f"UPDATE sqlite_master SET {column} = {value.format(KERNEL)} WHERE name = '{KERNEL}'",
-    )
-    assert "no table" in problem(path)
-
-
-def test_too_many_tables_are_refused(tmp_path: Path) -> None:
-    path = write_export(tmp_path / "t.sqlite", training(1))
-    change(
-        path,
-        "PRAGMA writable_schema = ON",
-        "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 20000) "
-        "INSERT INTO sqlite_master SELECT 'view', 'v' || x, 'v' || x, 0, 'CREATE VIEW v' || x || ' AS SELECT 1' FROM n",
-    )
-    assert "more tables" in problem(path)
-
-
-def test_an_export_that_is_still_being_written_is_refused(tmp_path: Path) -> None:
-    """What the log beside it holds is not read, and it was shown as a trace without a kernel."""
-    path = write_export(tmp_path / "t.sqlite", training(1))
-    (tmp_path / "copy").mkdir()
-    copy, log = tmp_path / "copy" / "t.sqlite", tmp_path / "copy" / "t.sqlite-wal"
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA journal_mode = WAL")
-        with db:
-            db.execute(f"DELETE FROM {KERNEL}")
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        with db:
-            db.execute(f"INSERT INTO {KERNEL} (start, end, deviceId, contextId, streamId, demangledName, shortName) "
-                       "VALUES (1, 2, 0, 0, 7, 1, 1)")  # fmt: skip
-        copy.write_bytes(path.read_bytes())
-        log.write_bytes(path.with_name("t.sqlite-wal").read_bytes())
-    assert "t.sqlite-wal" in problem(copy)
-    link = tmp_path / "link.sqlite"
-    link.symlink_to(copy)
-    assert "t.sqlite-wal" in problem(link)
-    advice = "PRAGMA wal_checkpoint(TRUNCATE)"
-    assert advice in problem(copy)
-    change(copy, advice)
-    assert len(read_nsys(copy).kernels) == 1
-    log.write_bytes(b"")
-    assert len(read_nsys(copy).kernels) == 1
 
 
 def test_an_export_that_was_interrupted_is_refused(tmp_path: Path) -> None:
@@ -343,70 +239,7 @@ def test_an_export_that_was_interrupted_is_refused(tmp_path: Path) -> None:
     copy.write_bytes(path.read_bytes())
     copy.with_name("copy.sqlite-journal").write_bytes(path.with_name("t.sqlite-journal").read_bytes())
     db.close()
-    assert "copy.sqlite-journal" in problem(copy)
-
-
-def share_pages(path: Path, table: str) -> None:
-    """Point every child of the table's root to one page, and every child of that to one leaf: rows beyond counting."""
-    with sqlite3.connect(path) as db:
-        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
-        size = db.execute("PRAGMA page_size").fetchone()[0]
-    db.close()
-    content = bytearray(path.read_bytes())
-    begin = (root - 1) * size
-    page = content[begin : begin + size]
-    assert page[0] == 5, "an interior page of a table"
-    cells = [int.from_bytes(page[12 + 2 * i : 14 + 2 * i], "big") for i in range(int.from_bytes(page[3:5], "big"))]
-    middle, leaf = (page[cell : cell + 4] for cell in cells[:2])
-    for where, child in ((begin, middle), ((int.from_bytes(middle, "big") - 1) * size, leaf)):
-        for at in [8, *cells]:
-            page[at : at + 4] = child
-        content[where : where + size] = page
-    path.write_bytes(bytes(content))
-
-
-def test_rows_that_share_their_pages_are_refused(tmp_path: Path) -> None:
-    path = change(tmp_path / "t.sqlite", f"CREATE TABLE {KERNEL} ({KERNEL_COLUMNS})")
-    columns = "start, end, deviceId, contextId, streamId, demangledName, shortName"
-    with sqlite3.connect(path) as db:
-        db.executemany(f"INSERT INTO {KERNEL} ({columns}) VALUES (1, 2, 0, 0, 7, 1, 1)", [()] * 10_000)
-    db.close()
-    assert len(read_nsys(path).kernels) == 10_000
-    share_pages(path, KERNEL)
-    assert "more rows than the file has room for" in problem(path)
-
-
-def test_texts_that_share_their_pages_are_refused(tmp_path: Path) -> None:
-    path = write_export(tmp_path / "t.sqlite", training(1))
-    with sqlite3.connect(path) as db:
-        db.executemany("INSERT INTO StringIds VALUES (?, ?)", [(10_000 + i, "x" * 500) for i in range(1_000)])
-    db.close()
-    share_pages(path, "StringIds")
-    assert "more text than the file has room for" in problem(path)
-
-
-def test_many_processes_and_threads_take_bounded_time(tmp_path: Path) -> None:
-    made = Recording()
-    for process in range(2_000):
-        made.kernels.append(Kernel("k", 5, process << 24))
-        made.spans.append(Span("forward", 0, 10, process << 24))
-    begun = time.process_time()
-    found = attribute(read_nsys(write_export(tmp_path / "t.sqlite", made)))
-    assert time.process_time() - begun < 30
-    assert len(found.steps) == 2_000
-
-
-def test_memory_of_60_000_kernels_is_at_most_four_times_the_file(tmp_path: Path) -> None:
-    import tracemalloc
-
-    made = training(1_350)
-    assert len(made.kernels) > 60_000
-    path = write_export(tmp_path / "t.sqlite", made)
-    tracemalloc.start()
-    attribute(read_nsys(path))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 4 * path.stat().st_size
+    assert "not a whole SQLite database" in problem(copy)
 
 
 def test_main_thread_needs_no_number_of_its_own(tmp_path: Path) -> None:

@@ -6,20 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.kernels import picture
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import explain, summarise
-from cs336_systems.analysis.kernels.picture import CELLS, MAX_IDLE
+from cs336_systems.analysis.kernels import explain as explaining
+from cs336_systems.analysis.kernels.explain import CELLS, MAX_IDLE, explain
 from cs336_systems.analysis.kernels.step_profile import StepProfile
-from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, make_trace, training, write_export
-
-
-def profile(made: Recording) -> StepProfile:
-    return summarise(attribute(make_trace(made)), source="test")
-
-
-def ns(seconds: float) -> int:
-    return round(seconds * 1e9)
+from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, ns, profile, training, write_export
 
 
 def kernels_of(found: StepProfile) -> list[tuple[object, ...]]:
@@ -142,7 +132,7 @@ def test_only_the_longest_idle_times_are_kept() -> None:
 
 def test_a_picture_of_very_many_kernels_is_bounded_and_loses_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 4 * CELLS
-    monkeypatch.setattr(picture, "MAX_KERNELS", count - 1)
+    monkeypatch.setattr(explaining, "MAX_KERNELS", count - 1)
     made = Recording(spans=[Span("step", 0, 20 * count), Span("forward", 0, 20 * count)])
     made.kernels = [
         Kernel("gemm" if i % 2 else "softmax", 20 * i, start_ns=20 * i, duration_ns=9 if i % 2 else 5)
@@ -152,5 +142,5 @@ def test_a_picture_of_very_many_kernels_is_bounded_and_loses_no_time(monkeypatch
     assert (len(found.pieces), found.streams) == (CELLS, ())
     assert {piece.kind for piece in found.pieces} == {"matrix product"}
     assert sum(ns(piece.busy_s) for piece in found.pieces) == 7 * count
-    monkeypatch.setattr(picture, "MAX_KERNELS", count)
+    monkeypatch.setattr(explaining, "MAX_KERNELS", count)
     assert sum(map(sum, (stream.duration_ns for stream in profile(made).pictured.streams))) == 7 * count

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.analysis.kernels.attribution import Attribution, attribute
-from cs336_systems.analysis.kernels.explain import read_trace
+from cs336_systems.analysis.kernels.explain import read_trace, summarise
 from tests.analysis.kernels.kineto_files import write_large
-from tests.analysis.kernels.tracing import counts, training, write_export
+from tests.analysis.kernels.tracing import counts, make_trace, training, write_export
 
 pytestmark = pytest.mark.speed
-KINETO_S, NSYS_S = 1.5, 0.3
+KINETO_S, NSYS_S, SUMMARY_S = 1.5, 0.3, 0.5
 RUNS = 5
 
 
@@ -42,6 +42,14 @@ def best_s(run: Callable[[], object], limit_s: float) -> float:
 def check(found: Attribution, num_kernels: int) -> None:
     assert len(found.trace.kernels) == num_kernels
     assert found.trace.kernels.is_launched.all()
+
+
+def test_sixty_thousand_kernels_are_summed_in_a_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    made = attribute(make_trace(training(1_350)))
+    took_s = best_s(lambda: summarise(made, source="large"), SUMMARY_S)
+    with capsys.disabled():
+        print(f"\nsummarise {len(made.kernels)} kernels: {took_s:.2f} s")
+    assert took_s <= SUMMARY_S
 
 
 def test_a_million_events_of_kineto(million: tuple[Path, int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +80,7 @@ import sys
 from pathlib import Path
 import numpy.ma
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import read_trace
+from cs336_systems.analysis.kernels.explain import read_trace, summarise
 
 def peak_kib():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

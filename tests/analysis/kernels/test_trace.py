@@ -1,7 +1,6 @@
 """Columns and times that make sense, or an error; the innermost interval against a search through all of them."""
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -71,13 +70,3 @@ def test_innermost_as_by_brute_force(seed: int) -> None:
 def test_parents_of_nested_intervals() -> None:
     timeline = Nesting(ints([0, 1, 2, 5, 20]), ints([10, 5, 3, 9, 30]))
     assert timeline.parent.tolist() == [-1, 0, 1, 0, -1]
-
-
-@pytest.mark.parametrize("shape", ["deep", "wide", "crossing"])
-def test_time_is_bounded_whatever_the_shape(shape: str) -> None:
-    count = 100_000
-    start = np.arange(count, dtype=np.int64)
-    end = {"deep": 2 * count - start, "wide": start + 1, "crossing": start + count}[shape]
-    begun = time.process_time()
-    Nesting(start, end).at(np.arange(2 * count, dtype=np.int64))
-    assert time.process_time() - begun < 20

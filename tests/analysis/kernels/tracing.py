@@ -2,14 +2,16 @@
 
 import random
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from cs336_systems.analysis.kernels.attribution import Attribution
+from cs336_systems.analysis.kernels.attribution import Attribution, attribute
+from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.phases import PHASES
+from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace
 
 PROCESS = 7 << 24
@@ -82,8 +84,8 @@ def make_trace(recording: Recording) -> Trace:
     last = max([k.start_ns + k.duration_ns for k in kernels] + [0])
     return Trace(
         strings=strings,
-        kernels=make_work(kernels, strings),
-        copies=make_work(recording.copies, strings),
+        kernels=make_work(kernels, strings, calls),
+        copies=make_work(recording.copies, strings, calls),
         ranges=Ranges(
             name=ints([strings.index(s.name) for s in spans]),
             process=ints([process_of(s.thread) for s in spans]),
@@ -104,7 +106,23 @@ def make_trace(recording: Recording) -> Trace:
     )
 
 
-def make_work(kernels: Sequence[Kernel], strings: Sequence[str]) -> DeviceWork:
+def profile(made: Recording | Trace, **changes) -> StepProfile:
+    """The explained recording."""
+    return summarise(attribute(make_trace(made) if isinstance(made, Recording) else made), source="test", **changes)
+
+
+def ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def each_ns(seconds: Iterable[float]) -> list[int]:
+    return [ns(value) for value in seconds]
+
+
+def make_work(kernels: Sequence[Kernel], strings: Sequence[str], calls: Sequence[Call]) -> DeviceWork:
+    # of calls with one start the longest
+    call_of = {(calls[row].thread, calls[row].start_ns): row for row in sorted(range(len(calls)),
+               key=lambda row: calls[row].end_ns)}  # fmt: skip
     return DeviceWork(
         name=ints([strings.index(k.name) for k in kernels]),
         process=ints([process_of(k.thread) for k in kernels]),
@@ -115,6 +133,7 @@ def make_work(kernels: Sequence[Kernel], strings: Sequence[str]) -> DeviceWork:
         is_launched=np.array([k.launch_ns is not None for k in kernels], dtype=np.bool_),
         launch_ns=ints([k.launch_ns or 0 for k in kernels]),
         thread=ints([0 if k.launch_ns is None else k.thread for k in kernels]),
+        call=ints([-1 if k.launch_ns is None else call_of.get((k.thread, k.launch_ns), -1) for k in kernels]),
         is_in_graph=np.array([k.graph != 0 for k in kernels], dtype=np.bool_),
     )
 

@@ -8,7 +8,7 @@ that are free are merged. Everything is plain Python, one step after the other.
 
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -303,42 +303,3 @@ def some_stacks(num_frames: int = 60, num_stacks: int = 20, seed: int = 0) -> li
     rng = random.Random(seed)
     frames = [frame(f"function_{i}", i) for i in range(num_frames)]
     return [[*rng.sample(frames, rng.randrange(0, 12))] for _ in range(num_stacks - 1)] + [[]]
-
-
-def train(allocator: Allocator, num_steps: int, num_blocks: int = 12, num_stacks: int = 300) -> None:
-    """Steps of a small model: activations are kept until backward, gradients until the end; the same each time."""
-    rng = random.Random(1)
-    frames = [frame(f"function_{i}", i) for i in range(400)]
-    outer = [rng.choice(frames) for _ in range(9)]
-    stacks = [[rng.choice(frames) for _ in range(rng.randrange(4, 16))] + outer for _ in range(num_stacks)]
-    sizes = [[some_size(rng) for _ in range(20)] for _ in range(num_blocks)]
-    for _ in range(num_steps):
-        kept: list[list[int]] = []
-        for block, of_block in enumerate(sizes):
-            kept.append([])
-            for i, size in enumerate(of_block):
-                address = allocator.malloc(size, frames=list(stacks[(block * 20 + i) % num_stacks]))
-                assert address is not None
-                kept[-1].append(address)
-                if i % 3 == 2:
-                    allocator.free(kept[-1].pop(), frames=list(stacks[i]))
-        for of_block, addresses in zip(reversed(sizes), reversed(kept), strict=True):
-            gradients = [allocator.malloc(size, frames=[]) for size in of_block[::4]]
-            for address in [*addresses, *gradients]:
-                assert address is not None
-                allocator.free(address, frames=[])
-
-
-def repeated(events: Sequence[Mapping[str, Any]], num_events: int) -> list[dict[str, Any]]:
-    """Equal steps, one after the other, up to about a number of events; lists of frames are new ones each time, which
-    free requests share with their completion."""
-    period = events[-1]["time_us"] - events[0]["time_us"] + 1000
-    made: list[dict[str, Any]] = []
-    for step in range(-(-num_events // len(events))):
-        copies = {id(event["frames"]): list(event["frames"]) for event in events}
-        made += [
-            {**event, "time_us": event["time_us"] + step * period, "compile_context": "".join(["N", "/A"]),
-             "frames": copies[id(event["frames"])]}
-            for event in events
-        ]  # fmt: skip
-    return made

@@ -1,7 +1,6 @@
 """Oracle: an allocator that works like PyTorch's, keeps its own counts at every step, and writes a snapshot."""
 
 import copy
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def check(found: Replay, truth: Allocator, are_blocks_known: bool = True) -> Non
 
 
 @pytest.mark.parametrize("is_expandable", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_counts_are_those_of_the_allocator(tmp_path: Path, seed: int, is_expandable: bool) -> None:
     made = Allocator(is_expandable=is_expandable)
     made.record()
@@ -68,7 +67,7 @@ def test_counts_are_those_of_the_allocator(tmp_path: Path, seed: int, is_expanda
 
 
 @pytest.mark.parametrize("is_expandable", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_recording_that_begins_in_the_middle(tmp_path: Path, seed: int, is_expandable: bool) -> None:
     rng = random.Random(seed)
     made = Allocator(is_expandable=is_expandable)
@@ -88,7 +87,7 @@ def test_a_recording_that_begins_in_the_middle(tmp_path: Path, seed: int, is_exp
     assert shortfall[-1] == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_ring_that_dropped_its_oldest_events(tmp_path: Path, seed: int) -> None:
     made = Allocator()
     made.record()
@@ -129,21 +128,6 @@ def test_out_of_memory(tmp_path: Path) -> None:
     check(found, made)
     assert found.failed_requests == [row for row, event in enumerate(made.events or []) if event["action"] == "oom"]
     assert len(found.failed_requests) > 5
-
-
-def test_a_count_that_the_allocator_left_in_the_recording(tmp_path: Path) -> None:
-    """An earlier snapshot is an event in the recording, whose size is what was active then."""
-    made = Allocator()
-    made.record()
-    rng = random.Random(5)
-    for _ in range(4):
-        use_at_random(made, rng, 200)
-        made._event("snapshot", 0, made._counts["active"], 0, None)
-    found = replay_of(tmp_path / "s", snapshot_of(made))
-    check(found, made)
-    taken = np.flatnonzero(found.memory.events.action == 8)
-    assert len(taken) == 4
-    np.testing.assert_array_equal(active_bytes(found)[taken], found.memory.events.num_bytes[taken])
 
 
 def hand_made(*events: tuple[str, int, int], blocks: tuple[tuple[int, int], ...] = ()) -> dict[str, Any]:
@@ -245,15 +229,6 @@ def test_a_rest_of_exactly_one_mib_is_not_split_off(tmp_path: Path) -> None:
     assert sorted(found.allocations.num_bytes.tolist()) == [4 * MIB] * 3
 
 
-def test_rounding_to_powers_of_two_is_noted(tmp_path: Path) -> None:
-    made = Allocator()
-    made.record()
-    content = snapshot_of(made, allocator_settings={**SETTINGS, "roundup_power2_divisions": {"1": 0, "512": 4}})
-    content["device_traces"] = [[{"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": 0}]]
-    (note,) = replay_of(tmp_path / "s", content).notes
-    assert "roundup_power2_divisions" in note
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_pairs_of_events_are_those_that_torch_finds(tmp_path: Path, seed: int) -> None:
     from torch.cuda._memory_viz import calc_active, filter_alloc_free_pairs
@@ -274,51 +249,6 @@ def test_pairs_of_events_are_those_that_torch_finds(tmp_path: Path, seed: int) -
         event["addr"] for event in left if event["action"] == "free_requested"
     )
     assert found.allocated_bytes[-1] == sum(calc_active(segment) for segment in content["segments"])
-
-
-def drawn_by_the_viewer(content: dict[str, Any], size_of_held: str) -> int:
-    """The highest point that PyTorch's viewer draws (process_alloc_data of torch/utils/viz/MemoryViz.js).
-
-    `size_of_held` is the key of a block that it takes the size from: the viewer's is requested_size.
-    """
-    (trace,), drawn, since_before = content["device_traces"], {}, []
-    changes = []
-    for event in trace:
-        if event["action"] == "alloc":
-            drawn[event["addr"]] = event["size"]
-            changes.append(event["size"])
-        elif event["action"] == "free_completed":
-            changes.append(-event["size"])
-            if drawn.pop(event["addr"], None) is None:
-                since_before.append(event["size"])
-    for segment in content["segments"]:
-        for block in segment["blocks"]:
-            if block["state"] == "active_allocated" and block["address"] not in drawn:
-                since_before.append(block[size_of_held])
-    heights = itertools.accumulate(changes, initial=sum(since_before))
-    return max(heights)
-
-
-@pytest.mark.parametrize("is_expandable", [False, True])
-@pytest.mark.parametrize("num_before", [0, 400])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_peak_is_as_high_as_the_viewer_draws_it(
-    tmp_path: Path, seed: int, num_before: int, is_expandable: bool
-) -> None:
-    """If blocks held throughout count in full, it is as high as the events stacked on these blocks."""
-    rng = random.Random(seed)
-    made = Allocator(is_expandable=is_expandable)
-    use_at_random(made, rng, num_before)
-    made.record()
-    use_at_random(made, rng, 60 if num_before else 700)  # few enough that something is held throughout
-    for address in [b.address for b in made.blocks.values() if b.state == "active_pending_free"]:
-        made.finish(address)
-    content = snapshot_of(made)
-    found = replay_of(tmp_path / "s", content)
-    assert found.requested_bytes.max() == drawn_by_the_viewer(content, "requested_size")
-    assert found.recorded_bytes.max() == drawn_by_the_viewer(content, "size")
-    if num_before:
-        assert found.requested_bytes.max() < found.recorded_bytes.max() <= active_bytes(found).max()
 
 
 @pytest.mark.parametrize("seed", range(6))

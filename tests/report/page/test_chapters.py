@@ -1,7 +1,6 @@
 """The pages of results directories, and of all below a directory: what they hold, and how large they are."""
 
 import csv
-import json
 import re
 import shutil
 from pathlib import Path
@@ -17,9 +16,8 @@ from cs336_systems.report.page.chapters import SELF, Climbed, Collection, block_
 from cs336_systems.report.page.write import to_html, write_page
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results
-from cs336_systems.report.sections.ladder.rows import ladder_rows
-from cs336_systems.studies.attention_records import Implementation
-from cs336_systems.studies.fusion_records import Version
+from cs336_systems.report.sections.ladder import ladder_rows
+from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.records import read_study
 from tests.committed import DATA
@@ -132,13 +130,6 @@ def test_runs_name_their_record_and_what_opens_their_raw_profile_and_say_how_the
     assert "no memory for it</pre>" in text
 
 
-def test_profiles_in_which_nothing_stands_out_have_their_tables_all_the_same(monkeypatch) -> None:
-    entry = make_entry(make_profile())
-    with_findings = Results(records=[entry.profiled], kernels=[entry]).tables()
-    monkeypatch.setattr("cs336_systems.report.results.kernel_findings", lambda *_: ())
-    assert Results(records=[entry.profiled], kernels=[entry]).tables() == with_findings[1:]
-
-
 def test_profiles_that_were_not_kept_are_counted() -> None:
     entry, other = make_entry(make_profile()), make_entry(make_profile(), context_length=512)
     results = Results(records=[entry.profiled, other.profiled], kernels=[entry])
@@ -152,14 +143,6 @@ def test_the_page_of_the_grid_is_small_and_made_at_once(grid_page) -> None:
     print(f"the page of 30 runs: {took_s:.2f} s of processor time, {len(page) / 1e6:.2f} MB")
     assert took_s < MOST_S
     assert len(page) < MOST_BYTES
-
-
-def test_the_page_has_the_command_that_measured(tmp_path) -> None:
-    (tmp_path / "environment.json").write_text(json.dumps({"argv": ["benchmark_sweep.py", "--name", "a b"]}))
-    collection = Collection(root=tmp_path, sweeps={SELF: Results(records=[make_record(make_config(), (0.1,))])})
-    assert collection_page(collection).source.endswith("command: benchmark_sweep.py --name 'a b'")
-    (tmp_path / "environment.json").write_text("{}")
-    assert "command:" not in collection_page(collection).source
 
 
 def test_report_writes_the_page_and_names_it(tmp_path, capsys, monkeypatch, no_pictures) -> None:

@@ -9,15 +9,14 @@ import scipy.stats
 
 from cs336_systems.config import Mode, Phase, Precision
 from cs336_systems.costs.time import step_time
-from cs336_systems.record import Measurement, Status, WarningCode
+from cs336_systems.record import Measurement
 from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.frame import QUANTITIES, RESULTS, describe, to_frame
 from cs336_systems.report.sections.steps import OFFERED, results_table, step_findings, warmup_table
 from cs336_systems.report.terminal import print_run, to_rich
-from cs336_systems.report.words import STATUS_WORDS, STEP_WORDS
 from cs336_systems.studies.ceilings_files import Ceilings
 from tests.report.ceilings import make_rates
-from tests.report.making import CODES, HOSTILE, make_config, make_failure, make_record
+from tests.report.making import CODES, make_config, make_failure, make_record
 from tests.report.reading import column
 from tests.report.writing import write_tables
 
@@ -67,16 +66,6 @@ def test_mfu_of_one_precision_needs_no_explanation(grid):
     unknown = [replace(record, environment=None) for record in grid]
     for records in (one, unknown):
         assert not any("MFU" in note for note in results_table(to_frame(records)).notes)
-
-
-def test_files_are_written_whole_and_again(grid, tmp_path):
-    directory = tmp_path / "made" / "here"
-    paths = write_tables(grid, directory)
-    assert [path.name for path in paths] == ["results.csv", "results.md", "results.tex", "results.typ"]
-    before = [path.read_bytes() for path in paths]
-    write_tables(grid[::-1], directory)
-    assert [path.read_bytes() for path in paths] == before
-    assert sorted(directory.iterdir()) == sorted(paths)
 
 
 def test_selection_shows_what_varies_and_says_the_rest_once(grid):
@@ -141,15 +130,6 @@ def test_an_own_model_is_described_by_what_is_known_of_it(tmp_path):
     assert OFFERED not in ours.notes
 
 
-def test_warnings_are_counted_below(grid):
-    codes = (WarningCode.DRIFT, WarningCode.UNSTABLE)
-    other = make_record(make_config("medium"), (0.1,), codes=codes[:1])
-    table = results_table(to_frame([make_record(make_config(), (0.1,), codes=codes), other]))
-    assert table.notes[-1] == "Warnings, named by row in the CSV: drift in 2 of 2 rows, unstable in 1 of 2 rows."
-    (said,) = results_table(to_frame([other])).notes[-1:]
-    assert said == "Warnings, named by row in the CSV: drift in 1 of 1 row."
-
-
 def test_warmup_table(warmup_records, tmp_path):
     table = warmup_table(to_frame(warmup_records))
     assert names(table) == [
@@ -171,37 +151,12 @@ def test_warmup_table(warmup_records, tmp_path):
         assert (tmp_path / f"results.{ending}").read_text().count(mark) == (1 if ending == "md" else 2)
 
 
-def test_hostile_texts_stay_in_their_cells(tmp_path):
-    config = make_config(HOSTILE, model_factory="pkg.mod:make")
-    failure = make_failure(replace(config, seed=1), Status.CRASHED, HOSTILE)
-    write_tables([make_record(config, (0.1, 0.2), device_name=HOSTILE), failure], tmp_path)
-    with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["size"].startswith("make =HY") for row in rows] == [True, True]
-    assert rows[1]["error"].startswith("'=HY")
-    assert all(len(row) == len(RESULTS) + 7 and None not in row for row in rows)
-    assert "<img" not in (tmp_path / "results.md").read_text()
-    assert r"\input" not in (tmp_path / "results.tex").read_text()
-    assert "img src" in rendered([make_record(config, (0.1,))], 200)
-
-
-def test_tables_without_any_time(tmp_path):
-    records = [make_failure(make_config())]
-    assert len(write_tables(records, tmp_path)) == 4
-    assert warmup_table(to_frame(records)) is None
-
-
 def test_reading_data_has_its_column_where_it_is_a_phase():
     record = make_record(make_config(tokens="tokens.npy"), (0.1, 0.1))
     measured = (Measurement(Phase.DATA, (0.004, 0.006)), *record.measurements)
     table = results_table(to_frame([replace(record, measurements=measured)]))
     assert column(table, "data") == ["5.0 ± 1.4"]
     assert "data" not in names(results_table(to_frame([record])))
-
-
-def test_words_between_colons_are_no_pictures(capsys, tmp_path):
-    print_run(make_failure(make_config(), Status.CRASHED, "no module:factory: here"), tmp_path)
-    assert "no module:factory: here" in capsys.readouterr().out
 
 
 def test_a_csv_is_named_where_there_is_one(capsys, tmp_path):
@@ -212,11 +167,6 @@ def test_a_csv_is_named_where_there_is_one(capsys, tmp_path):
     said = capsys.readouterr().out
     assert "CSV" not in said
     assert all(code in said for code in CODES)
-
-
-def test_every_status_and_mode_has_words():
-    assert set(STATUS_WORDS) == set(Status)
-    assert set(STEP_WORDS) == set(Mode)
 
 
 def test_settings_that_say_nothing_are_left_out():

@@ -1,23 +1,22 @@
-"""Tables of any number of traces: phases of a step, classes of kernels, inside attention, the longest kernels.
+"""Tables of any number of traces: phases of a step, communication, ranks, classes, attention, longest kernels.
 
 Times and counts are per step: the sum over the profiled steps, over their number. Those of one trace are in details.py.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 
-from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.classes import Collective, KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import AttentionPart, PhaseTimes, StepProfile, Work
-from cs336_systems.config import Arch, CompileMode, Phase, RunConfig
+from cs336_systems.analysis.kernels.step_profile import AttentionPart, PhaseTimes, RankTimes, StepProfile, Work
+from cs336_systems.config import Phase, RunConfig
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import over_configurations, rows_of
 from cs336_systems.report.section import Section
-from cs336_systems.report.sections.kernels.entries import Explained
-from cs336_systems.report.sections.kernels.facts import (
-    NOTICEABLE,
+from cs336_systems.report.sections.kernels.entries import (
     WHOLE_STEP,
+    Explained,
+    Profiled,
     Sum,
     added,
     grouped,
@@ -25,36 +24,41 @@ from cs336_systems.report.sections.kernels.facts import (
     mean_std_ms,
     num_launches,
     terms,
-    top_kernel,
     wall_s,
 )
-from cs336_systems.report.words import in_percent, label, mean_and_std, ratio, rounded
+from cs336_systems.report.words import in_percent, mean_and_std, ratio, rounded
 
+NOTICEABLE = 0.005
+"""Share of the step's wall time: a phase that launched nothing and is shorter is not shown, such as taking a batch that
+is ready."""
 _PHASE_CSV = (
     "phase", "kernels_per_step", "kernel_mean_ms", "kernel_std_ms", "share", "wall_mean_ms", "wall_std_ms",
     "busy_mean_ms", "busy_share", "host_mean_ms", "host_std_ms", "launch_calls_per_step", "host_per_launch_ms",
     "copies_per_step", "copy_mean_ms", "recomputed_mean_ms", "clock_mean_ms", "wall_over_clock", "profiled_mean_ms",
     "slowdown",
 )  # fmt: skip
-
-MAX_OTHERS = 10
-"""Most kernels of class `other` that are named below the table of classes."""
-PRODUCTS = ("linear", "attention", "unknown")
-"""Kinds of matrix products, by what they belong to."""
 CLASS_KEYS = {kind: kind.lower().replace(" ", "_").replace("-", "_") for kind in KernelClass}
-_PRODUCT_KEYS = (*(f"{kind}{value}" for kind in PRODUCTS for value in ("_per_step", "_ms_per_step")), "linear_expected",
-                 "as_expected")  # fmt: skip
 _CLASS_VALUES = ("share", "ms_per_step", "per_step")
 _PART_VALUES = ("per_step", "ms_per_step", "products_ms_per_step", "flops_per_step", "flops_per_s")
+ALL_KINDS = "all"
+"""Name of all collectives together in the column of their kinds."""
+_COMMUNICATION_CSV = ("phase", "collective", "collectives_per_step", "collective_mean_ms", "collective_std_ms",
+                      "overlapped_mean_ms", "exposed_mean_ms", "exposed_std_ms", "exposed_share")  # fmt: skip
+_RANK_TIMES = ("collective", "exposed", "waited")
+
+
+def _phases_of(profile: StepProfile | RankTimes) -> dict[str, tuple[LaunchPhase, ...]]:
+    """Each phase and then all of them, by the names in the column of phases."""
+    return {phase.phase: (phase.phase,) for phase in profile.phases} | {WHOLE_STEP: tuple(LaunchPhase)}
 
 
 def phases(entries: Sequence[Explained]) -> Section:
     """Kernels and times of each phase, beside the clock of the run without a profiler."""
-    rows, words, is_single = rows_of(entries, phase_rows), terms(entries[0].profile), len(entries) == 1
+    rows, (item, time), is_single = rows_of(entries, phase_rows), terms(entries[0].profile), len(entries) == 1
     columns = [
         column("phase"),
-        column("kernels_per_step", name=words.items, drop_order=6),
-        column("kernel_mean_ms", name=words.time, std="kernel_std_ms"),
+        column("kernels_per_step", name=f"{item}s", drop_order=6),
+        column("kernel_mean_ms", name=time, std="kernel_std_ms"),
         *([column("share", drop_order=7)] if is_single else []),
         column("wall_mean_ms", std="wall_std_ms"),
         column("busy_share"),
@@ -65,19 +69,14 @@ def phases(entries: Sequence[Explained]) -> Section:
         column("wall_over_clock"),
         column("slowdown"),
     ]  # fmt: skip
-    notes = [_meanings(entries, rows), *(_of_one_trace(entries[0].profile) if is_single else ())]
-    return over_configurations(
-        "phases", "Phases of a step", rows, columns, _PHASE_CSV, notes,
-        shown=is_shown,
-    )  # fmt: skip
+    notes = _of_one_trace(entries[0].profile) if is_single else ()
+    return over_configurations("phases", "Phases of a step", rows, columns, _PHASE_CSV, notes, shown=is_shown)
 
 
 def phase_rows(entry: Explained) -> Iterator[Row]:
     """A row for each phase in order, then their sum, named WHOLE_STEP."""
-    profile = entry.profile
-    for phase in profile.phases:
-        yield _phase(entry, [phase], phase.phase)
-    yield _phase(entry, profile.phases, WHOLE_STEP)
+    for name, chosen in _phases_of(entry.profile).items():
+        yield _phase(entry, [phase for phase in entry.profile.phases if phase.phase in chosen], name)
 
 
 def is_shown(row: Row) -> bool:
@@ -89,9 +88,9 @@ def is_shown(row: Row) -> bool:
 def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Row:
     """The row of these phases together; what a device does beside its host is None for a trace of a CPU."""
     profile, steps, on_device = entry.profile, entry.profile.num_steps, entry.profile.work is Work.KERNELS
-    calls = sum(
-        call.count for call in profile.host_calls if call.is_launch and call.phase in [phase.phase for phase in chosen]
-    )
+    calls = added(
+        call for call in profile.host_calls if call.is_launch and call.phase in [phase.phase for phase in chosen]
+    ).count
     wall, busy, host = (_mean_and_std(chosen, field) for field in ("wall", "busy", "host"))
     # the whole step is called alike in both
     clock_s, profiled_s = (
@@ -126,27 +125,9 @@ def _mean_and_std(chosen: Sequence[PhaseTimes], field: str) -> Row:
     return {f"{field}_mean_ms": mean_ms, f"{field}_std_ms": std_ms}
 
 
-def _meanings(entries: Sequence[Explained], rows: Sequence[Row]) -> str:
-    profile = entries[0].profile
-    words = terms(profile)
-    if profile.work is Work.OPERATORS:
-        text = f"{words.time}: of each operator the time that it spent in no other one."
-    else:
-        text = (
-            f"{words.time}: durations of the kernels, added up. Wall: on the device, until the phase's last kernel has "
-            "ended. GPU busy: share of the wall time in which a kernel or copy ran."
-        )
-    if len(entries) == 1 and words.item == "kernel":
-        text += " CPU: how long the host was in the phase, waits included."
-    text += " Clock: without a profiler; slowdown: with it." if any(row["clock_mean_ms"] for row in rows) else ""
-    return f"{text} Mean ± standard deviation over the steps." if profile.num_steps > 1 else text
-
-
 def _of_one_trace(profile: StepProfile) -> Iterator[str]:
     """The host's clock, and the proof that phases and what is left are the whole file (reading checks it)."""
-    step_ms = [time_s * 1e3 for time_s in profile.step_s]
-    std_ms = statistics.stdev(step_ms) if len(step_ms) > 1 else None
-    mean_ms = sum(step_ms) / len(step_ms)
+    mean_ms, std_ms = mean_std_ms([profile.step_s])
     yield f"The step by the host's clock: {mean_and_std(mean_ms, std_ms) if mean_ms else '0'} ms."
     counts = {phase.phase: num_launches(phase) for phase in profile.phases}
     unattributed = counts.pop(LaunchPhase.UNATTRIBUTED, 0)
@@ -155,21 +136,128 @@ def _of_one_trace(profile: StepProfile) -> Iterator[str]:
         kept["without a launch"] = profile.left.no_launch
     parts = [(name, count) for name, count in counts.items() if count] + [*kept.items()]
     named = " + ".join(f"{name} {count:,}" for name, count in parts)
-    whole = f"all {profile.num_kernels:,} {terms(profile).items} of the file, {rounded(profile.kernel_s * 1e3)} ms"
+    whole = f"all {profile.num_kernels:,} {terms(profile)[0]}s of the file, {rounded(profile.kernel_s * 1e3)} ms"
     yield f"Check: {named} = {whole}."
     yield from profile.notes
 
 
+def communication(entries: Sequence[Explained]) -> Section:
+    """Time of collectives in each phase and in the step, by their kind, and what of it is exposed."""
+    columns = [
+        column("phase"),
+        column("collective"),
+        column("collectives_per_step"),
+        column("collective_mean_ms", std="collective_std_ms"),
+        column("overlapped_mean_ms"),
+        column("exposed_mean_ms", std="exposed_std_ms"),
+        column("exposed_share"),
+    ]
+    rows = rows_of(entries, communication_rows)
+    notes = ["A rank's kernel runs while it waits for other ranks, and that is a part of its time. Times are those of "
+             "rank 0, in the phase in which they pass: a collective can begin in a later phase than the one that "
+             "launched it."]  # fmt: skip
+    return over_configurations("communication", "Communication", rows, columns, _COMMUNICATION_CSV, notes)
+
+
+def communication_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each kind in each phase, then in the step; also for all kinds together where there are several."""
+    profile, steps = entry.profile, entry.profile.num_steps
+    for name, chosen in _phases_of(profile).items():
+        found = [own for own in profile.communication if own.phase in chosen]
+        kinds = [kind for kind in (*Collective, None) if kind in {own.collective for own in found}]
+        kinds = kinds if len(kinds) > 2 else kinds[:1]  # of a single kind, all are that kind
+        walls_s = sum(sum(phase.wall_s) for phase in profile.phases if phase.phase in chosen)
+        for kind in kinds:
+            own = [times for times in found if times.collective is kind]
+            total, exposed = (mean_std_ms([getattr(row, field) for row in own]) for field in ("total_s", "exposed_s"))
+            yield {
+                "phase": name,
+                "collective": kind or ALL_KINDS,
+                "collectives_per_step": sum(sum(times.launches) for times in own) / steps,
+                "collective_mean_ms": total[0],
+                "collective_std_ms": total[1],
+                "overlapped_mean_ms": total[0] - exposed[0],
+                "exposed_mean_ms": exposed[0],
+                "exposed_std_ms": exposed[1],
+                "exposed_share": ratio(exposed[0] * steps / 1e3, walls_s),
+            }
+
+
+OF_CONFIGURATION = ("collective_mean_ms", "exposed_mean_ms", "exposed_share")
+"""What `by_configuration` says of each; the share is that of the profiled step's wall time."""
+
+
+def by_configuration(entries: Iterable[Profiled]) -> dict[RunConfig, Row]:
+    """For each configuration on several ranks, the values OF_CONFIGURATION of its profiled runs.
+
+    Times are means over the steps, the ranks and the runs. Both are those of the profiled step, which is slower.
+    """
+    found: dict[RunConfig, list[Row]] = {}
+    for entry in entries:
+        if entry.profile.communication:
+            found.setdefault(entry.config.unprofiled.configuration, []).append(_of_run(entry.profile))
+    return {
+        config: {key: statistics.fmean(own[key] for own in rows) for key in OF_CONFIGURATION}
+        for config, rows in found.items()
+    }
+
+
+def _of_run(profile: StepProfile) -> Row:
+    """The means over the ranks on which collectives ran."""
+    rows = [row for row in map(_sums, profile.ranks or (profile,)) if row["collective_mean_ms"] is not None]
+    for row in rows:
+        row["exposed_share"] = ratio(row["exposed_mean_ms"], row[f"{WHOLE_STEP}_wall_mean_ms"]) or 0.0
+    return {key: statistics.fmean([row[key] for row in rows] or [0.0]) for key in OF_CONFIGURATION}
+
+
+def ranks(entries: Sequence[Explained]) -> Section:
+    """The phases of a step, its collectives and their waits on each rank, beside each other."""
+    rows = rows_of(entries, rank_rows)
+    shown = [name for name in (*LaunchPhase, WHOLE_STEP) if any(row[f"{name}_wall_mean_ms"] for row in rows)]
+    columns = [
+        column("rank"),
+        *(
+            Column(name, "ms", f"Wall time of {name} on the device.", key=f"{name}_wall_mean_ms", write=rounded,
+                   std=f"{name}_wall_std_ms")
+            for name in shown if name not in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED)
+        ),
+        *(column(f"{name}_mean_ms", std=f"{name}_std_ms") for name in _RANK_TIMES),
+    ]  # fmt: skip
+    keys = ["rank", *(f"{name}_wall_{value}_ms" for name in shown for value in ("mean", "std")),
+            *(f"{name}_{value}_ms" for name in _RANK_TIMES for value in ("mean", "std"))]  # fmt: skip
+    return over_configurations("ranks", "Ranks", rows, columns, keys, ["Wall times on each rank's device."])
+
+
+def rank_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each rank; none for a run on one."""
+    for own in entry.profile.ranks:
+        waited = (None, None) if own.waited_s is None else mean_std_ms([own.waited_s])
+        yield {"rank": own.rank, **_sums(own), "waited_mean_ms": waited[0], "waited_std_ms": waited[1]}
+
+
+def _sums(own: RankTimes | StepProfile) -> Row:
+    """Wall times of the phases and the step, and times of all collectives, with their deviations over the steps."""
+    kept = [times for times in own.communication if times.collective is None]
+    parts = {
+        f"{name}_wall": [phase.wall_s for phase in own.phases if phase.phase in chosen]
+        for name, chosen in (dict.fromkeys(LaunchPhase, ()) | _phases_of(own)).items()
+    }
+    parts |= {"collective": [times.total_s for times in kept], "exposed": [times.exposed_s for times in kept]}
+    row: Row = {}
+    for name, times in parts.items():
+        row[f"{name}_mean_ms"], row[f"{name}_std_ms"] = mean_std_ms(times) if times else (None, None)
+    return row
+
+
 def classes(entries: Sequence[Explained]) -> Section:
-    """Share of each class in the time of each phase and of the step, and matrix products by what they belong to."""
-    words, rows = terms(entries[0].profile), rows_of(entries, class_rows)
+    """Share of each class in the time of each phase and of the step."""
     columns = [column("phase")]
     for rank, (kind, key) in enumerate(CLASS_KEYS.items()):
         columns.append(Column(kind, "%", key=f"{key}_share", drop_order=rank, write=_share, about=f"Share of {kind}."))
-    keys = ["phase", *(f"{key}_{value}" for value in _CLASS_VALUES for key in CLASS_KEYS.values()), *_PRODUCT_KEYS]
-    notes = [f"Shares of the {words.time}.", *(_others(entries[0].profile) if len(entries) == 1 else ())]
-    found = over_configurations("classes", f"Classes of {words.items}", rows, columns, keys, notes)
-    return replace(found, tables=(*found.tables, *_products(rows).tables))
+    keys = ["phase", *(f"{key}_{value}" for value in _CLASS_VALUES for key in CLASS_KEYS.values())]
+    item, time = terms(entries[0].profile)
+    notes = [f"Shares of the {time}."]
+    return over_configurations("classes", f"Classes of {item}s", rows_of(entries, class_rows), columns, keys, notes)
 
 
 def _share(part: float) -> str:
@@ -178,95 +266,31 @@ def _share(part: float) -> str:
 
 def class_rows(entry: Explained) -> Iterator[Row]:
     """A row for each phase with kernels, then one for the whole step."""
-    profile = entry.profile
-    chosen = {phase.phase: (phase.phase,) for phase in profile.phases} | {WHOLE_STEP: tuple(LaunchPhase)}
-    for name, of in chosen.items():
-        sums = grouped((row for row in profile.classes if row.phase in of), lambda row: row.kind)
+    for name, chosen in _phases_of(entry.profile).items():
+        sums = grouped((row for row in entry.profile.classes if row.phase in chosen), lambda row: row.kind)
         whole_s = sum(part.total_s for part in sums.values())
         row: Row = {"phase": name}
         for kind, key in CLASS_KEYS.items():
             part = sums.get(kind, Sum())
             row[f"{key}_share"] = ratio(part.total_s, whole_s)
-            row[f"{key}_ms_per_step"] = part.total_s / profile.num_steps * 1e3
-            row[f"{key}_per_step"] = part.count / profile.num_steps
+            row[f"{key}_ms_per_step"] = part.total_s / entry.profile.num_steps * 1e3
+            row[f"{key}_per_step"] = part.count / entry.profile.num_steps
         if whole_s:
-            yield row | _product_values(entry, name)
-
-
-def _others(profile: StepProfile) -> Iterator[str]:
-    """A note with the names of kernels of class `other`, which no rule matches."""
-    rows = [row for row in profile.kernels if row.phase is None and row.kind is KernelClass.OTHER]
-    named = {label(row.short_name): row.total_s for row in rows[:MAX_OTHERS]}
-    if rest := rows[MAX_OTHERS:]:
-        named[f"{len(rest)} more"] = added(rest).total_s
-    times = [f"{name} ({rounded(total_s / profile.num_steps * 1e3)} ms)" for name, total_s in named.items()]
-    if times:
-        yield f"Class other, {terms(profile).items} that no rule knows: {', '.join(times)}."
-
-
-def expected_linear(config: RunConfig | None, phase: LaunchPhase) -> int | None:
-    """Matrix products of linear layers in one pass of this project's eager model; None if that is not known.
-
-    In forward one for each layer: 7 in a block of the course's architecture, 6 in one of GPT-2's, and the head. In
-    backward two for each, one for the gradient of each factor.
-    """
-    if config is None or config.model_factory is not None or config.compile is not CompileMode.NONE:
-        return None
-    forward = (7 if config.model.arch is Arch.CS336 else 6) * config.model.num_layers + 1
-    return {LaunchPhase.FORWARD: forward, LaunchPhase.BACKWARD: 2 * forward}.get(phase)
-
-
-def _products(rows: Sequence[Row]) -> Section:
-    """Matrix products by what they belong to, beside how many of linear layers there should be."""
-    columns = [
-        column("phase"),
-        column("linear_per_step"),
-        column("linear_expected"),
-        column("as_expected"),
-        column("attention_per_step", drop_order=4),
-        column("unknown_per_step", drop_order=6),
-        column("linear_ms_per_step", drop_order=3),
-        column("attention_ms_per_step", drop_order=5),
-        column("unknown_ms_per_step", drop_order=7),
-    ]
-    notes = ["Launches and time per step, without helpers such as the sum over split-K parts."]
-    if any(row["linear_expected"] for row in rows):
-        notes.append("Expected of an eager model: one for each linear layer in forward, two in backward.")
-    if any(row["unknown_per_step"] for row in rows):
-        notes.append("Unknown: the file does not tell whether a linear layer's or attention's.")
-    return over_configurations(
-        "", "Matrix products", rows, columns, (), notes,
-        shown=lambda row: any(row[f"{kind}_per_step"] for kind in PRODUCTS),
-    )  # fmt: skip
-
-
-def _product_values(entry: Explained, phase: str) -> Row:
-    """Matrix products of a phase; `as_expected` is empty if the expected number or the kind of some is unknown."""
-    steps, values = entry.profile.num_steps, dict.fromkeys(_PRODUCT_KEYS)
-    for row in entry.profile.products:
-        if row.phase == phase:
-            expected = expected_linear(entry.config, row.phase)
-            is_known = expected is not None and not row.unknown
-            values |= {f"{kind}_per_step": getattr(row, kind) / steps for kind in PRODUCTS}
-            values |= {f"{kind}_ms_per_step": getattr(row, f"{kind}_s") / steps * 1e3 for kind in PRODUCTS}
-            values["linear_expected"] = expected
-            values["as_expected"] = ("yes" if row.linear / steps == expected else "no") if is_known else ""
-    return values
+            yield row
 
 
 def attention(entries: Sequence[Explained]) -> Section:
     """Scores, softmax and values, and the softmax against the matrix products; as CSV with counts and FLOPs of each."""
     rows = rows_of(entries, attention_part_rows)
-    keys = ("phase", "softmax_ms_per_step", "products_ms_per_step", "whole_ms_per_step", "share_of_phase")
+    sums = ("products_ms_per_step", "whole_ms_per_step", "share_of_phase")
     ratios = ("time_ratio", "flops_ratio", "time_per_flop_ratio")
-    shown = ("phase", "scores_ms_per_step", "softmax_ms_per_step", "values_ms_per_step", *keys[2:], *ratios)
-    parts = [f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES]
-    notes = ["Products: of scores and values, the time of their matrix products.",
-             "Ratios are softmax over matrix products; scaling and masking are in neither."]  # fmt: skip
+    shown = ("phase", *(f"{part}_ms_per_step" for part in AttentionPart), *sums, *ratios)
+    parts = (f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
+    notes = ["Ratios are softmax over matrix products; scaling and masking are in neither."]
     if not all(row["flops_ratio"] for row in rows):
         notes.append("FLOPs are not known without the record of the run.")
-    every = tuple(dict.fromkeys((*keys, *ratios, *parts)))
-    return over_configurations("attention", "Inside attention", rows, [*map(column, shown)], every, notes)
+    csv = tuple(dict.fromkeys(("phase", "softmax_ms_per_step", *sums, *ratios, *parts)))
+    return over_configurations("attention", "Inside attention", rows, [*map(column, shown)], csv, notes)
 
 
 def attention_part_rows(entry: Explained) -> Iterator[Row]:
@@ -276,14 +300,13 @@ def attention_part_rows(entry: Explained) -> Iterator[Row]:
         rows = [row for row in profile.attention if row.phase is phase]
         row: Row = dict.fromkeys(f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
         for part in rows:
-            times_ms = (part.total_s / steps * 1e3, part.product_s / steps * 1e3)
             flops = (None, None) if part.flops is None else (part.flops / steps, ratio(part.flops, part.total_s))
-            values = (part.count / steps, *times_ms, *flops)
+            values = (part.count / steps, part.total_s / steps * 1e3, part.product_s / steps * 1e3, *flops)
             row |= {f"{part.part}_{name}": value for name, value in zip(_PART_VALUES, values, strict=True)}
         products = [part for part in rows if part.part is not AttentionPart.SOFTMAX]
         products_ms = sum(part.product_s for part in products) / steps * 1e3
-        flops_known = all(part.flops is not None for part in rows)
-        products_flops = sum(part.flops or 0 for part in products) / steps if flops_known else None
+        known = [part.flops for part in products if part.flops is not None]
+        products_flops = sum(known) / steps if len(known) == len(products) else None
         time_ratio = ratio(row["softmax_ms_per_step"] or None, products_ms)
         flops_ratio = ratio(row["softmax_flops_per_step"] or None, products_flops)
         whole_s = added(rows).total_s
@@ -300,29 +323,30 @@ def attention_part_rows(entry: Explained) -> Iterator[Row]:
 
 def top_kernels(entries: Sequence[Explained]) -> Section:
     """The longest kernel of forward, and of the whole step."""
-    words = terms(entries[0].profile)
+    item, time = terms(entries[0].profile)
     columns = [
         column("of"),
         column("share", drop_order=0),
         column("total_ms_per_step"),
         column("count_per_step"),
         column("class"),
-        column("short_name", name=words.item),
+        column("short_name", name=item),
     ]
     return over_configurations(
-        "top_kernels", f"The longest {words.item}", rows_of(entries, _top_kernels), columns,
+        "top_kernels", f"The longest {item}", rows_of(entries, _top_kernels), columns,
         ("of", "share", "total_ms_per_step", "count_per_step", "class", "name"),
-        [f"By {words.time} per step; share of that of forward, or of the step."],
+        [f"By {time} per step; share of that of forward, or of the step."],
     )  # fmt: skip
 
 
 def _top_kernels(entry: Explained) -> Iterator[Row]:
     profile = entry.profile
-    for where, chosen in ((LaunchPhase.FORWARD, [LaunchPhase.FORWARD]), (WHOLE_STEP, [*LaunchPhase])):
-        if kernel := top_kernel(profile, chosen):
+    for where, phase in ((LaunchPhase.FORWARD, LaunchPhase.FORWARD), (WHOLE_STEP, None)):
+        kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
+        for kernel in kernels[:1]:
             yield {
                 "of": where,
-                "share": ratio(kernel.total_s, kernel_s(profile, chosen)),
+                "share": ratio(kernel.total_s, added(kernels).total_s),
                 "total_ms_per_step": kernel.total_s / profile.num_steps * 1e3,
                 "count_per_step": kernel.count / profile.num_steps,
                 "class": kernel.kind,

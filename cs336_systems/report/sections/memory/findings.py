@@ -7,23 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
-from cs336_systems.report.sections.memory.allocations import NUM_LARGEST
-from cs336_systems.report.sections.memory.words import (
+from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile, Moment
+from cs336_systems.report.sections.memory.entries import (
     START,
-    bytes_of,
+    by_category,
     check_words,
     difference_bytes,
-    failure_words,
     fragmentation_bytes,
     innermost,
-    largest_words,
-    peak_words,
-    peaks_by,
     size,
-    times,
+    when,
 )
-from cs336_systems.report.words import GIB, MIB, percent_of
+from cs336_systems.report.words import GIB, MIB, label, percent_of
 from cs336_systems.text import counted
 
 MIN_FRAGMENTATION = 0.15
@@ -42,20 +37,25 @@ MIN_OUTSIDE_BYTES = 2 * GIB
 """Smallest use outside of PyTorch that is a finding: a CUDA context with libraries takes half a GiB to one."""
 
 
+MIN_PART = 0.001
+"""The sentence on the peak leaves out parts below this share of the whole."""
+NUM_PLACES = 3
+"""Most places that a sentence names."""
+
+
 def findings(profile: MemoryProfile) -> tuple[str, ...]:
-    """Sentences: running out of memory comes first, then the peak, then problems, then the largest allocations."""
+    """Sentences: running out of memory comes first, then the peak, then problems, and what could not be read."""
     wrong = [text for find in (_first_step, _growth, _problems, _later, _unknown) for text in find(profile)]
-    largest = [f"The largest allocations: {largest_words(profile.largest, NUM_LARGEST)}."] if profile.largest else []
-    return (*_out_of_memory(profile), peak_words(profile), *wrong, *largest)
+    return (*_out_of_memory(profile), _peak(profile.peak), *wrong, *profile.notes)
 
 
 def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
-    failure = profile.work.first_failure
+    failure, count = profile.work.first_failure, profile.work.out_of_memory
     if failure is None:
         return
-    first = " first" if profile.work.out_of_memory > 1 else ""
     text = (
-        f"Out of memory {times(profile.work.out_of_memory)},{first} {failure_words(failure)}, after {failure.event:,} "
+        f"Out of memory {'once,' if count == 1 else f'{count:,} times, first'} {when(failure)}"
+        f"{f', at {innermost(failure.places)}' if failure.places else ''}, after {failure.event:,} "
         f"of {counted(profile.work.events, 'event')}: {size(failure.requested_bytes)} were asked for and "
         f"{size(failure.free_bytes)} were free on the device."
     )
@@ -68,12 +68,22 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
     yield text
 
 
+def _peak(peak: Moment) -> str:
+    """The peak, when it was, and what it consists of, the largest part first."""
+    whole, ordered = peak.allocated_bytes, sorted(by_category(peak).items(), key=lambda part: -part[1])
+    said = [(label(name), part) for name, part in ordered if part and part >= MIN_PART * whole]
+    parts = ", ".join(f"{name} {size(part)} ({100 * part / whole:.1f} %)" for name, part in said)
+    return f"The peak is {size(whole)}, {when(peak)}; it consists of {parts or 'nothing'}."
+
+
 def _first_step(profile: MemoryProfile) -> Iterator[str]:
     """A first step needs less memory than later ones, as the optimizer's state appears at its end."""
-    state = [bytes_of(moment, Category.OPTIMIZER_STATE) for moment in profile.boundaries]
+    state = [by_category(moment)[Category.OPTIMIZER_STATE] for moment in profile.boundaries]
     if not state or state[-1] <= state[0]:
         return
-    peaks = peaks_by(profile.phases, lambda phase: phase.step)
+    peaks: dict[int, int] = {}
+    for phase in profile.phases:
+        peaks[phase.step] = max(peaks.get(phase.step, 0), phase.peak_bytes)
     text = f"The optimizer's state, {size(state[-1] - state[0])}, appears during the recording"
     if len(peaks) < 2:
         yield f"{text}: this is the first step, and later ones need that much more from their start."
@@ -91,7 +101,7 @@ def _growth(profile: MemoryProfile) -> Iterator[str]:
     if len(begun) < LEAST_STEPS:
         return
     # what follows the last step's start is its own end
-    kept = [moment.allocated_bytes - bytes_of(moment, Category.OPTIMIZER_STATE)
+    kept = [moment.allocated_bytes - by_category(moment)[Category.OPTIMIZER_STATE]
             for moment in (*begun, profile.boundaries[-1])]  # fmt: skip
     grown = [later - earlier for earlier, later in pairwise(kept)]
     if min(grown) >= MIN_GROWTH * profile.peak.allocated_bytes:
@@ -139,9 +149,9 @@ def _is_much(profile: MemoryProfile, num_bytes: int, least: float) -> bool:
 
 
 def _unknown(profile: MemoryProfile) -> Iterator[str]:
-    held = bytes_of(profile.peak, Category.HELD)
+    held = by_category(profile.peak)[Category.HELD]
     if _is_much(profile, held, MIN_UNKNOWN):
-        has_notes = bytes_of(profile.peak, Category.PARAMETERS) > 0
+        has_notes = by_category(profile.peak)[Category.PARAMETERS] > 0
         guess = "workspaces of libraries" if has_notes else "parameters and the optimizer's state"
         remedy = "" if has_notes else " A recording by --memory knows."
         yield (
@@ -152,14 +162,14 @@ def _unknown(profile: MemoryProfile) -> Iterator[str]:
 
 def _later(profile: MemoryProfile) -> Iterator[str]:
     """Memory that is held for long in a snapshot without notes, most likely activations, and where it was made."""
-    held = bytes_of(profile.peak, Category.LATER)
+    held = by_category(profile.peak)[Category.LATER]
     if not _is_much(profile, held, MIN_UNKNOWN):
         return
     places = Counter[str]()
     for row in profile.at_peak:
         if row.category is Category.LATER:
             places[f"at {innermost(row.places)}" if row.places else "at no known place"] += row.bytes_at_peak
-    most = ", ".join(f"{size(num_bytes)} {place}" for place, num_bytes in places.most_common(NUM_LARGEST))
+    most = ", ".join(f"{size(num_bytes)} {place}" for place, num_bytes in places.most_common(NUM_PLACES))
     yield (
         f"{_of_peak(profile, held)}, came in the recording and were held until later, while {MIN_LATER} or more others "
         f"were allocated{f': {most}' if most else ''}. So autograd holds activations, until backward has used them: "

@@ -1,9 +1,9 @@
 """Pictures of memory: one profile over time, and the peaks of several runs as bars."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -28,8 +28,15 @@ from cs336_systems.report.plots.charts import (
     distinct,
 )
 from cs336_systems.report.plots.draw import LONGEST_SOURCE
-from cs336_systems.report.sections.memory.entries import MemoryEntry
-from cs336_systems.report.sections.memory.words import START, MemoryUnit, by_category, moment_ms, size, unit_for
+from cs336_systems.report.sections.memory.entries import (
+    START,
+    MemoryEntry,
+    MemoryUnit,
+    by_category,
+    moment_ms,
+    size,
+    unit_for,
+)
 from cs336_systems.report.words import GIB
 from cs336_systems.text import shorten
 
@@ -39,8 +46,6 @@ CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""
 HEADROOM = 1.17
 """Upper end of the scale over the highest value: leaves room for the words at the peak."""
-APART = 0.16
-"""Part of the panel's height: if peak and reserved memory are closer than this, the words stand above both."""
 VISIBLE = 1 / 500
 """Smallest part of the highest value with which a category is in the legend."""
 FLAT = 0.85
@@ -57,13 +62,10 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
 
     The points of the timeline are equally far apart, as in PyTorch's viewer: on the CPU's clock, waiting for the GPU
     would take most of the width. If nearly all memory stays allocated, as in inference, a second panel enlarges what
-    changes. `name` of the run is the title; `settings` replace the name of the file. Raise ValueError for a timeline
-    without points.
+    changes. `name` of the run is the title; `settings` replace the name of the file.
     """
-    if not profile.timeline.time_s:
-        raise ValueError(f"{profile.source}: a picture needs points on the timeline, but this profile has none")
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
-    words = [settings or source, f"GPU {profile.device}", *_oom_words(profile), "legend: sizes at the peak"]
+    words = [settings or source, f"GPU {profile.device}", "legend: sizes at the peak"]
     shown = _shown(profile)
     failed = ", out of memory" if profile.work.out_of_memory else ""
     title = shorten(name, LONGEST_NAME) or "Memory over time"
@@ -88,18 +90,12 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
         _enlarge(panels[1], floor_bytes, profile.peak.allocated_bytes, unit)
     _mark_times(panels[-1], profile)
     handles: list[Patch | Line2D] = [
-        Patch(color=charts.CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
+        Patch(color=CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
         for category, num_bytes in shown.items()
     ]
     handles.append(Line2D([], [], label=f"reserved, {size(profile.peak.reserved_bytes)}", **RESERVED))
     draw.legend_below(figure, handles, 3)
     return figure
-
-
-def _oom_words(profile: MemoryProfile) -> Iterator[str]:
-    if failure := profile.work.first_failure:
-        where = f" in {shorten(failure.phase, 20)} of step {failure.step}" if failure.phase else ""
-        yield f"asked for {size(failure.requested_bytes)} with {size(failure.free_bytes)} free{where}"
 
 
 def _shown(profile: MemoryProfile) -> dict[Category, int]:
@@ -120,13 +116,13 @@ def _x(profile: MemoryProfile, time_s: float) -> int:
 def _draw_stack(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
     timeline = profile.timeline
     x = np.arange(len(timeline.time_s))
-    bottom = np.zeros(len(x))
-    for category, values in zip(timeline.categories, timeline.num_bytes, strict=True):
-        top = bottom + np.array(values) / unit.num_bytes
-        if any(values):
-            colour = charts.CATEGORY_COLOURS[category]
-            panel.fill_between(x, bottom, top, step="post", color=colour, linewidth=0, label=str(category))
-        bottom = top
+    rows = {own: np.array(values) for own, values in zip(timeline.categories, timeline.num_bytes, strict=True)}
+    there = [category for category, values in rows.items() if values.any()]
+    if there:
+        panel.stackplot(
+            x, [rows[category] / unit.num_bytes for category in there], labels=there, step="post", linewidth=0,
+            colors=[CATEGORY_COLOURS[category] for category in there],
+        )  # fmt: skip
     panel.plot(x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
     panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
     panel.set_ylim(0, HEADROOM * _highest(profile) / unit.num_bytes or 1.0)
@@ -209,8 +205,7 @@ def _write_between(
     """The name, or a short one, above the middle of the phases if it fits."""
     begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
     room = (end - begin) / panel.get_xlim()[1] / CHARACTER
-    fitting = next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), "")
-    if fitting:
+    if fitting := next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), ""):
         panel.text(
             (begin + end) / 2, y, draw.inert(fitting), ha="center", va="bottom", fontsize=8.5,
             transform=panel.get_xaxis_transform(), fontweight="bold" if bold else "normal",
@@ -218,12 +213,11 @@ def _write_between(
 
 
 def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
-    """A point at the peak with its size in words, which stand above the line of reserved memory if that is close."""
+    """A point at the peak with its size in words above all lines."""
     peak = profile.peak
     x, y = int(_allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes
     limit = panel.get_ylim()[1]
-    reserved = peak.reserved_bytes / unit.num_bytes
-    base = y if reserved - y > APART * limit else max(y, _highest(profile) / unit.num_bytes)
+    base = _highest(profile) / unit.num_bytes
     across = x / panel.get_xlim()[1]
     side = "left" if across < 0.2 else "right" if across > 0.8 else "center"
     where = f", in {draw.inert(peak.phase, 20)}" if peak.phase else ""
@@ -237,39 +231,19 @@ def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> Non
     panel.plot(x, y, marker="o", markersize=4.5, color="#222222", markeredgecolor="white", clip_on=False, zorder=6)
 
 
-LabelledRun: TypeAlias = tuple[str, MemoryEntry]
-LabelledProfile: TypeAlias = tuple[str, MemoryProfile]
-MAX_BARS = 40
-"""Most bars in one picture; more would not fit on a printed page."""
 LONGEST_PHASE = 16
 """Characters of the name of a phase."""
 
 
 def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
-    """A bar for each of several runs; a second chart, `peaks2`, has those that the first has no room for."""
+    """A bar for each of several runs: what its peak consists of, and as a mark what was reserved then.
+
+    Each size has a panel with a scale of its own, so that a small model is seen beside a large one. Nothing is cut
+    off: a scale reaches as far as the largest of its size.
+    """
     if len(entries) < 2:
         return []
-    pages = _pages(list(zip(labels(entries), entries, strict=True)))
-    words = settings(entries)
-    return [
-        peak_chart(
-            f"peaks{'' if page == 1 else page}",
-            [[(label, entry.profile) for label, entry in group] for _, group in groupby(shown, _size)],
-            words,
-        )
-        for page, shown in enumerate(pages, start=1)
-    ]
-
-
-def peak_chart(name: str, groups: Sequence[Sequence[LabelledProfile]], words: str = "") -> Chart:
-    """A bar for each labelled profile: what its peak consists of, and as a mark what was reserved then.
-
-    Each group has a panel with a scale of its own, so that a small model is seen beside a large one. Nothing is cut
-    off: a scale reaches as far as the largest of its group. Raise ValueError for no profile.
-    """
-    if not groups or not all(groups):
-        raise ValueError(f"a picture of peaks needs at least one profile in each group, got {list(map(len, groups))}")
-    peaks = [profile.peak for group in groups for _, profile in group]
+    peaks = [entry.profile.peak for entry in entries]
     largest = {
         category: max(by_category(peak)[category] / (peak.allocated_bytes or 1) for peak in peaks)
         for category in CATEGORY_COLOURS
@@ -278,44 +252,30 @@ def peak_chart(name: str, groups: Sequence[Sequence[LabelledProfile]], words: st
         str(category): Style(colour=colour, label=None if largest[category] > VISIBLE else "")
         for category, colour in CATEGORY_COLOURS.items()
     }
-    return Chart(
-        name=name, title="What the peak of memory consists of, by configuration", settings=words,
-        panels=[_panel(group) for group in groups], size=(6.0, 0.0), legend=4, styles=styles, is_lying=True,
-    )  # fmt: skip
+    sizes = groupby(
+        zip(distinct(labels(entries)), entries, strict=True), lambda run: run[1].config and run[1].config.size
+    )
+    return [Chart(
+        name="peaks", title="What the peak of memory consists of, by configuration", settings=settings(entries),
+        panels=[_panel(list(runs)) for _, runs in sizes], size=(6.0, 0.0), legend=4, styles=styles, is_lying=True,
+    )]  # fmt: skip
 
 
-def _panel(group: Sequence[LabelledProfile]) -> Panel:
-    names, profiles = distinct(label for label, _ in group), [profile for _, profile in group]
-    reserved = [Point(x=name, value=own.peak.reserved_bytes / GIB) for name, own in zip(names, profiles, strict=True)]
-    marks = Curve(line=Line(name="reserved", points=tuple(reserved)), colour="#222222", marker="|", dash="", size=13)
-    bars = [_bar(name, profile) for name, profile in zip(names, profiles, strict=True)]
+def _panel(runs: Sequence[tuple[str, MemoryEntry]]) -> Panel:
+    reserved = tuple(Point(x=name, value=entry.profile.peak.reserved_bytes / GIB) for name, entry in runs)
+    marks = Curve(line=Line(name="reserved", points=reserved), colour="#222222", marker="|", dash="", size=13)
     y = Axis(label="memory at the peak (GiB)")
-    return Panel(x=Axis(names=names), y=y, bars=bars, curves=[marks])
+    bars = [_bar(name, entry) for name, entry in runs]
+    return Panel(x=Axis(names=[name for name, _ in runs]), y=y, bars=bars, curves=[marks])
 
 
-def _bar(label: str, profile: MemoryProfile) -> Bar:
+def _bar(label: str, entry: MemoryEntry) -> Bar:
     """What the peak consists of, with its sum and phase as words."""
-    peak, found = profile.peak, by_category(profile.peak)
-    is_lost = bool(profile.work.out_of_memory)
-    where = f"\nin {shorten(peak.phase, LONGEST_PHASE)}" if peak.phase and not is_lost else ""
+    peak, found = entry.profile.peak, by_category(entry.profile.peak)
+    where = f"\nin {shorten(peak.phase, LONGEST_PHASE)}" if peak.phase else ""
     return Bar(
         name=label,
         parts={str(category): found[category] / GIB for category in CATEGORY_COLOURS if found[category]},
-        words=f"{size(peak.allocated_bytes)}{where}",
-        failure="out of memory" if is_lost else "",
+        words=f"{size(peak.allocated_bytes)}{'' if entry.is_out_of_memory else where}",
+        failure="out of memory" if entry.is_out_of_memory else "",
     )
-
-
-def _pages(runs: Sequence[LabelledRun]) -> list[list[LabelledRun]]:
-    """The bars of each chart: whole sizes as long as they fit; a size with too many bars begins a new chart."""
-    pages: list[list[LabelledRun]] = [[]]
-    for own in (list(group) for _, group in groupby(runs, _size)):
-        for part in (own[start : start + MAX_BARS] for start in range(0, len(own), MAX_BARS)):
-            if len(pages[-1]) + len(part) > MAX_BARS:
-                pages.append([])
-            pages[-1] += part
-    return pages
-
-
-def _size(run: LabelledRun) -> str:
-    return run[1].config.size

@@ -1,43 +1,68 @@
-"""Tables of memory: the peak, what it consists of, and what was allocated from phase to phase."""
+"""Tables of memory: the peak and its categories, phase by phase, the largest allocations, what a block saves.
 
-from collections.abc import Iterable, Iterator, Sequence
+They are for a terminal and for the files of a directory, of one snapshot or of the runs of a sweep.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
-from typing import TypeAlias
+from pathlib import Path
 
-from cs336_systems.analysis.memory.profile import Category, CategoryBytes, MemoryProfile, Moment
+from cs336_systems.analysis.memory.profile import (
+    Category,
+    CategoryBytes,
+    LikeAllocations,
+    MemoryProfile,
+    Moment,
+    SavedTensor,
+    encode_memory_profile,
+)
 from cs336_systems.config import Mode
 from cs336_systems.record import Status
-from cs336_systems.report.columns import COLUMNS, Column, Row, column
-from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.section import Section, Table, known, make_table
-from cs336_systems.report.sections.memory.entries import MemoryEntry, Snapshot, grouped, recorded_runs
-from cs336_systems.report.sections.memory.words import (
+from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.entries import identities_of, labels, over_configurations, rows_of, settings
+from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
+from cs336_systems.report.frame import order
+from cs336_systems.report.identity import file_names, rows_without
+from cs336_systems.report.plots.draw import Drawing
+from cs336_systems.report.section import Section, Table, findings_table, make_table, with_note
+from cs336_systems.report.sections.memory.entries import (
     GIB_CELL,
     MIB_CELL,
     START,
+    MemoryEntry,
     MemoryUnit,
+    about,
     check_words,
     difference_bytes,
-    failure_words,
     fields_of,
     fragmentation_bytes,
     in_unit,
+    innermost,
     moment_ms,
+    shape_text,
     size,
     typical,
     unit_for,
-    when,
 )
-from cs336_systems.report.words import GIB, MIB, label, ratio
+from cs336_systems.report.sections.memory.findings import findings
+from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
+from cs336_systems.report.words import GIB, MIB, label, percent, ratio
+from cs336_systems.text import counted
 
 SMALL = 0.01
 """Part of the largest total below which a category is dropped first on a narrow terminal."""
-MIN_ROUNDED = 0.01
-"""Smallest rounding that is mentioned, as a part of the category's requests: less does not show in a table."""
-MIN_ROUNDED_BYTES = MIB
+NUM_CONTRIBUTORS = 5
+"""Largest tensors of a block to list; the course asks for five."""
+TOP_OF_RUNS = 3
+"""Largest allocations to list for each of several runs."""
 _PHASE_KEYS = (
     "step", "phase", "status", "begin_ms", "end_ms", "begin_bytes", "peak_bytes", "peak_ms", "end_bytes"
+)  # fmt: skip
+_LIKE_KEYS = (
+    "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
+    "dtype", "explanation", "place", "places",
 )  # fmt: skip
 
 
@@ -53,7 +78,7 @@ _MOMENT_KEYS = (
 )  # fmt: skip
 
 
-def category_values(moment: Moment) -> Row:
+def _category_values(moment: Moment) -> Row:
     """Bytes, requested bytes, blocks and share of each category at the moment."""
     found = {row.category: row for row in moment.categories}
     values: Row = {}
@@ -66,99 +91,148 @@ def category_values(moment: Moment) -> Row:
     return values
 
 
-def category_columns(rows: Sequence[Row], unit: MemoryUnit, whole: str, quantity: str = "bytes") -> list[Column]:
+def _category_columns(rows: Sequence[Row], unit: MemoryUnit, whole: str) -> list[Column]:
     """One column for each category; those that never reach SMALL of the largest `whole` are dropped first."""
     small = SMALL * max((row[whole] for row in rows), default=0)
     return [
         Column(name, unit.name, key=key, write=unit.cell, drop_order=1 if any(row[key] > small for row in rows) else 5)
         for name in Category
-        if (key := category_key(name, quantity))
+        if (key := category_key(name, "bytes"))
     ]
 
 
-def boundaries(entries: Sequence[Snapshot]) -> Section:
-    """Memory at the end of each phase, beside the allocator's own count; the tables of runs have the last step alone.
+def _unit(entries: Sequence[MemoryEntry]) -> MemoryUnit:
+    """GiB for runs of a sweep; for a single snapshot what suits its size."""
+    return GIB_CELL if entries[0].config else unit_for(entries[0].profile.peak_reserved_bytes)
 
-    The table of a single snapshot includes the peak. The CSV has the requested bytes too.
-    """
-    runs, rows = recorded_runs(entries), rows_of(entries, _moments)
-    moments = [moment for entry in entries for moment in entry.profile.boundaries]
-    unit = GIB_CELL if runs else unit_for(max(row["reserved_bytes"] for row in rows))
+
+def peaks(entries: Sequence[MemoryEntry]) -> Section:
+    """Peaks first by mode, then one row for each run or snapshot, then by category."""
+    rows, unit = rows_of(entries, _peak), _unit(entries)
     columns = [
-        *_step_column(rows),
+        in_unit("peak_allocated_bytes", unit),
+        column("peak_phase", drop_order=3),
+        in_unit("plain_peak_allocated_bytes", unit),
+        in_unit("predicted_peak_allocated_bytes", unit),
+        in_unit("peak_reserved_bytes", unit),
+        in_unit("residual_stream_bytes", MIB_CELL),
+        in_unit("block_saved_bytes", MIB_CELL),
+        in_unit("block_gradient_bytes", MIB_CELL),
+        column("status"),
+    ]
+    failed = list(_failure_notes(entries))
+    notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_rank_notes(entries), *failed]
+    every = over_configurations("peaks", "Peaks of memory", rows, columns, tuple(next(_peak(entries[0]))), notes)
+    of = [*_category_columns(rows, unit, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", unit),
+          column("peak_phase", drop_order=2), column("status")]  # fmt: skip
+    parts = over_configurations("", "What the peaks consist of", rows, of, (), failed)
+    return replace(every, tables=(*_by_mode(entries), *every.tables, *parts.tables))
+
+
+def _peak(entry: MemoryEntry) -> Iterator[Row]:
+    """One row with all values of the peak."""
+    profile, peak, blocks = entry.profile, entry.profile.peak, entry.profile.blocks
+    yield {
+        "status": str(Status.OOM if entry.is_out_of_memory else Status.OK),
+        "peak_allocated_gib": peak.allocated_bytes / GIB,
+        "peak_allocated_bytes": peak.allocated_bytes,
+        "peak_phase": peak.phase or None,
+        "plain_peak_allocated_bytes": entry.plain_peak_bytes,
+        "predicted_peak_allocated_bytes": entry.predicted_peak_bytes,
+        "rounding_bytes": profile.rounding_bytes_at_peak,
+        "peak_requested_bytes": profile.peak_requested_bytes,
+        "held_bytes": profile.held_bytes,
+        "reserved_at_peak_bytes": peak.reserved_bytes,
+        "fragmentation_bytes": fragmentation_bytes(profile),
+        "peak_reserved_bytes": profile.peak_reserved_bytes,
+        "outside_bytes": profile.outside_bytes,
+        "residual_stream_bytes": profile.residual_stream_bytes,
+        "block_saved_bytes": typical(blocks).saved_bytes if blocks else None,
+        "block_gradient_bytes": typical(blocks).gradient_bytes if blocks else None,
+        "gpu_index": profile.device,
+        "recorded_steps": profile.num_steps,
+        **_category_values(peak),
+    }
+
+
+def _rank_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    if any(entry.config and entry.config.ranks > 1 for entry in entries):
+        yield "Of several ranks rank 0 is explained."
+
+
+def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    """A note on the rows of runs that ran out of memory, if there are any."""
+    if any(entry.is_out_of_memory for entry in entries):
+        yield (
+            "Out of memory: what there was before it, which is less than the run needs; after a first forward pass of "
+            "training, gradients and the optimizer's state would have been added."
+        )
+
+
+def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
+    """A table with a column for each mode, such as forward alone and a whole step; none if all runs have one mode."""
+    modes = [mode for mode in Mode if any(entry.config and entry.config.mode is mode for entry in entries)]
+    if len(modes) < 2:
+        return ()
+    groups: dict[tuple[object, ...], list[MemoryEntry]] = {}
+    for entry, identity in zip(entries, rows_without(identities_of(entries), ["mode"]), strict=True):
+        groups.setdefault(tuple(identity.values()), []).append(entry)
+    first = {id(group[0]): group for group in groups.values()}
+
+    def by_mode(entry: MemoryEntry) -> Iterator[Row]:
+        found = {str(each.config.mode): each for each in first[id(entry)] if each.config}
+        yield {str(mode): found.get(mode) for mode in modes}
+
+    rows = rows_of([group[0] for group in groups.values()], by_mode)
+    columns: list[Column] = [Column(mode, "GiB", key=mode, write=_peak_cell) for mode in modes]
+    note = "Allocated at most. Above: memory ran out after that much."
+    return over_configurations(
+        "", "Peak of memory by mode", rows, columns, (), [note], without=("mode",), among=entries
+    ).tables
+
+
+def _peak_cell(entry: MemoryEntry) -> str:
+    return f"{'above ' if entry.is_out_of_memory else ''}{GIB_CELL.cell(entry.profile.peak.allocated_bytes)}"
+
+
+def boundaries(entries: Sequence[MemoryEntry]) -> Section:
+    """Memory at the end of each phase of the last step, beside the allocator's own count; the CSV has all steps."""
+    rows, unit = rows_of(entries, lambda entry: map(_moment, entry.profile.boundaries)), _unit(entries)
+    columns = [
         column("moment"),
         column("time_s", write=moment_ms),
-        *category_columns(rows, unit, "allocated_bytes"),
+        *_category_columns(rows, unit, "allocated_bytes"),
         in_unit("allocated_bytes", unit),
         in_unit("counted_bytes", unit),
         in_unit("reserved_bytes", unit),
     ]
-    rounding = rounding_words([*moments, *(entry.profile.peak for entry in entries)])
-    notes, title = [check_words(moments), *rounding], "Memory from phase to phase"
-    return over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
+    notes = [check_words(moment for entry in entries for moment in entry.profile.boundaries)]
+    return over_configurations(
+        "boundaries", "Memory from phase to phase", rows, columns, _MOMENT_KEYS, notes, shown=_is_of_last_step
+    )
 
 
-def _moments(entry: Snapshot) -> Iterable[Row]:
-    """Rows of all boundaries of phases; for a single snapshot with the peak among them, by time."""
-    profile = entry.profile
-    if entry.is_run:
-        last = max((moment.step for moment in profile.boundaries), default=0)
-        return [_moment(moment, _boundary_name(moment), moment.step == last) for moment in profile.boundaries]
-    peak = f"peak{f', in {label(profile.peak.phase)}' if profile.peak.phase else ''}"
-    named = [*((moment, _boundary_name(moment)) for moment in profile.boundaries), (profile.peak, peak)]
-    return [_moment(*one) for one in sorted(named, key=lambda one: one[0].time_s)]
+def _is_of_last_step(row: Row) -> bool:
+    moments = row["entry"].profile.boundaries
+    return bool(row["step"] == max(moment.step for moment in moments))
 
 
-def _boundary_name(moment: Moment) -> str:
-    """Name of a boundary: `start`, `end of forward`, or `unknown` without a phase."""
-    if not moment.phase:
-        return "unknown"
-    return START if moment.phase == START else f"end of {label(moment.phase)}"
-
-
-def _moment(moment: Moment, name: str, is_shown: bool = True) -> Row:
+def _moment(moment: Moment) -> Row:
+    name = START if moment.phase == START else f"end of {label(moment.phase)}"
     return {
         **fields_of(moment),
-        **category_values(moment),
-        "is_shown": is_shown,
-        "step": None if moment.step < 0 else moment.step,
-        "moment": name,
+        **_category_values(moment),
+        "moment": name if moment.phase else "unknown",
         "time_ms": moment.time_s * 1e3,
         "difference_bytes": difference_bytes(moment),
         "requested_bytes": moment.requested_bytes,
     }
 
 
-def _step_column(rows: Sequence[Row]) -> list[Column]:
-    """The column of steps if the shown rows are of several steps."""
-    return [column("step")] if len({row["step"] for row in rows if row["is_shown"]}) > 1 else []
-
-
-def rounding_words(moments: Iterable[Moment]) -> Iterator[str]:
-    """A sentence on the categories whose blocks are visibly larger than the requests, if there are any."""
-    lost: dict[Category, CategoryBytes] = {}
-    for row in (row for moment in moments for row in moment.categories):
-        lost[row.category] = max(lost.get(row.category, row), row, key=_rounding)
-    said = [
-        f"{name} {size(lost[name].num_bytes)} for {size(lost[name].requested_bytes)}"
-        for name in Category
-        if name in lost and _rounding(lost[name]) >= max(MIN_ROUNDED_BYTES, MIN_ROUNDED * lost[name].requested_bytes)
-    ]
-    if said:
-        yield f"Blocks are larger than what was asked for: {', '.join(said)}."
-
-
-def _rounding(row: CategoryBytes) -> int:
-    return row.num_bytes - row.requested_bytes
-
-
-def phases(entries: Sequence[Snapshot]) -> Section:
-    """Start, peak and end of each phase; the table of runs has the last step of each alone."""
-    rows = rows_of(entries, lambda entry: _phases(entry.profile, is_every=not entry.is_run))
-    most = max((row["peak_bytes"] for row in rows), default=0)
-    unit = GIB_CELL if entries[0].is_run else unit_for(most)
+def phases(entries: Sequence[MemoryEntry]) -> Section:
+    """Start, peak and end of each phase of the last step; the CSV has all steps."""
+    rows, unit = rows_of(entries, lambda entry: _phases(entry.profile)), _unit(entries)
     columns = [
-        *_step_column(rows),
         column("phase", write=label),
         column("begin_s", write=moment_ms),
         column("duration_s", write=moment_ms),
@@ -175,11 +249,11 @@ def phases(entries: Sequence[Snapshot]) -> Section:
     return over_configurations("phases", title, rows, columns, _PHASE_KEYS, notes, shown=itemgetter("is_shown"))
 
 
-def _phases(profile: MemoryProfile, is_every: bool) -> Iterator[Row]:
+def _phases(profile: MemoryProfile) -> Iterator[Row]:
     for phase in profile.phases:
         yield {
             **fields_of(phase),
-            "is_shown": is_every or phase.step == profile.phases[-1].step,
+            "is_shown": phase.step == profile.phases[-1].step,
             "status": str(Status.OK if phase.is_finished else Status.OOM),
             "begin_ms": phase.begin_s * 1e3,
             "end_ms": phase.end_s * 1e3,
@@ -188,196 +262,173 @@ def _phases(profile: MemoryProfile, is_every: bool) -> Iterator[Row]:
         }
 
 
-Lines: TypeAlias = tuple[Table, list[Row]]
-"""A table of a single snapshot with a value on each line, and its rows in the CSV file."""
-_LINE_KEYS = ("quantity", "value", "unit", "share", "requested_bytes", "blocks")
-WHOLE = "allocated"
-"""Name of the row for all categories together."""
-_ALONE = (
-    "peak_allocated_bytes", "rounding_bytes", "peak_requested_bytes", "peak_recorded_bytes", "held_bytes",
-    "reserved_at_peak_bytes", "fragmentation_bytes", "peak_reserved_bytes", "outside_bytes", "residual_stream_bytes",
-    "gpu_index", "recorded_steps",
-)  # fmt: skip
-"""Values that a single snapshot's table of the peak shows, one on each line, by the keys of their columns."""
-_FULL_NAMES = {"peak_allocated_bytes": "peak allocated", "peak_reserved_bytes": "peak reserved",
-               "residual_stream_bytes": "residual stream"}  # fmt: skip
-"""Names of values on such lines, if they differ from the headings of their columns."""
+def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
+    """The `top` largest allocations of each entry, with the code that made them; of one snapshot also at its peak.
 
-
-def _peak(entry: Snapshot) -> Iterator[Row]:
-    """One row with all values of the peak."""
-    profile, peak, blocks = entry.profile, entry.profile.peak, entry.profile.blocks
-    yield {
-        "status": str(Status.OOM if profile.work.out_of_memory else Status.OK),
-        "peak_allocated_gib": peak.allocated_bytes / GIB,
-        "peak_allocated_bytes": peak.allocated_bytes,
-        "peak_phase": peak.phase or None,
-        "plain_peak_allocated_bytes": entry.plain_peak_bytes,
-        "predicted_peak_allocated_bytes": entry.predicted_peak_bytes,
-        "rounding_bytes": profile.rounding_bytes_at_peak,
-        "peak_requested_bytes": profile.peak_requested_bytes,
-        "peak_recorded_bytes": profile.peak_recorded_bytes,
-        "held_bytes": profile.held_bytes,
-        "reserved_at_peak_bytes": peak.reserved_bytes,
-        "fragmentation_bytes": fragmentation_bytes(profile),
-        "peak_reserved_bytes": profile.peak_reserved_bytes,
-        "outside_bytes": profile.outside_bytes,
-        "residual_stream_bytes": profile.residual_stream_bytes,
-        "block_saved_bytes": typical(blocks).saved_bytes if blocks else None,
-        "block_gradient_bytes": typical(blocks).gradient_bytes if blocks else None,
-        "gpu_index": profile.device,
-        "recorded_steps": profile.num_steps,
-        **category_values(peak),
-    }
-
-
-def peaks(entries: Sequence[Snapshot]) -> Section:
-    """Peaks of the runs, first by mode, then one row for each run, then by category.
-
-    A single snapshot has a line for each value, for each category, and for each count of the allocator's work.
+    The CSV of one snapshot has all that the profile keeps.
     """
-    rows, runs = rows_of(entries, _peak), recorded_runs(entries)
-    if not runs:
-        profile = entries[0].profile
-        notes = [f"The peak is {when(profile.peak)}.", *profile.notes]
-        of_one = (
-            _value_lines("Peak", {key: rows[0][key] for key in _ALONE}, notes),
-            _categories_alone(profile.peak),
-            _allocator(profile),
-        )
-        lines = [dict.fromkeys(_LINE_KEYS) | line for _, own in of_one for line in own]
-        return Section(name="peak", tables=tuple(table for table, _ in of_one), rows=lines, keys=_LINE_KEYS)
+    is_alone = entries[0].config is None
+
+    def ranked(entry: MemoryEntry) -> Iterator[Row]:
+        found = entry.profile.largest
+        for rank, row in enumerate(found if is_alone else found[:top]):
+            yield _like(row) | {"rank": rank}
+        known = set(found)
+        others = [row for row in entry.profile.at_peak if row not in known]
+        yield from (_like(row) | {"rank": None} for row in (others if is_alone else ()))
+
+    rows = rows_of(entries, ranked)
     columns = [
-        in_unit("peak_allocated_bytes", GIB_CELL),
-        column("peak_phase", drop_order=3),
-        in_unit("plain_peak_allocated_bytes", GIB_CELL),
-        in_unit("predicted_peak_allocated_bytes", GIB_CELL),
-        in_unit("peak_reserved_bytes", GIB_CELL),
-        in_unit("residual_stream_bytes", MIB_CELL),
-        in_unit("block_saved_bytes", MIB_CELL),
-        in_unit("block_gradient_bytes", MIB_CELL),
-        column("status"),
+        column("requested_bytes", unit="bytes", write=_exact, drop_order=4),
+        in_unit("requested_bytes", MIB_CELL),
+        in_unit("bytes", MIB_CELL, name="block", drop_order=8),
+        column("count"),
+        *_origin_columns(),
     ]
-    notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_rank_notes(runs), *_failure_notes(runs)]
-    every = over_configurations("peaks", "Peaks of memory", rows, columns, tuple(next(_peak(runs[0]))), notes)
-    of = [*category_columns(rows, GIB_CELL, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", GIB_CELL),
-          column("peak_phase", drop_order=2), column("status")]  # fmt: skip
-    parts = over_configurations("", "What the peaks consist of", rows, of, (), _failure_notes(runs))
-    return replace(every, tables=(*_by_mode(runs), *every.tables, *parts.tables))
+    section = over_configurations(
+        "largest", "Largest allocations", rows, columns, _LIKE_KEYS,
+        ["Those of one size, category, name and place are one row."],
+        shown=lambda row: row["rank"] is not None and row["rank"] < top,
+    )  # fmt: skip
+    return replace(section, tables=(*_at_peak(entries[0].profile, top), *section.tables)) if is_alone else section
 
 
-def _allocator(profile: MemoryProfile) -> Lines:
-    """The allocator's requests to the device during one recording, and the first request that failed."""
-    work = profile.work
-    values = {
-        "blocks_in_use": profile.num_allocations,
-        "blocks_allocated": work.allocations,
-        "segments_allocated": work.segments_allocated,
-        "segments_freed": work.segments_freed,
-        "failed_requests": work.out_of_memory,
-        "gpu_index": profile.device,
-        "recorded_steps": profile.num_steps,
+def _like(row: LikeAllocations) -> Row:
+    return {
+        **_tensor(row),
+        "mib": row.num_bytes / MIB,
+        "place": innermost(row.places),
+        "places": " < ".join(f"{place.file}:{place.line} {place.function}" for place in row.places),
     }
-    if failure := work.first_failure:
-        values |= {
-            "failed_request_bytes": failure.requested_bytes,
-            "failed_free_bytes": failure.free_bytes,
-            "failed_allocated_bytes": failure.allocated_bytes,
-            "failed_reserved_bytes": failure.reserved_bytes,
-            "failed_after_events": failure.event,
-        }
-    notes = [f"Memory first ran out {failure_words(failure)}, of {work.events:,} events in all."] if failure else []
-    return _value_lines("Work of the allocator", values, notes)
 
 
-def _value_lines(title: str, values: Row, notes: Iterable[str]) -> Lines:
-    """A table with one value on each line, and the explanation of its column; `values` are by the keys of columns."""
+def _tensor(row: LikeAllocations | SavedTensor) -> Row:
+    return fields_of(row) | {
+        "bytes": row.num_bytes,
+        "shape": " x ".join(map(str, row.shape)),
+        "shape_and_type": shape_text(row.shape, row.dtype),
+    }
 
-    def cell(line: Row) -> str:
-        if line["value"] is None:
-            return "unknown"
-        return size(line["value"]) if line["unit"] == "bytes" else f"{line['value']:,}"
 
-    def exact(line: Row) -> str:
-        return f"{line['value']:,}" if line["value"] is not None and line["unit"] == "bytes" else ""
-
-    rows = [
-        {"quantity": _FULL_NAMES.get(key, COLUMNS[key].name), "value": value, "about": COLUMNS[key].about,
-         "unit": "bytes" if key.endswith("_bytes") else COLUMNS[key].unit}
-        for key, value in values.items()
-    ]  # fmt: skip
+def _at_peak(profile: MemoryProfile, top: int) -> Iterator[Table]:
+    """The `top` groups of like allocations at the peak, by the bytes of each group."""
+    whole_bytes = profile.peak.allocated_bytes
+    rows = [_like(row) | {"share_of_peak": ratio(row.bytes_at_peak, whole_bytes)} for row in profile.at_peak[:top]]
     columns = [
-        column("quantity"),
-        column("value", text=cell),
-        column("value", name="exact", drop_order=1, text=exact),
-        column("about"),
+        in_unit("bytes_at_peak", unit_for(whole_bytes)),
+        column("share_of_peak"),
+        column("count_at_peak"),
+        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4),
+        *_origin_columns(),
     ]
-    return make_table(title, known(columns, rows), rows, notes), rows
+    shown = percent(sum(row["bytes_at_peak"] for row in rows), whole_bytes)
+    notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
+    if rows:
+        yield make_table("Largest allocations at the peak", columns, rows, notes)
 
 
-def _rank_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
-    """A note on runs on several ranks, of which one is explained, if there are any."""
-    found = {
-        entry.config.label: [rank.memory.peak_allocated_bytes for rank in entry.recorded.ranks if rank.memory]
-        for entry in entries
-        if entry.recorded is not None and entry.recorded.ranks
-    }
-    peaks = [f"{label}: {', '.join(map(size, each))}" for label, each in found.items() if each]
-    if peaks:
-        yield f"Of several ranks rank 0 is explained; the peak of each rank: {'; '.join(peaks)}."
+def _exact(value: int) -> str:
+    return f"{value:,}"
 
 
-def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
-    """A note on the rows of runs that ran out of memory, if there are any."""
-    if any(entry.is_out_of_memory for entry in entries):
-        yield (
-            "Out of memory: what there was before it, which is less than the run needs; after a first forward pass of "
-            "training, gradients and the optimizer's state would have been added."
-        )
-
-
-def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
-    """A table with a column for each mode, such as forward alone and a whole step; none if all runs have one mode."""
-    modes = [mode for mode in Mode if any(entry.config.mode is mode for entry in entries)]
-    if len(modes) < 2:
-        return ()
-    groups = {id(group[0]): group for group in grouped(entries, "mode")}
-
-    def by_mode(first: MemoryEntry) -> Iterator[Row]:
-        found = {entry.config.mode: entry for entry in groups[id(first)]}
-        yield {str(mode): found.get(mode) for mode in modes}
-
-    rows = rows_of([group[0] for group in groups.values()], by_mode)
-    columns: list[Column] = [Column(mode, "GiB", key=mode, write=_peak_cell) for mode in modes]
-    note = "Allocated at most. Above: memory ran out after that much."
-    return over_configurations(
-        "", "Peak of memory by mode", rows, columns, (), [note], without=("mode",), among=entries
-    ).tables
-
-
-def _peak_cell(entry: MemoryEntry) -> str:
-    return f"{'above ' if entry.is_out_of_memory else ''}{GIB_CELL.cell(entry.profile.peak.allocated_bytes)}"
-
-
-def _categories_alone(peak: Moment) -> Lines:
-    """A line for each category, and for all together."""
-    kept = sorted((row for row in peak.categories if row.num_bytes), key=lambda row: [*Category].index(row.category))
-    parts = [(str(row.category), row.num_bytes, row.requested_bytes, row.count) for row in kept]
-    parts.append((WHOLE, peak.allocated_bytes, peak.requested_bytes, sum(row.count for row in kept)))
-    rows = [
-        {"category": name, "bytes": num_bytes, "share": ratio(num_bytes, peak.allocated_bytes),
-         "requested_bytes": requested, "blocks": blocks}
-        for name, num_bytes, requested, blocks in parts
-    ]  # fmt: skip
-    unit = unit_for(peak.allocated_bytes)
-    columns = [
+def _origin_columns() -> list[Column]:
+    return [
         column("category"),
-        in_unit("bytes", unit),
-        column("share"),
-        in_unit("requested_bytes", unit, drop_order=3),
-        column("blocks"),
+        column("phase", write=label, drop_order=9),
+        column("name"),
+        column("shape_and_type"),
+        column("explanation"),
+        column("place"),
     ]
-    table = make_table("Categories at the peak", columns, rows, rounding_words([peak]))
-    return table, [
-        row | {"quantity": f"{row['category']} at the peak", "value": row["bytes"], "unit": "bytes"} for row in rows
+
+
+def blocks(profile: MemoryProfile) -> Section:
+    """The largest tensors that a typical block saves for backward; the CSV has what each block saves and holds."""
+    if not profile.blocks:
+        return Section(name="blocks")
+    rows: list[Row] = [
+        {
+            "block": block.name,
+            "saved_bytes": block.saved_bytes,
+            "recomputed_bytes": block.recomputed_bytes,
+            "saved_tensors": len(block.saved),
+            "parameter_bytes": block.parameter_bytes,
+            "gradient_bytes": block.gradient_bytes,
+        }
+        for block in profile.blocks
+    ]
+    block = typical(profile.blocks)
+    tensors = [_tensor(saved) | {"share": ratio(saved.num_bytes, block.saved_bytes)} for saved in block.saved]
+    columns = [
+        in_unit("bytes", MIB_CELL),
+        column("share"),
+        column("name", name="within the block"),
+        column("shape_and_type", drop_order=3),
+        column("explanation", drop_order=2),
+    ]
+    alike = sum(other.saved_bytes == block.saved_bytes for other in profile.blocks)
+    notes = [
+        f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, as much as in {alike} of "
+        f"{counted(len(rows), 'block')}; parameters {size(block.parameter_bytes)}, gradients "
+        f"{size(block.gradient_bytes)}. Each block is in blocks.csv."
+    ]
+    if again := block.recomputed_bytes:
+        notes.append(f"Of these, {size(again)} are not kept from forward on: backward computes them again.")
+    title = f"Largest tensors that {label(block.name)} saves for backward"
+    return Section(name="blocks", tables=(make_table(title, columns, tensors[:NUM_CONTRIBUTORS], notes),), rows=rows)
+
+
+def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Section]:
+    """All sections in reading order, then pictures; a single snapshot also has one on the blocks of its model.
+
+    The picture of a single snapshot is `timeline`. Runs have theirs as `<key>_timeline`, and several a bar each in
+    `peaks`.
+    """
+    entries = _in_order(entries)
+    found = [peaks(entries), boundaries(entries), phases(entries), largest(entries, top)]
+    profile = entries[0].profile
+    if entries[0].config is None:
+        timeline = Section(name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))])
+        return [*found, blocks(profile), timeline]
+    return [*found, Section(name="plots", pictures=[*peak_charts(entries), *_timelines(entries)])]
+
+
+def memory_tables(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Table]:
+    """Tables for a terminal: peaks of runs; findings and all sections of a single snapshot."""
+    if not entries or entries[0].config is not None:
+        return list(peaks(_in_order(entries)).tables) if entries else []
+    details = [table for section in sections_of(entries, top) for table in section.tables]
+    return [_findings(entries[0].profile), *details]
+
+
+def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path]:
+    """Write memory.json, findings.md, each section in every format, and plots/ into the directory; return the paths.
+
+    The directory is made. The files of an empty section are removed.
+    """
+    files: dict[str, str | bytes] = {
+        "memory.json": encode_memory_profile(profile),
+        "findings.md": to_markdown(_findings(profile)),
+    }
+    for section in sections_of([MemoryEntry(profile=profile)], top):
+        files |= {**texts_of(section, about(profile)), **pngs_of(section)}
+    return write_files(files, directory)
+
+
+def _in_order(entries: Sequence[MemoryEntry]) -> list[MemoryEntry]:
+    """Runs in the order of tables; a single snapshot as it is."""
+    return sorted(entries, key=lambda entry: order(entry.config) if entry.config else ())
+
+
+def _findings(profile: MemoryProfile) -> Table:
+    """The findings as a table, with the name of the snapshot below it."""
+    return with_note(findings_table(findings(profile)), about(profile))
+
+
+def _timelines(entries: Sequence[MemoryEntry]) -> list[Drawing]:
+    titles = labels(entries, always=("size", "context_length", "mode", "precision"))
+    stems = file_names(entry.config.key for entry in entries if entry.config)
+    return [
+        Drawing(f"{stem}_timeline", partial(draw_memory, entry.profile, settings([entry]), title))
+        for entry, title, stem in zip(entries, titles, stems, strict=True)
     ]

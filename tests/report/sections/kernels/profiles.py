@@ -7,7 +7,6 @@ make_profile, a training step on a GPU (50 kernels, 40 ms of kernels, 52 ms of w
     optimizer  20 kernels 10 ms: 16 mul 8 ms, 4 of an unknown kernel 2 ms;                  12 ms wall,  2.0 ms idle
 """
 
-import json
 from dataclasses import replace
 
 from cs336_systems.analysis.kernels.classes import Collective, KernelClass, classify_kernel, short_name
@@ -18,7 +17,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     ClassTimes,
     CommunicationTimes,
     Gap,
-    GatherTimes,
     HostCalls,
     IdleCause,
     IdleTimes,
@@ -33,8 +31,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     StepProfile,
     Window,
     Work,
-    decode_profile,
-    encode_profile,
 )
 from cs336_systems.config import Profiler
 from cs336_systems.report.sections.kernels.entries import Profiled
@@ -307,11 +303,6 @@ def make_ranks(*waited_ms) -> tuple[RankTimes, ...]:
     )  # fmt: skip
 
 
-def make_gather(unit, phase, ran_ms, lead_ms, waited_ms):
-    lead_s = tuple(None if lead is None else lead / 1e3 for lead in lead_ms)
-    return GatherTimes(unit=unit, phase=phase, ran_s=seconds(*ran_ms), lead_s=lead_s, waited_s=seconds(*waited_ms))
-
-
 OPERATORS = {
     FORWARD: (("aten::mm", 6, 12), ("aten::_softmax", 2, 4), ("aten::mul", 8, 4)),
     BACKWARD: (("aten::mm", 12, 24), ("aten::mul", 8, 8)),
@@ -356,19 +347,3 @@ def headings(table):
 
 def numbers(section, name, **chosen):
     return [float(row[name]) for row in csv_rows(section, **chosen)]
-
-
-def with_names(make: object, text: str) -> StepProfile:
-    """The profile with all names of kernels, ranges other than blocks, functions, devices and files replaced."""
-
-    def renamed(value: object, key: str = "") -> object:
-        if isinstance(value, dict):
-            return {name: renamed(item, name) for name, item in value.items()}
-        if isinstance(value, list):
-            return [renamed(item, key) for item in value]
-        is_name = key in ("name", "short_name", "path", "before", "after", "module", "host_call", "source",
-                          "device_names", "notes")  # fmt: skip
-        return text if is_name and not str(value).startswith("block.") else value
-
-    profile = make(notes=("note",))
-    return decode_profile(json.dumps(renamed(json.loads(encode_profile(profile)))).encode())

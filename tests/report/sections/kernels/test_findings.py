@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.step_profile import IdleCause
-from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, RunConfig
-from cs336_systems.report.sections.kernels.facts import is_launch_bound
-from cs336_systems.report.sections.kernels.findings import findings
-from tests.report.making import H200
+from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
+from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, Parallel, RunConfig
+from cs336_systems.report.sections.kernels.findings import findings, is_launch_bound
+from tests.report.making import H200, make_config
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
     DATA,
@@ -20,7 +19,6 @@ from tests.report.sections.kernels.profiles import (
     GEMM_B,
     GEMM_BF16,
     MUL,
-    NAMES,
     OPTIMIZER,
     UNATTRIBUTED,
     UNKNOWN,
@@ -29,11 +27,12 @@ from tests.report.sections.kernels.profiles import (
     make_cpu_profile,
     make_gap,
     make_idle,
-    make_kernel,
     make_kernels,
     make_phase,
     make_profile,
-    seconds,
+    make_ranks,
+    make_shared,
+    make_times,
 )
 
 CPU_IS_THE_LIMIT = "The CPU is the limit"
@@ -74,44 +73,43 @@ def with_all_advice():
     return quiet(classes=make_classes(names), idle=(late, between), phases=phases)
 
 
-def proposed(profile, config=None):
-    """The findings that name flags: what idle time bounds, and what may shorten the step besides."""
-    return [text for text in findings(profile, config) if text.startswith(("The step would take at", "What may"))]
-
-
-def test_a_plain_run_is_advised_in_flags_in_two_places() -> None:
-    bounds, others = proposed(with_all_advice(), PLAIN)
-    assert "10.0 ms less without waiting for launches (--cuda-graph --optimizer fused)" in bounds
-    assert "4.50 ms less without idle time between kernels (--compile default)" in bounds
-    assert others.endswith(": --compile default, --attention sdpa, --optimizer fused.")
-    assert "--" not in said(with_all_advice(), PLAIN).replace(bounds, "").replace(others, "")
+def test_a_plain_run_is_advised_in_flags() -> None:
+    text = said(with_all_advice(), PLAIN)
+    for words in (
+        "10.0 ms less without waiting for launches (--cuda-graph --optimizer fused)",
+        "4.50 ms less without idle time between kernels (--compile default)",
+        "fewer kernels (--compile default, --attention sdpa, --optimizer fused)",
+        "27.7 % of the step, in 1 kernel (--optimizer fused).",
+        "more than they compute (--compile default).",
+    ):
+        assert words in text
 
 
 @pytest.mark.parametrize("cause", IdleCause)
 def test_each_cause_of_idle_time_bounds_what_the_step_gains_without_it(cause: IdleCause) -> None:
     """3 of 50 ms in two steps; of less than a hundredth nothing is said."""
-    text, *_ = proposed(quiet(idle=(make_idle(BACKWARD, cause, 4, 3),)))
-    assert text.startswith("The step would take at most 1.50 ms less without ")
-    assert proposed(quiet(idle=(make_idle(BACKWARD, cause, 4, 0.49),))) == []
+    bound = "The step would take at most"
+    assert f"{bound} 1.50 ms less without " in said(quiet(idle=(make_idle(BACKWARD, cause, 4, 3),)))
+    assert bound not in said(quiet(idle=(make_idle(BACKWARD, cause, 4, 0.49),)))
 
 
 def test_a_run_that_follows_all_advice_is_told_nothing_that_it_does() -> None:
-    (bounds,) = proposed(with_all_advice(), FAST)
-    assert "10.0 ms less without waiting for launches," in bounds
-    assert "--" not in said(with_all_advice(), FAST)
-    assert "A larger model or batch helps, a faster GPU does not." in said(with_all_advice(), FAST)
+    text = said(with_all_advice(), FAST)
+    assert "10.0 ms less without waiting for launches," in text
+    assert "use a larger model or batch." in text
+    assert "--" not in text
 
 
 def test_of_a_run_that_is_not_known_nothing_is_taken_for_granted() -> None:
     """A trace of somebody else's program has none of our flags, and may do all of it already."""
-    bounds, others = proposed(with_all_advice())
-    assert "(CUDA graphs, where not in use yet)" in bounds
-    assert others.endswith(": torch.compile, fused attention, a fused optimizer, where not in use yet.")
-    assert "--" not in said(with_all_advice())
+    text = said(with_all_advice())
+    assert "(CUDA graphs, where not in use yet)" in text
+    assert "(torch.compile, fused attention, a fused optimizer, where not in use yet)" in text
+    assert "--" not in text
 
 
 def test_what_stands_out_in_order_with_its_numbers() -> None:
-    limit, bounds, ways, late, waits, pause, full, optimizer, unknown = findings(make_profile())
+    limit, bounds, full, optimizer, late, waits, unknown, pause = findings(make_profile())
     # 40.2 of 52 ms busy, 6.5 ms late
     assert limit.startswith("The GPU is busy only 77.3 % of the step's 26.0 ms, and idle 12.5 %")
     assert bounds == (
@@ -119,28 +117,21 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
         "1.50 ms less without waits of the host for the device, 0.500 ms less without pauses of the host, "
         "0.400 ms less without idle time between kernels (torch.compile, where not in use yet)."
     )
-    assert "TF32" in ways
-    assert "a fused optimizer" in ways
     # 5 of 16 ms
     assert late.startswith("In forward the CPU is the limit: of 8.00 ms the GPU is idle 31.2 %")
     assert "7 kernels" in late
     # 2 waits and 2 copies in two steps take 3.02 ms, idle 3 ms
-    assert waits.startswith(
-        "The host waits for the device in backward, once a step (cudaStreamSynchronize after a copy"
-    )
+    assert "in backward, 1 time a step (cudaStreamSynchronize after a copy" in waits
     assert "1.51 ms a step" in waits
     assert "idles 1.50 ms" in waits
-    assert pause.startswith(
-        "The GPU idles 0.500 ms in forward while the host pauses; the longest time, 1.00 ms, before"
-    )
+    assert "idles 0.500 ms in forward while the host pauses; the longest time, 1.00 ms, before" in pause
     assert "in block.1 > ffn." in pause
     # 22 of 40 ms of kernels
     assert full.startswith("Matrix products in true fp32 take 55.0 % of the GPU time, 11.0 ms")
+    assert "TF32" in full
     # 12 of 52 ms; 2 of 40 ms of kernels
-    assert optimizer.startswith("The optimizer takes 6.00 ms, 23.1 % of the step, in 10 kernels.")
-    assert unknown == (
-        f"The kernel {UNKNOWN}, of a kind that no rule knows, takes 5.00 % of the GPU time: 1.00 ms in 2 launches."
-    )
+    assert optimizer.startswith("The optimizer takes 6.00 ms, 23.1 % of the step, in 10 kernels (a fused optimizer")
+    assert f"{UNKNOWN}, of a kind that no rule knows, takes 5.00 % of the GPU time: 1.00 ms in 2 launches" in unknown
 
 
 def test_nothing_stands_out_where_nothing_is_wrong() -> None:
@@ -182,35 +173,28 @@ def test_a_phase_without_kernels_has_no_finding() -> None:
     assert len(findings(replace(profile, phases=phases))) == 1
 
 
-def test_a_synchronisation_is_called_no_item() -> None:
-    for name, asked in (("cudaDeviceSynchronize", "torch.cuda.synchronize()"), ("cudaStreamSynchronize", ".item()")):
-        _, text = findings(quiet(host_calls=(make_call(name, BACKWARD, 2, 4, is_wait=True),)))
-        assert [word in text for word in ("torch.cuda.synchronize()", ".item()")].count(True) == 1
-        assert asked in text
-
-
-def test_an_item_for_each_parameter_is_named() -> None:
-    calls = (
-        make_call("cudaStreamSynchronize", OPTIMIZER, 222, 4, is_wait=True),
-        make_call("cudaMemcpyAsync", OPTIMIZER, 222, 1, is_launch=True, is_wait=True),
-    )
-    _, text = findings(quiet(host_calls=calls, idle=(make_idle(OPTIMIZER, IdleCause.HOST_WAITED, 222, 0.4),)))
-    assert text.startswith("The host waits for the device in the optimizer, 111 times a step (cudaStreamSynchronize")
-    assert "2.50 ms a step" in text
-    assert "idles 0.200 ms" in text
-
-
-def test_a_copy_that_waits_itself_counts() -> None:
-    call = make_call("cudaMemcpy", BACKWARD, 6, 4, is_launch=True, is_wait=True)
-    _, text = findings(quiet(host_calls=(call,)))
-    assert "in backward, 3 times a step (cudaMemcpy):" in text
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ((("cudaDeviceSynchronize", 2, False),), ("torch.cuda.synchronize()",)),
+        ((("cudaStreamSynchronize", 2, False),), (".item()",)),
+        ((("cudaMemcpy", 6, True),), ("3 times a step (cudaMemcpy):",)),  # waits itself
+        ((("cudaStreamSynchronize", 222, False), ("cudaMemcpyAsync", 222, True)),
+         ("111 times a step (cudaStreamSynchronize after a copy", "4.00 ms a step", "idles 0.200 ms")),
+    ],
+)  # fmt: skip
+def test_waits_are_counted_and_their_cause_is_asked_for(calls, words) -> None:
+    waits = tuple(make_call(name, BACKWARD, count, 4, is_launch=copies, is_wait=True) for name, count, copies in calls)
+    _, text = findings(quiet(host_calls=waits, idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),)))
+    assert all(word in text for word in words)
+    assert ("torch.cuda.synchronize()" in text) is not (".item()" in text)
 
 
 def test_a_sleep_is_named_by_its_milliseconds() -> None:
     gap = make_gap(0, 3, 30.4, FORWARD, IdleCause.HOST_PAUSE)
     _, _, text = findings(quiet(idle=(make_idle(FORWARD, IdleCause.HOST_PAUSE, 2, 60.6),), gaps=(gap,)))
-    assert "idles 30 ms in forward" in text
-    assert f"the longest time, 30 ms, before {GEMM_A}." in text
+    assert "idles 30.3 ms in forward" in text
+    assert f"the longest time, 30.4 ms, before {GEMM_A}." in text
 
 
 def test_a_hiccup_is_no_finding() -> None:
@@ -222,27 +206,14 @@ def test_kernels_in_no_phase() -> None:
     stray = make_phase(UNATTRIBUTED, (3, 3), (2, 2), (0, 0), (0, 0))
     text = findings(replace(profile, phases=(*profile.phases, stray)))[1]
     # 4 of 54 ms
-    assert text.startswith("7.41 % of the GPU time, 2.00 ms in 3 kernels, was launched in no phase")
-
-
-def test_recomputation() -> None:
-    profile = quiet()
-    forward, backward, optimizer = profile.phases
-    _, text = findings(replace(profile, phases=(forward, replace(backward, recomputed_s=seconds(5, 5)), optimizer)))
-    assert text.startswith("Backward does 5.00 ms of forward's work again (checkpointing), 20.0 % of")
-
-
-def test_communication() -> None:
-    names = {**NAMES, BACKWARD: (*NAMES[BACKWARD], ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 4))}
-    (text,) = [text for text in findings(make_profile(classes=make_classes(names))) if "Communication" in text]
-    assert text.startswith("Communication takes 2.00 ms, 10.0 % of the GPU time")
+    assert text.startswith("7.41 % of the GPU time, 2.00 ms, was launched in no phase")
 
 
 def test_work_that_a_compiler_fuses() -> None:
     """15 of 55 ms in forward and backward."""
     names = {FORWARD: ((GEMM_A, 8, 20), (MUL, 8, 10)), BACKWARD: ((GEMM_A, 8, 20), (FILL, 8, 5)), OPTIMIZER: ()}
-    _, ways, text = findings(quiet(classes=make_classes(names)))
-    assert "torch.compile" in ways
+    _, text = findings(quiet(classes=make_classes(names)))
+    assert "torch.compile" in text
     assert text.startswith("In forward and backward, 27.3 % of the GPU time, 7.50 ms, goes to")
 
 
@@ -292,11 +263,7 @@ def test_products_in_true_fp32_are_told_by_their_kernels(names, told) -> None:
     ],
 )
 def test_what_the_tensor_cores_of_the_device_have_is_advised(device_names, advised) -> None:
-    text = " ".join(
-        text
-        for text in findings(with_products(GEMM_A, device_names=device_names))
-        if FULL in text or text.startswith("What may")
-    )
+    (text,) = [text for text in findings(with_products(GEMM_A, device_names=device_names)) if FULL in text]
     assert all(words in text for words in advised)
     assert ("TF32" in text) is ("TF32" in advised)
 
@@ -313,73 +280,52 @@ def test_a_run_that_has_tensor_cores_on_is_not_advised_to(precision, told) -> No
     assert ("--precision tf32, --mixed-precision" in text) is told
 
 
-# First calls
+# Communication
 
 
-def with_a_first_call(times=2, **changes):
-    """Of 20 calls of mul in forward, 0.1 ms each, the first took 30.1 ms, or all four of the first step did."""
-    names = {FORWARD: ((GEMM_BF16, 8, 20),), BACKWARD: ((GEMM_BF16, 8, 27),), OPTIMIZER: ((MUL, 2, 3),)}
-    calls = make_kernel(MUL, 20, 2 + 30 * times, FORWARD, median_s=1e-4, max_s=30.1e-3)
-    classes = {**names, FORWARD: (*names[FORWARD], (MUL, 20, 2 + 30 * times))}
-    return quiet(
-        phases=(
-            make_phase(FORWARD, (4, 4), (11 + 30, 11 + 30 * (times - 1)), (41, 11 + 30 * (times - 1)), (5, 5)),
-            *quiet().phases[1:],
-        ),
-        kernels=(replace(calls, phase=None), calls, *make_kernels(names)),
-        classes=make_classes(classes),
-        **changes,
+def told(profile: StepProfile, config: RunConfig | None = None) -> str:
+    (text,) = [text for text in findings(profile, config) if "Communication" in text]
+    return text
+
+
+def test_exposed_communication_is_told_with_what_hides_it() -> None:
+    assert told(make_shared()).startswith("Communication takes 9.00 ms, and for 5.00 ms of that, 17.9 % of the step,")
+    for way, advice in ((Parallel.DDP_FLAT, "--parallel ddp-overlap"), (Parallel.DDP_OVERLAP, "a larger --batch-size")):
+        assert f"nothing ({advice})." in told(make_shared(), make_config("small", parallel=way, ranks=2))
+    hidden = tuple(
+        replace(row, exposed_s=(0.0, 0.0005)) for row in make_shared().communication if row.phase is BACKWARD
     )
+    flat = make_config("small", parallel=Parallel.DDP_FLAT, ranks=2)
+    assert "--" not in told(replace(make_shared(), communication=hidden), flat)
 
 
-def test_a_first_call_is_told_as_one_and_not_as_element_wise_work() -> None:
-    """32 of 110 ms of kernels, of which 2 are left without it; 30 of 112 ms of the wall."""
-    found = findings(with_a_first_call(times=1))
-    assert found[0].startswith("vectorized_elementwise_kernel<mul> took 30.0 ms more in forward of step 0")
-    assert "30.1 ms" in found[0]
-    assert "0.100 ms" in found[0]
-    assert f"{100 * 30 / (52 + 27 + 3):.1f} % of the time" in found[0]
-    assert "element-wise work" not in said(with_a_first_call(times=1))
+def test_a_rank_for_which_the_others_wait_is_named_if_it_is_always_the_same() -> None:
+    text = told(make_shared(ranks=make_ranks((0, 0), (1, 3))))
+    assert "wait for rank 0 in 2 of 2 steps, up to 2.00 ms" in text
+    assert "in 2 of 2 steps" not in told(make_shared(ranks=make_ranks((0, 3), (1, 0))))
+    assert "rank" not in told(make_shared(ranks=make_ranks((0, 0), (0.1, 0.1))))  # 2 % of the exposed time
 
 
-def test_a_long_call_of_every_step_is_no_first_one() -> None:
-    """As an optimizer has that goes over parameters of all sizes."""
-    assert "one-off" not in said(with_a_first_call(times=2))
-    assert "element-wise work" in said(with_a_first_call(times=2))
-
-
-def test_what_runs_in_one_step_alone_is_told() -> None:
-    """A kernel of 40 ms in one of two steps that take 10 ms without it."""
-    once = make_kernel(UNKNOWN, 1, 40, FORWARD, median_s=40e-3, max_s=40e-3)
-    forward = make_phase(FORWARD, (5, 4), (50, 10), (50, 10), (5, 5))
-    profile = quiet()
-    changed = replace(
-        profile, kernels=(*profile.kernels, replace(once, phase=None), once), phases=(forward, *profile.phases[1:]),
-        classes=make_classes({FORWARD: ((GEMM_BF16, 8, 20), (UNKNOWN, 1, 40)), BACKWARD: ((GEMM_BF16, 8, 27),)}),
-    )  # fmt: skip
-    assert "mystery_of_mine took" in findings(changed)[0]
-    assert "no rule knows" not in said(changed)
-
-
-def test_in_a_single_step_nothing_can_be_told_from_the_usual() -> None:
-    profile = with_a_first_call(times=1)
-    one = tuple(
-        replace(phase, kernel_s=(sum(phase.kernel_s),), wall_s=(sum(phase.wall_s),)) for phase in profile.phases
-    )
-    assert "one-off" not in said(replace(profile, phases=one, num_steps=1))
+@pytest.mark.parametrize(
+    ("kernel_ms", "exposed_ms", "limit"),
+    [(9, 0.5, "The GPU is the limit"), (9, 5, "Communication is a limit"), (5, 0.5, "Copies limit the GPU: 4.00 ms")],
+)
+def test_a_gpu_that_waits_in_collectives_or_copies_is_busy_and_not_the_limit(kernel_ms, exposed_ms, limit) -> None:
+    """Busy for 9 of the 10 ms of a phase, without idle times that another cause would explain."""
+    kernels = (kernel_ms, kernel_ms)
+    phase = make_phase(BACKWARD, (8, 8), kernels, (10, 10), (9, 9), busy_s=(9e-3, 9e-3))
+    sent = make_times(BACKWARD, None, (1, 1), (6, 6), (exposed_ms, exposed_ms))
+    profile = make_profile(phases=(phase,), communication=(sent,), idle=())
+    assert findings(profile)[0].startswith(limit)
 
 
 # A CPU
 
 
-def test_the_operators_that_take_the_time_of_a_cpu_are_named() -> None:
-    """aten::mm has 36 of 60 ms, in 18 calls in two steps; aten::mul 18 in 36; no other has a quarter."""
-    product, moving, *rest = findings(make_cpu_profile())
-    assert product.startswith("The operator aten::mm (matrix product) takes 60.0 % of the CPU time, 18.0 ms in 9 calls")
-    assert moving.startswith("The operator aten::mul (element-wise) takes 30.0 % of the CPU time, 9.00 ms in 18 calls")
-    assert not any("softmax" in text for text in rest)
-    even = {FORWARD: tuple((f"aten::{name}", 2, 12) for name in ("mm", "mul", "_softmax", "add", "sum"))}
-    assert "aten::mm" not in said(make_cpu_profile(kernels=make_kernels(even), classes=make_classes(even)))
+def test_the_operator_that_takes_the_time_of_a_cpu_is_named() -> None:
+    """aten::mm has 36 of 60 ms, in 18 calls in two steps."""
+    first = findings(make_cpu_profile())[0]
+    assert first == "The operator aten::mm (matrix product) takes 60.0 % of the CPU time, 18.0 ms in 9 calls."
 
 
 def test_a_trace_of_a_cpu_has_no_gpu_to_speak_of() -> None:

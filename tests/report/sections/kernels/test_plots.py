@@ -8,11 +8,13 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch, Rectangle, StepPatch
 from PIL import Image
 
+from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.step_profile import IdleCause, PicturedStep, StepProfile
+from cs336_systems.analysis.kernels.explain import summarise
+from cs336_systems.analysis.kernels.step_profile import PicturedStep, StepProfile
 from cs336_systems.report.plots import charts, draw
 from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.kernels.plots import (
@@ -20,22 +22,24 @@ from cs336_systems.report.sections.kernels.plots import (
     COPIES,
     EXPOSED,
     IDLE,
+    MAX_STREAMS,
     OVERLAPPED,
     STYLES,
     communication_chart,
     configuration_chart,
     draw_timeline,
-    time_bars,
+    parts_ms,
+    pieces_of,
+    utilisation,
 )
+from tests.analysis.kernels.tracing import Kernel, Recording, Span, make_trace
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (
-    DATA,
     FORWARD,
     make_cpu_profile,
-    make_gap,
     make_inference,
-    make_phase,
+    make_piece,
     make_profile,
     make_shared,
 )
@@ -75,17 +79,15 @@ def legend(figure: Figure) -> dict[str, str]:
     return {label: to_hex(patch.get_facecolor()) for label, patch in by_row if label}
 
 
-def test_bars_hold_their_phases_up_to_the_wall_time() -> None:
-    forward, backward, optimizer, step = time_bars(make_profile())
-    assert [bar.row["phase"] for bar in (forward, backward, optimizer)] == ["forward", "backward", "optimizer"]
-    assert forward.parts_ms == pytest.approx({PRODUCT: 3, SOFTMAX: 0.5, ELEMENT_WISE: 1.5, IDLE: 3})
-    assert backward.parts_ms == pytest.approx({PRODUCT: 8, SOFTMAX: 1, COPY: 1, COPIES: 0.1, IDLE: 1.9})
-    assert [bar.length_ms for bar in (forward, backward, optimizer, step)] == pytest.approx([8, 12, 6, 26])
-    assert step.parts_ms == pytest.approx(
+def test_the_parts_of_a_step_are_its_wall_time() -> None:
+    """26 ms of wall time, of which 20 ms are kernels, 0.1 ms copies, and the rest idle; a CPU is never idle."""
+    parts = parts_ms(make_profile())
+    assert parts == pytest.approx(
         {PRODUCT: 11, SOFTMAX: 1.5, ELEMENT_WISE: 5.5, COPY: 1, OTHER: 1, COPIES: 0.1, IDLE: 5.9}
     )
-    assert list(step.parts_ms) == [name for name in STYLES if name in step.parts_ms]
-    assert step.parts_ms[IDLE] == pytest.approx(sum(row.total_s for row in make_profile().idle) * 1e3 / 2)
+    assert list(parts) == [name for name in STYLES if name in parts]
+    assert parts[IDLE] == pytest.approx(sum(row.total_s for row in make_profile().idle) * 1e3 / 2)
+    assert parts_ms(make_cpu_profile()) == pytest.approx({PRODUCT: 18, SOFTMAX: 2, ELEMENT_WISE: 9, OTHER: 1})
 
 
 def test_a_shared_step_is_computing_communicating_both_or_idle() -> None:
@@ -102,22 +104,6 @@ def test_a_shared_step_is_computing_communicating_both_or_idle() -> None:
     assert communication_chart([("alone", make_profile()), ("shared", make_shared())]) is None
 
 
-def test_operators_are_never_idle() -> None:
-    bars = time_bars(make_cpu_profile())
-    assert [bar.length_ms for bar in bars] == pytest.approx([10, 16, 4, 30])
-    assert not any(IDLE in bar.parts_ms for bar in bars)
-
-
-@pytest.mark.parametrize(("wall_ms", "shown"), [(0.12, False), (0.14, True)])
-def test_a_phase_that_ran_nothing_has_a_bar_if_it_took_long(wall_ms: float, shown: bool) -> None:
-    whole = make_profile()  # 26 ms, of which 0.5 % is 0.13
-    data = make_phase(DATA, (0, 0), (0, 0), (wall_ms, wall_ms), (wall_ms, wall_ms))
-    names = [bar.row["phase"] for bar in time_bars(replace(whole, phases=(data, *whole.phases)))]
-    assert ("data" in names) is shown
-    copying = replace(data, copies=(1, 1))
-    assert time_bars(replace(whole, phases=(copying, *whole.phases)))[0].row["phase"] == "data"
-
-
 def test_configurations_share_a_scale_of_100() -> None:
     figure = draw_configurations([("small, 128", make_profile()), ("on a CPU", make_cpu_profile())])
     (panel,) = figure.axes
@@ -129,7 +115,7 @@ def test_configurations_share_a_scale_of_100() -> None:
     assert {name: width for name, _, width in cpu}[PRODUCT] == pytest.approx(100 * 18 / 30)
     assert [label.get_text() for label in panel.get_yticklabels()] == ["small, 128", "on a CPU"]
     assert {"26.0 ms", "32.0 ms", "42"} <= set(texts(figure))
-    assert set(legend(figure)) == {*time_bars(make_profile())[-1].parts_ms}
+    assert set(legend(figure)) == {*parts_ms(make_profile())}
     assert configuration_chart([("small", make_profile())]) is None, "one bar is compared with nothing"
 
 
@@ -150,28 +136,15 @@ def test_an_empty_step_can_be_drawn() -> None:
             draw.to_png(figure)
 
 
-def make_long_names():
-    gap = make_gap(
-        0, 3, 1, FORWARD, IdleCause.LATE_LAUNCH, module=("block.47", "attention", "attention.softmax"),
-        after="sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8", host_call="cudaLaunchKernelExC_v11060",
-    )  # fmt: skip
-    return make_profile(gaps=tuple(replace(gap, start_s=gap.start_s + 0.2e-3 * index) for index in range(3)))
-
-
-@pytest.mark.parametrize("make", [make_profile, make_inference, make_long_names], ids=["train", "inference", "long"])
+@pytest.mark.parametrize("make", [make_profile, make_inference], ids=["train", "inference"])
 def test_no_text_covers_another(make) -> None:
-    for figure in (
-        draw_timeline(make()),
-        draw_configurations([("small", make())] * 3),
-    ):
+    for figure in (draw_timeline(make()), draw_configurations([("small", make())] * 3)):
         assert overlaps(figure) == []
 
 
 def test_texts_of_a_file_are_inert() -> None:
-    whole = make_profile()
     bad = f"</script>$x$ $\\frac{{\n{HOSTILE}" + "y" * 8000
-    gaps = tuple(replace(gap, after=bad, module=(bad,), host_call=bad) for gap in whole.gaps)
-    profile = replace(whole, source=bad, device_names=(HOSTILE,), gaps=gaps)
+    profile = replace(make_profile(), source=bad, device_names=(HOSTILE,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figures = (draw_timeline(profile), draw_configurations([(bad, profile), ("_", profile)]))
@@ -180,6 +153,110 @@ def test_texts_of_a_file_are_inert() -> None:
     for figure in figures:
         assert not any("\x1b" in text or "\0" in text for text in texts(figure))
 
+
+# one step over time
+
+
+def test_utilisation_is_that_of_a_brute_force() -> None:
+    pieces = [
+        make_piece(FORWARD, PRODUCT, 0.25, 1.75),
+        replace(make_piece(FORWARD, PRODUCT, 2.0, 4.0), busy_s=0.5e-3),
+        make_piece(FORWARD, SOFTMAX, 3.0, 3.0),
+        make_piece(FORWARD, SOFTMAX, 7.5, 9.0),
+    ]
+    edges = np.linspace(0, 8e-3, 9)
+    found = utilisation(pieces, edges)
+    ticks = (np.arange(8000) + 0.5) * 1e-6  # microsecond by microsecond
+    for kind in (PRODUCT, SOFTMAX):
+        density = np.zeros(8000)
+        for piece in pieces:
+            if piece.kind is kind and piece.end_s > piece.start_s:
+                within = (ticks > piece.start_s) & (ticks < piece.end_s)
+                density += within * piece.busy_s / (piece.end_s - piece.start_s)
+        np.testing.assert_allclose(found[kind], density.reshape(8, 1000).mean(axis=1), atol=1e-9)
+    assert list(found) == [PRODUCT, SOFTMAX]
+    assert utilisation([], edges) == {}
+
+
+def test_a_stream_is_drawn_as_busy_as_it_was() -> None:
+    figure = draw_timeline(make_profile())
+    phases, first, second = figure.axes
+    assert [panel.get_ylabel() for panel in (first, second)] == ["stream 7\nbusy (%)", "stream 20\nbusy (%)"]
+    area: dict[str, float] = {}
+    top = np.zeros(0)
+    for patch in (patch for patch in first.patches if isinstance(patch, StepPatch)):
+        values, edges, baseline = patch.get_data()
+        if len(top):
+            np.testing.assert_allclose(baseline, top)  # stacked
+        top = values
+        area[str(patch.get_label())] = float(((values - baseline) * np.diff(edges)).sum() / 100)
+        assert to_hex(patch.get_facecolor()) == charts.CLASS_COLOURS[KernelClass(patch.get_label())].lower()
+    assert area == pytest.approx({PRODUCT: 10.9, SOFTMAX: 1.5, ELEMENT_WISE: 5.5, COPY: 1})
+    assert top.max() <= 100 + 1e-9
+    for panel in (phases, first, second):
+        assert panel.get_xlim() == (0, pytest.approx(25))
+
+
+def test_kernels_that_are_kept_one_by_one_are_drawn_as_busy_as_they_were() -> None:
+    """Two kernels of 20 us in a step of 100 us, on two streams, and one in half of that time."""
+    made = Recording(spans=[Span("step", 0, 100_000), Span("forward", 0, 100_000)])
+    for name, start, stream in (("sgemm", 10_000, 7), ("softmax", 60_000, 7), ("sgemm", 15_000, 9)):
+        made.kernels.append(
+            Kernel(name, 1, start_ns=start, duration_ns=20_000 if stream == 7 else 10_000, stream=stream)
+        )
+    profile = summarise(attribute(make_trace(made)), source="p")
+    assert (profile.pictured.pieces, len(pieces_of(profile))) == ((), 3)
+    area = {}
+    for panel in draw_timeline(profile).axes[1:3]:
+        for patch in (patch for patch in panel.patches if isinstance(patch, StepPatch)):
+            values, edges, baseline = patch.get_data()
+            key = panel.get_ylabel().partition("\n")[0], str(patch.get_label())
+            area[key] = float(((values - baseline) * np.diff(edges)).sum() / 100)
+    assert area == pytest.approx(
+        {("stream 7", PRODUCT): 0.02, ("stream 7", SOFTMAX): 0.02, ("stream 9", PRODUCT): 0.01}
+    )
+
+
+def test_phases_are_drawn_on_the_host_and_on_the_device() -> None:
+    panel = draw_timeline(make_profile()).axes[0]
+    bars = [patch for patch in panel.patches if isinstance(patch, Rectangle)]
+    drawn = {(round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars}
+    assert drawn == {(1, 0, 7), (0, 0, 8), (1, 7, 18), (0, 8, 20), (1, 18, 22), (0, 20, 25)}
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["CPU", "GPU"]
+    assert [text.get_text() for text in panel.texts].count("backward") == 2
+
+
+def test_a_phase_too_short_for_its_name_has_a_short_one_or_none() -> None:
+    whole = make_profile()
+    step = whole.pictured
+    narrow = [replace(step.windows[0], host_end_s=end_s, device_end_s=end_s) for end_s in (0.0018, 0.0002)]
+    for window, said in zip(narrow, (["fwd", "fwd"], []), strict=True):
+        panel = draw_timeline(replace(whole, pictured=replace(step, windows=(window,)))).axes[0]
+        assert [text.get_text() for text in panel.texts] == said
+
+
+def test_the_busiest_streams_are_drawn_and_the_rest_is_said() -> None:
+    whole = make_profile()
+    pieces = tuple(make_piece(FORWARD, PRODUCT, 0, 1 + stream, stream) for stream in range(MAX_STREAMS + 2))
+    figure = draw_timeline(replace(whole, pictured=replace(whole.pictured, pieces=pieces)))
+    labels = [panel.get_ylabel().partition("\n")[0] for panel in figure.axes[1:]]
+    assert labels == [f"stream {stream}" for stream in range(2, MAX_STREAMS + 2)]
+    assert any("2\xa0less\xa0busy\xa0streams" in text for text in texts(figure))
+
+
+def test_titles_say_what_is_shown() -> None:
+    # (4.9 + 10.1 + 5) of 25 ms
+    shown = texts(draw_timeline(make_profile()))
+    assert "One step on the GPU: 25.0 ms, 80 % busy" in shown
+    assert any("small.nsys-rep" in text and "NVIDIA" in text and "step\xa01\xa0of\xa02" in text for text in shown)
+    on_cpu = make_cpu_profile(pictured=make_profile().pictured)
+    assert "One step on the CPU: 25.0 ms" in texts(draw_timeline(on_cpu))
+    assert [label.get_text() for label in draw_timeline(on_cpu).axes[0].get_yticklabels()] == ["phase"]
+    whole = texts(draw_timeline(make_profile(is_whole_trace=True)))
+    assert "The whole trace on the GPU: 25.0 ms, 80 % busy" in whole
+
+
+# colours
 
 # Machado, Oliveira and Fernandes (2009), severity 1, in linear RGB
 SIGHT = {

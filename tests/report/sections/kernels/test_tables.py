@@ -3,19 +3,20 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.config import Arch, CompileMode, Phase, Precision, Profiler
-from cs336_systems.model.transformer import Linear, TransformerLM
+from cs336_systems.config import Parallel, Phase, Precision, Profiler
+from cs336_systems.record import Measurement
+from cs336_systems.report.formats import csv_of
+from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.entries import Explained, load_profiled
 from cs336_systems.report.sections.kernels.tables import (
-    MAX_OTHERS,
     attention,
     classes,
-    expected_linear,
+    communication,
     phases,
+    ranks,
     top_kernels,
 )
 from cs336_systems.sweep.store import kernel_profile_path
@@ -23,19 +24,17 @@ from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
-    FORWARD,
     GEMM_A,
-    OPTIMIZER,
     UNATTRIBUTED,
     headings,
     make_attention,
     make_cpu_profile,
     make_entry,
     make_inference,
-    make_kernel,
     make_phase,
-    make_products,
     make_profile,
+    make_ranks,
+    make_shared,
     numbers,
 )
 
@@ -151,7 +150,7 @@ def test_a_phase_that_launched_nothing_is_shown_where_it_is_long():
 def test_classes_by_hand():
     """Of 40 ms 22 are products, 11 element-wise, 3 softmax, 2 fills and 2 of a kernel that no rule knows."""
     section = of_file(classes)
-    table, _ = section.tables
+    (table,) = section.tables
     assert column(table, "phase") == ["forward", "backward", "optimizer", "step"]
     assert column(table, "matrix product") == ["60.0", "80.0", "", "55.0"]
     assert column(table, "element-wise") == ["30.0", "", "80.0", "27.5"]
@@ -160,7 +159,6 @@ def test_classes_by_hand():
     assert "communication" not in headings(table)
     assert numbers(section, "matrix_product_ms_per_step") == pytest.approx([3, 8, 0, 11])
     assert numbers(section, "matrix_product_per_step") == [4, 6, 0, 10]
-    assert "Class other, kernels that no rule knows: mystery_of_mine (1.000 ms)." in table.notes
 
 
 def test_classes_add_up_to_one_in_each_phase():
@@ -171,73 +169,6 @@ def test_classes_add_up_to_one_in_each_phase():
     ]  # fmt: skip
     for row in csv_rows(section):
         assert sum(float(value) for name, value in row.items() if name.endswith("_share")) == pytest.approx(1)
-
-
-def test_many_unknown_kernels_are_counted():
-    kernels = tuple(make_kernel(f"unheard_{i}", 2, 2.0) for i in range(MAX_OTHERS + 3))
-    table, *_ = of_file(classes, make_inference(kernels=kernels)).tables
-    assert table.notes[-1].endswith(f"unheard_{MAX_OTHERS - 1} (1.000 ms), 3 more (3.000 ms).")
-
-
-# products and attention
-
-
-def test_products_by_hand():
-    section = of_file(classes)
-    _, table = section.tables
-    assert column(table, "phase") == ["forward", "backward"]
-    assert column(table, "linear") == ["2", "2"]
-    assert column(table, "linear time") == ["1.500", "4.000"]
-    assert column(table, "attention") == ["2", "4"]
-    assert column(table, "attention time") == ["1.500", "4.000"]
-    assert "unknown" not in headings(table)
-    for phase, time_ms in (("forward", 1.5), ("backward", 4)):
-        assert numbers(section, "unknown_per_step", phase=phase) == [0]
-        assert numbers(section, "attention_ms_per_step", phase=phase) == [time_ms]
-
-
-def test_products_that_cannot_be_told_are_said_to_be_so():
-    _, table = of_file(classes, make_cpu_profile()).tables
-    assert headings(table) == ["phase", "unknown", "unknown time"]
-    assert column(table, "unknown") == ["3", "6"]
-    assert any(note.startswith("Unknown: the file does not tell") for note in table.notes)
-    assert len(of_file(classes, make_profile(products=(make_products(FORWARD, 0, 0),))).tables) == 1
-
-
-@pytest.mark.parametrize("arch", list(Arch))
-def test_expected_products_are_those_of_the_model_s_linear_layers(arch: Arch) -> None:
-    """One product for each linear layer in forward, and two of those that autograd runs, counted on a real model."""
-    config = make_config("tiny", 8, model={"arch": arch, "num_layers": 3})
-    model = TransformerLM(config.model)
-    layers = sum(isinstance(module, Linear) for module in model.modules())
-    assert expected_linear(config, FORWARD) == layers
-    logits = model(torch.zeros(1, 8, dtype=torch.long))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        logits.sum().backward()
-    count = sum(event.count for event in profiler.key_averages() if event.key == "aten::mm")
-    assert expected_linear(config, BACKWARD) == count
-    assert expected_linear(config, OPTIMIZER) is None
-
-
-def test_products_as_expected_or_not():
-    """small has 12 layers: 85 products of linear layers in forward and 170 in backward, over two steps twice that."""
-    right = make_profile(products=(make_products(FORWARD, 170, 3, 48, 3), make_products(BACKWARD, 340, 8, 96, 8)))
-    unknown = make_profile(products=(make_products(FORWARD, 0, 0, unknown=218, unknown_ms=6),))
-    section = classes([make_entry(right), make_entry(precision=Precision.BF16),
-                        make_entry(unknown, precision=Precision.TF32)])  # fmt: skip
-    assert [(row["precision"], row["phase"], row["as_expected"]) for row in csv_rows(section)
-            if row["linear_expected"]] == [
-        ("fp32", "forward", "yes"), ("fp32", "backward", "yes"),
-        ("bf16", "forward", "no"), ("bf16", "backward", "no"), ("tf32", "forward", ""),
-    ]  # fmt: skip
-    for phase, count in (("forward", 85), ("backward", 170)):
-        assert numbers(section, "linear_expected", precision="fp32", phase=phase) == [count]
-        assert numbers(section, "linear_per_step", precision="fp32", phase=phase) == [count]
-
-
-@pytest.mark.parametrize("changes", [{"compile": CompileMode.DEFAULT}, {"model_factory": "mine:make"}])
-def test_nothing_is_expected_of_a_model_that_is_not_known(changes: dict) -> None:
-    assert expected_linear(make_config(**changes), FORWARD) is None
 
 
 def test_inside_attention_by_hand():
@@ -300,6 +231,74 @@ def test_traces_of_a_cpu_speak_of_operators(make):
     for table in make([make_entry(make_cpu_profile())]).tables:
         texts = (table.title, *headings(table), *table.notes)
         assert not any(word in text for text in texts for word in ("kernel", "GPU"))
+
+
+# communication
+
+
+def test_communication_by_hand() -> None:
+    section = communication([Explained(profile=make_shared())])
+    (table,) = section.tables
+    gather, scatter = "all-gather", "reduce-scatter"
+    of_kind = [gather, gather, scatter, "all", scatter, gather, scatter, "all"]
+    assert column(table, "collective") == of_kind
+    assert column(table, "phase") == [
+        "forward", "backward", "backward", "backward", "communication", "step", "step", "step"
+    ]  # fmt: skip
+    assert numbers(section, "collectives_per_step") == [2, 1, 1, 2, 0.5, 3, 1.5, 4.5]
+    assert numbers(section, "collective_mean_ms") == pytest.approx([2, 2, 4, 5, 2, 4, 6, 9])
+    assert numbers(section, "exposed_mean_ms") == pytest.approx([1, 0, 2, 2, 2, 1, 4, 5])
+    assert numbers(section, "overlapped_mean_ms") == pytest.approx([1, 2, 2, 3, 0, 3, 2, 4])
+    # of forward 8 ms, backward 12, communication 2, and of the step 28
+    shares = [1 / 8, 0, 2 / 12, 2 / 12, 2 / 2, 1 / 28, 4 / 28, 5 / 28]
+    assert numbers(section, "exposed_share") == pytest.approx(shares)
+    # the steps' sums differ: 10 and 8 ms, of which 6 and 4 are exposed
+    (whole,) = csv_rows(section, phase="step", collective="all")
+    assert [float(whole[f"{key}_std_ms"]) for key in ("collective", "exposed")] == pytest.approx([2**0.5, 2**0.5])
+
+
+def test_without_collectives_or_other_ranks_there_is_no_table() -> None:
+    for make in (communication, ranks):
+        section = make([Explained(profile=make_profile())])
+        assert (section.tables, csv_of(section)) == ((), "")
+
+
+def test_ranks_beside_each_other_by_hand() -> None:
+    section = ranks([Explained(profile=make_shared(ranks=make_ranks((0, 0), (1, 3))))])
+    (table,) = section.tables
+    assert column(table, "rank") == ["0", "1"]
+    assert numbers(section, "forward_wall_mean_ms") == [8, 8]
+    assert numbers(section, "step_wall_mean_ms") == [28, 28]
+    assert numbers(section, "exposed_mean_ms") == pytest.approx([5, 5])
+    assert numbers(section, "waited_mean_ms") == pytest.approx([0, 2])
+    unknown = ranks([Explained(profile=make_shared(ranks=make_ranks(None, None)))])
+    assert "waited" not in headings(unknown.tables[0])
+    assert [row["waited_mean_ms"] for row in csv_rows(unknown)] == ["", ""]
+
+
+def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
+    """Of two ranks, 9 ms of collectives in each, of which 5 are exposed and, on the other rank, 2."""
+    one, other = make_ranks((0, 0), (1, 3))
+    hidden = tuple(replace(row, exposed_s=(0.001, 0.001)) for row in other.communication if row.phase is not BACKWARD)
+    late = tuple(replace(row, exposed_s=(0.0, 0.0)) for row in other.communication if row.phase is BACKWARD)
+    profile = make_shared(ranks=(one, replace(other, communication=(*hidden, *late))))
+    entry = make_entry(profile, parallel=Parallel.FSDP, ranks=2)
+    alone = make_record(make_config("tiny"), (0.1, 0.1))
+    results = Results(records=[entry.plain, entry.profiled, alone], kernels=[entry])
+    values = {row["size"]: row for row in results.json()["results"]}
+    assert values["small"]["collective_mean_s"] == pytest.approx(0.009)
+    assert values["small"]["exposed_mean_s"] == pytest.approx(0.0035)
+    assert values["small"]["exposed_share"] == pytest.approx((5 / 28 + 2 / 28) / 2)
+    assert values["tiny"]["exposed_mean_s"] is None
+    assert "exposed_share" not in Results(records=[alone]).json()["results"][0]
+
+
+@pytest.mark.parametrize(("profile", "clock_ms"), [(make_profile(), "14"), (make_shared(), "10")])
+def test_the_clock_of_backward_has_communication_where_the_trace_cannot_tell_them_apart(profile, clock_ms) -> None:
+    entry = make_entry(profile, parallel=Parallel.DDP_FLAT, ranks=2)
+    measured = (Measurement(Phase.BACKWARD, (0.010,)), Measurement(Phase.COMMUNICATION, (0.004,)))
+    section = phases([replace(entry, plain=replace(entry.plain, measurements=measured))])
+    assert [row["clock_mean_ms"] for row in csv_rows(section, phase="backward")] == [clock_ms]
 
 
 # runs with their profiles

@@ -6,7 +6,6 @@ import pytest
 
 from cs336_systems.analysis.memory.profile import Category, Place
 from cs336_systems.report.sections.memory.findings import findings
-from cs336_systems.report.sections.memory.words import largest_words
 from tests.report.sections.memory.profiles import (
     MIB,
     WEIGHTS,
@@ -47,35 +46,15 @@ def first_steps():
     )
 
 
-def test_the_peak_and_the_largest_allocations_are_always_told() -> None:
-    peak, largest = findings(make_memory())
-    assert peak == (
+def test_the_peak_is_always_told_and_so_is_what_could_not_be_read() -> None:
+    assert findings(make_memory()) == (
         "The peak is 780.0 MiB, 13.0 ms after the first event, in backward of step 0; it consists of saved activations "
         "380.0 MiB (48.7 %), optimizer state 200.0 MiB (25.6 %), parameters 100.0 MiB (12.8 %), temporary 50.00 MiB "
-        "(6.4 %), gradients 40.00 MiB (5.1 %), held throughout 10.00 MiB (1.3 %)."
+        "(6.4 %), gradients 40.00 MiB (5.1 %), held throughout 10.00 MiB (1.3 %).",
+        "two blocks were joined",
     )
-    assert largest == (
-        "The largest allocations: 2 times 52,428,800 bytes (50.00 MiB) = batch x T x vocabulary x 4 (gradient of the "
-        "logits): temporary in backward; 24 times 20,971,520 bytes (20.00 MiB) = batch x heads x T x T x 4: saved "
-        "activations in forward at cs336_systems/model.py:77 softmax; 20 times 10,485,760 bytes (10.00 MiB): optimizer "
-        "state."
-    )
-
-
-def test_allocations_of_one_size_are_told_once() -> None:
-    """2 + 3 + 4 of 7 MiB are made in three ways in forward and backward, one of 5 may be either of two things."""
-    rows = (
-        make_like(7, 2, phase="forward", explanation="T x 4: a"),
-        make_like(7, 3, phase="backward", explanation="T x 4: b"),
-        make_like(7, 4, phase="forward", places=WEIGHTS.places),
-        make_like(5, explanation="T x 2: a or d x 2: c"),
-        make_like(3),
-    )
-    assert largest_words(rows, 2) == (
-        "9 times 7,340,032 bytes (7.00 MiB) = T x 4 (a, b): 4 temporary in forward at cs336_systems/model.py:77 "
-        "softmax, 3 temporary in backward, 2 temporary in forward; "
-        "once 5,242,880 bytes (5.00 MiB) = T x 2 (a) or d x 2 (c): temporary"
-    )
+    crumbs = make_moment("forward", 0, 900, saved=999.5, gradients=0.5)
+    assert findings(make_memory(peak=crumbs))[0].endswith(" of saved activations 999.5 MiB (100.0 %).")
 
 
 def test_out_of_memory_comes_first_with_what_was_asked_and_free() -> None:

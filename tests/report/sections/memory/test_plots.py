@@ -12,9 +12,10 @@ from matplotlib.colors import to_hex
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.report.plots import charts, draw
 from cs336_systems.report.plots.draw import figure_of
-from cs336_systems.report.sections.memory.plots import draw_memory, peak_chart
+from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from tests.report.drawn import overlaps, texts
-from tests.report.making import HOSTILE
+from tests.report.making import HOSTILE, make_config
 from tests.report.sections.kernels.test_plots import SIGHT, lab
 from tests.report.sections.memory.profiles import (
     make_bare,
@@ -28,8 +29,19 @@ from tests.report.sections.memory.profiles import (
 MAKERS = (make_memory, make_inference, make_bare, make_oom)
 
 
-def draw_peaks(groups):
-    return figure_of(peak_chart("peaks", groups))
+SIZES = {"other.pickle": "large"}
+"""By source; each size has a panel."""
+
+
+def draw_peaks(*profiles):
+    entries = [
+        MemoryEntry(
+            config=make_config("large" if profile.source == "other.pickle" else "small", 128 << place), profile=profile
+        )
+        for place, profile in enumerate(profiles)
+    ]
+    (chart,) = peak_charts(entries)
+    return figure_of(chart)
 
 
 def areas(figure):
@@ -110,23 +122,12 @@ def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
     figure = draw_memory(make_oom())
     shown = texts(figure)
     assert "Memory over time: peak 780.0 MiB, out of memory" in shown
-    words = "asked for 300.0 MiB with 120.0 MiB free in forward of step 1".replace(" ", "\N{NO-BREAK SPACE}")
-    assert any(words in text for text in shown)
-    assert [shown.count(name) for name in ("forward", "fwd", "backward", "optimizer")] == [2, 0, 1, 1]
+    assert [shown.count(name) for name in ("forward", "backward", "optimizer")] == [2, 1, 1]
     assert "out of memory" in shown
     (panel,) = figure.axes
     marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == charts.FAILURE_COLOUR]
     assert marks == [7], "the number of the point at 35 ms"
     assert panel.get_xlim() == (0, 7), "what comes later is of no step"
-
-
-def test_the_name_of_the_run_is_the_title() -> None:
-    assert "xl ctx 512 train fp32: peak 780.0 MiB" in texts(draw_memory(make_memory(), "H200", "xl ctx 512 train fp32"))
-
-
-def test_what_is_freed_after_the_last_step_is_not_drawn() -> None:
-    whole = make_memory(num_steps=1, boundaries=make_memory().boundaries[:4], phases=make_memory().phases[:3])
-    assert draw_memory(whole).axes[0].get_xlim() == (0, 6), "the step ends at 30 ms, the timeline at 60"
 
 
 def test_little_that_changes_on_top_of_much_is_enlarged() -> None:
@@ -149,11 +150,11 @@ def test_no_words_cover_others_or_leave_the_picture(make) -> None:
     figure = draw_memory(make())
     beyond = [f"{tick:.1f}" for tick in figure.axes[0].get_yticks() if tick > figure.axes[0].get_ylim()[1]]
     assert [pair for pair in overlaps(figure) if pair[0] not in beyond] == [], "a tick above the panel is not drawn"
-    assert overlaps(draw_peaks([[("small ctx 128 train fp32", make()), ("other", make_oom())]])) == []
+    assert overlaps(draw_peaks(make(), make_oom())) == []
 
 
 def test_bars_hold_the_categories_of_the_peak() -> None:
-    figure = draw_peaks([[("train", make_memory()), ("inference", make_inference())], [("bare", make_bare())]])
+    figure = draw_peaks(make_memory(), make_inference(), make_bare())
     first, second = figure.axes
     widths = [round(patch.get_width() * 1024, 6) for patch in first.patches]
     assert widths == [10, 100, 200, 40, 380, 50, 100, 60]
@@ -164,32 +165,11 @@ def test_bars_hold_the_categories_of_the_peak() -> None:
     marks = [x * 1024 for x in reserved.get_xdata()]
     assert marks == pytest.approx([900, 200])
     assert {"780.0 MiB\nin backward", "160.0 MiB\nin forward", "1.46 GiB"} <= set(texts(figure))
-    assert "780.0 MiB\nout of memory" in texts(draw_peaks([[("train", make_oom())]]))
+    assert "780.0 MiB\nout of memory" in texts(draw_peaks(make_oom(), make_oom()))
 
 
-def test_no_bar_is_cut_off_whichever_ran_out_of_memory() -> None:
-    """Bars that end at 160 and 780 MiB, of 900 reserved at most: the picture reaches that far."""
-    figure = draw_peaks([[("inference", make_inference()), ("train", make_oom())]])
-    (panel,) = figure.axes
-    assert panel.get_xlim()[1] == pytest.approx(900 / 1024)
-    ends = {}
-    for patch in panel.patches:
-        bar = round(patch.get_y() + patch.get_height() / 2)
-        ends[bar] = max(ends.get(bar, 0.0), patch.get_x() + patch.get_width())
-    assert [ends[bar] * 1024 for bar in (0, 1)] == pytest.approx([160, 780])
-    marks = [x * 1024 for line in panel.lines for x in line.get_xdata()]
-    assert marks == pytest.approx([200, 900])
-    assert overlaps(figure) == []
-
-
-def test_what_cannot_be_drawn_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least one profile"):
-        draw_peaks([])
-    with pytest.raises(ValueError, match="at least one profile in each group"):
-        draw_peaks([[("a", make_memory())], []])
-    empty = replace(make_memory().timeline, time_s=(), categories=(), num_bytes=(), reserved_bytes=())
-    with pytest.raises(ValueError, match=r"small.pickle: a picture needs points"):
-        draw_memory(make_memory(timeline=empty))
+def test_one_run_needs_no_bar() -> None:
+    assert peak_charts([MemoryEntry(profile=make_memory())]) == []
 
 
 def test_a_profile_of_one_moment_of_nothing_is_drawn() -> None:
@@ -199,7 +179,7 @@ def test_a_profile_of_one_moment_of_nothing_is_drawn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw.to_png(draw_memory(nothing))
-        draw.to_png(draw_peaks([[("nothing", nothing)]]))
+        draw.to_png(draw_peaks(nothing, nothing))
 
 
 def test_hostile_names_are_drawn_as_they_are() -> None:
@@ -215,8 +195,8 @@ def test_hostile_names_are_drawn_as_they_are() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw.to_png(draw_memory(profile))
-        draw.to_png(draw_peaks([[(bad, profile), ("_hidden", profile)]]))
-    for figure in (draw_memory(profile), draw_peaks([[(bad, profile)]])):
+        draw.to_png(draw_peaks(profile, profile))
+    for figure in (draw_memory(profile), draw_peaks(profile, profile)):
         assert not any("\x1b" in text or "\0" in text for text in texts(figure))
 
 

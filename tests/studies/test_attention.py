@@ -1,28 +1,39 @@
-"""The user's own attention on a CPU: errors that are known beforehand, faults that are named, and the grid goes on."""
+"""The grid of attention on a CPU: closed forms against torch's counts, and the user's own with known errors."""
 
 import csv
-import inspect
+import math
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from cs336_systems.cli import main
-from cs336_systems.commands.attention import AttentionArguments
 from cs336_systems.commands.flags import parse
+from cs336_systems.commands.study import AttentionArguments
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.measure.inputs import source_digest
 from cs336_systems.record import Status
-from cs336_systems.report.sections.attention import attention_rows
-from cs336_systems.studies import attention_exact
-from cs336_systems.studies.attention_cell import measure_cell, measure_rows
-from cs336_systems.studies.attention_exact import exact_attention, exact_errors
-from cs336_systems.studies.attention_records import (
+from cs336_systems.report.sections.operators import attention_rows
+from cs336_systems.studies import operator_cell
+from cs336_systems.studies.cell import attempt, make_generator
+from cs336_systems.studies.operator_cell import (
+    exact_attention,
+    exact_errors,
+    full_attention,
+    make_attention,
+    make_inputs,
+    measure_attention,
+    measure_cell,
+)
+from cs336_systems.studies.operators import (
     AttentionCell,
     AttentionGrid,
     AttentionStudy,
@@ -30,9 +41,10 @@ from cs336_systems.studies.attention_records import (
     ExactError,
     Implementation,
     Quantity,
+    attention_flops,
+    naive_saved_bytes,
     wrong_quantities,
 )
-from cs336_systems.studies.cell import attempt, make_generator, make_inputs
 from cs336_systems.studies.records import read_study
 from cs336_systems.studies.runner import run_study
 from tests import own_kernels
@@ -57,11 +69,6 @@ def errors_of(result: CellResult, status: Status = Status.OK) -> dict[Quantity, 
     return {error.quantity: error for error in result.errors}
 
 
-def line_of(function) -> str:
-    """File and line as an editor counts them, and as Python's own inspect finds them."""
-    return f"tests/own_kernels.py, line {inspect.getsourcelines(function)[1]}"
-
-
 def line_with(text: str) -> str:
     lines = Path(own_kernels.__file__).read_text().splitlines()
     (number,) = [number for number, line in enumerate(lines, 1) if text in line]
@@ -73,7 +80,7 @@ def line_with(text: str) -> str:
 def test_blocks_of_queries_make_the_whole_in_float64(
     causal: bool, queries_in_block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_exact, "BLOCK_BYTES", queries_in_block * 7 * 8)
+    monkeypatch.setattr(operator_cell, "BLOCK_BYTES", queries_in_block * 7 * 8)
     inputs = make_inputs([(2, 7, 3)] * 3, Precision.BF16, make_generator(SMALL))
     q, k, v = (x.detach().double().requires_grad_() for x in inputs.forward)
     output = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -107,11 +114,6 @@ def test_a_right_function_is_timed_and_its_error_is_of_rounding(name: str, causa
     assert list(result.measurement(Phase.STEP).times_s) == sums
 
 
-def test_in_bf16_the_error_is_that_of_its_eight_bits() -> None:
-    errors = errors_of(measured("right", Precision.BF16))
-    assert all(2**-10 < error.relative < 2**-4 for error in errors.values())
-
-
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -129,19 +131,19 @@ def test_a_known_error_is_found_where_it_is_and_as_large_as_it_is(name: str, wro
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
 @pytest.mark.parametrize(
-    ("name", "causal", "wrong", "said"),
+    ("name", "causal", "wrong"),
     [
-        ("without_the_mask", True, {*Quantity}, "equals attention without the causal mask"),
-        ("always_causal", False, {*Quantity}, "equals attention with the causal mask"),
-        ("without_the_scale", True, {*Quantity}, None),
-        ("TwiceDk", True, {Quantity.DK}, None),
-        ("without_the_mask", False, set(), None),
-        ("always_causal", True, set(), None),
-        ("Flash", True, set(), None),
+        ("without_the_mask", True, {*Quantity}),
+        ("always_causal", False, {*Quantity}),
+        ("without_the_scale", True, {*Quantity}),
+        ("TwiceDk", True, {Quantity.DK}),
+        ("without_the_mask", False, set()),
+        ("always_causal", True, set()),
+        ("Flash", True, set()),
     ],
 )
 def test_what_computes_something_else_is_wrong_and_its_times_do_not_count(
-    name: str, causal: bool, wrong: set[Quantity], said: str | None, precision: Precision
+    name: str, causal: bool, wrong: set[Quantity], precision: Precision
 ) -> None:
     result = measured(name, precision, causal=causal)
     assert result.status is (Status.INVALID if wrong else Status.OK)
@@ -150,16 +152,11 @@ def test_what_computes_something_else_is_wrong_and_its_times_do_not_count(
     if wrong:
         text = result.failure.message
         assert {quantity for quantity in Quantity if re.search(rf"[:,] {quantity} [0-9.e-]+ \(PyTorch", text)} == wrong
-        assert (said in text) if said else ("equals" not in text)
-        assert line_of(getattr(getattr(own_kernels, name), "forward", getattr(own_kernels, name))) in text
 
 
-def test_products_in_tf32_are_told_from_fp32_and_from_nonsense() -> None:
+def test_products_in_tf32_are_wrong_in_fp32_and_right_in_tf32() -> None:
     """The error that Triton's tl.dot leaves by default: right to three digits, and 1000 times that of fp32."""
-    result = measured("products_in_tf32")
-    assert result.status is Status.INVALID
-    assert "tf32" in result.failure.message
-    assert "tf32" not in measured("without_the_scale").failure.message
+    assert measured("products_in_tf32").status is Status.INVALID
     assert measured("products_in_tf32", Precision.TF32).status is Status.OK
 
 
@@ -182,20 +179,10 @@ def test_a_published_kernel_is_right_in_every_shape() -> None:
 def test_a_kernel_without_a_backward_keeps_its_forward(
     name: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [
-        "--device",
-        "cpu",
-        "--d-heads",
-        "4",
-        "--context-lengths",
-        "8",
-        "--passes",
-        "2",
-        "--implementations",
-        "naive",
-    ]
+    flags = ["--device", "cpu", "--d-heads", "4", "--context-lengths", "8", "--passes", "2", "--causal", "--name", "n"]
+    flags += ["--implementations", "naive"]
     own = f"tests.own_kernels:{name}"
-    assert main(["attention", *flags, "--causal", "--own", own, "--output", str(tmp_path), "--name", "n"]) == status
+    assert main(["attention", *flags, "--own", own, "--output", str(tmp_path)]) == status
     with (tmp_path / "attention/n/results.csv").open() as file:
         _, row = csv.DictReader(file)
     assert (row["backward_mean_ms"], row["together_mean_ms"], row["dq_max_error"]) == ("", "", "")
@@ -207,38 +194,10 @@ def test_a_kernel_without_a_backward_keeps_its_forward(
         assert "no backward" in shown
         assert float(row["output_relative_error"]) < ROUNDING
     else:
-        assert (row["status"], "without the causal mask" in row["error"]) == ("invalid", True)
+        assert row["status"] == "invalid"
         assert "WRONG" in shown
     study = read_study(tmp_path / "attention/n/attention.json", AttentionStudy)
     assert [m.phase for m in study.results[1].measurements] == [Phase.FORWARD]
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("import triton_of_a_gpu", None),
-        ("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')", "triton"),
-        ("from tests.own_kernels import for_triton as flash", "0 active drivers"),
-        ("from tests.own_kernels import for_cuda as flash", "CUDA"),
-    ],
-)
-def test_a_kernel_for_a_gpu_is_said_to_need_one(
-    source: str, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The texts are those of Triton 3.5 and of PyTorch without CUDA; another module that is missing is an error."""
-    (tmp_path / "kernel_here.py").write_text(f"{source}\ndef unused(): ...\n" + "flash = globals().get('flash')\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "kernel_here", raising=False)
-    grid = replace(SMALL, own="kernel_here:flash")
-    (cell,) = grid.groups()[0]
-    (row,), _ = attempt(grid, cell, measure_rows)
-    if reason is None:
-        assert row.status is Status.CRASHED
-        return
-    assert row.status is Status.UNAVAILABLE
-    assert row.failure.message.startswith("needs a GPU: ")
-    assert reason in row.failure.message
-    assert row.failure.traceback is None
 
 
 def test_a_function_that_writes_to_its_inputs_does_not_hide_its_error() -> None:
@@ -254,18 +213,14 @@ def test_a_function_that_writes_to_its_inputs_does_not_hide_its_error() -> None:
         ("in_float64", "float64"),
         ("on_another_device", "meta"),
         ("with_the_logsumexp", "tuple"),
-        ("one_nan", "1 of 64"),
-        ("without_gradients", "without gradients"),
-        ("without_a_gradient_of_k", "respect to k"),
-        ("NanDv", "gradient of v"),
+        ("one_nan", "output inf"),
+        ("NanDv", "dv inf"),
     ],
 )
-def test_what_is_wrong_is_said_with_file_and_line(name: str, said: str) -> None:
+def test_what_is_wrong_is_said(name: str, said: str) -> None:
     result = measured(name)
-    assert (result.status, result.measurements, result.errors) == (Status.INVALID, (), ())
-    function = getattr(own_kernels, name)
+    assert result.status is Status.INVALID
     assert said in result.failure.message
-    assert f"({line_of(getattr(function, 'forward', function))})" in result.failure.message
 
 
 @pytest.mark.parametrize(
@@ -293,7 +248,7 @@ def test_a_file_that_cannot_be_imported_is_a_row_that_names_its_line_once(
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     grid = replace(SMALL, own="unfinished:flash")
     (cell,) = grid.groups()[0]
-    (row,), _ = attempt(grid, cell, measure_rows)
+    (row,), _ = attempt(grid, cell, measure_attention)
     study = AttentionStudy(grid=grid, results=(row,))
     assert row.status is Status.CRASHED
     assert attention_rows(study)[0]["error"].count("unfinished.py, line 3") == 1
@@ -315,8 +270,6 @@ def test_the_flag_adds_an_implementation_and_keeps_the_state_of_its_source() -> 
     ("name", "said"),
     [
         ("tests.own_kernels", "package.module:name"),
-        ("tests/own_kernels.py:right", "package.module:name"),
-        ("tests.no_such:right", "no_such"),
         ("tests.own_kernels:rihgt", "did you mean right"),
         ("tests.own_kernels:number", "int"),
     ],
@@ -339,5 +292,150 @@ def test_a_study_without_an_own_function_takes_no_time_for_errors() -> None:
     grid = replace(SMALL, own=None, implementations=(Implementation.NAIVE,))
     cell = AttentionCell(implementation=Implementation.NAIVE, precision=Precision.FP32, d_head=4, context_length=8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cs336_systems.studies.attention_cell.exact_errors", unused)
+        patch.setattr("cs336_systems.studies.operator_cell.exact_errors", unused)
         assert measure_cell(grid, cell).errors == ()
+
+
+GRID = replace(SMALL, own=None, implementations=(Implementation.NAIVE,), causal=False, passes=3, warmup_passes=2,
+               context_lengths=(8, 16, 32))  # fmt: skip
+
+
+def cell_of(implementation: Implementation, d_head: int = 4, context_length: int = 8) -> AttentionCell:
+    return AttentionCell(
+        implementation=implementation, precision=Precision.FP32, d_head=d_head, context_length=context_length
+    )
+
+
+def inputs_of(grid: AttentionGrid, cell: AttentionCell) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (grid.batch_size, cell.context_length, cell.d_head)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for _ in range(3)]
+
+
+def test_a_missing_kernel_is_a_row_and_no_failure() -> None:
+    grid = replace(GRID, implementations=(Implementation.EFFICIENT, Implementation.FLASH), context_lengths=(8, 16))
+    study = run_study(grid)
+    assert [result.status for result in study.results] == [Status.UNAVAILABLE] * 2 + [Status.OK] * 2
+    assert "viable backend" in study.results[0].failure.message
+    assert study.available(Precision.FP32) == [Implementation.FLASH]
+    assert all(result.status.is_result for result in study.results)
+
+
+def test_a_whole_study_keeps_every_time_and_its_environment() -> None:
+    progress: list[AttentionStudy] = []
+    study = run_study(replace(GRID, d_heads=(8, 4), precisions=(Precision.BF16,)), on_progress=progress.append)
+    assert [(r.cell.context_length, r.cell.d_head) for r in study.results] == [
+        (8, 4), (8, 8), (16, 4), (16, 8), (32, 4), (32, 8),
+    ]  # fmt: skip
+    assert [len(seen.results) for seen in progress] == [1, 2, 3, 4, 5, 6]
+    assert progress[-1] == study
+    assert study.environment.identity.torch == torch.__version__
+    for result in study.results:
+        assert [m.phase for m in result.measurements] == [Phase.FORWARD, Phase.BACKWARD]
+        assert all(len(m.times_s) == 3 and m.min_s > 0 for m in result.measurements)
+        assert result.memory is None  # there is no allocator to ask: unknown, not 0
+        assert result.first_pass_s > 0
+        assert result.compile_s is None
+
+
+def test_an_injected_sleep_is_found_in_forward_alone() -> None:
+    def slow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return full_attention(q, k, v)
+
+    result = measure_cell(GRID, cell_of(Implementation.NAIVE), slow)
+    assert result.measurement(Phase.FORWARD).min_s >= 0.1
+    assert result.measurement(Phase.BACKWARD).min_s < 0.05
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_compiling_starts_afresh_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile gives up on a function after some shapes, here after the first, and then raises.
+
+    Without its slow last stage, which gives up on nothing.
+    """
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend="eager", **how))
+    for context_length in (8, 16):
+        result = measure_cell(GRID, cell_of(Implementation.COMPILED, context_length=context_length))
+        assert result.status is Status.OK
+        assert result.compile_s == result.first_pass_s > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "implementation", [Implementation.NAIVE, Implementation.SDPA, Implementation.FLASH, Implementation.MATH]
+)
+def test_every_implementation_computes_what_the_definition_says(implementation: Implementation, causal: bool) -> None:
+    grid, cell = replace(GRID, causal=causal), cell_of(implementation, d_head=4, context_length=6)
+    inputs = inputs_of(grid, cell)
+    q, k, v = (x.detach().double().numpy() for x in inputs)
+    expected = np.zeros_like(q)
+    for batch in range(2):
+        for query in range(6):
+            keys = range(query + 1 if causal else 6)
+            weights = [math.exp(q[batch, query] @ k[batch, key] / 2) for key in keys]
+            weighted = sum(w * v[batch, key] for w, key in zip(weights, keys, strict=True))
+            expected[batch, query] = weighted / sum(weights)
+    output = make_attention(grid, cell)(*inputs)
+    np.testing.assert_allclose(output.detach().numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("d_head", "context_length"), [(4, 8), (16, 3)])
+def test_what_written_out_attention_saves_is_what_autograd_keeps(
+    causal: bool, d_head: int, context_length: int
+) -> None:
+    grid = replace(GRID, batch_size=3, causal=causal)
+    cell = cell_of(Implementation.NAIVE, d_head, context_length)
+    inputs = inputs_of(grid, cell)
+    given = {x.untyped_storage().data_ptr() for x in inputs}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given and tensor.dtype is not torch.bool:  # the causal mask is an input too
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = make_attention(grid, cell)(*inputs)
+    assert naive_saved_bytes(grid, cell) == sum(kept.values()) + output.nbytes
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    cell = cell_of(Implementation.NAIVE, 16, 24)
+    with FlopCounterMode(display=False) as forward:
+        output = make_attention(GRID, cell)(*(inputs := inputs_of(GRID, cell)))
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(output, inputs, torch.ones_like(output))
+    assert attention_flops(GRID, cell, Phase.FORWARD) == forward.get_total_flops()
+    assert attention_flops(GRID, cell, Phase.BACKWARD) == backward.get_total_flops()
+    shape = (2, 1, 24, 16)
+    flash = cell_of(Implementation.FLASH, 16, 24)
+    assert attention_flops(GRID, flash, Phase.BACKWARD) == sdpa_backward_flop_count(shape, shape, shape, shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"context_lengths": (8, -1)}, "at least 1, got -1"), ({"timeout_s": float("nan")}, "timeout_s must be positive")],
+    ids=str,
+)
+def test_an_impossible_grid_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(GRID, **changes)
+
+
+def test_flags_mean_a_grid() -> None:
+    grid = parse(AttentionArguments, "attention", ["--device", "cpu"]).grid()
+    assert (grid.batch_size, grid.passes, grid.causal, grid.precisions) == (8, 10, False, (Precision.FP32,))
+    assert Implementation.SDPA in grid.implementations
+    flags = (
+        "--device cpu --d-heads 16 64 --context-lengths 8 --implementations math --precisions bf16 --passes 2 --causal"
+    )
+    arguments = parse(AttentionArguments, "attention", flags.split())
+    assert arguments.grid() == AttentionGrid(
+        device=Device.CPU, d_heads=(16, 64), context_lengths=(8,), implementations=(Implementation.MATH,),
+        precisions=(Precision.BF16,), passes=2, causal=True,
+    )  # fmt: skip
+    assert arguments.directory() == Path("data/attention/bf16_cpu")

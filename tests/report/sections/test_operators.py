@@ -1,3 +1,5 @@
+"""Tables, pictures and files of hand-made studies of attention and of fusion."""
+
 import math
 import re
 from dataclasses import replace
@@ -5,26 +7,36 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from cs336_systems.config import Precision
+from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.record import Failure, Input, Status
 from cs336_systems.report.plots.draw import figure_of
-from cs336_systems.report.sections.attention import (
+from cs336_systems.report.sections.operators import (
     COLOURS,
     CSV_COLUMNS,
     ERROR_COLUMNS,
-    MARKS,
+    FUSION_CSV_COLUMNS,
     TITLES,
     attention_charts,
     attention_lines,
     attention_rows,
     attention_section,
+    fusion_section,
     write_attention,
 )
-from cs336_systems.studies.attention_records import AttentionStudy, ExactError, Implementation, Quantity
+from cs336_systems.studies.operators import AttentionStudy, ExactError, Implementation, Quantity, Version
 from cs336_systems.studies.records import read_study
 from tests.report.drawn import texts
-from tests.report.reading import csv_rows
-from tests.report.studies import MIB, make_cell, make_failed, make_result, make_study
+from tests.report.reading import column, csv_rows
+from tests.report.studies import (
+    MIB,
+    make_cell,
+    make_failed,
+    make_fusion,
+    make_lost_row,
+    make_result,
+    make_row,
+    make_study,
+)
 
 NAIVE, FLASH = Implementation.NAIVE, Implementation.FLASH
 
@@ -72,8 +84,6 @@ def test_sentences_answer_the_courses_question(study):
         "At d_head 64, context 1024 naive's forward left 10.00 MiB; in closed form 9.000: softmax's weights 8.000, "
         "the scaled queries 0.5000, the output 0.5000." in notes
     )
-    assert "naive: from context 512 to 1024 it grows 4.00-fold, as the context to the power of 2.00" in notes
-    assert "flash: from context 1024 to 2048 it grows 2.00-fold, as the context to the power of 1.00" in notes
 
 
 def test_an_interrupted_study_says_how_many_cells_it_has(study):
@@ -86,26 +96,8 @@ def test_an_interrupted_study_says_how_many_cells_it_has(study):
     assert [int(number) for number in re.findall(r"\d+", note)] == [5, 6]
 
 
-def test_where_nothing_runs_out_the_context_that_would_is_told():
-    study = make_study(make_result(make_cell(NAIVE, 64, 1024), peak_mib=24))
-    notes = " ".join(attention_section(study).tables[3].notes)
-    assert (
-        "naive does not run out of memory here: at d_head 64, context 1024 it peaks at 0.02344 GiB, 3.00 times" in notes
-    )
-    assert "fill" not in notes  # how much memory the device has is not known
-    known = replace(study, environment=replace(study.environment, device_memory_bytes=96 * MIB))
-    assert re.search(r"fill 0\.09375 GiB at \D* 2,048\.", " ".join(attention_section(known).tables[3].notes))
-
-
 def test_times_are_compared_at_the_largest_shape_that_both_can_do(study):
-    forward, backward, *_ = attention_section(study).tables
-    notes = " ".join(forward.notes)
-    assert "flash 2.00 (d_head 64, context 1024)" in notes
-    # 4 x 2 x T x T x 64 FLOPs in 2 ms and in 1 ms
-    naive, flash = 4 * 2 * 1024**2 * 64 / 2e-3 / 1e12, 4 * 2 * 2048**2 * 64 / 1e-3 / 1e12
-    assert f"naive {naive:.3f} (d_head 64, context 1024), flash {flash:.2f} (d_head 64, context 2048)" in notes
-    assert "2.5 times" in " ".join(backward.notes)
-    assert "2.5 times" not in notes
+    assert any("flash 2.00 (d_head 64, context 1024)" in note for note in attention_section(study).tables[0].notes)
 
 
 def test_an_implementation_without_any_kernel_is_a_sentence_and_no_column():
@@ -126,13 +118,6 @@ def test_without_an_allocator_there_is_no_memory_and_precisions_have_tables_of_t
     ]
     (row, _) = csv_rows(attention_section(study))
     assert [row[name] for name in ("saved_mib", "peak_mib", "before_backward_mib", "device_name")] == [""] * 4
-
-
-def test_compile_times_are_told_apart():
-    study = make_study(
-        make_result(make_cell(Implementation.COMPILED)), implementations=(Implementation.COMPILED,)
-    )  # fmt: skip
-    assert any("torch.compile takes 1.5 to 1.5 s" in note for note in attention_section(study).tables[0].notes)
 
 
 def test_csv_has_every_value(study):
@@ -173,8 +158,7 @@ def test_pictures_say_what_they_show(study):
     lowest = min(line.get_ydata().min() for line in panel.get_lines() if line.get_transform() == panel.transData)
     height = (math.log(lowest) - math.log(low)) / (math.log(panel.get_ylim()[1]) - math.log(low))
     assert height >= band  # the failed cells have room below every line
-    assert set(COLOURS) == set(MARKS) == set(Implementation)
-    assert len(set(COLOURS.values())) == len(set(MARKS.values())) == len(Implementation)
+    assert len(set(COLOURS)) == len(COLOURS) == len(Implementation)
 
 
 def test_everything_is_written_and_read_back(study, tmp_path):
@@ -189,12 +173,6 @@ def test_everything_is_written_and_read_back(study, tmp_path):
         with Image.open(directory / "plots" / f"{name}.png") as image:
             image.verify()
             assert image.width >= 800
-
-
-def test_a_study_without_any_time_has_no_picture():
-    study = make_study(make_failed(make_cell(), Status.CRASHED))
-    assert list(attention_charts(study, attention_rows(study))) == []
-    assert [row[2] for row in attention_section(study).tables[0].rows] == ["crashed"]
 
 
 @pytest.fixture
@@ -224,7 +202,6 @@ def test_errors_are_shown_beside_those_of_the_others_and_kept_for_each_gradient(
     output, gradients = section.tables[-2:]
     assert [row[2:] for row in output.rows] == [("1.0e-06 (2.5e-07)", "1.0e-06 (2.5e-07)"), ("", "crashed")]
     assert gradients.rows[0][2:] == ("1.0e-06 (2.5e-07)", "1.0e+00 (2.5e-01)")
-    assert any({"5.0e-07", "2.5e-01", "1.2e-01"} <= set(re.split("[ ,]+", note[:-1])) for note in gradients.notes)
     _, own, crashed = csv_rows(section)
     assert [float(own[f"{quantity}_max_error"]) for quantity in Quantity] == [1e-6, 2e-6, 1.0, 0.5]
     assert [float(own[f"{quantity}_relative_error"]) for quantity in Quantity] == [2.5e-7, 5e-7, 0.25, 0.125]
@@ -249,9 +226,83 @@ def test_an_error_that_is_not_finite_or_not_known_is_no_number(own_study):
     assert gradients.rows[0][3] == "1.0e+00 (2.5e-01)"
     lacking = attention_section(replace(own_study, results=(replace(naive, errors=()), own))).tables[-2]
     assert lacking.rows[0][2:] == ("", "1.0e-06 (2.5e-07)")
-    assert any("Memory lacked" in note and "naive" in note for note in lacking.notes)
 
 
-def test_errors_and_the_source_are_written_and_read_back(own_study, tmp_path):
-    write_attention(own_study, tmp_path)
-    assert read_study(tmp_path / "attention.json", AttentionStudy) == own_study
+UNKNOWN = "A device that nobody knows"
+
+
+def charted(study):
+    (chart,) = fusion_section(study).pictures
+    return chart
+
+
+@pytest.fixture
+def fusion():
+    """Fusing saves 7/8 of the time forward; backward runs out of memory where it was compiled."""
+    return make_fusion(
+        make_row(kernels=tuple("abcdefgh"), times_s=(0.008, 0.0079, 0.0083)),
+        make_row(phase=Phase.BACKWARD),
+        make_row(version=Version.COMPILED, times_s=(0.001,), kernels=("fused",), moved_bytes=None),
+        make_lost_row(version=Version.COMPILED, phase=Phase.BACKWARD),
+        make_row(version=Version.FUSED, times_s=(0.002,), kernels=("gelu",), moved_bytes=2 * MIB),
+        make_row(version=Version.FUSED, phase=Phase.BACKWARD, max_error=None),
+    )
+
+
+def test_tables_by_hand(fusion):
+    forward, backward = fusion_section(fusion).tables
+    assert column(forward, "version") == ["eager", "compiled", "fused"]
+    assert column(forward, "kernels") == ["8", "1", "1"]
+    assert column(forward, "time") == ["8.0 ± 0.2", "1.000", "2.000"]  # medians
+    assert column(forward, "moved") == ["18.00", "", "2.000"]
+    assert column(forward, "rate") == ["0.262", "2.10", "1.05"]  # 2 MiB a time, in GB/s
+    assert column(forward, "of bandwidth") == ["0.00546", "0.0437", "0.0218"]  # of 4800 GB/s
+    assert column(forward, "speed-up") == ["1.00", "8.00", "4.00"]
+    assert column(backward, "time") == ["2.000", "out of memory", "2.000"]
+    assert column(backward, "kernels") == ["2", "", "2"]
+    assert column(backward, "max error") == ["1.5e-07", "", "not finite"]
+    assert backward.failed == {1}
+    assert forward.title.startswith("Fusion op by op, forward, fp32, batch 2, context 8, width 16")
+
+
+def test_sentences_by_hand(fusion):
+    forward, backward = fusion_section(fusion).tables
+    assert (
+        "gelu: written out 8 kernels that move 9.00 times what must move; compiled 1 kernel, 8.00 times as fast; "
+        "fused 1 kernel, 4.00 times as fast." in forward.notes
+    )
+    assert "gelu compiled: no memory" in backward.notes
+    assert not any("operators" in note for note in forward.notes)
+    on_cpu = replace(fusion, grid=replace(fusion.grid, device=Device.CPU))
+    assert "On a CPU operators take the place of kernels." in fusion_section(on_cpu).tables[0].notes
+
+
+def test_an_unknown_device_has_no_share_and_no_line(fusion):
+    unknown = make_fusion(*fusion.rows, device_name=UNKNOWN)
+    assert "of bandwidth" not in [heading.name for heading in fusion_section(unknown).tables[0].headings]
+    assert {row["bandwidth_share"] for row in csv_rows(fusion_section(unknown))} == {""}
+    line = "what must move, at the data sheet's bandwidth"
+    assert line in texts(figure_of(charted(fusion)))
+    assert line not in texts(figure_of(charted(unknown)))
+
+
+def test_the_line_is_the_least_time_that_the_bandwidth_allows(fusion):
+    panel = figure_of(charted(fusion)).axes[0]
+    heights = [line.get_ydata()[0] for line in panel.get_lines() if list(line.get_xdata()) == [0, 1]]
+    assert heights == [pytest.approx(2 * MIB / 4800e9 * 1e3)]
+    assert [patch.get_height() for patch in panel.patches] == pytest.approx([8, 1, 2])
+    assert "out of memory" in texts(figure_of(charted(fusion)))
+
+
+def test_csv_has_every_value_of_fusion(fusion):
+    rows = csv_rows(fusion_section(fusion))
+    assert tuple(rows[0]) == FUSION_CSV_COLUMNS
+    assert (rows[0]["kernels"], rows[0]["kernel_names"]) == ("8", "a; b; c; d; e; f; g; h")
+    assert [float(rows[0][name]) for name in ("median_ms", "mean_ms", "must_move_mib", "moved_mib")] == [
+        8, pytest.approx(24.2 / 3), 2, 18,
+    ]  # fmt: skip
+    assert float(rows[2]["speed_up"]) == 8
+    assert float(rows[2]["bandwidth_share"]) == pytest.approx(2 * MIB / 0.001 / 4800e9)
+    assert [rows[3][name] for name in ("status", "error", "kernels", "median_ms", "speed_up", "max_error")] == [
+        "oom", "no memory", "", "", "", "",
+    ]  # fmt: skip

@@ -1,11 +1,9 @@
-import re
+"""Parts of a profiled step: FLOPs that torch counts, bytes by hand, times of one step."""
+
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.analysis.kernels.classes import KernelClass
@@ -13,13 +11,8 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.report.plots.draw import figure_of
-from cs336_systems.report.sections.ceilings.roofline import PHASE_COLOURS, parts_section, roofline_chart
-from cs336_systems.report.sections.ceilings.summary import ceilings_tables, write_ceilings
-from cs336_systems.studies.step_parts import StepPart, StepParts, step_parts
-from tests.report.ceilings import BF16, FP8, FP32, make_ceilings, make_whole, product_at, square, stream_at
-from tests.report.drawn import overlaps, texts
-from tests.report.reading import csv_rows
+from cs336_systems.studies.step_parts import step_parts
+from tests.report.ceilings import BF16, FP8, FP32
 from tests.report.sections.kernels.profiles import make_module, make_products, make_profile
 
 FORWARD, BACKWARD, OPTIMIZER = LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER
@@ -156,37 +149,6 @@ def test_fused_attention_is_counted_as_causal_too(fused):
     assert all(part.causal_flops is None for part in step_parts(make_profile(), CONFIG).parts)
 
 
-@pytest.mark.parametrize(("gb_per_s", "limit"), [(1000, "arithmetic"), (1e-3, "memory")], ids=["fast", "slow"])
-def test_the_note_says_the_share_as_causal(fused, gb_per_s, limit):
-    """Below arithmetic's roof the share is 36/64 of that in the table; below memory's it is the same: that roof has
-    come down too."""
-    study = make_ceilings([product_at(square(64), 0.001, FP32)], [stream_at(gb_per_s)])
-    section = parts_section(study, fused)
-    rows = csv_rows(section)
-    factor = 36 / 64 if limit == "arithmetic" else 1
-    assert [row["limit"] for row in rows] == [limit] * 2
-    shares = [factor * float(row["roof_share"]) for row in rows]
-    assert [float(row["causal_roof_share"]) for row in rows] == pytest.approx(shares)
-    (note,) = [note for note in section.tables[0].notes if "causal" in note]
-    forward, backward = re.search(r"reaches of its roof: forward ([\d.,]+) %, backward ([\d.,]+) %\.$", note).groups()
-    said = [float(text.replace(",", "")) for text in (forward, backward)]
-    assert said == pytest.approx([100 * share for share in shares], rel=5e-3)
-    blind = make_ceilings([product_at(square(64), 0.001)], [stream_at(2)])
-    (note,) = [note for note in parts_section(blind, fused).tables[0].notes if "causal" in note]
-    assert note.endswith("computes about half.")
-
-
-@pytest.mark.parametrize(("tflops_per_s", "above"), [(1e-5, True), (100, False)], ids=["low roof", "high roof"])
-def test_only_notes_of_what_is_in_the_table(fused, tflops_per_s, above):
-    study = make_ceilings([product_at(square(64), tflops_per_s, FP32)], [stream_at(1e6)])
-    for parts in (fused, step_parts(make_profile(), CONFIG)):
-        (table,) = parts_section(study, parts).tables
-        notes = " ".join(table.notes)
-        assert ("All kernels:" in notes) == any("all kernels" in row[0] for row in table.rows)
-        assert ("Above 100 %" in notes) == any(float(row[-2].replace(",", "")) > 100 for row in table.rows) == above
-        assert ("Fused attention:" in notes) == any("fused attention" in row[0] for row in table.rows)
-
-
 def test_what_is_computed_again_counts():
     plain = by_name(step_parts(make_profile(), CONFIG))[LINEAR, BACKWARD]
     again = by_name(step_parts(make_profile(), replace(CONFIG, checkpoint_blocks=1)))[LINEAR, BACKWARD]
@@ -233,31 +195,6 @@ def test_blocks_in_fp8_are_on_its_roof_and_the_head_is_not():
     assert parts["scores, products alone", FORWARD].precision is BF16
 
 
-def test_products_of_two_precisions_are_left_out_and_that_is_said():
-    study = make_ceilings([product_at(square(64), 4), product_at(square(64), 8, FP8)], [stream_at(1e6)])
-    unknown = make_profile(products=(make_products(FORWARD, 0, 0, unknown=8, unknown_ms=6),))
-    for parts, left_out in ((fp8_parts(), LINEAR), (step_parts(unknown, FP8_CONFIG), "all products")):
-        (table,) = parts_section(study, parts).tables
-        assert not any(left_out in row[0] for row in table.rows)
-        (note,) = [note for note in table.notes if note.startswith("Left out: ")]
-        assert note.startswith(f"Left out: {left_out}. ")
-    rows = csv_rows(parts_section(study, fp8_parts()))
-    roofs = {row["part"]: float(row["roof_tflops_per_s"]) for row in rows if row["precision"] != "fp32"}
-    assert (roofs[FFN], roofs["head, all kernels"]) == (pytest.approx(8), pytest.approx(4))
-    (plain,) = parts_section(study, step_parts(make_profile(), CONFIG)).tables
-    assert "fp8" not in " ".join(plain.notes)
-    assert not any(note.startswith("Left out") for note in plain.notes)
-
-
-@pytest.mark.parametrize(("gb_per_s", "reason"), [(1e6, "no product"), (1e-6, "still in a cache")])
-def test_above_the_roof_the_note_says_which(gb_per_s, reason):
-    study = make_ceilings([product_at(square(64), 1e-5, FP32)], [stream_at(gb_per_s)])
-    (table,) = parts_section(study, step_parts(make_profile(), CONFIG)).tables
-    found = [note for note in table.notes if note.startswith("Above 100 %")]
-    assert any(reason in note for note in found)
-    assert len(found) == len({row[-1] for row in table.rows if float(row[-2].replace(",", "")) > 100})
-
-
 def test_a_model_of_ones_own_and_no_steps_are_refused():
     with pytest.raises(ValueError, match=r"got model_factory 'my\.module:make'"):
         step_parts(make_profile(), replace(CONFIG, model_factory="my.module:make"))
@@ -265,65 +202,9 @@ def test_a_model_of_ones_own_and_no_steps_are_refused():
         step_parts(make_profile(num_steps=0), CONFIG)
 
 
-def make_study():
-    """fp32 at 1 GFLOP/s and copies at 2 GB/s: the ridge is at half a FLOP per byte."""
-    return make_ceilings([product_at(square(64), 0.001, FP32)], [stream_at(2)])
-
-
-def test_shares_of_the_roof_by_hand():
-    section = parts_section(make_study(), step_parts(make_profile(), CONFIG))
-    rows = {(row["part"], row["phase"]): row for row in csv_rows(section)}
-    linear, optimizer = rows[LINEAR, "forward"], rows["optimizer", "optimizer"]
-    assert linear["limit"] == "arithmetic"
-    assert float(linear["roof_share"]) == pytest.approx(float(linear["flops"]) / 0.0015 / 1e9)
-    assert optimizer["limit"] == "memory"
-    # its bytes in 5 ms over 2 GB/s
-    assert float(optimizer["roof_share"]) == pytest.approx(float(optimizer["least_mib"]) * 2**20 / 0.005 / 2e9)
-    (table,) = section.tables
-    assert table.title.startswith("Parts of a step on the roofline: custom ctx 8 train fp32")
-    assert len(table.rows) == len(rows) == 12
-
-
-def test_without_a_ceiling_there_is_no_share_and_without_parts_no_table():
-    parts = step_parts(make_profile(), CONFIG)
-    blind = make_ceilings([product_at(square(64), 0.001)], [stream_at(2)])  # bf16 alone
-    assert {row[-1] for row in parts_section(blind, parts).tables[0].rows} == {""}
-    assert {row[-2] for row in parts_section(blind, parts).tables[0].rows} == {""}
-    assert parts_section(blind, None).tables == ()
-    assert len(ceilings_tables(make_whole(), parts)) == len(ceilings_tables(make_whole())) + 1
-
-
-def test_parts_stand_at_their_intensity_and_rate():
-    parts = step_parts(make_profile(), CONFIG)
-    figure = figure_of(*roofline_chart(make_study(), parts))
-    drawn = [tuple(map(float, (line.get_xdata()[0], line.get_ydata()[0]))) for line in figure.axes[0].get_lines()]
-    expected = [(part.flops / part.moved_bytes, part.flops / part.time_s / 1e12) for part in parts.parts]
-    assert drawn[-len(expected) :] == [pytest.approx(point) for point in expected]
-    left, right = figure.axes[0].get_xlim()
-    bottom, top = figure.axes[0].get_ylim()
-    assert all(left < x < right and bottom < y < top for x, y in expected)
-    assert {part.name for part in parts.parts} | {"in forward", "in backward", "in optimizer"} <= set(texts(figure))
-    assert not overlaps(figure)
-
-
-def test_forward_and_backward_at_the_same_place_are_both_seen():
-    """Their colours are looked for in the picture, around the one point at which both stand."""
-    part = StepPart(name="a", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.01)
-    parts = StepParts(label="a step", parts=(part, replace(part, phase=BACKWARD)))
-    figure = figure_of(*roofline_chart(make_study(), parts))
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    x, y = figure.axes[0].transData.transform((1, 1e-4)).astype(int)
-    around = pixels[len(pixels) - y - 15 : len(pixels) - y + 15, x - 15 : x + 15].reshape(-1, 3)
-    for phase in (FORWARD, BACKWARD):
-        colour = np.round(255 * np.array(to_rgb(PHASE_COLOURS[phase])))
-        assert (np.abs(around - colour).max(axis=1) <= 2).sum() >= 20, phase
-
-
-def test_the_parts_are_written_and_removed_again(tmp_path):
-    write_ceilings(make_study(), tmp_path, step_parts(make_profile(), CONFIG))
-    assert "optimizer" in (tmp_path / "roofline.md").read_text()
-    write_ceilings(make_study(), tmp_path)
-    assert not (tmp_path / "roofline.md").exists()
-    assert (tmp_path / "plots" / "roofline.png").exists()
+def test_products_of_two_precisions_are_left_out_by_name():
+    unknown = make_profile(products=(make_products(FORWARD, 0, 0, unknown=8, unknown_ms=6),))
+    for parts, left_out in ((fp8_parts(), LINEAR), (step_parts(unknown, FP8_CONFIG), "all products")):
+        assert parts.mixed == (left_out,)
+        assert left_out not in {part.name for part in parts.parts}
+    assert step_parts(make_profile(), CONFIG).mixed == ()

@@ -1,19 +1,23 @@
+"""Tables, files and pictures of ceilings that were made by hand."""
+
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from PIL import Image
 
+from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Device
 from cs336_systems.report.plots.draw import figure_of
-from cs336_systems.report.sections.ceilings.plots import bandwidth_chart, collective_chart, product_chart
-from cs336_systems.report.sections.ceilings.roofline import roofline_chart
-from cs336_systems.report.sections.ceilings.summary import ceilings_tables, summary_section, write_ceilings
-from cs336_systems.report.sections.ceilings.tables import collectives_section, products_section, streams_section
-from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Shape, Stream
+from cs336_systems.report.sections.ceilings import ceilings_sections, parts_section, write_ceilings
+from cs336_systems.report.sections.ceilings_plots import PHASE_COLOURS
+from cs336_systems.report.sections.study import all_tables
+from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Stream
 from cs336_systems.studies.records import read_study
+from cs336_systems.studies.step_parts import StepPart, StepParts
 from tests.report.ceilings import (
-    BF16,
     FP32,
     MIB,
     lasting,
@@ -39,20 +43,13 @@ def near(*points):
     return pytest.approx(np.array(points))
 
 
-def draw_products(study):
-    return figure_of(*product_chart(study))
+def section(name, study, parts=None):
+    return {own.name: own for own in ceilings_sections(study, parts)}[name]
 
 
-def draw_bandwidth(study):
-    return figure_of(*bandwidth_chart(study))
-
-
-def draw_collectives(study):
-    return figure_of(*collective_chart(study))
-
-
-def draw_roofline(study):
-    return figure_of(*roofline_chart(study))
+def drawn(study, name, parts=None):
+    (picture,) = [each for own in ceilings_sections(study, parts) for each in own.pictures if each.name == name]
+    return figure_of(picture)
 
 
 def lines_of(panel):
@@ -61,7 +58,7 @@ def lines_of(panel):
 
 
 def test_the_summary_by_hand(study):
-    (table,) = summary_section(study).tables
+    (table,) = section("results", study).tables
     assert column(table, "ceiling") == [
         "bf16 product", "fp32 product", "copy (memory)", "adamw (memory)",
         "a kernel on one element, launched one by one", "a kernel on one element, in a CUDA graph",
@@ -74,15 +71,14 @@ def test_the_summary_by_hand(study):
     assert column(table, "data sheet") == ["989.5", "67.00", "4,800", "4,800", "", "", ""]
     assert column(table, "of data sheet") == ["80.8", "74.6", "83.3", "75.0", "", "", ""]
     assert column(table, "reached at")[:3] == ["4096 x 4096 x 4096", "1024 x 1024 x 1024", "4,096 MiB"]
-    (row, *_) = csv_rows(summary_section(study))
+    (row, *_) = csv_rows(section("results", study))
     assert float(row["data_sheet_share"]) == pytest.approx(800 / 989.5)
 
 
 def test_sentences_by_hand(study):
-    (table,) = summary_section(study).tables
+    (table,) = section("results", study).tables
     assert table.notes == (
         "FLOPs per byte below which memory, not arithmetic, is the limit: bf16 200, fp32 12.5.",
-        "Square products run at half of their ceiling or more from these sides on: bf16 4096.",
         # the cube roots of 4e-6 x 800e12 / 2 and 4e-6 x 50e12 / 2
         "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
         "bf16 1,170, fp32 464.",
@@ -92,7 +88,7 @@ def test_sentences_by_hand(study):
 
 
 def test_products_by_hand(study):
-    bf16, fp32, fp8 = products_section(study).tables
+    bf16, fp32, fp8 = section("products", study).tables
     assert bf16.title == "Matrix products, bf16, NVIDIA H200"
     assert column(bf16, "rate") == ["300.0", "800.0", "700.0", "400.0", "600.0"]
     assert column(bf16, "of data sheet") == ["30.3", "80.8", "70.7", "40.4", "60.6"]
@@ -105,7 +101,7 @@ def test_products_by_hand(study):
     assert column(fp8, "time") == ["no kernel", "no kernel"]
     assert fp8.failed == {0, 1}
     assert fp8.notes[-1] == "1024 x 1024 x 1024 and 1 more: too old."
-    rows = csv_rows(products_section(study))
+    rows = csv_rows(section("products", study))
     assert [rows[0][name] for name in ("precision", "name", "rows", "status")] == ["bf16", "square", "1024", "ok"]
     assert float(rows[0]["flops"]) == 2 * 1024**3
     assert float(rows[0]["moved_mib"]) == 6
@@ -120,18 +116,18 @@ def test_products_by_hand(study):
 
 
 def test_memory_and_collectives_by_hand(study):
-    (memory,) = streams_section(study).tables
+    (memory,) = section("bandwidth", study).tables
     assert column(memory, "pass") == ["copy", "copy", "copy", "adamw"]
     assert column(memory, "moved") == ["1.000", "4,096", "8,192", "4,096"]
     assert column(memory, "rate") == ["9,000", "4,000", "", "3,600"]
     assert column(memory, "of data sheet") == ["188", "83.3", "", "75.0"]
     assert column(memory, "time")[2] == "out of memory"
     assert "The last cache holds 50.00 MiB." in memory.notes
-    (reduce,) = collectives_section(study).tables
+    (reduce,) = section("collectives", study).tables
     assert column(reduce, "algorithm") == ["100.0", "200.0"]
     assert column(reduce, "bus") == ["150.0", "300.0"]  # four processes: 2 x 3 / 4
-    assert [float(row["bus_gb_per_s"]) for row in csv_rows(collectives_section(study))] == pytest.approx([150, 300])
-    assert collectives_section(make_ceilings()).tables == ()
+    assert [float(row["bus_gb_per_s"]) for row in csv_rows(section("collectives", study))] == pytest.approx([150, 300])
+    assert section("collectives", make_ceilings()).tables == ()
 
 
 def test_an_unknown_device_and_a_cpu_have_no_data_sheet():
@@ -139,28 +135,14 @@ def test_an_unknown_device_and_a_cpu_have_no_data_sheet():
         [product_at(square(64), 0.05, FP32)], [stream_at(20)],
         [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6))], device_name=UNKNOWN, device=Device.CPU,
     )  # fmt: skip
-    summary, *others = ceilings_tables(study)
+    summary, *others = all_tables(ceilings_sections(study))
     assert column(summary, "measured") == ["0.05000 ± 0", "20.00 ± 0", "2.000 ± 0"]
     assert column(summary, "ceiling")[2] == "an operation on one element"
     for table in (summary, *others):
         assert not any("data sheet" in heading.name for heading in table.headings)
         assert not any("CUDA" in note or "launch" in note for note in table.notes)
-    for figure in (draw_products(study), draw_bandwidth(study), draw_roofline(study)):
+    for figure in (drawn(study, "products"), drawn(study, "bandwidth"), drawn(study, "roofline")):
         assert "data sheet" not in texts(figure)
-
-
-@pytest.mark.parametrize(("load", "busy"), [(None, False), (11.9, False), (12.1, True)], ids=str)
-def test_a_busy_machine_is_said_to_be_so(load, busy):
-    """Of eight CPUs."""
-    study = make_ceilings([product_at(square(64), 0.05, FP32)], device=Device.CPU)
-    loaded = replace(study, environment=replace(study.environment, load_1min=load))
-    (table,) = summary_section(loaded).tables
-    assert any("load 12.1 on 8 CPUs" in note for note in table.notes) == busy
-
-
-def notes_of(products, streams, **fields):
-    (table,) = summary_section(make_ceilings(products, streams, **fields)).tables
-    return table.notes
 
 
 def test_cells_that_set_a_ceiling_and_whose_loops_differ_are_named():
@@ -169,7 +151,7 @@ def test_cells_that_set_a_ceiling_and_whose_loops_differ_are_named():
                 product_at(square(64), 0.1, FP32, spread=0.38)]  # fmt: skip
     streams = [stream_at(2, spread=0.24), stream_at(9, MIB, spread=2), stream_at(1, stream=Stream.ADAMW, spread=0.09)]
     launches = [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6, spread=0.5))]
-    (summary,) = summary_section(make_ceilings(products, streams, launches)).tables
+    (summary,) = section("results", make_ceilings(products, streams, launches)).tables
     marked = dict(
         zip(column(summary, "ceiling"), (cell.endswith(" ?") for cell in column(summary, "measured")), strict=True)
     )
@@ -180,22 +162,12 @@ def test_cells_that_set_a_ceiling_and_whose_loops_differ_are_named():
     (note,) = [note for note in summary.notes if note.startswith("In doubt")]
     assert [name in note for name in marked] == list(marked.values())
     assert all(f"{spread} %" in note for spread in (38, 24, 50))
-    steady = notes_of([product_at(square(64), 1, spread=0.09)], [stream_at(2, spread=0.09)])
-    assert not any("In doubt" in note for note in steady)
-
-
-@pytest.mark.parametrize("device", [Device.CUDA, Device.CPU], ids=str)
-@pytest.mark.parametrize(("gb_per_s", "said"), [(1.9, False), (2.1, True)], ids=["slower", "faster"])
-def test_adamw_that_is_faster_than_a_copy_was_in_a_cache(gb_per_s, said, device):
-    streams = [stream_at(2), stream_at(gb_per_s, stream=Stream.ADAMW)]
-    notes = [note for note in notes_of([product_at(square(64), 1)], streams, device=device) if "AdamW" in note]
-    assert [("still in a cache" in note, "or the copy read" in note) for note in notes] == (
-        [(True, device is Device.CPU)] if said else []
-    )
+    steady = make_ceilings([product_at(square(64), 1, spread=0.09)], [stream_at(2, spread=0.09)])
+    assert not any("In doubt" in note for note in section("results", steady).tables[0].notes)
 
 
 def test_rates_of_products_stand_over_their_size(study):
-    figure = draw_products(study)
+    figure = drawn(study, "products")
     points = lines_of(figure.axes[0])
     assert points[0] == near((1024, 300), (4096, 800), (8192, 700))
     side = (2048 * 768 * 50257) ** (1 / 3)
@@ -207,25 +179,8 @@ def test_rates_of_products_stand_over_their_size(study):
     assert not overlaps(figure)
 
 
-def test_a_layer_far_below_the_others_is_named(study):
-    """400 of 600 TFLOP/s is not far below; 94 is."""
-    assert not any("head" in text for figure in (draw_products(study), draw_roofline(study)) for text in texts(figure))
-    head = Shape(rows=2048, inner=768, columns=50257, name="gpt2 head")
-    padded = replace(head, columns=50304, name="gpt2 head, padded")
-    slow = [product_at(square(1024), 300), product_at(padded, 600), product_at(head, 94), product_at(head, 12, FP32)]
-    figures = [draw(make_ceilings(slow, study.streams)) for draw in (draw_products, draw_roofline)]
-    intensity = head.flops / (2 * (2048 * 768 + 768 * 50257 + 2048 * 50257))
-    for figure, x in zip(figures, ((2048 * 768 * 50257) ** (1 / 3), intensity), strict=True):
-        (label,) = [text for text in figure.axes[0].texts if "head" in text.get_text()]
-        assert label.get_text() == "gpt2 head, not padded"
-        assert label.xy == pytest.approx((x, 94))
-        assert not overlaps(figure)
-    alone = make_ceilings([product_at(replace(head, columns=50304, name="a"), 600), product_at(head, 94)])
-    assert "gpt2 head" in texts(draw_products(alone)), "nothing is said of padding where nothing is padded"
-
-
 def test_rates_of_memory_stand_over_their_bytes(study):
-    figure = draw_bandwidth(study)
+    figure = drawn(study, "bandwidth")
     points = lines_of(figure.axes[0])
     assert points[0] == near((1, 9000), (4096, 4000))
     assert points[1] == near((4096, 3600))
@@ -233,12 +188,12 @@ def test_rates_of_memory_stand_over_their_bytes(study):
     assert points[3][0][0] == pytest.approx(50)
     hidden = "10000"  # a tick above the picture, which is not drawn
     assert not [pair for pair in overlaps(figure) if hidden not in pair]
-    (points,) = lines_of(draw_collectives(study).axes[0])
+    (points,) = lines_of(drawn(study, "collectives").axes[0])
     assert points == near((1, 150), (64, 300))
 
 
 def test_the_roof_has_its_corners_where_memory_and_arithmetic_meet(study):
-    figure = draw_roofline(study)
+    figure = drawn(study, "roofline")
     slope, bf16, fp32, *others = lines_of(figure.axes[0])
     assert slope[1] == near(200, 800)
     assert slope[0][1] / slope[0][0] == pytest.approx(4)  # 4000 GB/s
@@ -258,10 +213,9 @@ def test_the_roof_has_its_corners_where_memory_and_arithmetic_meet(study):
 
 def test_without_times_there_are_no_pictures():
     empty = make_ceilings([ProductCell(precision=FP32, shape=square(8), timing=lost())])
-    for make in (product_chart, bandwidth_chart, collective_chart, roofline_chart):
-        assert make(empty) == []
-    assert roofline_chart(make_ceilings([product_at(square(1024), 3)])) == []  # no slope
-    (table, *_) = ceilings_tables(empty)
+    assert not any(own.pictures for own in ceilings_sections(empty))
+    assert not section("roofline", make_ceilings([product_at(square(1024), 3)])).pictures, "no slope"
+    (table, *_) = all_tables(ceilings_sections(empty))
     assert (table.rows, table.notes) == ((), ())
 
 
@@ -283,8 +237,68 @@ def test_everything_is_written_and_read_back(study, tmp_path):
     assert not (directory / "plots" / "collectives.png").exists()
 
 
-def test_streams_and_sizes_that_are_unknown_do_not_show(study):
-    only_read = make_ceilings([product_at(square(1024), 3)], [stream_at(5, MIB, Stream.READ)])
-    assert column(ceilings_tables(only_read)[0], "ceiling") == ["bf16 product", "read (memory)"]
-    assert not any("FLOPs per byte" in note for note in ceilings_tables(only_read)[0].notes)
-    assert only_read.roof(BF16, 1.0) is None
+FORWARD, BACKWARD = LaunchPhase.FORWARD, LaunchPhase.BACKWARD
+PARTS = StepParts(
+    label="a step",
+    parts=(
+        StepPart(name="linear", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.002,
+                 causal_flops=0.6e6),
+        StepPart(name="norms", phase=BACKWARD, precision=FP32, flops=1e5, moved_bytes=1e6, time_s=0.001,
+                 causal_flops=0.5e5),
+    ),
+    mixed=("all products",),
+)  # fmt: skip
+
+
+def make_study():
+    """fp32 at 1 GFLOP/s and copies at 2 GB/s: the ridge is at half a FLOP per byte."""
+    return make_ceilings([product_at(square(64), 0.001, FP32)], [stream_at(2)])
+
+
+def test_shares_of_the_roof_by_hand():
+    """As causal, memory's roof comes down with the FLOPs; arithmetic's does not."""
+    own = parts_section(make_study(), PARTS)
+    linear, norms = csv_rows(own)
+    assert (linear["limit"], norms["limit"]) == ("arithmetic", "memory")
+    assert [float(row["roof_share"]) for row in (linear, norms)] == pytest.approx([0.5, 0.5])
+    assert [float(row["causal_roof_share"]) for row in (linear, norms)] == pytest.approx([0.3, 0.5])
+    assert any("forward 30.0 %, backward 50.0 %" in note for note in own.tables[0].notes)
+    assert any("Left out" in note and "all products" in note for note in own.tables[0].notes)
+    blind = csv_rows(parts_section(make_ceilings([product_at(square(64), 1)], [stream_at(2)]), PARTS))  # bf16 alone
+    assert {(row["roof_share"], row["limit"]) for row in blind} == {("", "")}
+    assert parts_section(make_study(), None).tables == ()
+
+
+def test_parts_stand_at_their_intensity_and_rate():
+    figure = drawn(make_study(), "roofline", PARTS)
+    places = [tuple(map(float, (line.get_xdata()[0], line.get_ydata()[0]))) for line in figure.axes[0].get_lines()]
+    expected = [(part.flops / part.moved_bytes, part.flops / part.time_s / 1e12) for part in PARTS.parts]
+    assert places[-len(expected) :] == [pytest.approx(point) for point in expected]
+    left, right = figure.axes[0].get_xlim()
+    bottom, top = figure.axes[0].get_ylim()
+    assert all(left < x < right and bottom < y < top for x, y in expected)
+    assert {"linear", "norms", "in forward", "in backward"} <= set(texts(figure))
+    assert not overlaps(figure)
+
+
+def test_forward_and_backward_at_the_same_place_are_both_seen():
+    """Their colours are looked for in the picture, around the one point at which both stand."""
+    part = StepPart(name="a", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.01)
+    parts = StepParts(label="a step", parts=(part, replace(part, phase=BACKWARD)))
+    figure = drawn(make_study(), "roofline", parts)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+    x, y = figure.axes[0].transData.transform((1, 1e-4)).astype(int)
+    around = pixels[len(pixels) - y - 15 : len(pixels) - y + 15, x - 15 : x + 15].reshape(-1, 3)
+    for phase in (FORWARD, BACKWARD):
+        colour = np.round(255 * np.array(to_rgb(PHASE_COLOURS[phase])))
+        assert (np.abs(around - colour).max(axis=1) <= 2).sum() >= 20, phase
+
+
+def test_the_parts_are_written_and_removed_again(tmp_path):
+    write_ceilings(make_study(), tmp_path, PARTS)
+    assert "norms" in (tmp_path / "roofline.md").read_text()
+    write_ceilings(make_study(), tmp_path)
+    assert not (tmp_path / "roofline.md").exists()
+    assert (tmp_path / "plots" / "roofline.png").exists()

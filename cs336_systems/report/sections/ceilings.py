@@ -1,0 +1,370 @@
+"""What a machine reaches, for people: a summary beside the data sheet, every cell, and the parts of a step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cs336_systems.analysis.warnings import LOOPS
+from cs336_systems.config import Device, Precision
+from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.hardware import DeviceSpec, find_device
+from cs336_systems.record import Status
+from cs336_systems.report.columns import Column, Row, column, three_digits
+from cs336_systems.report.plots.charts import Chart
+from cs336_systems.report.section import Section, Table, known, make_table
+from cs336_systems.report.sections.ceilings_plots import (
+    bandwidth_chart,
+    collective_chart,
+    product_chart,
+    roofline_chart,
+)
+from cs336_systems.report.sections.study import (
+    derived,
+    doubt_notes,
+    doubts_of,
+    end_of,
+    promised_bandwidth,
+    write_study,
+)
+from cs336_systems.report.words import DOUBT, GIGA, MIB, TERA, ratio, significant
+from cs336_systems.studies.ceilings_files import FILE_NAME
+from cs336_systems.studies.ceilings_records import (
+    PADDED,
+    QUEUED_BYTES,
+    CeilingsStudy,
+    Launch,
+    ProductCell,
+    ProductPrecision,
+    Stream,
+    TimedRow,
+)
+from cs336_systems.studies.step_parts import ALL_KERNELS, StepPart, StepParts
+
+SUMMARY = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
+ROOFLINE = (
+    column("part", about="Which part of the step it is."), column("phase"), column("flops"), column("least_mib"),
+    column("flops_per_byte", drop_order=5), column("time_ms"), column("tflops_per_s", drop_order=2, derived=False),
+    column("roof_tflops_per_s"), column("roof_share"), column("limit"),
+)  # fmt: skip
+_ENDS = ("device_name", "status", "error", "median_ms", "loop_spread")
+CSV_COLUMNS = {
+    "results": ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",
+                "measured_std", "warnings"),
+    "products": ("precision", "name", "rows", "inner", "columns", *_ENDS, "flops", "moved_mib", "flops_per_byte",
+                 "tflops_per_s", "data_sheet_share", "best_share", "std_ms", "warnings"),
+    "bandwidth": ("stream", "moved_mib", *_ENDS, "gb_per_s", "data_sheet_share", "std_ms", "warnings"),
+    "launches": ("launch", "device_name", "status", "error", "median_us", "loop_spread", "std_us", "warnings"),
+    "collectives": ("collective", "tensor_mib", "world_size", *_ENDS, "algorithm_gb_per_s", "bus_gb_per_s", "std_ms",
+                    "warnings"),
+}  # fmt: skip
+"""Columns of the CSV file of each section."""
+PICTURES = ("products", "bandwidth", "collectives", "roofline")
+
+
+def ceilings_sections(study: CeilingsStudy, parts: StepParts | None = None) -> list[Section]:
+    """All subjects in reading order; the section of a subject without values is empty."""
+    products, streams = product_rows(study), stream_rows(study)
+    launches, collectives = launch_rows(study), collective_rows(study)
+    has_time = timed(products)
+    return [
+        _section("results", [summary_table(study)], ceilings_of(study)),
+        _section("products", _product_tables(study, products), products, product_chart(study, has_time)),
+        _section("bandwidth", [_stream_table(study, streams)], streams, bandwidth_chart(study, timed(streams))),
+        _section("launches", [_launch_table(study, launches)], launches),
+        _section("collectives", _collective_tables(study, collectives), collectives,
+                 collective_chart(study, timed(collectives))),
+        replace(parts_section(study, parts), pictures=roofline_chart(study, has_time, parts)),
+    ]  # fmt: skip
+
+
+def _section(name: str, tables: Sequence[Table], rows: Sequence[Row], pictures: Sequence[Chart] = ()) -> Section:
+    return Section(name=name, tables=tuple(tables), rows=rows, keys=CSV_COLUMNS[name], pictures=pictures)
+
+
+def write_ceilings(study: CeilingsStudy, directory: Path, parts: StepParts | None = None) -> list[Path]:
+    """Write ceilings.json, each subject as tables, and plots/ into the directory, which is made; return the paths."""
+    return write_study(FILE_NAME, study, ceilings_sections(study, parts), directory, PICTURES)
+
+
+def _row(study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per_s: float = 1e3) -> Row:
+    """What all cells have: how the cell ended, its time in that unit, and what puts it in doubt."""
+    timing = cell.timing
+    loops = timing.loops
+    return {
+        "label": label,
+        "device_name": study.device_name,
+        **end_of(timing.status, timing.failure),
+        f"median_{unit}": None if loops is None else loops.median_s * per_s,
+        f"std_{unit}": None if loops is None or loops.stdev_s is None else loops.stdev_s * per_s,
+        "loop_spread": None if loops is None else loops.spread,
+        "cv": timing.cv,
+        **doubts_of(timing.warnings),
+    }
+
+
+def timed(rows: Sequence[Row]) -> list[Row]:
+    """The rows that have a time."""
+    return [row for row in rows if row["loop_spread"] is not None]
+
+
+def product_rows(study: CeilingsStudy) -> list[Row]:
+    """A row for each matrix product."""
+    return [_product(study, cell) for cell in study.products]
+
+
+def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
+    """Row of one matmul. Its share of the best is in doubt if either time is, but not for the best itself (100 %)."""
+    shape, best, own = cell.shape, study.best_product(cell.precision), _row(study, cell, cell.shape.label)
+    promised = promised_flops(find_device(study.device_name), cell.precision)
+    pair = () if best is None or best is cell else (own, _row(study, best, ""))
+    moved_bytes = shape.moved_bytes(cell.precision)
+    return {
+        "precision": cell.precision, "name": shape.name, "shape": shape.label, "cube_side": shape.cube_side,
+        "is_square": shape.is_square, "rows": shape.rows, "inner": shape.inner, "columns": shape.columns, **own,
+        "flops": shape.flops, "moved_mib": moved_bytes / MIB, "flops_per_byte": shape.flops / moved_bytes,
+        **derived("tflops_per_s", ratio(cell.flops_per_s, TERA), own),
+        "data_sheet": ratio(promised, TERA), **derived("data_sheet_share", ratio(cell.flops_per_s, promised), own),
+        **derived("best_share", ratio(cell.flops_per_s, study.product_ceiling(cell.precision)), *pair),
+    }  # fmt: skip
+
+
+def promised_flops(spec: DeviceSpec | None, precision: ProductPrecision) -> float | None:
+    """The data sheet's peak of dense products, or None where it is not known."""
+    if spec is None:
+        return None
+    if precision is ProductPrecision.FP8:
+        return spec.fp8_peak_flops_per_s
+    return spec.peak_flops_per_s.get(Precision(precision))
+
+
+def stream_rows(study: CeilingsStudy) -> list[Row]:
+    """A row for each pass over memory."""
+    promised, rows = promised_bandwidth(study.device_name), []
+    for cell in study.streams:
+        own = _row(study, cell, f"{cell.stream} of {cell.moved_bytes} bytes")
+        rows.append({
+            "stream": cell.stream, "moved_mib": cell.moved_bytes / MIB, **own,
+            **derived("gb_per_s", ratio(cell.bytes_per_s, GIGA), own),
+            "data_sheet": ratio(promised, GIGA),
+            **derived("data_sheet_share", ratio(cell.bytes_per_s, promised), own),
+        })  # fmt: skip
+    return rows
+
+
+def launch_rows(study: CeilingsStudy) -> list[Row]:
+    """A row for each kind of launch."""
+    return [
+        {"launch": cell.launch, "launched": launch_words(study, cell.launch),
+         **_row(study, cell, str(cell.launch), "us", 1e6)}
+        for cell in study.launches
+    ]  # fmt: skip
+
+
+def launch_words(study: CeilingsStudy, launch: Launch) -> str:
+    """What was launched, and how."""
+    if study.grid.device is Device.CPU:
+        return "an operation on one element"
+    return {
+        Launch.EAGER: "a kernel on one element, launched one by one",
+        Launch.STEP: "a call of a training step: an operation or a view",
+        Launch.GRAPH: "a kernel on one element, in a CUDA graph",
+        Launch.QUEUED: f"a copy of {QUEUED_BYTES // MIB} MiB, launched one by one",
+    }[launch]
+
+
+def collective_rows(study: CeilingsStudy) -> list[Row]:
+    """A row for each collective."""
+    rows = []
+    for cell in study.reductions:
+        own = _row(study, cell, f"{cell.collective} of {cell.num_bytes} bytes")
+        rows.append({
+            "collective": cell.collective, "tensor_mib": cell.num_bytes / MIB, "world_size": cell.world_size, **own,
+            **derived("algorithm_gb_per_s", ratio(cell.algorithm_bytes_per_s, GIGA), own),
+            **derived("bus_gb_per_s", ratio(cell.bus_bytes_per_s, GIGA), own),
+        })  # fmt: skip
+    return rows
+
+
+def _table(study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Sequence[Row], *notes: str) -> Table:
+    """The columns that have values; what puts times in doubt, and why there are none, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row["error"] is not None:
+            reasons.setdefault(row["error"].rstrip("."), []).append(row["label"])
+    failures = [f"{labels[0]}{f' and {len(labels) - 1} more' if labels[1:] else ''}: {reason}."
+                for reason, labels in reasons.items()]  # fmt: skip
+    doubts = doubt_notes([row["warnings"] for row in timed(rows)], "rows", LOOPS)
+    title = f"{title}, {study.device_name}"
+    return make_table(title, known(columns, rows), rows, [*notes, *doubts, *failures],
+                      lambda row: row["status"] is not Status.OK)  # fmt: skip
+
+
+def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
+    """One table for each precision."""
+    columns = (column("name", name="product", about="The layer whose product it is."), column("shape"),
+               column("flops_per_byte"), column("median_ms"), column("tflops_per_s"),
+               column("data_sheet_share", drop_order=2), column("best_share"))  # fmt: skip
+    note = (
+        "Random matrices, the second transposed as a linear layer's weight; median ± standard deviation of "
+        f"{study.grid.loops} loops of {study.grid.loop_s:g} s or more. The matrices are the same each time, so that "
+        "small ones stay in caches."
+    )
+    by_precision = {name: [row for row in rows if row["precision"] is name] for name in study.grid.precisions}
+    return [_table(study, f"Matrix products, {name}", columns, own, note) for name, own in by_precision.items()]
+
+
+def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
+    """Copies, sums and AdamW."""
+    columns = [column(key) for key in ("stream", "moved_mib", "median_ms", "gb_per_s", "data_sheet_share")]
+    note = (
+        "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: PyTorch's fused AdamW on "
+        "one flat tensor, 28 bytes for each parameter."
+    )
+    cache = [f"The last cache holds {significant(study.cache_bytes / MIB)} MiB."] if study.cache_bytes else []
+    return _table(study, "Passes over memory", columns, rows, note, *cache)
+
+
+def _launch_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
+    columns = column("launched"), column("median_us")
+    return _table(study, "Launches", columns, rows, "By the host's clock, over many in a row.")
+
+
+def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
+    """A table for each number of processes; none where there was one process."""
+    columns = [column(key) for key in ("collective", "tensor_mib", "median_ms", "algorithm_gb_per_s", "bus_gb_per_s")]
+    backend = "NCCL" if study.grid.device is Device.CUDA else "gloo"
+    note = (
+        f"In fp32, by {backend}; push by copy engines. tensor: the whole, of which each process has a part in an "
+        "all-gather and a reduce-scatter. algorithm: its bytes over the time; bus: what each process of a ring has to "
+        "send, (n - 1) / n of it, and twice that for an all-reduce."
+    )
+    by_ranks = {ranks: [row for row in rows if row["world_size"] == ranks]
+                for ranks in dict.fromkeys(row["world_size"] for row in rows)}  # fmt: skip
+    return [_table(study, f"Collectives among {ranks} processes", columns, own, note)
+            for ranks, own in by_ranks.items()]  # fmt: skip
+
+
+def ceilings_of(study: CeilingsStudy) -> list[Row]:
+    """The fastest cell of each kind that has a time; of passes over memory the largest, which fits no cache."""
+    products, streams = timed(product_rows(study)), timed(stream_rows(study))
+    by_precision = [[row for row in products if row["precision"] is name] for name in study.product_ceilings]
+    by_stream = [[row for row in streams if row["stream"] is stream] for stream in Stream]
+    best = [max(rows, key=lambda row: row["tflops_per_s"]) for rows in by_precision]
+    largest = [max(rows, key=lambda row: row["moved_mib"]) for rows in by_stream if rows]
+    collectives: dict[tuple[str, int], Row] = {}
+    for row in sorted(timed(collective_rows(study)), key=lambda row: row["bus_gb_per_s"]):
+        collectives[row["collective"], row["world_size"]] = row  # the fastest is the last
+    order = list(Collective)
+    return [
+        *(_ceiling(row, f"{row['precision']} product", "tflops_per_s", "TFLOP/s", row["shape"]) for row in best),
+        *(_ceiling(row, f"{row['stream']} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"])) for row in largest),
+        *(_ceiling(row, row["launched"], "median_us", "µs") for row in timed(launch_rows(study))),
+        *(
+            _ceiling(row, f"{row['collective']} among {row['world_size']} (bus)", "bus_gb_per_s", "GB/s",
+                     _mib(row["tensor_mib"]))
+            for row in sorted(collectives.values(), key=lambda row: (row["world_size"], order.index(row["collective"])))
+        ),
+    ]  # fmt: skip
+
+
+def _ceiling(row: Row, name: str, key: str, unit: str, reached_at: str = "") -> Row:
+    """The row of the cell that sets a ceiling, by the columns of the summary; `key` is that of the ceiling."""
+    std = None if row["cv"] is None else row[key] * row["cv"]
+    unknown = dict.fromkeys(("data_sheet", "data_sheet_share", "data_sheet_share_std", "data_sheet_share_is_doubted"))
+    measured = {"measured": row[key], "measured_std": std, "unit": unit}
+    return unknown | row | measured | {"ceiling": name, "reached_at": reached_at}
+
+
+def _mib(size_mib: float) -> str:
+    return f"{significant(size_mib)} MiB"
+
+
+def summary_table(study: CeilingsStudy) -> Table:
+    """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
+    rows, findings = ceilings_of(study), [*_findings(study), *doubts(study)]
+    columns = known([column(key) for key in SUMMARY], rows)
+    return make_table(f"Ceilings of {study.device_name}", columns, rows, findings, findings=findings)
+
+
+def _findings(study: CeilingsStudy) -> Iterator[str]:
+    """What the ceilings mean for a step."""
+    rates, bandwidth, launch_s = study.product_ceilings, study.bandwidth(), study.launch_s(Launch.EAGER)
+    if rates and bandwidth is not None:
+        texts = [f"{name} {significant(rate / bandwidth, 3)}" for name, rate in rates.items()]
+        yield f"FLOPs per byte below which memory, not arithmetic, is the limit: {', '.join(texts)}."
+    if rates and launch_s is not None and study.grid.device is Device.CUDA:
+        texts = [f"{name} {(launch_s * rate / 2) ** (1 / 3):,.0f}" for name, rate in rates.items()]
+        yield (
+            "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
+            f"{', '.join(texts)}."
+        )
+    by_name = {(row["name"], row["precision"]): row for row in timed(product_rows(study))}
+    for name in dict.fromkeys(name for name, _ in by_name if name.endswith(PADDED)):
+        pairs = [(precision, by_name.get((name.removesuffix(PADDED), precision)), by_name.get((name, precision)))
+                 for precision in study.grid.precisions]  # fmt: skip
+        gains = [(precision, derived("speed_up", slow["median_ms"] / fast["median_ms"], slow, fast))
+                 for precision, slow, fast in pairs if slow is not None and fast is not None]  # fmt: skip
+        if gains:
+            texts = [f"{precision} {column('speed_up').cell(gain)}" for precision, gain in gains]
+            yield f"{name.removesuffix(PADDED)}, times as fast with padded columns: {', '.join(texts)}."
+
+
+def doubts(study: CeilingsStudy) -> Iterator[str]:
+    """What puts ceilings in doubt: the loops of the cells that set them differ."""
+    texts = [
+        f"{row['ceiling']} ({row['warnings'].replace(';', ', ')}; the slowest loop took "
+        f"{100 * row['loop_spread']:.0f} % longer than the fastest)"
+        for row in ceilings_of(study)
+        if row["warnings"]
+    ]
+    if texts:
+        yield (
+            f"In doubt, and marked {DOUBT}: {', '.join(texts)}. Was the machine busy, or its clock changing? Measure "
+            f"again, with {LOOPS.more}."
+        )
+
+
+def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
+    """A table with a row for each part of the step; empty without parts."""
+    if parts is None:
+        return Section(name="roofline")
+    rows = [_part(study, parts.label, part) for part in parts.parts]
+    title = f"Parts of a step on the roofline: {parts.label}, {study.device_name}"
+    table = make_table(title, ROOFLINE, rows, _part_notes(rows, parts.mixed))
+    return Section(name="roofline", tables=(table,), rows=rows)
+
+
+def _part(study: CeilingsStudy, run: str, part: StepPart) -> Row:
+    """Row of a part. With attention counted as causal, a part has half of the FLOPs, and half of the share or more:
+
+    fewer FLOPs per byte also lower the roof if memory sets it.
+    """
+    highest, ceiling = study.roof(part.precision, part.intensity), study.product_ceiling(part.precision)
+    causal = None if part.causal_flops is None else replace(part, flops=part.causal_flops)
+    causal_roof = None if causal is None else study.roof(causal.precision, causal.intensity)
+    return {
+        "run": run, "device_name": study.device_name, "part": part.name, "phase": part.phase,
+        "precision": part.precision, "flops": part.flops, "causal_flops": part.causal_flops,
+        "least_mib": part.moved_bytes / MIB, "flops_per_byte": part.intensity, "time_ms": part.time_s * 1e3,
+        "tflops_per_s": part.flops_per_s / TERA, "roof_tflops_per_s": ratio(highest, TERA),
+        "roof_share": ratio(part.flops_per_s, highest),
+        "limit": "" if highest is None else "arithmetic" if highest == ceiling else "memory",
+        "causal_roof_share": None if causal is None else ratio(causal.flops_per_s, causal_roof),
+    }  # fmt: skip
+
+
+def _part_notes(rows: Sequence[Row], mixed: Sequence[str]) -> Iterator[str]:
+    """What the columns mean, and the exceptions that occur in the table."""
+    yield (
+        "Per step, time of the kernels alone. least: what goes in read once, what comes out written once. roof: the "
+        "measured product rate, or the measured copy bandwidth times the intensity where that is less; a part whose "
+        "inputs were still in a cache can be above it."
+    )
+    if any(row["part"].endswith(ALL_KERNELS) for row in rows):
+        yield "All kernels: the FLOPs and bytes are the products', the time is that of everything in the module."
+    if mixed:
+        yield f"Left out, because their products are in fp8 and in bf16, which have a roof each: {', '.join(mixed)}."
+    shares = [f"{row['phase']} {three_digits(100 * row['causal_roof_share'])} %" for row in rows
+              if row["causal_roof_share"] is not None]  # fmt: skip
+    if shares:
+        yield f"Fused attention is counted in full; counted as causal it reaches of its roof: {', '.join(shares)}."

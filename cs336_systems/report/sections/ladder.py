@@ -1,0 +1,350 @@
+"""A ladder for people: a row of values for each rung, tables of speed, of the gate and of counts, and a picture."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cs336_systems.analysis.compare import compare, process_means
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
+from cs336_systems.analysis.warnings import in_doubt
+from cs336_systems.config import SETTINGS, Device, RunConfig
+from cs336_systems.costs.traffic import traffic
+from cs336_systems.record import RunRecord, Status
+from cs336_systems.report.columns import Row, column, short
+from cs336_systems.report.formats import pngs_of, texts_of, write_files
+from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
+from cs336_systems.report.identity import size_text
+from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style
+from cs336_systems.report.section import Section, known, make_table
+from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.sections.steps import too_few_note, warning_notes
+from cs336_systems.report.sections.study import derived
+from cs336_systems.report.words import DOUBT, STATUS_WORDS, ratio, significant
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+from cs336_systems.sweep.ladder import GATE_STEPS, Gate, Rung, judge, reason_run, reference
+
+Rows = Sequence[Row]
+CONFIDENCE = 0.95
+MAX_SLOWDOWN = 0.10
+"""Largest profiler slowdown at which class times still explain the plain step."""
+MAX_CLASSES = 3
+"""Most classes of kernels that are named: those that take most time."""
+VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
+UNUSED = ("selective_checkpoints", "keep_hidden", "expandable_segments", "loss_chunks")
+"""Shortcuts that no rung uses."""
+FIELDS = ("batch_size", "precision", "compile", "compile_blocks", "optimizer",
+          *(name for name, setting in SETTINGS.items() if setting.is_shortcut and name not in UNUSED), "learning_rate",
+          "seed")  # fmt: skip
+"""Settings that ladder.csv gives of each rung."""
+TIMES = ("step_mean_ms", "step_std_ms", "step_ci95_low_ms", "step_ci95_high_ms", "tokens_per_s", "model_tflops_per_s",
+         "mfu", "ceiling_share")  # fmt: skip
+PREDICTED = ("predicted_step_ms", "predicted_step_error")
+MEASURED = ("device_name", "status", "error", *TIMES, *PREDICTED, "peak_allocated_gib", "peak_reserved_gib", "warnings")
+"""Columns of a sweep's results, over the rung's processes; None for a rung that has not run."""
+COMPILED = ("graphs", "graph_breaks", "recompiles")
+PROFILED = ("launches_per_step", "busy_ms", "busy_share")
+SPEED_UPS = ("speed_up_over_last", "speed_up_over_last_ci95_low", "speed_up_over_last_ci95_high",
+             "speed_up_over_first", "speed_up_over_first_ci95_low", "speed_up_over_first_ci95_high")  # fmt: skip
+DISTANCES = (f"loss_{GATE_STEPS}", "distance_last", "distance_largest", "bound", "gate")
+LEAST = {f"least_{name}_bytes": name for name in ("weights", "casts", "optimizer", "activations")}
+CSV_COLUMNS = (
+    "rung", "change", "size", *FIELDS, "context_length", "vocab_size", "attention", "device_name", "status", "error",
+    "processes", *TIMES, "last", *SPEED_UPS, "peak_allocated_gib", "peak_reserved_gib", "compile_s", *COMPILED,
+    *DISTANCES, *PROFILED, *LEAST, "warnings", *PREDICTED,
+)  # fmt: skip
+SPEED = (
+    column("rung"), column("change"), column("step_mean_ms", instead="ended"), column("step_ci95_low_ms"),
+    column("predicted_step_ms", drop_order=5), column("predicted_step_error", drop_order=5),
+    column("tokens_per_s"), column("mfu", drop_order=6), column("ceiling_share", drop_order=10),
+    column("speed_up_over_last"), column("speed_up_over_last_ci95_low"), column("speed_up_over_first"),
+    column("speed_up_over_first_ci95_low"), column("peak_allocated_gib", drop_order=4), column("gate"),
+)  # fmt: skip
+GATE = [column(key) for key in ("rung", *DISTANCES, "compile_s", *COMPILED)]
+PASSED, UNCREDITED = "passed", "did not pass the gate"
+STYLES = {PASSED: Style(colour="#0072B2"), UNCREDITED: Style(colour="#BBBBBB", pattern="/", ink="#000000")}
+
+
+def ladder_rows(
+    ladder: Sequence[Rung],
+    records: Sequence[RunRecord],
+    profiles: Sequence[Profiled],
+    ceilings: Ceilings = NO_CEILINGS,
+) -> list[Row]:
+    """One row for each rung, in order, by the records of its configuration among `records`.
+
+    A rung that fails its gate, or has no verdict, is not credited. Each rung is compared with the last credited rung
+    before it, whose name is `last`, and with the first.
+    """
+    references = _reference_losses(ladder[0], records)
+    measured: dict[RunConfig, Row] = {}
+    for row in rows_of(to_frame(records, ceilings)):
+        measured.setdefault(row["config"], row)
+    rows: list[Row] = []
+    means_s: dict[str, list[float]] = {}
+    for rung in ladder:
+        own, least = _records_of(rung.config, records), traffic(rung.config)
+        done = [record for record in own if record.status is Status.OK]
+        frame = measured.get(rung.config.configuration, dict.fromkeys(RESULTS))
+        gate = judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8)
+        means_s[rung.name] = process_means(own)
+        credited = [row for row in rows if row["is_credited"]]
+        row = {
+            **_settings(rung),
+            **{name: frame[name] for name in MEASURED},
+            "ended": "not run" if frame["status"] is None else STATUS_WORDS[Status(frame["status"])],
+            "cv": frame["step_cv"],
+            "is_doubted": in_doubt(codes_of(frame)),
+            "processes": len(done),
+            "gpus": {record.environment.device_uuid for record in done if record.environment} - {None},
+            "is_credited": bool(done) and gate.passed is True,
+            "last": credited[-1]["rung"] if credited else "",
+            **_gate(gate, bool(done)),
+            **_compiled(done),
+            **_profiled(rung, profiles, frame["step_mean_ms"]),
+            **{key: getattr(least, name, None) for key, name in LEAST.items()},
+        }
+        row |= _over("speed_up_over_last", credited[-1:], row, means_s)
+        row |= _over("speed_up_over_first", credited[:1], row, means_s)
+        rows.append(row)
+    return rows
+
+
+def fastest_row(rows: Rows) -> Row | None:
+    """The credited rung with the shortest step; None where there is none."""
+    return min((row for row in rows if row["is_credited"]), key=lambda row: float(row["step_mean_ms"]), default=None)
+
+
+def _settings(rung: Rung) -> Row:
+    config = rung.config
+    return {
+        "rung": rung.name,
+        "change": rung.change,
+        "config": config,
+        "size": size_text(config),
+        **{name: getattr(config, name) for name in FIELDS},
+        "context_length": config.model.context_length,
+        "vocab_size": config.model.vocab_size,
+        "attention": None if config.model_factory else f"{config.model.attention}-{config.model.sdpa_backend}",
+    }
+
+
+def _gate(gate: Gate, has_run: bool) -> Row:
+    """Distances and the bound are shares of the fall of the reference's loss."""
+    return {
+        "gate": VERDICTS[gate.passed] if has_run else "",
+        "no_verdict": gate.missing,
+        f"loss_{GATE_STEPS}": gate.loss,
+        "distance_last": gate.last,
+        "distance_largest": gate.largest,
+        "bound": gate.bound,
+    }
+
+
+def _compiled(done: Sequence[RunRecord]) -> Row:
+    """The longest compilation, of the process that found least in the compiler's cache; the largest of all counts."""
+    found = [record.compilation for record in done if record.compilation is not None]
+    counts = {name: max((int(getattr(each, name)) for each in found), default=None) for name in COMPILED}
+    return {"compile_s": max((each.seconds for each in found), default=None), **counts}
+
+
+def _over(key: str, slower: Rows, row: Row, means_s: Mapping[str, Sequence[float]]) -> Row:
+    """The speed-up over the other rung, if there is one, with its interval and what puts it in doubt."""
+    found = speed_up(means_s[slower[0]["rung"]], means_s[row["rung"]]) if slower else None
+    times, low, high = found or (None, None, None)
+    return {**derived(key, times, *slower, row), f"{key}_ci95_low": low, f"{key}_ci95_high": high}
+
+
+def speed_up(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float | None, float | None] | None:
+    """The speed-up and its interval, from the process means of both sides in seconds; None if a side has no means.
+
+    It is the ratio of the geometric means. The interval is that of `cs336 compare`, inverted; it needs several means.
+    """
+    if not slow or not fast:
+        return None
+    if min(len(slow), len(fast)) < 2:
+        return (sum(slow) / len(slow)) / (sum(fast) / len(fast)), None, None
+    found = compare(slow, fast, confidence=CONFIDENCE)
+    low, high = (None if end is None else 1 / end for end in (found.high, found.low))
+    return 1 / found.ratio, low, high
+
+
+def _records_of(config: RunConfig, records: Sequence[RunRecord]) -> list[RunRecord]:
+    found = [record for record in records if record.config.configuration == config.configuration]
+    return sorted(found, key=lambda record: record.config.repeat)
+
+
+def _reference_losses(first: Rung, records: Sequence[RunRecord]) -> list[tuple[float | None, ...]]:
+    """Losses of the first rung; where it has none, of the same step with its activations computed again."""
+    for config in filter(None, (first.config, reference(first))):
+        if done := [record.losses for record in _records_of(config, records) if record.status is Status.OK]:
+            return done
+    return []
+
+
+def _profiled(rung: Rung, profiles: Sequence[Profiled], step_ms: float | None) -> Row:
+    """Counts of the rung's last profile, beside the mean step without a profiler; None for what is not known.
+
+    `busy_share` is over the plain step: a profiler slows the host, not the kernels. It is at most 1, and unknown on a
+    CPU. Where the profiled step took longer by more than MAX_SLOWDOWN, the times of kernel classes are left out.
+    """
+    found = [entry.profile for entry in profiles if entry.config == reason_run(rung)]
+    if not found or not found[-1].num_steps:
+        return dict.fromkeys((*PROFILED, "class_s", "is_slowed"))
+    row = counts_of(found[-1])
+    share, slowed = ratio(row["busy_ms"], step_ms), ratio(row.pop("profiled_step_ms"), step_ms)
+    on_device = share is not None and found[-1].work is not Work.OPERATORS
+    busy_share = min(1.0, share) if on_device and share is not None else None
+    return {**row, "busy_share": busy_share, "is_slowed": slowed is not None and slowed > 1 + MAX_SLOWDOWN}
+
+
+def counts_of(profile: StepProfile) -> Row:
+    """Sums over the profile, per step: kernels (on a CPU operators), busy time, and durations of kernels by class."""
+    steps = profile.num_steps
+    class_s: dict[KernelClass, float] = {}
+    for times in profile.classes:
+        class_s[times.kind] = class_s.get(times.kind, 0.0) + times.total_s / steps
+    return {
+        "launches_per_step": sum(sum(phase.launches) for phase in profile.phases) / steps,
+        "busy_ms": sum(sum(phase.busy_s) for phase in profile.phases) / steps * 1e3,
+        "profiled_step_ms": sum(profile.step_s) / steps * 1e3,
+        "class_s": class_s,
+    }
+
+
+def ladder_section(rows: Rows) -> Section:
+    """Speed; gate and compilation; counts, unless there is no profile and the model is not known."""
+    tables = [
+        make_table("From the slow way to the fast way", known(SPEED, rows), rows,
+                   [f"{settings(rows)}.", *_speed_notes(rows)], _stands_out, findings(rows)),
+        make_table("The same training, and what compiling takes", known(GATE, rows), rows, _gate_notes(rows),
+                   _stands_out),
+    ]  # fmt: skip
+    if any(row[key] is not None for row in rows for key in ("launches_per_step", *LEAST)):
+        on_cpu = rows[0]["config"].device is Device.CPU
+        counts = [
+            column("rung"),
+            column("launches_per_step", name="operators" if on_cpu else "kernels"),
+            column("busy_share", write=short, scale=100),
+            *([] if on_cpu else [column("busy_ms")]),
+            column("class_s", text=_classes),
+            *map(column, LEAST),
+        ]
+        least = "Counts of a step, and the least bytes that it must move"
+        tables.append(make_table(least, known(counts, rows), rows, _count_notes(rows)))
+    chart = ladder_chart(rows, settings(rows))
+    return Section(name="ladder", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS, pictures=(chart,))
+
+
+def _stands_out(row: Row) -> bool:
+    return not row["is_credited"]
+
+
+def _classes(row: Row) -> str:
+    """The classes of kernels that take most time."""
+    class_s: Mapping[KernelClass, float] = {} if row["class_s"] is None or row["is_slowed"] else row["class_s"]
+    longest = sorted(class_s, key=lambda kind: -class_s[kind])[:MAX_CLASSES]
+    return ", ".join(f"{kind} {short(class_s[kind] * 1e3)}" for kind in longest)
+
+
+def _speed_notes(rows: Rows) -> Iterator[str]:
+    """How many processes there are, which rung is the fastest, and what went wrong."""
+    counts = sorted({row["processes"] for row in rows if row["processes"]})
+    if counts[-1:] == [1]:
+        yield "One process of each: nothing is known of how much a repeat would differ, so there are no intervals."
+    yield from too_few_note(counts)
+    yield from findings(rows)
+    gpus = {row["rung"]: row["gpus"] for row in rows}
+    if others := [row["rung"] for row in rows if row["gpus"] and row["last"] and row["gpus"] != gpus[row["last"]]]:
+        yield (
+            f"Measured on another GPU than the rung before: {', '.join(others)}. GPUs of one kind may differ by more "
+            "than the intervals tell."
+        )
+    yield from warning_notes([row["warnings"] for row in rows], "rungs")
+    if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
+        yield f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where there is no interval."
+    yield from (f"{row['rung']}: {row['error']}" for row in rows if row["error"])
+
+
+def findings(rows: Rows) -> Iterator[str]:
+    """Which rung is the fastest, and which are not credited."""
+    first, best = next((row for row in rows if row["is_credited"]), None), fastest_row(rows)
+    if first is not None and best is not None:
+        times = column("speed_up_over_first").cell(best)
+        gain = f", {times} times as fast as {first['rung']}" if times else ""
+        yield f"The fastest is {best['rung']}: {significant(best['step_mean_ms'])} ms{gain}."
+    if failed := [row["rung"] for row in rows if row["processes"] and not row["is_credited"]]:
+        yield f"Not credited, so no measure for others: {', '.join(failed)}."
+
+
+def _gate_notes(rows: Rows) -> Iterator[str]:
+    """What the losses are compared with, and why verdicts are missing."""
+    yield (
+        f"Losses of the first {GATE_STEPS} steps, on the same data from the same weights: their distance from those of "
+        "the first rung, at the last step and at the worst, as a share of how far these fall. Of several processes the "
+        "worst counts."
+    )
+    missing = {row["no_verdict"] for row in rows if row["processes"] and row["no_verdict"]}
+    yield from (f"No verdict where {reason}." for reason in sorted(missing))
+
+
+def _count_notes(rows: Rows) -> Iterator[str]:
+    """Where the counts come from, and which bytes are counted."""
+    if any(row["launches_per_step"] is not None for row in rows):
+        yield "Counts and class times are of a run under torch.profiler; busy is over the step's time without it."
+    if slowed := [row["rung"] for row in rows if row["is_slowed"]]:
+        yield f"The profiler slowed {', '.join(slowed)} by over {MAX_SLOWDOWN:.0%}: class times are left out."
+    yield "Least bytes are read and written by products, casts and AdamW. Element-wise work and norms are left out."
+
+
+def write_ladder_report(rows: Rows, directory: Path) -> list[Path]:
+    """Write ladder.csv .md .tex .typ and plots/ladder.png; return their paths."""
+    section = ladder_section(rows)
+    return write_files({**texts_of(section), **pngs_of(section)}, directory)
+
+
+def settings(rows: Rows) -> str:
+    """What all rungs share, in words."""
+    config = rows[0]["config"]
+    device = next((row["device_name"] for row in rows if row["device_name"]), None)
+    name = config.model_factory or config.size
+    words = [name, f"context {config.model.context_length}", f"batch {config.batch_size}", f"seed {config.seed}"]
+    words += [f"learning rate {config.learning_rate:g}", f"tokens {config.tokens or 'random'}"]
+    return ", ".join([*words, *([device] if device else [])])
+
+
+def ladder_chart(rows: Rows, settings: str) -> Chart:
+    """Mean time of a step by rung, with the interval over processes where there are three or more."""
+    intervals = [
+        Point(
+            x=row["rung"],
+            value=row["step_mean_ms"],
+            error=row["step_ci95_high_ms"] - row["step_mean_ms"],
+            error_below=row["step_mean_ms"] - max(0.0, row["step_ci95_low_ms"]),
+        )
+        for row in rows
+        if row["step_mean_ms"] is not None and row["step_ci95_low_ms"] is not None
+    ]
+    means = Curve(line=Line(name="mean, 95 % interval", points=tuple(intervals)), colour="#000000", dash="", label="")
+    panel = Panel(
+        x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", from_zero=True),
+        bars=[_bar(row) for row in rows], curves=[means],
+    )  # fmt: skip
+    has_both = any(row["step_mean_ms"] is not None and not row["is_credited"] for row in rows)
+    return Chart(
+        name="ladder", title="Time of a training step, rung by rung", settings=settings, panels=[panel],
+        size=(max(5.5, 0.95 * len(rows) + 0.9), 4.2), legend=2,
+        styles=STYLES if has_both else {PASSED: replace(STYLES[PASSED], label="")},
+    )  # fmt: skip
+
+
+def _bar(row: Row) -> Bar:
+    mean_ms = row["step_mean_ms"]
+    if mean_ms is None:
+        return Bar(name=row["rung"], failure=row["ended"])
+    gain = ""
+    if row["speed_up_over_first"] is not None and row["is_credited"]:
+        doubt = f" {DOUBT}" if row["speed_up_over_first_is_doubted"] else ""
+        gain = f"\n{significant(row['speed_up_over_first'], 3)}x{doubt}"
+    part = PASSED if row["is_credited"] else UNCREDITED
+    return Bar(name=row["rung"], parts={part: mean_ms}, words=f"{significant(mean_ms, 3)}{gain}")

@@ -1,1 +1,0 @@
-"""The ladder as tables and pictures: what each rung is worth, and why."""

@@ -1,0 +1,482 @@
+"""The study of operators for people: attention, and what fusing does, as tables, pictures and values as CSV."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from cs336_systems.analysis.warnings import PASSES
+from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.files import encode_json, write_atomically
+from cs336_systems.record import Status
+from cs336_systems.report.columns import Column, Row, column, three_digits
+from cs336_systems.report.plots.charts import (
+    FAILURE_COLOUR,
+    Axis,
+    Bar,
+    Chart,
+    Curve,
+    Line,
+    Panel,
+    Point,
+    Reference,
+    Style,
+    curves_of,
+    doubling,
+)
+from cs336_systems.report.section import Section, Table, known, make_table
+from cs336_systems.report.sections.study import (
+    across,
+    derived,
+    doubt_notes,
+    end_of,
+    pivoted,
+    promised_bandwidth,
+    times_ms,
+    write_study,
+)
+from cs336_systems.report.words import DOUBT, GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
+from cs336_systems.studies.operators import (
+    PHASES,
+    AttentionStudy,
+    CellResult,
+    FusionRow,
+    FusionStudy,
+    Implementation,
+    Quantity,
+    Version,
+    attention_flops,
+    naive_saved_bytes,
+    rows_bytes,
+    weights_bytes,
+)
+from cs336_systems.text import counted
+
+Rows = Sequence[Row]
+CSV_COLUMNS = (
+    "implementation", "precision", "d_head", "context_length", "batch_size", "causal", "device_name", "passes",
+    "status", "error", "requested_mib",
+    "forward_mean_ms", "forward_std_ms", "forward_tflops_per_s",
+    "backward_mean_ms", "backward_std_ms", "backward_tflops_per_s",
+    "before_forward_mib", "before_backward_mib", "saved_mib", "naive_saved_closed_form_mib", "peak_mib", "compile_s",
+    "forward_warnings", "backward_warnings",
+    "together_mean_ms", "together_std_ms", "together_tflops_per_s", "together_warnings",
+)  # fmt: skip
+"""Of the grid of attention; ERROR_COLUMNS follow in studies with an own implementation."""
+ERROR_COLUMNS = tuple(f"{quantity}_{name}" for quantity in Quantity for name in ("max_error", "relative_error"))
+FUSION_CSV_COLUMNS = (
+    "op", "precision", "version", "phase", "device_name", "status", "error", "kernels", "kernel_names",
+    "must_move_mib", "moved_mib", "median_ms", "mean_ms", "std_ms", "gb_per_s", "bandwidth_share", "speed_up",
+    "tflops_per_s", "max_error", "warnings",
+)  # fmt: skip
+FUSION_COLUMNS = (
+    column("op"), column("version"), column("kernels"), column("must_move_mib"), column("moved_mib", drop_order=7),
+    column("median_ms"), column("gb_per_s", drop_order=5, write=three_digits), column("bandwidth_share"),
+    column("speed_up", unit="vs eager", drop_order=1), column("max_error"),
+)  # fmt: skip
+SHAPE = ("d_head", "context_length")
+TIMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "together": Phase.STEP}
+TITLES = {
+    "forward": "Forward pass of attention",
+    "backward": "Backward pass of attention",
+    "together": "Forward and backward pass of attention together",
+}
+COLOURS = ("#333333", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#701C70")
+"""Of the implementations of a chart, naive first."""
+VERSION_COLOURS = {Version.EAGER: "#333333", Version.COMPILED: "#E69F00", Version.FUSED: "#0072B2"}
+LEAST = "what must move, at the data sheet's bandwidth"
+
+
+def attention_rows(study: AttentionStudy) -> list[Row]:
+    """A row for each cell, failed ones too; None for what is not known."""
+    return [_attention_row(study, result) for result in study.results]
+
+
+def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
+    grid, cell = study.grid, result.cell
+    memory = result.memory if result.status is Status.OK else None
+    closed_form = naive_saved_bytes(grid, cell) / MIB
+    row: Row = {
+        "implementation": cell.implementation, "precision": cell.precision, "d_head": cell.d_head,
+        "context_length": cell.context_length, "batch_size": grid.batch_size, "causal": grid.causal,
+        "device_name": study.environment.identity.device_name if study.environment else None, "passes": grid.passes,
+        **end_of(result.status, result.failure), **_end_of_own(study, result),
+        "requested_mib": ratio(result.failure.requested_bytes if result.failure else None, MIB),
+        "before_forward_mib": memory and memory.before_forward_bytes / MIB,
+        "before_backward_mib": memory and memory.before_backward_bytes / MIB,
+        "saved_mib": memory and memory.saved_bytes / MIB, "peak_mib": memory and memory.peak_bytes / MIB,
+        "naive_saved_closed_form_mib": closed_form if cell.implementation is Implementation.NAIVE else None,
+        "closed_form_mib": closed_form, "matrix_mib": weights_bytes(grid, cell) / MIB,
+        "queries_mib": rows_bytes(grid, cell) / MIB, "compile_s": result.compile_s,
+    }  # fmt: skip
+    for timed, phase in TIMED.items():
+        row |= times_ms(result.measurement(phase), result.warnings(phase), f"{timed}_")
+        rate = ratio(attention_flops(grid, cell, phase) / TERA * 1e3, row[f"{timed}_mean_ms"])
+        row |= derived(f"{timed}_tflops_per_s", rate, row, prefix=f"{timed}_")
+    errors = {error.quantity: error for error in result.errors}
+    for quantity in Quantity:
+        error = errors.get(quantity)
+        row[f"{quantity}_max_error"] = error and error.max_error
+        row[f"{quantity}_relative_error"] = error and error.relative
+    return row | {"errors": errors}
+
+
+def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
+    """How a cell of the user's own function ended, where that was not well: the error with the place in the file.
+
+    A cell that ended well but has an error has no backward.
+    """
+    if result.cell.implementation is not Implementation.OWN or result.failure is None:
+        return {}
+    place = place_in(study.grid.own or "", result.failure)
+    error = result.failure.message
+    if place and place not in error:  # that of a syntax error has it
+        error += f" ({place})"
+    ended = {Status.INVALID: "WRONG", Status.OK: "no backward"}
+    return {"error": error} | ({"ended": ended[result.status]} if result.status in ended else {})
+
+
+def attention_section(study: AttentionStudy) -> Section:
+    """For each precision tables of forward, of backward, of both, of memory and of errors, if these two are known."""
+    rows, tables = attention_rows(study), []
+    for precision in study.precisions:
+        own = sorted((row for row in rows if row["precision"] is precision), key=_shape)
+        tables += [_time_table(study, own, timed) for timed in TIMED]
+        if any(row["saved_mib"] is not None for row in own):
+            tables.append(_memory_table(study, own))
+        if any(row["errors"] for row in own):
+            tables.append(_error_table(study, own, "output", (Quantity.OUTPUT,)))
+            tables.append(_error_table(study, own, "gradients", (Quantity.DQ, Quantity.DK, Quantity.DV)))
+    keys = (*CSV_COLUMNS, *(ERROR_COLUMNS if study.grid.own else ()))
+    charts = tuple(attention_charts(study, rows))
+    return Section(name="results", tables=tuple(tables), rows=rows, keys=keys, pictures=charts)
+
+
+def _shape(row: Row) -> tuple[int, int]:
+    return row["context_length"], row["d_head"]
+
+
+def _at(row: Row) -> str:
+    return f"d_head {row['d_head']}, context {row['context_length']}"
+
+
+def _table(
+    study: AttentionStudy,
+    rows: Rows,
+    title: str,
+    cell: Column,
+    notes: Iterable[str],
+    findings: Sequence[str] = (),
+    *others: Column,
+) -> Table:
+    """One row for each head dimension and context length, one column for each implementation that has kernels."""
+    title = f"{title}, {rows[0]['precision']}, {attention_settings(study)}"
+    columns = [across(name, cell) for name in study.available(rows[0]["precision"])]
+    by_shape = sorted(pivoted(rows, (*SHAPE, "closed_form_mib"), "implementation"), key=lambda row: row["d_head"])
+    columns = [*map(column, SHAPE), *columns, *others]
+    return make_table(title, columns, by_shape, [*notes, *findings], findings=findings)
+
+
+def cells_of(rows: Rows, implementation: Implementation, *known: str) -> list[Row]:
+    """The rows of one implementation that have values by these keys, the smallest shape first."""
+    own = [row for row in rows if row["implementation"] is implementation]
+    return [row for row in own if all(row[key] is not None for key in known)]
+
+
+def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
+    time = column(f"{timed}_mean_ms", unit="", drop_order=0, doubt=f"{timed}_is_doubted", instead="ended")
+    notes = [
+        f"In ms, mean ± standard deviation of {study.grid.passes} passes after {study.grid.warmup_passes} of warm-up.",
+        *(_grid_notes(study, rows) if timed == "forward" else ()),
+        *doubt_notes([row[f"{timed}_warnings"] for row in rows if row[f"{timed}_mean_ms"] is not None], "cells",
+                     PASSES),
+    ]  # fmt: skip
+    return _table(study, rows, TITLES[timed], time, notes, list(_gains(study, rows, timed)))
+
+
+def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
+    """What own is, which cells were not measured, and each failure that no column shows, once."""
+    names = study.available(rows[0]["precision"])
+    if study.grid.own is not None:
+        digest = study.grid.source.state if study.grid.source else None
+        yield f"own is {study.grid.own}{f', of source {digest}' if digest else ''}."
+    failed: dict[str, list[Row]] = {}
+    for row in cells_of(rows, Implementation.OWN, "error"):
+        failed.setdefault(row["error"], []).append(row)
+    for error, cells in failed.items():
+        more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+        yield f"own, {cells[0]['ended']} at {_at(cells[0])}{more}: {error}"
+    for name in dict.fromkeys(study.grid.implementations):
+        if name not in names and name is not Implementation.OWN and (lost := cells_of(rows, name, "error")):
+            yield f"No {name} in {lost[0]['precision']}: {lost[0]['error']}"
+    wanted = sum(map(len, study.grid.groups()))
+    if len(study.results) < wanted:
+        yield f"Only {len(study.results)} of the grid's {wanted} cells were measured: the study was interrupted."
+
+
+def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
+    """How fast the implementations are beside naive, and beside own."""
+    times = {name: cells_of(rows, name, f"{timed}_mean_ms") for name in study.available(rows[0]["precision"])}
+    naive, own = times.get(Implementation.NAIVE, []), times.get(Implementation.OWN, [])
+    quotients = (_quotient(timed, naive, cells, name) for name, cells in times.items() if cells is not naive)
+    if gains := list(filter(None, quotients)):
+        yield f"Times as fast as naive, at the largest shape that both can do: {', '.join(gains)}."
+    quotients = (_quotient(timed, cells, own, name) for name, cells in times.items() if cells is not own)
+    if gains := list(filter(None, quotients)):
+        yield f"Time of the others over that of own, at the largest shape that both can do: {', '.join(gains)}."
+
+
+def _quotient(timed: str, firsts: Rows, seconds: Rows, name: str) -> str | None:
+    """The first's time over the second's at the largest shape that has both, in words; None if there is none."""
+    mean, by_shape = f"{timed}_mean_ms", {_shape(row): row for row in firsts}
+    second = next((row for row in reversed(seconds) if row[mean] and _shape(row) in by_shape), None)
+    if second is None:
+        return None
+    first = by_shape[_shape(second)]
+    quotient = derived("speed_up", first[mean] / second[mean], first, second, prefix=f"{timed}_")
+    return f"{name} {column('speed_up').cell(quotient)} ({_at(second)})"
+
+
+def _error_table(study: AttentionStudy, rows: Rows, name: str, quantities: Sequence[Quantity]) -> Table:
+    error = column(f"{name.removesuffix('s')}_error", text=partial(_error, quantities=quantities))
+    several = ", the largest of the three" if len(quantities) > 1 else ""
+    note = (
+        f"Largest distance of an element of {', '.join(quantities)} from written-out attention in float64 on the "
+        f"same inputs; in brackets over the largest magnitude there{several}. Empty where float64 did not fit into "
+        "memory."
+    )
+    return _table(study, rows, f"Error of attention's {name} against float64", error, [note])
+
+
+def _error(row: Row, quantities: Sequence[Quantity]) -> str:
+    """The largest distance of any of these quantities, and in brackets the largest relative one."""
+    errors = [row["errors"].get(quantity) for quantity in quantities]
+    if not all(errors):
+        return str(row["ended"])
+    mark = "WRONG " if row["status"] is Status.INVALID else ""
+    if any(error.max_error is None for error in errors):
+        return f"{mark}not finite"
+    largest, relative = max(error.max_error for error in errors), max(error.relative or 0 for error in errors)
+    return f"{mark}{scientific(largest)} ({scientific(relative)})"
+
+
+def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
+    held = column("before_backward_mib", unit="", text=_held)
+    note = "In MiB; in brackets what forward left for backward, its output included."
+    title, closed_form = "Memory in use before backward", column("closed_form_mib", drop_order=1)
+    return _table(study, rows, title, held, [note], list(limit_notes(rows)), closed_form)
+
+
+def _held(row: Row) -> str:
+    """What was allocated before backward, and in brackets what forward added to it."""
+    if row["saved_mib"] is None:
+        return str(row["ended"])
+    return f"{significant(row['before_backward_mib'])} ({significant(row['saved_mib'])})"
+
+
+def limit_notes(rows: Rows) -> Iterator[str]:
+    """Where written-out attention runs out of memory, and what of its largest shape takes how much."""
+    naive = cells_of(rows, Implementation.NAIVE)
+    for row in [row for row in naive if row["status"] is Status.OOM][:1]:
+        asked = row["requested_mib"]
+        request = "" if asked is None else f" when it asked for {_gib(asked)} GiB"
+        yield (
+            f"naive runs out of memory at {_at(row)}{request}: one matrix of batch x T x T elements takes "
+            f"{_gib(row['matrix_mib'])} GiB."
+        )
+    for row in [row for row in naive if row["saved_mib"] is not None][-1:]:
+        matrix, queries = significant(row["matrix_mib"]), significant(row["queries_mib"])
+        yield (
+            f"At {_at(row)} naive's forward left {significant(row['saved_mib'])} MiB; in closed form "
+            f"{significant(row['closed_form_mib'])}: softmax's weights {matrix}, the scaled queries {queries}, the "
+            f"output {queries}."
+        )
+
+
+def _gib(size_mib: float) -> str:
+    return significant(size_mib * MIB / GIB)
+
+
+def write_attention_record(study: AttentionStudy, directory: Path) -> None:
+    """Write attention.json: the grid, the environment, every raw time. Cheap enough to do after every cell."""
+    write_atomically(directory / "attention.json", encode_json(study))
+
+
+def write_attention(study: AttentionStudy, directory: Path) -> None:
+    """Write attention.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
+    write_study("attention.json", study, [attention_section(study)], directory)
+
+
+def attention_settings(study: AttentionStudy) -> str:
+    """What all cells share, in words."""
+    device = "" if study.environment is None else f", {study.environment.identity.device_name}"
+    causal = ", causal" if study.grid.causal else ""
+    return f"batch {study.grid.batch_size}, no heads{causal}{device}"
+
+
+def attention_charts(study: AttentionStudy, rows: Rows) -> Iterator[Chart]:
+    """A chart of each quantity at each precision, where at least one cell has it."""
+    for precision in study.precisions:
+        own = [row for row in rows if row["precision"] is precision]
+        for phase in PHASES:
+            if any(row[f"{phase}_mean_ms"] is not None for row in own):
+                y = Axis(label="time (ms)", is_log=True)
+                title = f"{phase.capitalize()} pass of attention, {precision}"
+                yield _chart(study, own, f"{phase}_{precision}", title, y, f"{phase}_mean_ms", f"{phase}_std_ms")
+        if any(row["saved_mib"] is not None for row in own):
+            y = Axis(label="memory (MiB)", is_log=True)
+            title = f"What attention's forward leaves for backward, {precision}"
+            yield _chart(study, own, f"memory_{precision}", title, y, "saved_mib")
+
+
+def attention_lines(rows: Rows, d_head: int, key: str, std: str = "") -> list[Line]:
+    """The values by this key against context length, one line for each implementation that has kernels."""
+    points: dict[str, list[Point]] = {}
+    for row in sorted(rows, key=lambda row: row["context_length"]):
+        if row["d_head"] == d_head and row["status"] is not Status.UNAVAILABLE:
+            error = row[std] if std else None
+            failure = row["ended"] or None if row[key] is None else None
+            point = Point(x=row["context_length"], value=row[key], error=error, failure=failure)
+            points.setdefault(row["implementation"], []).append(point)
+    names = dict.fromkeys(row["implementation"] for row in rows if row["implementation"] in points)
+    return [Line(name=name, points=tuple(points[name])) for name in names]
+
+
+def _chart(study: AttentionStudy, rows: Rows, name: str, title: str, y: Axis, key: str, std: str = "") -> Chart:
+    """Both axes logarithmic; memory beside what written-out attention must leave in closed form."""
+    d_heads = sorted({row["d_head"] for row in rows})
+    naive = [row for row in rows if row["implementation"] is Implementation.NAIVE and not std]
+    panels = []
+    for d_head in d_heads:
+        lines = attention_lines(rows, d_head, key, std)
+        curves = [
+            Curve(line=Line(name="naive, in closed form", points=line.known), colour="#999999", dash="--", width=5,
+                  opacity=0.6)
+            for line in attention_lines(naive, d_head, "closed_form_mib")
+        ]  # fmt: skip
+        x = doubling({float(point.x) for line in lines for point in line.points}, "context length (tokens)", 1.4)
+        panels.append(Panel(x=x, y=y, title=f"d_head {d_head}", curves=[*curves, *curves_of(lines, COLOURS)]))
+    passes = f"{study.grid.passes} passes" if study.grid.passes > 1 else "1 pass"
+    return Chart(
+        name=name, title=title, settings=f"{attention_settings(study)}, {passes}", panels=panels,
+        columns=min(2, len(panels)), size=(5.0, 3.4), legend=4, is_shared=True,
+    )  # fmt: skip
+
+
+def fusion_section(study: FusionStudy) -> Section:
+    """A table for each precision and direction; the values have a row for each version and direction."""
+    rows = fusion_rows(study)
+    groups: dict[tuple[Precision, Phase], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: PHASES.index(row["phase"])):
+        groups.setdefault((row["precision"], row["phase"]), []).append(row)
+    precisions = list(dict.fromkeys(row["precision"] for row in rows))
+    tables = []
+    for precision, phase in sorted(groups, key=lambda group: precisions.index(group[0])):
+        own = groups[precision, phase]
+        findings = list(_savings(own))
+        title = f"Fusion op by op, {phase}, {precision}, {fusion_settings(study)}"
+        failures = [f"{row['op']} {row['version']}: {row['error']}" for row in own if row["error"] is not None]
+        notes = [*_fusion_notes(study, own), *findings, *failures]
+        tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes,
+                                 lambda row: row["status"] is not Status.OK, findings))  # fmt: skip
+    charts = [fusion_chart(study, [row for row in rows if row["precision"] is name]) for name in precisions]
+    return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS, pictures=charts)
+
+
+def fusion_settings(study: FusionStudy) -> str:
+    """What all rows share, in words."""
+    grid = study.grid
+    return (
+        f"batch {grid.batch_size}, context {grid.context_length}, width {grid.width}, "
+        f"attention {grid.num_heads} heads of {grid.d_head}, {study.environment.identity.device_name}"
+    )
+
+
+def fusion_rows(study: FusionStudy) -> list[Row]:
+    """A row for each version and direction; None for what is not known."""
+    return [_fusion_row(study, row, study.eager(row)) for row in study.rows]
+
+
+def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
+    device_name = study.environment.identity.device_name
+    rate, is_ok = row.must_move_bytes_per_s, row.status is Status.OK
+    own, slow = times_ms(row.measurement, row.warnings), times_ms(eager.measurement, eager.warnings)
+    pair = () if row is eager else (slow, own)
+    return {
+        "op": row.op, "precision": row.precision, "version": row.version, "phase": row.phase,
+        "device_name": device_name,
+        **end_of(row.status, row.failure),
+        "kernels": len(row.kernels) or None, "kernel_names": "; ".join(row.kernels),
+        "must_move_mib": row.must_move_bytes / MIB, "moved_mib": ratio(row.moved_bytes, MIB),
+        **own,
+        **derived("gb_per_s", ratio(rate, GIGA), own),
+        **derived("bandwidth_share", ratio(rate, promised_bandwidth(device_name)), own),
+        **derived("speed_up", ratio(slow["median_ms"], own["median_ms"]), *pair),
+        "tflops_per_s": ratio(row.matmul_flops / GIGA or None, own["median_ms"]),
+        "max_error": row.max_error, "error_words": "not finite" if is_ok else "",
+    }  # fmt: skip
+
+
+def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
+    yield (
+        "must move: inputs read once and results written once; moved: operands and results of every operation that was "
+        f"launched. Median ± standard deviation of {study.grid.passes} passes; error against the same mathematics in "
+        "float64."
+    )
+    yield from doubt_notes([row["warnings"] for row in rows if row["median_ms"] is not None], "rows", PASSES)
+    if study.grid.device is Device.CPU:
+        yield "On a CPU operators take the place of kernels."
+
+
+def _savings(rows: Rows) -> Iterator[str]:
+    """What fusing each operation saves."""
+    for op in dict.fromkeys(row["op"] for row in rows):
+        versions = {row["version"]: row for row in rows if row["op"] is op}
+        eager = versions[Version.EAGER]
+        if eager["status"] is not Status.OK or eager["moved_mib"] is None:
+            continue
+        excess = significant(eager["moved_mib"] / eager["must_move_mib"], 3)
+        texts = [f"written out {counted(eager['kernels'], 'kernel')} that move {excess} times what must move"]
+        for version, row in versions.items():
+            if version is not Version.EAGER and (gain := column("speed_up").cell(row)):
+                kernels = f"{counted(row['kernels'], 'kernel')}, " if row["kernels"] else ""
+                texts.append(f"{version} {kernels}{gain} times as fast")
+        yield f"{op}: {'; '.join(texts)}."
+
+
+def fusion_chart(study: FusionStudy, rows: Rows) -> Chart:
+    """Time of each version, a row of panels for each direction, with the time that the bandwidth alone would take."""
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    bandwidth = promised_bandwidth(study.environment.identity.device_name)
+    panels = [
+        _panel([row for row in rows if (row["op"], row["phase"]) == (op, phase)], op, phase, bandwidth)
+        for phase in PHASES
+        for op in ops
+    ]
+    precision = rows[0]["precision"]
+    return Chart(
+        name=f"time_{precision}", title=f"Time of one operation, {precision}: written out, compiled, fused",
+        settings=fusion_settings(study), panels=panels, columns=len(ops), size=(2.6, 2.6), legend=1,
+        styles={version: Style(colour=colour, label="") for version, colour in VERSION_COLOURS.items()},
+    )  # fmt: skip
+
+
+def _panel(rows: Rows, op: str, phase: Phase, bandwidth: float | None) -> Panel:
+    bars = [
+        Bar(name=row["version"], failure=row["ended"]) if row["median_ms"] is None else
+        Bar(name=row["version"], parts={row["version"]: row["median_ms"]},
+            words=f"{significant(row['median_ms'], 3)}{f' {DOUBT}' if row['is_doubted'] else ''}")
+        for row in rows
+    ]  # fmt: skip
+    least = [rows[0]["must_move_mib"] * MIB / bandwidth * 1e3] if bandwidth is not None and rows else []
+    return Panel(
+        x=Axis(names=[row["version"] for row in rows]),
+        y=Axis(label=f"{phase}, median time (ms)", from_zero=True),
+        title=op,
+        bars=bars,
+        references=[Reference(value=time_ms, colour=FAILURE_COLOUR, name=LEAST) for time_ms in least],
+    )
+
+
+def write_fusion(study: FusionStudy, directory: Path) -> None:
+    """Write fusion.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
+    write_study("fusion.json", study, [fusion_section(study)], directory)

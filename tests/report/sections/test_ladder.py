@@ -1,0 +1,374 @@
+"""What is credited to a rung, its tables and its picture: by numbers worked out by hand and scipy's intervals."""
+
+import re
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.stats
+from PIL import Image
+
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.costs.traffic import traffic
+from cs336_systems.record import Status, WarningCode
+from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report.sections.ladder import (
+    UNCREDITED,
+    counts_of,
+    fastest_row,
+    ladder_chart,
+    ladder_rows,
+    ladder_section,
+    settings,
+    speed_up,
+    write_ladder_report,
+)
+from cs336_systems.sweep.ladder import reference
+from tests.report.drawn import overlaps, texts
+from tests.report.ladders import (
+    FALLING,
+    NOISE,
+    STEPS_S,
+    make_entry,
+    make_ladder,
+    make_process,
+    make_records,
+    shifted,
+)
+from tests.report.making import make_failure
+from tests.report.reading import column, csv_rows
+from tests.report.sections.kernels.profiles import make_cpu_profile, make_profile, seconds
+
+GIGA = 1e9
+
+
+@pytest.fixture
+def ladder():
+    return make_ladder()
+
+
+def by_name(rows):
+    return {row["rung"]: row for row in rows}
+
+
+def test_speed_ups_over_the_last_and_over_the_first(ladder):
+    rows = by_name(ladder_rows(ladder, make_records(ladder), []))
+    assert [row["rung"] for row in rows.values()] == ["fp32", "bf16", "compile", "fused"]
+    assert rows["fp32"]["speed_up_over_last"] is None
+    assert rows["fp32"]["speed_up_over_first"] is None
+    ratios = {
+        name: (row["speed_up_over_last"], row["speed_up_over_first"])
+        for name, row in rows.items()
+        if row["speed_up_over_last"]
+    }
+    assert ratios == {
+        "bf16": (pytest.approx(2), pytest.approx(2)),
+        "compile": (pytest.approx(4), pytest.approx(8)),
+        "fused": (pytest.approx(2), pytest.approx(16)),
+    }
+    assert [row["last"] for row in rows.values()] == ["", "fp32", "bf16", "compile"]
+    assert all(row["is_credited"] for row in rows.values())
+    assert fastest_row(tuple(rows.values()))["rung"] == "fused"
+
+
+def test_the_interval_is_welchs_of_scipy():
+    generator = np.random.default_rng(0)
+    slow, fast = generator.lognormal(-1, 0.02, size=3), generator.lognormal(-3, 0.05, size=4)
+    found = speed_up(slow.tolist(), fast.tolist())
+    welch = scipy.stats.ttest_ind(np.log(slow), np.log(fast), equal_var=False)
+    assert found[1:] == pytest.approx(tuple(np.exp(welch.confidence_interval(0.95))))
+    assert found[0] == pytest.approx(scipy.stats.gmean(slow) / scipy.stats.gmean(fast))
+
+
+def test_one_process_has_a_ratio_and_no_interval():
+    found = speed_up([0.3], [0.1, 0.2])
+    assert found == (pytest.approx(2), None, None)
+    assert speed_up([], [0.1]) is None
+    assert speed_up([0.1, 0.1], []) is None
+
+
+def test_a_rung_that_fails_the_gate_has_its_time_and_is_nobodys_measure(ladder):
+    records = make_records(ladder, losses={"compile": shifted(0.006)})
+    rows = by_name(ladder_rows(ladder, records, []))
+    assert rows["compile"]["gate"] == "FAILED"
+    assert rows["compile"]["distance_largest"] == pytest.approx(0.006)
+    assert rows["compile"]["step_mean_ms"] == pytest.approx(100)
+    assert rows["compile"]["speed_up_over_last"] == pytest.approx(4)
+    assert not rows["compile"]["is_credited"]
+    assert (rows["fused"]["last"], rows["fused"]["speed_up_over_last"]) == ("bf16", pytest.approx(8))
+    assert rows["fused"]["speed_up_over_first"] == pytest.approx(16)
+
+
+def test_one_bad_process_of_three_fails_the_rung(ladder):
+    records = make_records(ladder)
+    bad = next(i for i, r in enumerate(records) if r.config == replace(ladder[2].config, repeat=1))
+    records[bad] = replace(records[bad], losses=shifted(0.2))
+    assert by_name(ladder_rows(ladder, records, []))["compile"]["gate"] == "FAILED"
+
+
+def test_failures_are_rows_and_the_others_go_on(ladder):
+    records = [r for r in make_records(ladder) if r.config.configuration != ladder[2].config]
+    records += [make_failure(replace(ladder[2].config, repeat=n), Status.CRASHED, "no compiler") for n in range(3)]
+    rows = by_name(ladder_rows(ladder, records, []))
+    failed = rows["compile"]
+    assert (failed["processes"], failed["status"], failed["error"]) == (0, "crashed", "no compiler")
+    assert (failed["speed_up_over_last"], failed["speed_up_over_first"], failed["is_credited"]) == (None, None, False)
+    assert rows["fused"]["speed_up_over_last"] == pytest.approx(8)
+
+
+def without_first(ladder):
+    records = [r for r in make_records(ladder) if r.config.configuration != ladder[0].config]
+    return [*records, *(make_failure(replace(ladder[0].config, repeat=n)) for n in range(3))]
+
+
+def test_without_a_reference_nothing_is_judged_nor_credited(ladder):
+    rows = ladder_rows(ladder, without_first(ladder), [])
+    assert {row["gate"] for row in rows} == {"", "no verdict"}
+    assert not any(row["is_credited"] or row["speed_up_over_last"] or row["speed_up_over_first"] for row in rows)
+    assert fastest_row(rows) is None
+
+
+def test_where_the_first_rung_has_no_memory_a_checkpointed_run_is_the_reference(ladder):
+    stand_in = replace(make_process(ladder[0], 2.0), config=reference(ladder[0]), losses=FALLING)
+    rows = by_name(ladder_rows(ladder, [*without_first(ladder), stand_in], []))
+    assert rows["fp32"]["processes"] == 0
+    assert not rows["fp32"]["is_credited"]
+    assert all(rows[name]["is_credited"] for name in ("bf16", "compile", "fused"))
+    assert rows["bf16"]["speed_up_over_first"] is None, "it is the first that counts"
+    assert rows["fused"]["speed_up_over_first"] == pytest.approx(8)
+    off = replace(stand_in, losses=shifted(0.1))
+    assert not any(row["is_credited"] for row in ladder_rows(ladder, [*without_first(ladder), off], []))
+
+
+def test_the_checkpointed_run_does_not_count_where_the_first_rung_has_losses(ladder):
+    stand_in = replace(make_process(ladder[0], 2.0), config=reference(ladder[0]), losses=shifted(0.5))
+    assert all(row["is_credited"] for row in ladder_rows(ladder, [*make_records(ladder), stand_in], []))
+
+
+def test_counts_of_a_profile_are_per_step():
+    """Two steps: 50 kernels, 40 ms of them, 40.2 ms busy."""
+    reason = counts_of(make_profile())
+    assert reason["launches_per_step"] == 25
+    assert reason["busy_ms"] == pytest.approx(20.1)
+    assert sum(reason["class_s"].values()) == pytest.approx(0.020)
+    assert reason["class_s"][KernelClass.MATMUL] == pytest.approx((6 + 8 + 8) / 2e3)
+
+
+def test_busy_is_over_the_step_without_a_profiler(ladder):
+    rows = by_name(ladder_rows(ladder, make_records(ladder), [make_entry(ladder[2]), make_entry(ladder[3])]))
+    assert rows["compile"]["busy_share"] == pytest.approx(20.1 / 100)
+    assert rows["fused"]["busy_share"] == pytest.approx(20.1 / 50)
+    assert rows["bf16"]["busy_share"] is None
+    faster = [make_process(rung, 0.01) for rung in ladder]
+    assert ladder_rows(ladder, faster, [make_entry(ladder[3])])[3]["busy_share"] == 1, "20.1 ms in a step of 10"
+
+
+def test_records_of_other_configurations_are_not_mixed_in(ladder):
+    other = make_process(replace(ladder[1], config=replace(ladder[1].config, seed=5)), 9.0, losses=shifted(1))
+    rows = by_name(ladder_rows(ladder, [*make_records(ladder), other], []))
+    assert rows["bf16"]["step_mean_ms"] == pytest.approx(1e3 * STEPS_S["bf16"])
+    assert rows["bf16"]["gate"] == "passed"
+
+
+def test_a_rung_of_an_own_model_claims_no_attention():
+    (rung, *_) = make_ladder()
+    own = replace(rung, config=replace(rung.config, model_factory="pkg.mod:make"))
+    for ladder, expected in (((rung,), ("small", "naive-auto")), ((own,), ("make small", None))):
+        (row,) = ladder_rows(ladder, [make_process(ladder[0], 0.1)], [])
+        assert (row["size"], row["attention"]) == expected
+
+
+@pytest.fixture
+def rows(ladder):
+    """The third rung fails its gate; the second and the last have profiles."""
+    records = make_records(ladder, losses={"compile": shifted(0.006)})
+    return ladder_rows(ladder, records, [make_entry(ladder[1]), make_entry(ladder[3])])
+
+
+def draw_ladder(rows, words):
+    return figure_of(ladder_chart(rows, words))
+
+
+def test_speed_by_hand(rows):
+    speed = ladder_section(rows).tables[0]
+    assert column(speed, "rung") == ["fp32", "bf16", "compile", "fused"]
+    assert column(speed, "step") == ["800 ± 113", "400 ± 57", "100 ± 14", "50 ± 7"]  # two steps each, 10 % off the mean
+    assert column(speed, "tokens/s") == ["2,560", "5,120", "20,480", "40,960"]  # 4 x 512 a step
+    assert column(speed, "over last") == ["", "2.00", "4.00", "8.00"]
+    assert column(speed, "over first") == ["", "2.00", "8.00", "16.0"]
+    assert column(speed, "gate") == ["passed", "passed", "FAILED", "passed"]
+    assert speed.failed == {2}
+    assert column(speed, "change")[1] == "fp32 products in TF32, autocast to bf16"
+    assert "The fastest is fused: 50.00 ms, 16.0 times as fast as fp32." in speed.notes
+    assert "Not credited, so no measure for others: compile." in speed.notes
+
+
+def test_intervals_are_shown_where_there_are_some(ladder, rows):
+    speed = ladder_section(rows).tables[0]
+    low, high = column(speed, "interval")[1].split(" to ")
+    assert 1.9 < float(low) < 2 < float(high) < 2.1
+    ends = [float(end) for end in column(speed, "95 % interval")[1].split(" to ")]
+    means_ms = [400 * noise for noise in NOISE]
+    expected = scipy.stats.t.interval(0.95, 2, statistics.fmean(means_ms), scipy.stats.sem(means_ms))
+    assert ends == pytest.approx(expected, rel=1e-3)
+    two = ladder_section(ladder_rows(ladder, make_records(ladder, repeats=2), [])).tables[0]
+    assert not any("interval" in heading.name for heading in two.headings)
+    assert not any(re.search(r"\d to \d", cell) for row in two.rows for cell in row)
+    assert any("--repeats 3" in note for note in two.notes)
+    single = ladder_section(ladder_rows(ladder, make_records(ladder, repeats=1), [])).tables[0]
+    assert not any("interval" in heading.name for heading in single.headings)
+    assert any(note.startswith("One process of each") for note in single.notes)
+
+
+def test_mfu_is_over_the_peak_of_the_rungs_own_precision(rows):
+    found = csv_rows(ladder_section(rows))
+    flops = [float(row["model_tflops_per_s"]) * 1e12 for row in found]
+    assert [float(row["mfu"]) for row in found] == pytest.approx(
+        [flops[0] / 67e12, *(value / 989.5e12 for value in flops[1:])]
+    )
+
+
+def test_gate_and_compilation_by_hand(rows):
+    gate = ladder_section(rows).tables[1]
+    assert column(gate, "loss 20") == ["10.0000", "10.0000", "10.0120", "10.0000"]
+    assert column(gate, "distance") == ["0", "0", "0.60", "0"]
+    assert [text.startswith("<0.001") or text == "0" for text in column(gate, "largest")] == [True, True, False, True]
+    assert column(gate, "bound") == ["0.1", "0.5", "0.5", "0.5"]
+    assert column(gate, "compiling") == ["", "", "20.0", "20.0"]
+    assert column(gate, "graphs") == ["", "", "2", "2"]
+    assert column(gate, "graph breaks") == ["", "", "1", "1"]
+    assert column(gate, "recompiles") == ["", "", "0", "0"]
+    assert gate.failed == {2}
+
+
+def test_no_verdict_is_said_with_its_reason(ladder):
+    records = [replace(record, losses=record.losses[:10]) for record in make_records(ladder)]
+    speed, gate, *_ = ladder_section(ladder_rows(ladder, records, [])).tables
+    assert set(column(gate, "gate")) == {"no verdict"}
+    assert "No verdict where the reference has no 20 finite losses." in gate.notes
+    assert "over last" not in [heading.name for heading in speed.headings]
+    assert not any(note.startswith("The fastest") for note in speed.notes)
+
+
+def test_counts_by_hand(ladder, rows):
+    counts = ladder_section(rows).tables[2]
+    assert column(counts, "kernels") == ["", "25.0", "", "25.0"]
+    assert column(counts, "busy") == ["", "20.10", "", "20.10"]
+    assert column(counts, "GPU busy") == ["", "5.02", "", "40.2"]
+    assert [float(text) for text in column(counts, "AdamW")] == pytest.approx(
+        [traffic(rung.config).optimizer / GIGA for rung in ladder], rel=0.005
+    )
+    assert column(counts, "casts")[0] == "0"
+    assert column(counts, "longest")[3] == "matrix product 11.0, element-wise 5.50, softmax 1.50"
+
+
+def test_failures_are_told_in_words_and_the_first_that_counts_is_named(ladder):
+    records = [r for r in make_records(ladder) if r.config.configuration not in (ladder[0].config, ladder[2].config)]
+    records += [make_failure(ladder[2].config, Status.CRASHED, "no compiler")]
+    stand_in = replace(make_process(ladder[0], 1.0), config=replace(ladder[0].config, checkpoint_blocks=1))
+    rows = ladder_rows(ladder, [*records, stand_in], [])
+    speed = ladder_section(rows).tables[0]
+    assert column(speed, "step")[0] == "not run"
+    assert column(speed, "step")[2] == "crashed"
+    assert speed.failed == {0, 2}
+    assert any("as fast as bf16" in note for note in speed.notes), "the first that counts"
+    assert "compile: no compiler" in speed.notes
+    assert not any(note.startswith("Not credited") for note in speed.notes), "it has nothing to be credited with"
+    drawn = texts(draw_ladder(rows, ""))
+    assert {"not run", "crashed"} <= set(drawn)
+
+
+def test_csv_has_every_value(ladder, rows):
+    found = csv_rows(ladder_section(rows))
+    assert [row["rung"] for row in found] == ["fp32", "bf16", "compile", "fused"]
+    assert [row["processes"] for row in found] == ["3"] * 4
+    assert [row["last"] for row in found] == ["", "fp32", "bf16", "bf16"]
+    assert [float(row["speed_up_over_first"] or 1) for row in found] == pytest.approx([1, 2, 8, 16])
+    assert float(found[3]["speed_up_over_last_ci95_low"]) < 8 < float(found[3]["speed_up_over_last_ci95_high"])
+    assert [float(row["distance_largest"]) for row in found] == pytest.approx([0, 0, 0.006, 0], abs=1e-12)
+    assert [row["attention"] for row in found] == ["naive-auto"] * 3 + ["sdpa-flash"]
+    assert [row["optimizer"] for row in found] == ["foreach"] * 3 + ["fused"]
+    assert [row["pad_vocabulary"] for row in found] == ["1", "1", "1", "128"]
+    assert int(found[3]["least_optimizer_bytes"]) == traffic(ladder[3].config).optimizer
+    assert (found[3]["launches_per_step"], found[0]["launches_per_step"]) == ("25", "")
+
+
+def test_a_users_own_model_has_neither_bytes_nor_mfu(ladder):
+    own = [replace(rung, config=replace(rung.config, model_factory="a:b")) for rung in ladder[:3]]
+    rows = ladder_rows(own, make_records(own), [])
+    assert len(ladder_section(rows).tables) == 2
+    assert {row["mfu"] for row in csv_rows(ladder_section(rows))} == {""}
+    assert settings(rows).startswith("a:b, ")
+
+
+def test_everything_is_written(rows, tmp_path):
+    paths = write_ladder_report(rows, tmp_path / "deep")
+    assert {str(path.relative_to(tmp_path / "deep")) for path in paths} == {
+        "ladder.csv", "ladder.md", "ladder.tex", "ladder.typ", "plots/ladder.png",
+    }  # fmt: skip
+    with Image.open(tmp_path / "deep" / "plots" / "ladder.png") as image:
+        image.verify()
+        assert image.width >= 600
+    assert (tmp_path / "deep" / "ladder.md").read_text().count("### ") == 3
+
+
+def test_bars_show_times_and_what_did_not_pass(rows):
+    figure = draw_ladder(rows, settings(rows))
+    heights = [[bar.get_height() for bar in panel.patches] for panel in figure.axes]
+    assert heights == [pytest.approx([800, 400, 100, 50])]
+    assert [bar.get_hatch() for bar in figure.axes[0].patches] == [None, None, "////", None]
+    assert {"800", "400\n2.00x", "100", "50.0\n16.0x", UNCREDITED} <= set(texts(figure))
+    assert not overlaps(figure)
+
+
+def test_all_rungs_of_gpt2_have_room(ladder):
+    every = make_ladder("gpt2", ("tf32", "bf16", "compile", "attention", "vocabulary", "fused", "cudnn", "cast-once",
+                                 "graph", "blocks"))  # fmt: skip
+    records = [make_process(rung, 0.4 / (index + 1), repeat) for index, rung in enumerate(every) for repeat in (0, 1)]
+    assert not overlaps(draw_ladder(ladder_rows(every, records, []), "settings"))
+
+
+def test_rungs_on_another_gpu_than_the_one_before_are_named(ladder):
+    """The second and the third rung ran on GPU B, the others on GPU A."""
+
+    def on(uuids):
+        records = [make_process(rung, 0.1) for rung in ladder]
+        placed = [
+            replace(record, environment=replace(record.environment, device_uuid=uuid))
+            for record, uuid in zip(records, uuids, strict=False)
+        ]
+        notes = ladder_section(ladder_rows(ladder, placed, [])).tables[0].notes
+        return [note for note in notes if note.startswith("Measured on another GPU")]
+
+    [note] = on(["A", "B", "B", "A"])
+    assert note.split(".")[0].endswith(": bf16, fused")
+    assert not on(["A"] * 4)
+    assert not on([None] * 4)
+    assert not on(["A", "A"])
+
+
+@pytest.mark.parametrize(("step_ms", "is_told"), [(54, True), (56, False)])
+def test_class_times_of_a_step_that_the_profiler_slowed_are_left_out(ladder, step_ms, is_told):
+    """The plain step takes 50 ms: 8 % more passes, 12 % does not."""
+    entry = make_entry(ladder[3], step_s=seconds(step_ms, step_ms))
+    counts = ladder_section(ladder_rows(ladder, make_records(ladder), [entry])).tables[2]
+    assert any("matrix product" in cell for cell in counts.rows[3]) is is_told
+    assert any("fused" in note for note in counts.notes) is not is_told
+
+
+def test_on_a_cpu_there_are_operators_and_no_busy_time(ladder):
+    entry = replace(make_entry(ladder[0]), profile=make_cpu_profile())
+    row = ladder_rows(ladder, make_records(ladder), [entry])[0]
+    assert (row["launches_per_step"], row["busy_share"]) == (29, None)
+
+
+def test_warnings_are_counted_and_the_fastest_of_doubtful_times_is_marked(ladder):
+    """Each step's deviation is sqrt(2) / 10 of its mean, so that of a quotient 1 / 5."""
+    records = [
+        make_process(rung, STEPS_S[rung.name], codes=(WarningCode.UNSTABLE,) * (rung.name == "fused"))
+        for rung in ladder
+    ]
+    notes = ladder_section(ladder_rows(ladder, records, [])).tables[0].notes
+    assert "Warnings, named by row in the CSV: unstable in 1 of 4 rungs." in notes
+    assert "The fastest is fused: 50.00 ms, 16 ± 3 ? times as fast as fp32." in notes

@@ -1,0 +1,114 @@
+"""Two sides compared: the verdict on each configuration, and what is refused."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.record import WarningCode, load_records
+from cs336_systems.report.compared import comparison_section
+from cs336_systems.report.formats import csv_of, texts_of
+from tests.report.making import HOSTILE, make_config, make_environment, make_failure, make_record
+
+DATA = Path(__file__).parents[2] / "data/published/e2e_benchmark"
+
+
+def by_config(section):
+    return {(row["size"], row["context_length"]): row for row in section.rows}
+
+
+def test_every_configuration_has_a_row_with_its_verdict() -> None:
+    """fp32 against bf16; by hand: 100 to 50 ms is half, 100 to 100.1 ms is too close."""
+    steady = (1.001, 0.999)
+    a = [make_record(make_config(size, 128), [0.1 * each for each in steady]) for size in ("small", "medium", "xl")]
+    a += [make_record(make_config("large", 128), (0.3, 0.3)), make_record(make_config("small", 256), (0.2, 0.2))]
+    b = [
+        make_record(make_config(size, 128, precision="bf16"), [step_s * each for each in steady])
+        for size, step_s in (("small", 0.05), ("medium", 0.1001), ("xl", 0.2))
+    ]
+    b.append(make_failure(make_config("large", 128, precision="bf16")))
+    b.append(make_record(make_config("2.7B", 128, precision="bf16"), (1, 1)))
+    section = comparison_section(("old", "new"), (a, b))
+    found = by_config(section)
+    verdicts = {key: row["verdict"] for key, row in found.items()}
+    assert verdicts == {
+        ("small", 128): "faster", ("medium", 128): "cannot tell", ("xl", 128): "slower", ("large", 128): "not compared",
+        ("small", 256): "only in A", ("2.7B", 128): "only in B",
+    }  # fmt: skip
+    assert found["small", 128]["ratio"] == pytest.approx(0.5)
+    assert found["large", 128]["ratio"] is None
+    assert found["large", 128]["b_status"] == "oom"
+    assert {(row["precision_a"], row["precision_b"]) for row in section.rows} >= {("fp32", "bf16"), ("fp32", None)}
+    (table,) = section.tables
+    text = texts_of(section)["comparison.md"]
+    assert "precision (fp32, bf16)" in text
+    assert "out of memory" in table.rows[[row["size"] for row in section.rows].index("large")]
+    assert len(list(csv.DictReader(csv_of(section).splitlines()))) == 6
+
+
+def test_the_interval_is_of_processes_where_both_sides_have_three() -> None:
+    """Three processes that differ by 5 % tell nothing of 4 %, however little the steps of each scatter."""
+    a = [make_record(make_config(repeat=i), [mean_s] * 10) for i, mean_s in enumerate((0.095, 0.1, 0.105))]
+    b = [make_record(make_config(repeat=i, seed=1), [mean_s] * 10) for i, mean_s in enumerate((0.099, 0.104, 0.109))]
+    (of_three,) = comparison_section(("a", "b"), (a, b)).rows
+    assert (of_three["verdict"], of_three["a_processes"]) == ("cannot tell", 3)
+    (of_one,) = comparison_section(("a", "b"), (a[1:2], b[1:2])).rows
+    assert of_one["verdict"] == "cannot tell", "one process each tells less than three"
+    (note,) = [note for note in comparison_section(("a", "b"), (a, b)).tables[0].findings if "processes" in note]
+    assert note.startswith("Cannot tell B from A: +4.01 % step time, 99 % interval")
+
+
+def test_a_ratio_of_times_in_doubt_is_marked() -> None:
+    a, b = (
+        [make_record(make_config(precision=precision), (step_s, step_s), codes=codes)]
+        for precision, step_s, codes in (("fp32", 0.1, ()), ("bf16", 0.2, (WarningCode.UNSTABLE,)))
+    )
+    (table,) = comparison_section(("a", "b"), (a, b)).tables
+    assert "2.00 ?" in table.rows[0]
+
+
+def test_another_warm_up_is_refused_unless_allowed() -> None:
+    a, b = ([make_record(make_config(warmup_steps=steps), (0.1, 0.1))] for steps in (5, 2))
+    with pytest.raises(ValueError, match="A had 5 warm-up steps and B had 2"):
+        comparison_section(("a", "b"), (a, b))
+    assert len(comparison_section(("a", "b"), (a, b), allow_mixed=True).rows) == 1
+    both = [*a, *b]
+    assert [row["ratio"] for row in comparison_section(("a", "b"), (both, both)).rows] == [1, 1], "a study of warm-up"
+
+
+def test_one_configuration_on_two_devices_and_sweeps_without_a_common_one_are_refused() -> None:
+    two = [make_record(make_config(), (0.1, 0.1), device_name=name) for name in ("NVIDIA H200", "NVIDIA A100")]
+    with pytest.raises(ValueError, match="several devices"):
+        comparison_section(("a", "b"), (two, two), allow_mixed=True)
+    sizes = ("small", "xl"), ("medium", "large")
+    a, b = ([make_record(make_config(size, 128), (0.1, 0.1)) for size in own] for own in sizes)
+    with pytest.raises(ValueError, match="no configuration of A is in B"):
+        comparison_section(("a", "b"), (a, b))
+
+
+def test_hostile_names_are_inert() -> None:
+    a, b = (
+        [make_record(make_config(model_factory=factory), (step_s, step_s))]
+        for factory, step_s in (("a:b", 0.1), ("c:d", 0.2))
+    )
+    texts = texts_of(comparison_section((HOSTILE, HOSTILE), (a, b)))
+    assert "<img" not in texts["comparison.md"]
+    assert all("\x1b" not in text and "\0" not in text for text in texts.values())
+    assert make_environment().identity.device_name in texts["comparison.csv"]
+
+
+def test_the_committed_sweeps_have_a_verdict_in_every_row() -> None:
+    """The ratios are those of the means in the committed tables."""
+    names, (records, _) = ("fp32", "bf16"), load_records(DATA / "train" / "runs")
+    sides = [[record for record in records if record.config.precision == name] for name in names]
+    found = by_config(comparison_section(names, sides))
+    with (DATA / "train" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    tables = [
+        {(row["size"], int(row["context_length"])): row for row in rows if row["precision"] == name} for name in names
+    ]
+    assert {*found} == {*tables[0]} == {*tables[1]}
+    for key, row in found.items():
+        fp32_ms, bf16_ms = (float(table[key]["step_mean_ms"]) for table in tables)
+        assert row["verdict"] in ("faster", "slower", "cannot tell")
+        assert row["ratio"] == pytest.approx(bf16_ms / fp32_ms)
