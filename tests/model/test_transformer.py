@@ -308,12 +308,6 @@ def test_a_state_dict_goes_to_the_course_s_model_and_back(attention) -> None:
     torch.testing.assert_close(ours(tokens), other(tokens), rtol=0, atol=1e-5)
 
 
-def test_tables_are_shared_by_the_layers() -> None:
-    shapes = {name: tuple(buffer.shape) for name, buffer in TransformerLM(CONFIG).named_buffers()}
-    assert shapes == {"rotations": (8, 3, 2), "mask": (8, 8)}
-    assert not list(TransformerLM(replace(GPT2, attention=Attention.SDPA)).buffers())
-
-
 def std_of_cut_normal(cut: float) -> float:
     """Standard deviation of a unit normal cut at -cut and cut."""
     density, inside = math.exp(-cut * cut / 2) / math.sqrt(2 * math.pi), math.erf(cut / math.sqrt(2))

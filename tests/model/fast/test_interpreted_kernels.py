@@ -163,7 +163,7 @@ print(json.dumps(found))
 AGAIN = """
 from cs336_systems.model.fast import cross_entropy
 
-cross_entropy._plain_losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
+cross_entropy._has_kernel = lambda _: True
 targets, logits = torch.tensor([[1, 2]]), torch.randn(1, 2, 5, requires_grad=True)
 loss = 3 * cross_entropy.fused_cross_entropy(logits * 1, targets, 5)
 loss.backward(retain_graph=True)
@@ -181,7 +181,7 @@ print(json.dumps(refused))
 CHUNKED = """
 from cs336_systems.model.fast import cross_entropy
 
-cross_entropy._plain_losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
+cross_entropy._has_kernel = lambda _: True
 factors = torch.randn(1, 11, 8), torch.randn(40, 8)
 targets = torch.randint(37, (1, 11))
 ours, theirs = ([factor.clone().requires_grad_() for factor in factors] for _ in range(2))
