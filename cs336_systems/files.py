@@ -124,7 +124,8 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        put_in_place(temporary, path)
+        temporary.replace(path)
+        _sync(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -133,13 +134,8 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
         raise
 
 
-def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename a file that is on the disk already, and put its new name on the disk too."""
-    temporary.replace(path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
+def _sync(directory: Path) -> None:
+    """Put the names of the directory's files on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -136,6 +136,7 @@ def watch(
     if warmup_steps < 0:
         raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
     several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    several = tuple(getattr(each, "optimizer", each) for each in several)  # in the wrappers of Accelerate and Lightning
     return Watched(model, several, name=name, warmup_steps=warmup_steps, profile=profile, output=Path(output))
 
 

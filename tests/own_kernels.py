@@ -5,8 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-number = 3
-
 
 def right(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
@@ -72,18 +70,6 @@ class RaisesBackward(Flash):
     @staticmethod
     def backward(ctx, upstream):
         raise RuntimeError("no backward yet")
-
-
-class ForwardAlone(Flash):
-    @staticmethod
-    def backward(ctx, upstream):
-        raise NotImplementedError("backward is next week's exercise")
-
-
-class WrongForwardAlone(ForwardAlone):
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal=False):
-        return right(q, k, v, False)
 
 
 def without_the_mask(q, k, v, is_causal):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from cs336_systems.config import Phase
+from cs336_systems.record import read_record
 from tests.own_kernels import right
 
 
@@ -14,3 +16,68 @@ def test_flex_attention_is_attention(is_causal: bool) -> None:
     with torch.compiler.set_stance("force_eager"):
         found = flex_attention.attention(q, k, v, is_causal)
     torch.testing.assert_close(found, right(q, k, v, is_causal), rtol=1e-5, atol=1e-5)
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        tokens = torch.arange(8) + index
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def tiny_gpt2():
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64))
+
+
+def step_of(directory):
+    (path,) = (directory / "e2e_benchmark/mine/runs").glob("*.json")
+    record = read_record(path)
+    phases = {each.phase: each.mean_s for each in record.measurements}
+    parts = [time for phase, time in phases.items() if phase is not Phase.STEP]
+    assert sum(parts) == pytest.approx(phases[Phase.STEP], rel=1e-6)
+    assert min(phases[phase] for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)) > 0
+    return record
+
+
+def test_a_trainer_of_hugging_face_is_watched(tmp_path):
+    model = tiny_gpt2()
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from examples.watch_trainer import Watched
+
+    arguments = transformers.TrainingArguments(
+        tmp_path / "out", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=6, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    watched = Watched(warmup_steps=2, output=tmp_path)
+    transformers.Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[watched]).train()
+    config = step_of(tmp_path).config
+    assert (config.measured_steps, config.batch_size, config.model.context_length) == (4, 4, 8)
+
+
+def test_a_trainer_of_lightning_is_watched(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+    from examples.watch_lightning import Watched
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = tiny_gpt2()
+
+        def training_step(self, batch, _):
+            return self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    watched = Watched("model", warmup_steps=2, output=tmp_path)
+    trainer = lightning.Trainer(
+        max_steps=6, accelerator="cpu", callbacks=[watched], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(Tokens(), batch_size=2))
+    config = step_of(tmp_path).config
+    assert (config.measured_steps, config.batch_size, config.model.context_length) == (4, 2, 8)

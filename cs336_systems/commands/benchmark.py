@@ -14,15 +14,13 @@ from cs336_systems.commands.flags import (
     ModelArguments,
     StepArguments,
     Switch,
-    batch_of_each,
     check_timeout,
-    checked_factory,
     checked_here,
+    chosen_profiler,
+    config_of,
     default_on,
     explain_cpu_fallback,
     explain_fast,
-    make_config,
-    make_fast_config,
     one_precision,
     profiled_config,
     resolve_device,
@@ -83,25 +81,22 @@ class BenchmarkArguments(Flags):
         """The run that these flags describe; raise ValueError if they contradict each other."""
         device = resolve_device(self.step.device)
         asked = {**self.given(), **self.model.given(), **self.step.given()}
-        precision = one_precision(self.precision, self.mixed_precision)
-        settings = {"size": default_on(device, "size"), **asked, "precision": precision}
-        if self.global_batch_size is not None:
-            settings["batch_size"] = batch_of_each(self.global_batch_size, settings.get("ranks", 1))
-        plain = make_fast_config(device, asked, **settings) if self.fast else make_config(device, **settings)
-        plain = checked_factory(plain, asked)
+        point = {
+            "size": asked.get("size", default_on(device, "size")),
+            "precision": one_precision(self.precision, self.mixed_precision),
+        }
+        plain = config_of(device, asked, point, fast=self.fast, global_batch_size=self.global_batch_size)
         if (lacking := lacking_memory(plain)) is not None:
             raise ValueError(f"this step {lacking}: choose a smaller --size, --batch-size or --context-length")
         return checked_here(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
 
     def _profiler(self) -> Profiler:
-        asked = [self.profile, self.memory, self.memory_first_step, is_under_nsys()]
-        if sum(asked) > 1:
-            raise ValueError(
-                "--profile, --memory, --memory-first-step and nsys: two profilers cannot watch one process; choose one"
-            )
-        if is_under_nsys() and resolve_device(self.step.device) is Device.CUDA:
-            return Profiler.NSYS
-        return Profiler.KINETO if self.profile else Profiler.MEMORY if any(asked[1:3]) else Profiler.NONE
+        asked = chosen_profiler(self)
+        if not is_under_nsys():
+            return asked
+        if asked is not Profiler.NONE:
+            raise ValueError("two profilers cannot watch one process: leave out nsys or the flag of the other one")
+        return Profiler.NSYS if resolve_device(self.step.device) is Device.CUDA else Profiler.NONE
 
 
 def run(arguments: BenchmarkArguments) -> int:

@@ -24,12 +24,9 @@ from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
 from cs336_systems.record import RecordError, read_record
 from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import (
-    MAX_BYTES,
-    ONLY_ON_GPUS,
     PADDED,
     CeilingsGrid,
     CeilingsStudy,
-    ProductPrecision,
     Shape,
 )
 from cs336_systems.studies.records import read_study
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
 GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 64, 128)
-GPU_STEP_CONTEXTS, CPU_STEP_CONTEXTS = (128, 256, 512), (64, 128, 256)
 BATCH_SIZE = 4
 MIB = 2**20
 ROOFLINE_FILE = "roofline.json"
@@ -75,12 +71,6 @@ class CeilingsArguments(StudyArguments):
     step_presets: Annotated[tuple[str, ...] | None, unset("[SIZE ...]", "none on a GPU, tiny on a CPU")] = None
     """Model sizes of whose training steps the matrices of every kernel are measured too, with passes over memory as
     steps make them: what makes the forecast of times exact for these steps."""
-    step_contexts: Annotated[
-        tuple[int, ...] | None, unset("INT [INT ...]", "128 256 512 on a GPU, 64 128 256 on a CPU")
-    ] = None
-    """Context lengths of these steps."""
-    step_batch_size: int = 4
-    """Sequences in a batch of these steps."""
     profile: Annotated[Path | None, unset("FILE", "no parts of a step")] = None
     """Explained kernel profile of a step (kernels/*.json, profile.json) to put on the roofline. --measured without it
     takes the earlier one."""
@@ -98,11 +88,6 @@ class CeilingsArguments(StudyArguments):
         squares = tuple(Shape(rows=side, inner=side, columns=side) for side in sizes)
         layers = layer_shapes(value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
         memory_mib = value_or(self.memory_mib, GPU_MEMORY_MIB if on_gpu else CPU_MEMORY_MIB)
-        _check_memory(memory_mib)
-        missing = [name for name in self.precisions or () if name in ONLY_ON_GPUS and not on_gpu]
-        if missing:
-            there = ", ".join(name for name in ProductPrecision if name not in ONLY_ON_GPUS)
-            raise ValueError(f"--precisions {' '.join(missing)}: such products need an NVIDIA GPU, a CPU has {there}")
         if on_gpu and self.world_size is not None and self.world_size > num_gpus:
             raise ValueError(f"--world-size {self.world_size} needs as many GPUs, this process sees {num_gpus}")
         grid: CeilingsGrid = super().grid(
@@ -110,8 +95,6 @@ class CeilingsArguments(StudyArguments):
             stream_bytes=tuple(size * MIB for size in memory_mib),
             world_size=value_or(self.world_size, num_gpus if on_gpu else 1),
             step_presets=value_or(self.step_presets, () if on_gpu else CPU_PRESETS) or None,
-            step_contexts=value_or(self.step_contexts, GPU_STEP_CONTEXTS if on_gpu else CPU_STEP_CONTEXTS),
-            step_batch_size=self.step_batch_size,
         )
         return grid
 
@@ -123,14 +106,6 @@ class CeilingsArguments(StudyArguments):
             return self.measured.parent
         name = checked_name(self.name) if self.name else device_word(resolve_device(self.device))
         return self.output / self.FOLDER / name
-
-
-def _check_memory(memory_mib: Sequence[int]) -> None:
-    most = MAX_BYTES // MIB
-    if not memory_mib:
-        raise ValueError("--memory-mib needs at least one value")
-    if wrong := [size for size in memory_mib if not 1 <= size <= most]:
-        raise ValueError(f"--memory-mib must be from 1 to {most} MiB, got {wrong[0]}")
 
 
 def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:

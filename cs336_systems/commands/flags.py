@@ -34,7 +34,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.measure.inputs import check_factory, parameters_of
-from cs336_systems.measure.nvml import alike, visible_gpus, wants_slice, why_none_visible
+from cs336_systems.measure.nvml import alike, visible_gpus, why_none_visible
 from cs336_systems.model.fast.choose import check_packages, describe_fast, fastest, missing_packages
 from cs336_systems.settings import Setting, declared, flag_of
 from cs336_systems.text import print_aside
@@ -382,6 +382,24 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
     return config
 
 
+def config_of(
+    device: Device,
+    given: Mapping[str, Any],
+    point: Mapping[str, Any],
+    *,
+    fast: bool,
+    global_batch_size: int | None,
+    many: bool = False,
+) -> RunConfig:
+    """The run of the settings `given` by the user, by the flags of a sweep if `many`, and of those of `point` first."""
+    settings = {**given, **point}
+    if global_batch_size is not None:
+        settings["batch_size"] = batch_of_each(global_batch_size, settings.get("ranks", 1))
+    asked = {name: settings[name] for name in given}
+    config = make_fast_config(device, asked, many=many, **settings) if fast else make_config(device, **settings)
+    return checked_factory(config, given, many=many)
+
+
 def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = False) -> RunConfig:
     """The run itself; raise ValueError for a flag of the model's shape that the user's own factory does not take.
 
@@ -493,6 +511,24 @@ def explain_fast(configs: Iterable[RunConfig]) -> None:
         print_aside(f"note: {line}")
 
 
+PROFILERS = {
+    "nsys": Profiler.NSYS,
+    "profile": Profiler.KINETO,
+    "memory": Profiler.MEMORY,
+    "memory_first_step": Profiler.MEMORY,
+}
+"""The profiler of each flag that asks for one."""
+
+
+def chosen_profiler(arguments: object) -> Profiler:
+    """The profiler that these flags ask for; raise ValueError for several."""
+    asked = [name for name in PROFILERS if getattr(arguments, name, False)]
+    if len(asked) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise ValueError(f"two profilers cannot watch one process, got {flags}: choose one")
+    return PROFILERS[asked[0]] if asked else Profiler.NONE
+
+
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:
     """The same run under a profiler. The memory profiler records at most two steps, as steady steps are alike."""
     if profiler is not Profiler.MEMORY:
@@ -549,14 +585,8 @@ def resolve_device(device: DeviceChoice) -> Device:
 
 
 def explain_cpu_fallback(device: DeviceChoice) -> None:
-    """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of them is visible.
-
-    Raises UsageError if that GPU would be a MIG slice: CUDA may have a slice that the driver does not list.
-    """
-    why = why_none_visible() if device == "auto" else None
-    if why is not None and wants_slice():
-        raise UsageError(f"--device auto finds no GPU: {why}. Correct that, or measure the CPU with --device cpu")
-    if why is not None:
+    """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of them is visible."""
+    if device == "auto" and (why := why_none_visible()) is not None:
         print_aside(f"note: --device auto takes the CPU: {why}")
 
 

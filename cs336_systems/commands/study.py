@@ -21,7 +21,7 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
 from cs336_systems.commands.results import write_collection_page
 from cs336_systems.config import Device
-from cs336_systems.files import encode_json
+from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure.inputs import check_factory, source_of
 from cs336_systems.settings import declared
 from cs336_systems.studies.operators import AttentionGrid, FusionGrid
@@ -84,8 +84,7 @@ class AttentionArguments(StudyArguments):
 
     --own flash:FlashAttention adds yours, from flash.py in this directory; examples/flex_attention.py of the
     repository is one. Where it is over 10 times as far from float64 as PyTorch's kernel, it is marked WRONG, its times
-    are in no table, and the exit status is 1. Without a backward (NotImplementedError) only forward is timed. The
-    course's grid for it:
+    are in no table, and the exit status is 1. The course's grid for it:
     --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 --context-lengths 128 256 512 1024 2048 4096
     8192 16384 32768 65536.
     """
@@ -102,10 +101,9 @@ class AttentionArguments(StudyArguments):
 
     def run(self) -> int:
         """Measure the grid, write its record after every cell, then the tables, plots and page."""
-        from cs336_systems.report.sections.operators import attention_section, write_attention, write_attention_record
+        from cs336_systems.report.sections.operators import attention_section, write_attention
 
-        study = measure_and_show(self, write_attention, lambda study: [attention_section(study)],
-                                 write_attention_record)  # fmt: skip
+        study = measure_and_show(self, write_attention, lambda study: [attention_section(study)])
         return OK if all(result.status.is_result for result in study.results) else FAILED
 
 
@@ -170,19 +168,18 @@ def measure_and_show(
     arguments: StudyArguments,
     write: Callable[[StudyT, Path], object],
     sections: Callable[[StudyT], Iterable["Section"]],
-    on_progress: Callable[[StudyT, Path], object] = lambda *_: None,
 ) -> StudyT:
-    """Measure the grid of the arguments, write the results, print them, and return the study.
-
-    `on_progress` gets the study so far and its directory after each cell.
-    """
+    """Measure the grid of the arguments, with its record written after each cell; write the results and print them."""
     explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
 
     def measure(status: "StatusLine") -> StudyT:
         from cs336_systems.studies.runner import run_study
 
-        study: StudyT = run_study(grid, status, lambda study: on_progress(study, directory))
+        def keep(study: StudyT) -> None:
+            write_atomically(directory / f"{arguments.FOLDER}.json", encode_json(study))
+
+        study: StudyT = run_study(grid, status, keep)
         return study
 
     return show_study(measure, write, sections, directory, arguments.FOLDER, as_json=arguments.json)

@@ -25,16 +25,14 @@ from cs336_systems.commands.flags import (
     SweepModelArguments,
     SweepStepArguments,
     Switch,
-    batch_of_each,
     check_repeats,
-    checked_factory,
     checked_here,
     checked_name,
+    chosen_profiler,
+    config_of,
     device_word,
     explain_cpu_fallback,
     explain_fast,
-    make_config,
-    make_fast_config,
     one_precision,
     plain_word,
     profiled_config,
@@ -178,16 +176,7 @@ class SweepArguments(Flags):
     @property
     def profiler(self) -> Profiler:
         """The profiler of the additional run of each configuration; raise ValueError if several are asked for."""
-        chosen = {
-            "--nsys": (self.nsys, Profiler.NSYS),
-            "--profile": (self.profile, Profiler.KINETO),
-            "--memory": (self.memory, Profiler.MEMORY),
-            "--memory-first-step": (self.memory_first_step, Profiler.MEMORY),
-        }
-        asked = [(flag, profiler) for flag, (is_asked, profiler) in chosen.items() if is_asked]
-        if len(asked) > 1:
-            raise ValueError(f"one profiler at a time, got {' and '.join(flag for flag, _ in asked)}: choose one")
-        return asked[0][1] if asked else Profiler.NONE
+        return chosen_profiler(self)
 
     def _axes(self, on_gpu: bool) -> dict[str, tuple[Any, ...]]:
         """The values of each axis of the grid by the name of its setting, in the order in which they are varied."""
@@ -215,14 +204,9 @@ class SweepArguments(Flags):
         return {**self.given(), **self.model.given(), **self.step.given()}
 
     def _config(self, device: Device, point: Mapping[str, Any]) -> RunConfig:
-        given = self._given()
-        settings = {**given, **point}
-        if self.global_batch_size is not None:
-            settings["batch_size"] = batch_of_each(self.global_batch_size, settings.get("ranks", 1))
-        if not self.fast:
-            return checked_factory(make_config(device, **settings), given, many=True)
-        asked = {name: settings[name] for name in given}
-        return checked_factory(make_fast_config(device, asked, many=True, **settings), given, many=True)
+        return config_of(
+            device, self._given(), point, fast=self.fast, global_batch_size=self.global_batch_size, many=True
+        )
 
     def _profiled(self, plain: RunConfig) -> RunConfig:
         return profiled_config(plain, self.profiler, first_step=self.memory_first_step)

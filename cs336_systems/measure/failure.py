@@ -36,7 +36,8 @@ def classify(error: BaseException) -> Status:
 
 def describe(error: BaseException, status: Status, where: str, device: Device) -> Failure:
     """The failure as a record keeps it; `where` is the phase and step that raised `error`. Long texts are shortened."""
-    first_line = shortened((str(error).strip().splitlines() or [type(error).__name__])[0], MAX_MESSAGE_LENGTH)
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first_line = _storable(shortened(first_line, MAX_MESSAGE_LENGTH))
     trace = _without_roots("".join(traceback.format_exception(error, limit=-20)))
     free: int | None = None
     if status is Status.OOM and device is Device.CUDA:

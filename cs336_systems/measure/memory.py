@@ -48,9 +48,10 @@ class MemoryRecorder:
             self._gathered = step.way.watch_gathers(lambda unit, memory: self._see(Kind.GATHERED, unit, memory))
         self._again: list[saved_tensors_hooks] = []
         """Hooks of the blocks that backward is recomputing."""
-        self._begin()
+        self.restart()
 
-    def _begin(self) -> None:
+    def restart(self) -> None:
+        """Record from here on, and drop what was recorded before."""
         self._marks: list[Mark] = []
         self._sightings: list[Sighting] = []
         self._step_number = -1
@@ -62,10 +63,6 @@ class MemoryRecorder:
         self._see_all(self._weights)
         for name, buffer in self._step.model.named_buffers():
             self._see(Kind.BUFFER, name, buffer)
-
-    def restart(self) -> None:
-        """Drop what was recorded, because the measured steps begin here."""
-        self._begin()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -113,12 +113,6 @@ def why_none_visible() -> str | None:
     return None
 
 
-def wants_slice() -> bool:
-    """Whether a CUDA program here would run on a MIG slice, judging by the environment and the driver."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
-    return visible.startswith("MIG-") or not _every()
-
-
 def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     """The GPUs with the same name as the first: times of different GPUs do not belong in one table."""
     return tuple(gpu for gpu in gpus if gpu.name == gpus[0].name)

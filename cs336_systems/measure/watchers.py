@@ -67,7 +67,7 @@ class _Ranges(Watch):
     def whole_run(self) -> AbstractContextManager[object]:
         ranges = ExitStack()
         config, model = self._step.config, self._step.model
-        if config.ranges and not _is_compiled(config):
+        if config.ranges and config.compile is CompileMode.NONE:
             is_own = config.model_factory is not None
             names = module_names(model, config.module_depth) if is_own else own_names(model)
             if is_own:
@@ -127,7 +127,3 @@ def make_watch(step: TrainingStep, path: Path | None) -> Watch:
     if path is None or profiler is Profiler.NONE:
         return Watch()
     return _Kineto(step, path) if profiler is Profiler.KINETO else _Memory(step, path)
-
-
-def _is_compiled(config: RunConfig) -> bool:
-    return config.compile is not CompileMode.NONE

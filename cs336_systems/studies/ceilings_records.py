@@ -421,9 +421,14 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
     seed: int = 0
     step_presets: tuple[str, ...] | None = None
     """Model sizes of which the kernels of steps are measured; None for none."""
-    step_contexts: Annotated[tuple[int, ...], Setting(least=1, most=MAX_SIDE)] = (128, 256, 512)
-    """Context lengths of these steps."""
-    step_batch_size: Annotated[int, Setting(least=1, most=MAX_SIDE)] = 4
+    step_contexts: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Context lengths of the steps of --step-presets.", least=1, most=MAX_SIDE,
+            by_device=ByDevice(gpu=(128, 256, 512), cpu=(64, 128, 256)),
+        ),
+    ] = (128, 256, 512)
+    step_batch_size: Annotated[int, Setting("Sequences in a batch of these steps.", least=1, most=MAX_SIDE)] = 4
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.measure.clock import Clock, EventClock, HostClock
-from cs336_systems.measure.failure import classify, describe
+from cs336_systems.measure.failure import classify
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.model.own import load_callable
 from cs336_systems.model.transformer import naive_attention
@@ -93,19 +93,18 @@ class Passes:
         inputs = self.sets[turn % len(self.sets)]
         return torch.autograd.grad(output, inputs.forward, inputs.upstream)
 
-    def both(self, *, with_backward: bool = True) -> tuple[Tensor, ...]:
+    def both(self) -> tuple[Tensor, ...]:
         """The output, and the gradients."""
         output = self.forward()
-        return (output, *self.backward(output)) if with_backward else (output,)
+        return (output, *self.backward(output))
 
-    def timed(self, clock: Clock, *, with_backward: bool = True) -> dict[Phase, float]:
+    def timed(self, clock: Clock) -> dict[Phase, float]:
         """Times in seconds of one forward and one backward pass, between two synchronisations of the device."""
         clock.start()
         output = self.forward()
         clock.lap(Phase.FORWARD)
-        if with_backward:
-            self.backward(output)
-            clock.lap(Phase.BACKWARD)
+        self.backward(output)
+        clock.lap(Phase.BACKWARD)
         return clock.stop().phases_s
 
 
@@ -214,18 +213,13 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: OpFunction
     inputs = _inputs_of(grid, cell)
     passes = Passes(attention or make_attention(grid, cell), inputs)
     run = partial(passes.timed, EventClock() if grid.device is Device.CUDA else HostClock())
-    failure = None
     started = perf_counter()
     if cell.implementation is Implementation.OWN:
         output = passes.forward()
         if fault := fault_of(output, inputs):
             failure = Failure(message=f"{grid.own} {fault}", where=cell.label)
             return CellResult(cell=cell, status=Status.INVALID, failure=failure)
-        try:
-            passes.backward(output)
-        except NotImplementedError as error:  # forward alone is timed
-            failure = describe(error, Status.CRASHED, cell.label, grid.device)
-            run = partial(run, with_backward=False)
+        passes.backward(output)
     elif reason := _why_unavailable(run):
         return CellResult(cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=reason))
     first_pass_s = perf_counter() - started
@@ -235,10 +229,9 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: OpFunction
     result = CellResult(
         cell=cell,
         status=Status.OK,
-        failure=failure,
         measurements=tuple(Measurement(phase, tuple(time[phase] for time in times)) for phase in times[0]),
         first_pass_s=first_pass_s,
-        memory=_memory(passes, with_backward=failure is None) if grid.device is Device.CUDA else None,
+        memory=_memory(passes) if grid.device is Device.CUDA else None,
     )
     return _compared(grid, result, passes) if grid.own else result
 
@@ -278,14 +271,13 @@ def _why_unavailable(run: Callable[[], object]) -> str | None:
     return None
 
 
-def _memory(passes: Passes, *, with_backward: bool) -> CellMemory:
+def _memory(passes: Passes) -> CellMemory:
     """What the allocator holds before forward, before backward, and at its peak."""
     torch.cuda.reset_peak_memory_stats()
     before_forward = torch.cuda.memory_allocated()
     output = passes.forward()
     before_backward = torch.cuda.memory_allocated()
-    if with_backward:
-        passes.backward(output)
+    passes.backward(output)
     return CellMemory(
         before_forward_bytes=before_forward,
         before_backward_bytes=before_backward,
@@ -301,9 +293,8 @@ def _compared(grid: AttentionGrid, result: CellResult, passes: Passes) -> CellRe
     cell = result.cell
     inputs = _inputs_of(grid, cell)  # new ones, because a faulty kernel may have overwritten those of the passes
     try:
-        found = passes.both(with_backward=result.failure is None)
         exact = exact_attention(inputs, causal=grid.causal)
-        result = replace(result, errors=exact_errors(found, exact))
+        result = replace(result, errors=exact_errors(passes.both(), exact))
         if cell.implementation is not Implementation.OWN:
             return result
         kernel = exact_errors(Passes(partial(_sdpa, None, grid.causal), inputs).both(), exact)
@@ -346,13 +337,10 @@ def exact_attention(inputs: Inputs, *, causal: bool) -> tuple[Tensor, Tensor, Te
 
 
 def exact_errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[ExactError, ...]:
-    """How far the output and the gradients of queries, keys and values are from those in float64.
-
-    `found` may be the output alone.
-    """
+    """How far the output and the gradients of queries, keys and values are from those in float64."""
     return tuple(
         ExactError(quantity=quantity, max_error=distance([(tensor, right)]), max_exact=float(right.abs().max()))
-        for quantity, tensor, right in zip(Quantity, found, exact, strict=False)
+        for quantity, tensor, right in zip(Quantity, found, exact, strict=True)
     )
 
 
@@ -443,20 +431,13 @@ def _profiled(run: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
     )
 
 
-@dataclass(slots=True)
-class Moved:
-    """Operations that computed new values, and the bytes of their operands and results."""
-
-    operations: list[str] = field(default_factory=list)
-    num_bytes: int = 0
-
-
 class Watcher(OperationObserver):
-    """Adds to `moved` each operation that computes new values: what is moved is counted without a formula."""
+    """Notes operations that compute new values, and the bytes of their operands and results: counted, no formula."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.moved = Moved()
+        self.operations: list[str] = []
+        self.num_bytes = 0
 
     def observe(
         self, func: OpOverload[..., object], args: Sequence[object], kwargs: Mapping[str, object], output: object
@@ -464,8 +445,8 @@ class Watcher(OperationObserver):
         """Add up what the operation reads and writes."""
         if not func.is_view and not str(func).startswith(_NO_NEW_VALUES):
             tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
-            self.moved.operations.append(str(func))
-            self.moved.num_bytes += sum(map(distinct_bytes, tensors))
+            self.operations.append(str(func))
+            self.num_bytes += sum(map(distinct_bytes, tensors))
 
 
 def distinct_bytes(tensor: Tensor) -> int:
@@ -474,13 +455,13 @@ def distinct_bytes(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-def _moved(passes: Passes) -> list[Moved]:
+def _moved(passes: Passes) -> list[Watcher]:
     """What the operations of forward and of backward read and write. Those of compiled code cannot be watched."""
     with Watcher() as forward:
         output = passes.forward()
     with Watcher() as backward:
         passes.backward(output)
-    return [forward.moved, backward.moved]
+    return [forward, backward]
 
 
 def _max_errors(passes: Passes, spec: OpSpec) -> list[float | None]:

@@ -718,7 +718,7 @@ SWEEP = {
     "--optimizer fused adamw --precisions bf16 --cast-once": "--cast-once needs",
     "--batch-size 4 0": "batch_size must be at least 1",
     "--parallel none ddp-flat": "--parallel ddp-flat needs --ranks",
-    "--nsys --profile": "one profiler at a time, got --nsys and --profile",
+    "--nsys --profile": "got --nsys and --profile: choose one",
 }
 BY_PARSER = {
     "benchmark": [

@@ -23,7 +23,7 @@ from tests.analysis.memory.programs import BATCH, MODEL, Training
 from tests.analysis.memory.snapshots import MIB
 from tests.report.sections.kernels.profiles import make_profile
 
-TABLES = ("peaks", "boundaries", "phases", "largest", "blocks")
+TABLES = ("peaks", "boundaries", "largest", "blocks")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_json_is_the_profile_and_is_read_again(
     assert capsys.readouterr().out == printed
     assert memory(tmp_path / "out" / "memory.json") == 0
     said = capsys.readouterr().out
-    for words in ("The peak is", "What the peaks consist of", "Peak of each phase", "Largest allocations",
+    for words in ("The peak is", "What the peaks consist of", "Memory from phase to phase", "Largest allocations",
                   "Check: at all 12 boundaries", "saves for backward"):  # fmt: skip
         assert words in said
 

@@ -1,6 +1,5 @@
 """The recorder's hooks on real steps of a CPU, where the allocator's counters are the only thing that is made up."""
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,32 +20,18 @@ from cs336_systems.analysis.memory.notes import (
 )
 from cs336_systems.config import Arch, Device, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import count_parameters
-from cs336_systems.measure import memory as memory_recording
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.memory import CHECKPOINT, MemoryRecorder
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import Annotator, set_annotator
+from tests.measure.allocator import make_up_allocator
 
 LAYERS, BATCH, CONTEXT, D_MODEL = 5, 3, 10, 24
 
 
 @pytest.fixture(autouse=True)
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a GPU, whose allocator counts something at every look."""
-    count = itertools.count(1)
-
-    def counters() -> dict[str, Any]:
-        num = next(count)
-        by_bytes = {"all": {"current": num, "peak": num}}
-        return {"allocation": {"all": {"allocated": num, "freed": 0}}} | dict.fromkeys(
-            ("allocated_bytes", "requested_bytes", "reserved_bytes"), by_bytes
-        )
-
-    monkeypatch.setattr(memory_recording, "_counters", counters)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b""))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 3))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    make_up_allocator(monkeypatch)
     set_annotator(Annotator.PATH)
     yield
     set_annotator(Annotator.NONE)

@@ -19,7 +19,6 @@ from cs336_systems.measure.nvml import (
     select,
     usable_gpu_bytes,
     visible_gpus,
-    wants_slice,
     why_none_visible,
 )
 from tests.fake_nvml import WHOLE_BYTES, Slice, fake_driver, unsupported
@@ -158,31 +157,26 @@ def test_the_mode_without_a_slice_leaves_nothing_to_compute_on(sliced: SimpleNam
     sliced.slices["GPU-1"] = []
     assert visible_gpus() == ()
     assert "MIG mode" in why_none_visible()
-    assert wants_slice()
     sliced.nvmlDeviceGetMaxMigDeviceCount = unsupported
     assert visible_gpus() == ()
 
 
 @pytest.mark.parametrize(
-    ("visible", "told", "slice_wanted"),
+    ("visible", "told"),
     [
-        ("7", "=7 names none of the GPUs here: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)", False),
-        ("GPU-9", "=GPU-9 names none of", False),
-        ("MIG-cc", "=MIG-cc names none of", True),
-        ("0", None, False),
-        ("", None, False),
-        ("-1", None, False),
-        (None, None, False),
+        ("7", "=7 names none of the GPUs here: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)"),
+        ("GPU-9", "=GPU-9 names none of"),
+        ("MIG-cc", "=MIG-cc names none of"),
+        *((visible, None) for visible in ("0", "", "-1", None)),
     ],
 )
 def test_why_no_gpu_is_visible_is_said_unless_it_is_meant(
-    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None, told: str | None, slice_wanted: bool
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None, told: str | None
 ) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     why = why_none_visible()
     assert why is None if told is None else told in why
-    assert wants_slice() == slice_wanted
 
 
 def test_gpus_are_alike_by_the_name_of_the_first(driver: SimpleNamespace) -> None:

@@ -4,7 +4,6 @@ With one closed too many torch.profiler raises; nsys closes another in its place
 """
 
 import contextlib
-import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.measure import memory as memory_recording
 from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.measure.watchers import annotator_of, make_watch
@@ -38,6 +36,7 @@ from cs336_systems.model import annotate as profiling
 from cs336_systems.model.annotate import Annotator, annotate, set_annotator
 from cs336_systems.model.fast import model as fast_model
 from cs336_systems.model.fast.step_graph import StepGraph
+from tests.measure.allocator import make_up_allocator
 from tests.own_models import BasicsTransformerLM, Uneven
 from tests.plain import plain_blocks, plain_model
 
@@ -168,15 +167,8 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stacks]:
 
 @pytest.fixture
 def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator's counters, and graphs that run their phases once, when they are captured."""
-    count = itertools.count(1)
-
-    def counters() -> dict[str, Any]:
-        num = next(count)
-        sums = {"all": {"current": num, "peak": num}}
-        return {"allocation": {"all": {"allocated": num, "freed": 0}}} | dict.fromkeys(
-            ("allocated_bytes", "requested_bytes", "reserved_bytes"), sums
-        )
+    """An allocator, and graphs that run their phases once, when they are captured."""
+    make_up_allocator(monkeypatch)
 
     class Nothing:
         def __init__(self, **_options: object) -> None: ...
@@ -184,8 +176,6 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, _name: str) -> Callable[..., None]:
             return lambda *_, **__: None
 
-    monkeypatch.setattr(memory_recording, "_counters", counters)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
     for name in ("Stream", "CUDAGraph", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, Nothing)
     for name in ("stream", "graph"):

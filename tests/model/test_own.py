@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cs336_systems.config import SIZES, LossKind, Mode, Precision, RunConfig
+from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.own import check_logits, own_loss, vocabulary_of
 
@@ -114,3 +115,24 @@ def test_what_cannot_be_used_is_refused_with_what_came():
 def test_a_loss_of_the_model_needs_a_model_of_ones_own():
     with pytest.raises(ValueError, match="own model"):
         RunConfig(size="tiny", model=SIZES["tiny"], loss=LossKind.MODEL, precision=Precision.FP32)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize("loss", LossKind)
+def test_models_of_transformers_are_timed_as_they_are(name, loss):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": KNOWN}
+    if name != "GPT2":  # whose configuration has other names for the same sizes
+        sizes |= {"intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 8}
+    kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**sizes))
+    step = TrainingStep(config_of(loss=loss), model)
+    model.eval()  # without dropout
+    tokens, targets = step.batches()
+    expected = model(tokens, labels=tokens).loss if loss is LossKind.MODEL else None
+    if expected is None:
+        expected = cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+    assert step.forward((tokens, targets)).item() == pytest.approx(expected.item(), rel=1e-5)
+    _, first = step(HostClock())
+    _, last = step(HostClock())
+    assert last < first, "the optimizer lowers the loss of the one batch"

@@ -1,28 +1,27 @@
 """What the ranks of these tests do, and the same in one process with the whole batch."""
 
 import functools
-import itertools
 import time
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.analysis.memory.notes import notes_path, read_notes
 from cs336_systems.config import Arch, ModelConfig
-from cs336_systems.measure import memory as memory_recording
 from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.memory import MemoryRecorder
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.collectives import TrafficCounter, meet_on_host
 from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
 from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.ways import TorchDDP, TorchFSDP
+from tests.measure.allocator import make_up_allocator
 from tests.parallel.fast import config_of, sent_by
 from tests.parallel.models import blocks_apart
 
@@ -277,24 +276,13 @@ def other_gradients_later(early, late):
 
 def recorded(settings, folder):
     """Bytes by kind of what the recorder of memory sees in a step."""
-    count = itertools.count(1)
-
-    def counters():
-        by_bytes = {"all": {"current": next(count), "peak": 1}}
-        kinds = ("allocated_bytes", "requested_bytes", "reserved_bytes")
-        return {"allocation": {"all": {"allocated": next(count), "freed": 0}}} | dict.fromkeys(kinds, by_bytes)
-
     rank = dist.get_rank()
     path = Path(folder) / f"rank{rank}.pickle"
-    with ExitStack() as patches:
-        for name, fake in (("_record_memory_history", _nothing), ("_dump_snapshot", lambda to: Path(to).touch())):
-            patches.enter_context(mock.patch.object(torch.cuda.memory, name, fake))
-        patches.enter_context(mock.patch.object(torch.cuda, "mem_get_info", return_value=(1, 3)))
-        patches.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
-        patches.enter_context(mock.patch.object(memory_recording, "_counters", counters))
+    with pytest.MonkeyPatch.context() as patch:
+        make_up_allocator(patch)
         step = TrainingStep(replace(config_of("cs336"), ranks=dist.get_world_size(), **settings), rank=rank)
         step(HostClock())
-        recorder = memory_recording.MemoryRecorder(step)
+        recorder = MemoryRecorder(step)
         with recorder.watching():
             step(recorder.clock(HostClock()))
         recorder.dump(path)
@@ -302,10 +290,6 @@ def recorded(settings, folder):
     for each in read_notes(notes_path(path)).sightings:
         kinds[each.kind.value] += each.num_bytes
     return dict(kinds)
-
-
-def _nothing(*_arguments, **_settings):
-    pass
 
 
 def meet_late():

@@ -146,7 +146,7 @@ def test_pictures_of_runs_that_differ_in_one_setting_have_names_and_titles_of_th
                for length in (config.model.context_length, 2 * config.model.context_length)]  # fmt: skip
     device = {"device_name": None} if field.name == "device" else {}
     paths = write_plots([make_record(config, (0.1, 0.1), **device) for config in configs], tmp_path)
-    for kind in ("step_time", "context"):
+    for kind in ("step_time", "context_length")[: 1 if field.name == "precision" else 2]:  # which has lines of its own
         own = [path for path in paths if path.name.startswith(kind)]
         assert len({path.name.casefold() for path in own}) == len({path.read_text() for path in own}) == 2
         assert not any(re.search(r"_no\d", path.name) for path in own)

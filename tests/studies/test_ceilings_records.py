@@ -20,7 +20,6 @@ from cs336_systems.studies.ceilings_records import (
     Loops,
     ProductCell,
     ProductPrecision,
-    Shape,
     Stream,
     joined,
 )
@@ -128,23 +127,12 @@ def hostile(**changes: object) -> bytes:
     "data",
     [
         hostile(products=[{}]),
-        hostile(products__0__shape__rows=10**400),
         hostile(products__0__shape__inner=0),
-        hostile(products__0__precision="fp4"),
-        hostile(products__0__timing__loops__count=0),
-        hostile(products__0__timing__loops__times_s=[]),
         hostile(products__0__timing__loops__times_s=[0.0]),
-        hostile(products__0__timing__loops__times_s=[1e300]),
-        hostile(streams__0__moved_bytes=-1),
         hostile(reductions__0__world_size=0),
-        hostile(grid__loops=0),
-        hostile(environment=None),
     ],
-    ids=[
-        "no cell", "huge", "no side", "precision", "count", "no times",
-        "no time", "thirty years", "negative", "one process", "no loops", "nowhere",
-    ],
-)  # fmt: skip
+    ids=["no cell", "no side", "no time", "one process"],
+)
 def test_a_file_that_is_no_study_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "ceilings.json"
     path.write_bytes(data)
@@ -187,25 +175,12 @@ def test_a_group_of_results_has_the_ceilings_beside_it_unless_it_has_its_own(tmp
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [
-        ({"shapes": ()}, "shapes needs at least one"),
-        ({"stream_bytes": (27,)}, "stream_bytes must be at least 28"),
-        ({"stream_bytes": (2**60,)}, "stream_bytes must be at most"),
-        ({"loops": 0}, "loops must be at least 1"),
-        ({"loop_s": float("nan")}, "loop_s must"),
-        ({"world_size": 0}, "world_size must be at least 1"),
-    ],
+    [({"stream_bytes": (27,)}, "stream_bytes must be at least 28"), ({"loop_s": float("nan")}, "loop_s must")],
     ids=str,
 )
 def test_an_impossible_grid_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replace(GRID, **changes)
-
-
-@pytest.mark.parametrize("side", [0, -4, 2**20 + 1])
-def test_an_impossible_shape_is_refused(side: int) -> None:
-    with pytest.raises(ValueError, match=f"got {side} x 8 x 8"):
-        Shape(rows=side, inner=8, columns=8)
 
 
 def test_shipped_ceilings_are_the_published_ones(tmp_path: Path) -> None:

@@ -36,16 +36,13 @@ from cs336_systems.studies.ceilings_records import (
     ProductPrecision,
     Shape,
     Stream,
-    StreamCell,
 )
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.runner import run_study
 from cs336_systems.studies.timing import (
     GRAPH_S,
     MAX_GRAPH_RUNS,
-    MAX_GROWTH,
     host_timer,
-    next_count,
     replayed,
     runs_in_graph,
     timed_loops,
@@ -208,19 +205,6 @@ def test_a_run_is_called_as_often_as_it_is_counted() -> None:
     assert asked[-3:] == [loops.count] * 3
 
 
-@pytest.mark.parametrize("time_s", [1e-9, 1e-6, 3e-4, 0.0019])
-@pytest.mark.parametrize("wanted_s", [0.002, 0.06])
-def test_the_search_ends_soon_and_not_far_above(time_s: float, wanted_s: float) -> None:
-    count, tries = 1, 0
-    while count * time_s < wanted_s:
-        count, before = next_count(count, count * time_s, wanted_s), count
-        assert before < count <= MAX_GROWTH * before or count == before + 1
-        tries += 1
-    assert tries <= 6
-    assert count * time_s <= 1.1 * wanted_s + time_s
-    assert next_count(7, 0.0, 1.0) == 7 * MAX_GROWTH
-
-
 @pytest.mark.parametrize("precision", [ProductPrecision.TF32, ProductPrecision.FP8])
 def test_a_matmul_that_a_cpu_lacks_is_unavailable(precision: ProductPrecision) -> None:
     cell = row_of(precision)
@@ -233,8 +217,6 @@ def test_a_matmul_that_a_cpu_lacks_is_unavailable(precision: ProductPrecision) -
     ("capability", "missing"),
     [
         ((7, 5), (ProductPrecision.TF32, ProductPrecision.BF16, ProductPrecision.FP8)),
-        ((8, 6), (ProductPrecision.FP8,)),
-        ((8, 9), ()),
         ((9, 0), ()),
     ],
     ids=str,
@@ -283,12 +265,6 @@ def test_a_failure_is_a_row_and_the_next_cell_is_measured(monkeypatch: pytest.Mo
     assert row_of(ProductPrecision.FP32, replace(SHAPE, rows=6)).flops_per_s > 0
 
 
-def test_bytes_are_those_of_whole_elements() -> None:
-    rows = [row for cell in replace(GRID, stream_bytes=(100,)).cells() for row in cell.rows]
-    moved = {row.stream: row.moved_bytes for row in rows if isinstance(row, StreamCell)}
-    assert (moved[Stream.ADAMW], moved[Stream.COPY]) == (3 * 28, 12 * 8)
-
-
 def test_calls_of_a_step_are_timed_by_a_run_of_it() -> None:
     """On a CPU, which computes longer than it calls. The forecast of a host alone is so many calls."""
     config = replace(NARROW, device=Device.CPU, warmup_steps=1, measured_steps=3)
@@ -303,11 +279,6 @@ def test_calls_of_a_step_are_timed_by_a_run_of_it() -> None:
 
 def test_the_narrow_step_makes_the_calls_of_small() -> None:
     assert host_calls(NARROW) == host_calls(RunConfig(size="small", model=SIZES["small"]))
-
-
-def test_calls_of_a_step_that_fails_have_its_reason() -> None:
-    with pytest.raises(RuntimeError, match="no_such_module"):
-        time_calls(replace(NARROW, device=Device.CPU, model_factory="no_such_module:make"))
 
 
 def test_a_whole_study_on_a_cpu() -> None:

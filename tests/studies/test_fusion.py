@@ -89,7 +89,7 @@ def test_bytes_that_the_written_out_form_moves_are_those_counted_by_hand(op: Op)
     inputs = inputs_of(op)
     with Watcher() as watcher:
         OPS[op].written_out(*inputs)
-    assert (len(watcher.moved.operations), watcher.moved.num_bytes) == (
+    assert (len(watcher.operations), watcher.num_bytes) == (
         WRITTEN_OUT_MOVES[op][0],
         4 * WRITTEN_OUT_MOVES[op][1],
     )
@@ -104,8 +104,8 @@ def test_one_fused_operation_moves_what_must_move(op: Op) -> None:
     with Watcher() as backward:
         torch.autograd.grad(output, inputs, upstream)
     for phase, watcher in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
-        assert len(watcher.moved.operations) == 1
-        assert watcher.moved.num_bytes == 4 * MUST_MOVE[op, phase]
+        assert len(watcher.operations) == 1
+        assert watcher.num_bytes == 4 * MUST_MOVE[op, phase]
 
 
 def test_bytes_of_a_broadcast_tensor_are_those_that_there_are() -> None:
@@ -115,11 +115,11 @@ def test_bytes_of_a_broadcast_tensor_are_those_that_there_are() -> None:
     assert distinct_bytes(torch.zeros(())) == 4
     with Watcher() as watcher:
         torch.zeros(2, 3).view(3, 2).transpose(0, 1).unsqueeze(0)
-    assert watcher.moved.operations == ["aten.zeros.default"]
+    assert watcher.operations == ["aten.zeros.default"]
     with Watcher() as watcher:
         torch.empty(5).add_(torch.empty(5))
-    assert watcher.moved.operations == ["aten.add_.Tensor"]
-    assert watcher.moved.num_bytes == 3 * 5 * 4  # two reads and a write in place
+    assert watcher.operations == ["aten.add_.Tensor"]
+    assert watcher.num_bytes == 3 * 5 * 4  # two reads and a write in place
 
 
 @pytest.mark.parametrize("op", Op)

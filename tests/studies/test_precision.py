@@ -50,10 +50,6 @@ def test_sums_are_those_of_numpy(row: Accumulation) -> None:
     assert row.growing_additions == sum(a != b for a, b in itertools.pairwise(totals))
 
 
-def test_sums_are_those_the_course_asks_about() -> None:
-    assert [round(row.total, 4) for row in accumulation_study()[:4]] == [10.0001, 9.9531, 10.0021, 10.0021]
-
-
 FP16_LARGEST, FP16_SMALLEST = 65504, 2**-24
 
 
@@ -142,17 +138,6 @@ def test_dtypes_are_observed_not_looked_up() -> None:
         "loss": "fp32",
         "gradients": "fp32",
     }
-
-
-def test_no_autocast_means_fp32_everywhere() -> None:
-    assert set(observed_dtypes(ToyModel(6, 3), torch.randn(2, 6), Precision.FP32, TOY_OUTPUTS).values()) == {"fp32"}
-
-
-def test_hooks_are_gone_after_a_model_that_fails() -> None:
-    model = ToyModel(6, 3)
-    with pytest.raises(RuntimeError, match="shapes"):
-        observed_dtypes(model, torch.randn(2, 5), Precision.BF16, TOY_OUTPUTS)
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_study_covers_every_model_and_quantity_on_the_cpu() -> None:

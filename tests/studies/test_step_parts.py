@@ -12,7 +12,7 @@ from cs336_systems.analysis.kernels.step_profile import ClassTimes
 from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.studies.step_parts import step_parts
-from tests.report.ceilings import BF16, FP8, FP32
+from tests.report.ceilings import BF16, FP8
 from tests.report.sections.kernels.profiles import make_module, make_products, make_profile
 
 FORWARD, BACKWARD, OPTIMIZER = LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER
@@ -86,23 +86,6 @@ def test_times_are_those_of_one_step(parts):
     # head and norms backward are in no range of the profile: no part, not one without time
 
 
-def test_the_precision_of_a_part_chooses_its_roof():
-    half = by_name(step_parts(make_profile(), replace(CONFIG, precision=Precision.BF16)))
-    assert half[LINEAR, FORWARD].precision is BF16
-    assert {half[name, FORWARD].precision for name in ("softmax", "norms")} == {FP32}
-
-
-def test_projections_are_what_is_left_of_attention():
-    own = make_module(("block.1", "attention"), FORWARD, 2, 4)
-    profile = make_profile(modules=(*make_profile().modules, own))
-    part = by_name(step_parts(profile, CONFIG))["projections, all kernels", FORWARD]
-    assert part.time_s == pytest.approx(0.002)
-    assert part.moved_bytes == 4 * (ELEMENTS["QKV"] + ELEMENTS["output"])
-    assert part.flops == 2 * 2 * TOKENS * 4 * 16 * 16
-    without = replace(profile, attention=())
-    assert "projections, all kernels" not in {name for name, _ in by_name(step_parts(without, CONFIG))}
-
-
 def test_products_that_cannot_be_told_apart_are_one_part():
     profile = make_profile(
         attention=(), products=(make_products(FORWARD, 0, 0, unknown=8, unknown_ms=6), make_products(OPTIMIZER, 1, 1))
@@ -147,16 +130,6 @@ def test_fused_attention_is_counted_as_causal_too(fused):
     for part in fused.parts:
         assert part.causal_flops == part.flops * pairs / 64
     assert all(part.causal_flops is None for part in step_parts(make_profile(), CONFIG).parts)
-
-
-def test_what_is_computed_again_counts():
-    plain = by_name(step_parts(make_profile(), CONFIG))[LINEAR, BACKWARD]
-    again = by_name(step_parts(make_profile(), replace(CONFIG, checkpoint_blocks=1)))[LINEAR, BACKWARD]
-    assert plain.flops < again.flops < 1.5 * plain.flops
-    # not the head's products, nor w2's of each block, the last before a checkpoint
-    w2 = TOKENS * 24 + 16 * 24 + TOKENS * 16
-    kept = sum(count for name, count in ELEMENTS.items() if name != "head") - 2 * w2
-    assert again.moved_bytes == plain.moved_bytes + 4 * kept
 
 
 def test_norms_of_the_blocks_are_computed_again_with_them():

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.kernels.nsys import HOW_TO_INSTALL, NsysError, find_nsys
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.config import SIZES, Device, Parallel, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.sweep.keep import explain_run
-from cs336_systems.sweep.nsys import CAPTURE
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
 from cs336_systems.sweep.worker import run_here
@@ -84,30 +82,6 @@ def test_without_a_profile_the_run_has_failed_the_time_of_the_plain_run_is_kept_
     assert (out / "runs" / f"{PLAIN.key}.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("end", "said", "is_mended"), [("no export", "the importer is broken", True), ("garbage", "SQLite", False)]
-)
-def test_a_report_that_cannot_be_explained_is_kept_and_explained_when_it_can_be(
-    fate: Path, tmp_path: Path, end: str, said: str, is_mended: bool
-) -> None:
-    out = tmp_path / "out"
-    fate.write_text(end)
-    witness = Witness()
-    outcome = run_sweep([PLAIN, UNDER_NSYS], out, witness, timeout_s=60)
-    assert outcome.unexplained == (UNDER_NSYS,)
-    assert {record.status for record in outcome.records} == {Status.OK}
-    ((_, failure),) = witness.explanations
-    assert said in failure
-    fate.write_text("")
-    before = {path: path.read_bytes() for path in out.rglob("*/*") if path.is_file()}
-    witness = Witness()
-    outcome = run_sweep([PLAIN, UNDER_NSYS], out, witness, timeout_s=60)
-    assert witness.runs == []
-    assert outcome.unexplained == (() if is_mended else (UNDER_NSYS,))
-    assert {path: path.read_bytes() for path in before} == before
-    assert kernel_profile_path(UNDER_NSYS, out / "runs").is_file() == is_mended
-
-
 def test_out_of_memory_under_nsys_is_a_result_without_a_profile(fate: Path, tmp_path: Path) -> None:
     fate.write_text("oom")
     run_sweep([UNDER_NSYS], tmp_path / "out", Witness(), timeout_s=60)
@@ -127,14 +101,3 @@ def test_ranks_under_nsys_are_in_one_report_and_explained_apart(fate: Path, tmp_
         assert launches == {LaunchPhase.FORWARD: (2,), LaunchPhase.BACKWARD: (4,), LaunchPhase.OPTIMIZER: (1,)}
         assert sum(sum(row.launches) for row in own.communication if row.collective is None) == 1
     assert not profile.notes
-
-
-def test_no_nsys_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NsysError, match="install") as caught:
-        find_nsys()
-    assert str(caught.value) == HOW_TO_INSTALL
-
-
-def test_only_the_measured_steps_are_captured_and_the_cpu_is_not_sampled() -> None:
-    assert {"--capture-range=nvtx", "--nvtx-capture=measure", "--sample=none"} <= set(CAPTURE)

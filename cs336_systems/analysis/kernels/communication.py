@@ -1,7 +1,7 @@
 """Collectives: how long they ran, what of that is exposed, and the times of all ranks."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Ints, Mask, chosen
-from cs336_systems.analysis.kernels.attribution import Attribution, HostSteps, by_phase, select
+from cs336_systems.analysis.kernels.attribution import Attribution, HostSteps, select
 from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE, Collective, collective_codes
 from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows, Jobs
 from cs336_systems.analysis.kernels.phases import PHASES, Codes
@@ -27,15 +27,25 @@ def communication_times(
     part of that in which no kernel that computes and no copy runs. The time of an NCCL kernel includes its wait for the
     other ranks. If a step uses several devices, times are the mean over them, as busy times are.
     """
-    kinds = np.unique(jobs.collective[jobs.collective != NO_COLLECTIVE]).tolist()
+    is_collective = jobs.collective != NO_COLLECTIVE
+    kinds = np.unique(jobs.collective[is_collective]).tolist()
     chosen: list[tuple[Collective | None, Mask]] = [(COLLECTIVES[kind], jobs.collective == kind) for kind in kinds]
-    if kinds:
-        chosen.append((None, jobs.collective != NO_COLLECTIVE))
-    found = [
-        times
-        for kind, is_chosen in chosen
-        for times in _of_kind(kind, _in_windows(jobs, is_chosen, devices, num_devices, steps, windows), len(steps))
-    ]
+    every = pd.MultiIndex.from_product([range(len(PHASES)), range(len(steps))])
+    found = []
+    for kind, is_chosen in [*chosen, (None, is_collective)] if kinds else ():
+        times = _in_windows(jobs, is_chosen, devices, num_devices, steps, windows)
+        sums = times.groupby(["phase", "step"]).sum().reindex(every, fill_value=0)
+        for code, phase in enumerate(PHASES):
+            own = sums.loc[code]
+            if own.to_numpy().any():
+                launches, total_s, exposed_s = (
+                    tuple(own[name].tolist()) for name in ("launches", "total_s", "exposed_s")
+                )
+                found.append(
+                    CommunicationTimes(
+                        phase=phase, collective=kind, launches=launches, total_s=total_s, exposed_s=exposed_s
+                    )
+                )
     return tuple(sorted(found, key=lambda times: PHASES.index(times.phase)))
 
 
@@ -54,15 +64,8 @@ def _in_windows(
         start = np.sort(jobs.start_ns[rows])
         launches += mine * (np.searchsorted(start, windows.end_ns) - np.searchsorted(start, windows.start_ns))
     count = np.maximum(num_devices, 1)[windows.step]
-    return pd.DataFrame(
-        {
-            "phase": windows.phase,
-            "step": windows.step,
-            "launches": launches,
-            "total_s": total / count / 1e9,
-            "exposed_s": exposed / count / 1e9,
-        }
-    )
+    times = {"launches": launches, "total_s": total / count / 1e9, "exposed_s": exposed / count / 1e9}
+    return pd.DataFrame({"phase": windows.phase, "step": windows.step, **times})
 
 
 def _covered(union: Union, windows: DeviceWindows) -> Ints:
@@ -79,20 +82,6 @@ def _computes(jobs: Jobs, rows: Ints) -> Mask:
     of_collectives = np.setdiff1d(jobs.stream[rows[is_collective]], jobs.stream[rows[is_kernel]])
     computes: Mask = ~is_collective & ~(jobs.is_copy[rows] & np.isin(jobs.stream[rows], of_collectives))
     return computes
-
-
-def _of_kind(kind: Collective | None, found: pd.DataFrame, num_steps: int) -> Iterator[CommunicationTimes]:
-    """The times of each phase in which collectives of this kind ran."""
-    for phase, rows in by_phase(found):
-        sums = rows.drop(columns="phase").groupby("step").sum().reindex(range(num_steps), fill_value=0)
-        if sums.to_numpy().any():
-            yield CommunicationTimes(
-                phase=phase,
-                collective=kind,
-                launches=tuple(sums["launches"].astype(int).tolist()),
-                total_s=tuple(sums["total_s"].tolist()),
-                exposed_s=tuple(sums["exposed_s"].tolist()),
-            )
 
 
 _RANK_RANGE = re.compile(r"rank (\d{1,6})", re.ASCII)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.plots.charts import (
@@ -121,18 +120,14 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
 
 
 def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
-    """How a cell of the user's own function ended, where that was not well: the error with the place in the file.
-
-    A cell that ended well but has an error has no backward.
-    """
+    """How a cell of the user's own function ended, where that was not well: the error with the place in the file."""
     if result.cell.implementation is not Implementation.OWN or result.failure is None:
         return {}
     place = place_in(study.grid.own or "", result.failure)
     error = result.failure.message
     if place and place not in error:  # that of a syntax error has it
         error += f" ({place})"
-    ended = {Status.INVALID: "WRONG", Status.OK: "no backward"}
-    return {"error": error} | ({"ended": ended[result.status]} if result.status in ended else {})
+    return {"error": error} | ({"ended": "WRONG"} if result.status is Status.INVALID else {})
 
 
 def attention_section(study: AttentionStudy) -> Section:
@@ -294,11 +289,6 @@ def limit_notes(rows: Rows) -> Iterator[str]:
 
 def _gib(size_mib: float) -> str:
     return significant(size_mib * MIB / GIB)
-
-
-def write_attention_record(study: AttentionStudy, directory: Path) -> None:
-    """Write attention.json: the grid, the environment, every raw time. Cheap enough to do after every cell."""
-    write_atomically(directory / "attention.json", encode_json(study))
 
 
 def write_attention(study: AttentionStudy, directory: Path) -> None:

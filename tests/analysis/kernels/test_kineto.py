@@ -27,15 +27,10 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import Annotator, backward_ranges, own_names, set_annotator
 from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, events_of, write_trace
 from tests.analysis.kernels.tracing import (
-    BACKWARD_KERNELS,
-    FORWARD_KERNELS,
-    LOSS_KERNELS,
-    OPTIMIZER_KERNELS,
     PROCESS,
     Kernel,
     Recording,
     Span,
-    counts,
     ints,
     make_trace,
     process_of,
@@ -103,22 +98,6 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int, zipped: bool) -> No
     assert len(read.api_calls) == launched.sum()
     assert read.device_names == ("NVIDIA H200",)
     assert not read.is_of_host
-
-
-@pytest.mark.parametrize("phases", [True, False])
-def test_a_training_loop_from_file_to_phases(tmp_path: Path, phases: bool) -> None:
-    made = training(3, phases=phases)
-    found = attribute(read_kineto(write_trace(tmp_path / "t.json", events_of(made))))
-    assert set(found.sources.values()) == {PhaseSource.RANGES if phases else PhaseSource.THREADS}
-    for step in range(3):
-        assert counts(found, step) == {
-            "forward": FORWARD_KERNELS,
-            "loss": LOSS_KERNELS,
-            "backward": BACKWARD_KERNELS,
-            "optimizer": OPTIMIZER_KERNELS,
-        }
-    assert found.trace.kernels.duration_ns.sum() == sum(k.duration_ns for k in made.kernels)
-    assert not found.trace.notes
 
 
 def test_steps_of_the_schedule_of_torch_profiler(tmp_path: Path) -> None:
@@ -389,20 +368,6 @@ def test_events_that_cannot_be_are_refused(tmp_path: Path, change: Event, said: 
 @pytest.mark.parametrize("pid", ["rank 0", 10**30])
 def test_a_process_must_have_a_number(tmp_path: Path, pid: object) -> None:
     assert "whole numbers of 64 bits" in problem(write_trace(tmp_path / "t.json", [{**CALL, "pid": pid}, KERNEL]))
-
-
-def test_odd_events_are_read(tmp_path: Path) -> None:
-    """Without args, with a name of a megabyte, with a correlation id that no call can have, with keys that repeat."""
-    bare = {key: value for key, value in KERNEL.items() if key != "args"}
-    huge = {**KERNEL, "name": "x" * 2**20, "args": {"correlation": 2**40 + 1}}
-    path = write_trace(tmp_path / "t.json", [CALL, bare, huge, {**KERNEL, "name": "\x00\u65e5\u672c\n"}])
-    path.write_text(path.read_text().replace('"name": "NVIDIA H200"', '"name": "A100", "name": "NVIDIA H200"'))
-    read = read_kineto(path)
-    assert read.kernels.is_launched.tolist() == [False, False, True]
-    assert [len(name) for name in names(read, read.kernels.name)] == [1, 2**20, 4]
-    assert read.strings[read.kernels.name[2]] == "\x00\u65e5\u672c\n"
-    assert read.device_names == ("NVIDIA H200",)  # the last of equal keys counts, as for other readers of JSON
-    assert set(counts(attribute(read))) == {"unattributed"}
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -13,14 +13,11 @@ from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.nsys import read_nsys
 from tests.analysis.kernels.tracing import (
-    BACKWARD_KERNELS,
-    FORWARD_KERNELS,
     MAIN,
     PROCESS,
     Kernel,
     Recording,
     Span,
-    counts,
     make_trace,
     random_recording,
     totals,
@@ -68,16 +65,6 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int, registered: bool) -
     for kind in ("kernels", "ranges"):
         names = [[trace.strings[i] for i in getattr(trace, kind).name] for trace in (read, expected)]
         assert names[0] == names[1]
-
-
-@pytest.mark.parametrize("phases", [True, False])
-def test_a_training_loop_from_file_to_phases(tmp_path: Path, phases: bool) -> None:
-    made = training(3, phases=phases)
-    found = attribute(read_nsys(write_export(tmp_path / "t.sqlite", made)))
-    in_step = counts(found, 1)
-    assert (in_step["forward"], in_step["backward"]) == (FORWARD_KERNELS, BACKWARD_KERNELS)
-    assert sum(time_ns for _, time_ns in totals(found).values()) == sum(k.duration_ns for k in made.kernels)
-    assert not found.trace.notes
 
 
 def test_two_processes_with_equal_correlation_ids_do_not_multiply(tmp_path: Path) -> None:

@@ -294,11 +294,3 @@ def test_forward_and_backward_at_the_same_place_are_both_seen():
     for phase in (FORWARD, BACKWARD):
         colour = np.round(255 * np.array(to_rgb(PHASE_COLOURS[phase])))
         assert (np.abs(around - colour).max(axis=1) <= 2).sum() >= 20, phase
-
-
-def test_the_parts_are_written_and_removed_again(tmp_path):
-    write_ceilings(make_study(), tmp_path, PARTS)
-    assert "norms" in (tmp_path / "roofline.md").read_text()
-    write_ceilings(make_study(), tmp_path)
-    assert not (tmp_path / "roofline.md").exists()
-    assert (tmp_path / "plots" / "roofline.png").exists()

@@ -38,7 +38,7 @@ from tests.report.ladders import (
 )
 from tests.report.making import make_failure
 from tests.report.reading import column, csv_rows
-from tests.report.sections.kernels.profiles import make_cpu_profile, make_profile, seconds
+from tests.report.sections.kernels.profiles import make_profile, seconds
 
 GIGA = 1e9
 
@@ -81,40 +81,11 @@ def test_the_interval_is_welchs_of_scipy():
     assert found[0] == pytest.approx(scipy.stats.gmean(slow) / scipy.stats.gmean(fast))
 
 
-def test_one_process_has_a_ratio_and_no_interval():
-    found = speed_up([0.3], [0.1, 0.2])
-    assert found == (pytest.approx(2), None, None)
-    assert speed_up([], [0.1]) is None
-    assert speed_up([0.1, 0.1], []) is None
-
-
-def test_a_rung_that_fails_the_gate_has_its_time_and_is_nobodys_measure(ladder):
-    records = make_records(ladder, losses={"compile": shifted(0.006)})
-    rows = by_name(ladder_rows(ladder, records, []))
-    assert rows["compile"]["gate"] == "FAILED"
-    assert rows["compile"]["distance_largest"] == pytest.approx(0.006)
-    assert rows["compile"]["step_mean_ms"] == pytest.approx(100)
-    assert rows["compile"]["speed_up_over_last"] == pytest.approx(4)
-    assert not rows["compile"]["is_credited"]
-    assert (rows["fused"]["last"], rows["fused"]["speed_up_over_last"]) == ("bf16", pytest.approx(8))
-    assert rows["fused"]["speed_up_over_first"] == pytest.approx(16)
-
-
 def test_one_bad_process_of_three_fails_the_rung(ladder):
     records = make_records(ladder)
     bad = next(i for i, r in enumerate(records) if r.config == replace(ladder[2].config, repeat=1))
     records[bad] = replace(records[bad], losses=shifted(0.2))
     assert by_name(ladder_rows(ladder, records, []))["compile"]["gate"] == "FAILED"
-
-
-def test_failures_are_rows_and_the_others_go_on(ladder):
-    records = [r for r in make_records(ladder) if r.config.configuration != ladder[2].config]
-    records += [make_failure(replace(ladder[2].config, repeat=n), Status.CRASHED, "no compiler") for n in range(3)]
-    rows = by_name(ladder_rows(ladder, records, []))
-    failed = rows["compile"]
-    assert (failed["processes"], failed["status"], failed["error"]) == (0, "crashed", "no compiler")
-    assert (failed["speed_up_over_last"], failed["speed_up_over_first"], failed["is_credited"]) == (None, None, False)
-    assert rows["fused"]["speed_up_over_last"] == pytest.approx(8)
 
 
 def without_first(ladder):
@@ -141,11 +112,6 @@ def test_where_the_first_rung_has_no_memory_a_checkpointed_run_is_the_reference(
     assert not any(row["is_credited"] for row in ladder_rows(ladder, [*without_first(ladder), off], []))
 
 
-def test_the_checkpointed_run_does_not_count_where_the_first_rung_has_losses(ladder):
-    stand_in = replace(make_process(ladder[0], 2.0), config=reference(ladder[0]), losses=shifted(0.5))
-    assert all(row["is_credited"] for row in ladder_rows(ladder, [*make_records(ladder), stand_in], []))
-
-
 def test_counts_of_a_profile_are_per_step():
     """Two steps: 50 kernels, 40 ms of them, 40.2 ms busy."""
     reason = counts_of(make_profile())
@@ -162,13 +128,6 @@ def test_busy_is_over_the_step_without_a_profiler(ladder):
     assert rows["bf16"]["busy_share"] is None
     faster = [make_process(rung, 0.01) for rung in ladder]
     assert ladder_rows(ladder, faster, [make_entry(ladder[3])])[3]["busy_share"] == 1, "20.1 ms in a step of 10"
-
-
-def test_records_of_other_configurations_are_not_mixed_in(ladder):
-    other = make_process(replace(ladder[1], config=replace(ladder[1].config, seed=5)), 9.0, losses=shifted(1))
-    rows = by_name(ladder_rows(ladder, [*make_records(ladder), other], []))
-    assert rows["bf16"]["step_mean_ms"] == pytest.approx(1e3 * STEPS_S["bf16"])
-    assert rows["bf16"]["gate"] == "passed"
 
 
 def test_a_rung_of_an_own_model_claims_no_attention():
@@ -219,14 +178,6 @@ def test_intervals_are_shown_where_there_are_some(ladder, rows):
     single = ladder_section(ladder_rows(ladder, make_records(ladder, repeats=1), [])).tables[0]
     assert not any("interval" in heading.name for heading in single.headings)
     assert any(note.startswith("One process of each") for note in single.notes)
-
-
-def test_mfu_is_over_the_peak_of_the_rungs_own_precision(rows):
-    found = csv_rows(ladder_section(rows))
-    flops = [float(row["model_tflops_per_s"]) * 1e12 for row in found]
-    assert [float(row["mfu"]) for row in found] == pytest.approx(
-        [flops[0] / 67e12, *(value / 989.5e12 for value in flops[1:])]
-    )
 
 
 def test_gate_and_compilation_by_hand(rows):
@@ -322,13 +273,6 @@ def test_bars_show_times_and_what_did_not_pass(rows):
     assert not overlaps(figure)
 
 
-def test_all_rungs_of_gpt2_have_room(ladder):
-    every = make_ladder("gpt2", ("tf32", "bf16", "compile", "attention", "vocabulary", "fused", "cudnn", "cast-once",
-                                 "graph", "blocks"))  # fmt: skip
-    records = [make_process(rung, 0.4 / (index + 1), repeat) for index, rung in enumerate(every) for repeat in (0, 1)]
-    assert not overlaps(draw_ladder(ladder_rows(every, records, []), "settings"))
-
-
 def test_rungs_on_another_gpu_than_the_one_before_are_named(ladder):
     """The second and the third rung ran on GPU B, the others on GPU A."""
 
@@ -355,12 +299,6 @@ def test_class_times_of_a_step_that_the_profiler_slowed_are_left_out(ladder, ste
     counts = ladder_section(ladder_rows(ladder, make_records(ladder), [entry])).tables[2]
     assert any("matrix product" in cell for cell in counts.rows[3]) is is_told
     assert any("fused" in note for note in counts.notes) is not is_told
-
-
-def test_on_a_cpu_there_are_operators_and_no_busy_time(ladder):
-    entry = replace(make_entry(ladder[0]), profile=make_cpu_profile())
-    row = ladder_rows(ladder, make_records(ladder), [entry])[0]
-    assert (row["launches_per_step"], row["busy_share"]) == (29, None)
 
 
 def test_warnings_are_counted_and_the_fastest_of_doubtful_times_is_marked(ladder):

@@ -1,7 +1,6 @@
 """Tables, pictures and files of hand-made studies of attention and of fusion."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -84,16 +83,6 @@ def test_sentences_answer_the_courses_question(study):
         "At d_head 64, context 1024 naive's forward left 10.00 MiB; in closed form 9.000: softmax's weights 8.000, "
         "the scaled queries 0.5000, the output 0.5000." in notes
     )
-
-
-def test_an_interrupted_study_says_how_many_cells_it_has(study):
-    def said(study):
-        return [note for note in attention_section(study).tables[0].notes if "interrupted" in note]
-
-    grid = replace(study.grid, implementations=(NAIVE, FLASH), d_heads=(64,), context_lengths=(512, 1024, 2048))
-    assert said(replace(study, grid=grid)) == []
-    (note,) = said(replace(study, grid=grid, results=study.results[:-1]))
-    assert [int(number) for number in re.findall(r"\d+", note)] == [5, 6]
 
 
 def test_times_are_compared_at_the_largest_shape_that_both_can_do(study):
@@ -275,15 +264,6 @@ def test_sentences_by_hand(fusion):
     assert not any("operators" in note for note in forward.notes)
     on_cpu = replace(fusion, grid=replace(fusion.grid, device=Device.CPU))
     assert "On a CPU operators take the place of kernels." in fusion_section(on_cpu).tables[0].notes
-
-
-def test_an_unknown_device_has_no_share_and_no_line(fusion):
-    unknown = make_fusion(*fusion.rows, device_name=UNKNOWN)
-    assert "of bandwidth" not in [heading.name for heading in fusion_section(unknown).tables[0].headings]
-    assert {row["bandwidth_share"] for row in csv_rows(fusion_section(unknown))} == {""}
-    line = "what must move, at the data sheet's bandwidth"
-    assert line in texts(figure_of(charted(fusion)))
-    assert line not in texts(figure_of(charted(unknown)))
 
 
 def test_the_line_is_the_least_time_that_the_bandwidth_allows(fusion):

@@ -1,27 +1,44 @@
-"""Kernel traces as tables for a terminal and as files of a directory: one trace in full, several beside each other."""
+"""One trace in full, and any number beside each other: as tables for a terminal, and as files of a directory.
+
+Tables of kernels, modules, idle times and calls of the host are readable for one trace only. Times and counts are per
+step, unless they are those of a single launch.
+"""
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cs336_systems.analysis.kernels.step_profile import StepProfile, encode_profile
+from cs336_systems.analysis.kernels.phases import LaunchPhase
+from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, encode_profile
+from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing, Picture
-from cs336_systems.report.section import Section, Table, findings_table, with_note
-from cs336_systems.report.sections.kernels.details import details
-from cs336_systems.report.sections.kernels.entries import Explained, about
+from cs336_systems.report.section import Section, Table, findings_table, make_table, with_note
+from cs336_systems.report.sections.kernels.entries import (
+    WHOLE_STEP,
+    Explained,
+    Timed,
+    about,
+    added,
+    grouped,
+    path_text,
+    terms,
+    wall_s,
+)
 from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.report.sections.kernels.plots import communication_chart, configuration_chart, draw_timeline
 from cs336_systems.report.sections.kernels.tables import attention, classes, communication, phases, ranks, top_kernels
+from cs336_systems.report.words import label, percent, ratio, rounded
 
 _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, communication, ranks, classes)
 _OF_ONE = (*_PRINTED, attention)
 SUBJECTS = (*_OF_ONE, top_kernels)
-"""Sections about any number of traces; those in details.py have more of the kernels of a single one."""
+"""Sections about any number of traces; `details` has more of the kernels of a single one."""
 
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:
@@ -86,3 +103,189 @@ def write_kernels(entry: Explained, directory: Path, top: int) -> list[Path]:
         files |= texts_of(section, note)
     files |= pngs_of(Section(name="timeline", pictures=_timeline("timeline", entry.profile)))
     return write_files(files, directory)
+
+
+MAX_MODULES = 20
+"""Rows of the table of modules: files of other programs may hold hundreds of different ranges."""
+_EACH = ("mean", "median", "min", "max", "std")
+_KERNEL_CSV = ("phase", "class", "short_name", "share", "total_ms_per_step", "count_per_step", "count",
+               *(f"{name}_ms" for name in _EACH), "name")  # fmt: skip
+_NUMBERED = re.compile(
+    r"(?P<kind>(?:\w{0,40}(?:block|layer)s?|h)[._ ]?|(?:gather |scatter |FSDP::).{0,200}?)\d{1,6}(?P<rest>\)?)", re.I
+)
+"""Names of a numbered block: `block.3` here, `layers.3`, `TransformerBlock_3` or `h.3` in files of others; and of the
+ranges around a gather or scatter of a block's parameters: `gather layers.3`, `FSDP::all_gather (model.layers.3)`."""
+
+
+def details(profile: StepProfile, top: int) -> list[Section]:
+    """All of these sections, with at most `top` kernels and idle times in a table."""
+    return [
+        kernels_section(profile, top),
+        modules_section(profile),
+        idle_section(profile, top),
+        host_calls_section(profile, top),
+    ]
+
+
+def kernels_section(profile: StepProfile, top: int) -> Section:
+    """The `top` kernels of the whole step and of each phase; the CSV has all."""
+    tables: list[Table] = []
+    every: list[Row] = []
+    for phase in (None, *(phase.phase for phase in profile.phases)):
+        kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
+        total_s = added(kernels).total_s
+        rows: list[Row] = []
+        for kernel in kernels:
+            each_s = (kernel.mean_s, kernel.median_s, kernel.min_s, kernel.max_s, kernel.stdev_s)
+            row: Row = {
+                "phase": phase or WHOLE_STEP,
+                "class": kernel.kind,
+                "short_name": kernel.short_name,
+                "share": ratio(kernel.total_s, total_s),
+                **_per_step(kernel, profile.num_steps),
+                "count": kernel.count,
+                "name": kernel.name,
+            }
+            for name, time_s in zip(_EACH, each_s, strict=True):
+                row |= {f"{name}_s": time_s, f"{name}_ms": None if time_s is None else time_s * 1e3}
+            rows.append(row)
+        every += rows
+        if total_s:
+            tables.append(_kernels_table(profile, phase, rows, top))
+    return Section(name="kernels", tables=tuple(tables), rows=every, keys=_KERNEL_CSV)
+
+
+def _per_step(part: Timed, steps: int) -> Row:
+    return {"count_per_step": part.count / steps, "total_ms_per_step": part.total_s / steps * 1e3}
+
+
+def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, rows: Sequence[Row], top: int) -> Table:
+    item, time = terms(profile)
+    columns = [
+        column("share"),
+        column("total_ms_per_step", name="total"),
+        column("count_per_step", name="count", drop_order=2),
+        *(column(f"{name}_s") for name in _EACH),
+        column("class", drop_order=3),
+        column("short_name", name=item),
+    ]
+    notes = [f"Total and count are per step; the others of single {item}s in all steps."]
+    if len(rows) > top:
+        part = percent(*(sum(row["total_ms_per_step"] for row in chosen) for chosen in (rows[:top], rows)))
+        notes.append(f"Shown are {top} of {len(rows)} different {item}s, {part} % of the time.")
+    where = "a whole step" if phase is None else phase
+    return make_table(f"{item.capitalize()}s of {where}, by {time}", columns, rows[:top], notes)
+
+
+def collapsed(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path with a star for the number of each block."""
+    return tuple(f"{found['kind']}*{found['rest']}" if (found := _NUMBERED.fullmatch(name)) else name for name in path)
+
+
+def modules_section(profile: StepProfile) -> Section:
+    """Time of the kernels in each module, without those in its own modules; the table has all blocks as one row.
+
+    The CSV has each module.
+    """
+    sums = grouped(profile.modules, lambda row: (collapsed(row.path), row.phase))
+    paths = grouped(profile.modules, lambda row: collapsed(row.path))
+    (item, time), steps, whole = terms(profile), profile.num_steps, added(profile.modules)
+    rows = [
+        {"module": path_text(path), "share": ratio(part.total_s, whole.total_s), "kernels_per_step": part.count / steps}
+        | {phase: sums[path, phase].total_s / steps * 1e3 if (path, phase) in sums else None for phase in LaunchPhase}
+        for path, part in paths.items()
+    ]
+    launched = [phase.phase for phase in profile.phases if any(phase.launches)]
+    columns: list[Column] = [
+        column("module"),
+        *(Column(phase, "ms", key=phase, write=rounded, about=f"Time in {phase}.") for phase in launched),
+        column("share", drop_order=0),
+        column("kernels_per_step", name=f"{item}s"),
+    ]
+    notes = [f"{time} per step, of a module without the modules in it; a star stands for all blocks."]
+    if len(rows) > MAX_MODULES:
+        part_of_all = percent(added([*paths.values()][:MAX_MODULES]).total_s, whole.total_s)
+        notes.append(f"Shown are {MAX_MODULES} of {len(rows)} modules, {part_of_all} % of the time.")
+    every = grouped(profile.modules, lambda row: (row.path, row.phase))
+    return Section(
+        name="modules",
+        tables=(make_table("Modules", columns, rows[:MAX_MODULES], notes),) if rows else (),
+        rows=[
+            {"module": path_text(path, cut=False), "phase": phase, **_per_step(part, steps),
+             "share": ratio(part.total_s, whole.total_s)}
+            for (path, phase), part in every.items()
+        ],
+    )  # fmt: skip
+
+
+def idle_section(profile: StepProfile, top: int) -> Section:
+    """Idle time by phase and cause, and the `top` longest idle times; nothing for a CPU, which is its own host."""
+    if profile.work is Work.OPERATORS or not profile.idle:
+        return Section(name="idle")
+    steps, whole_s = profile.num_steps, wall_s(profile)
+    parts = [(str(row.phase), str(row.cause), added([row])) for row in profile.idle]
+    rows: list[Row] = [
+        {
+            "phase": phase,
+            "cause": cause,
+            "idle_ms_per_step": part.total_s / steps * 1e3,
+            "share_of_wall": ratio(part.total_s, whole_s),
+            "count_per_step": part.count / steps,
+            "idle_each_s": ratio(part.total_s, part.count),
+        }
+        for phase, cause, part in [*parts, (WHOLE_STEP, "all", added(profile.idle))]
+    ]
+    columns = [
+        column("phase"),
+        column("cause"),
+        column("idle_ms_per_step"),
+        column("share_of_wall"),
+        column("count_per_step", name="times", drop_order=2),
+        column("idle_each_s"),
+    ]
+    notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
+    table = make_table("Idle times of the GPU", columns, rows, notes)
+    keys = ("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step")
+    longest = (_gaps_table(profile, top),) if profile.gaps else ()
+    return Section(name="idle", tables=(table, *longest), rows=rows[:-1], keys=keys)
+
+
+def _gaps_table(profile: StepProfile, top: int) -> Table:
+    columns = [
+        column("idle_ms"),
+        column("step", drop_order=5),
+        column("start_ms"),
+        column("phase"),
+        column("cause"),
+        column("before", write=lambda name: label(name) or "start of the step"),
+        column("after", write=lambda name: label(name) or "end of the step"),
+        column("module", drop_order=7, write=path_text),
+        column("host_call", write=lambda name: label(name) or "no CUDA call"),
+    ]
+    rows = [
+        {"step": gap.step, "start_ms": gap.start_s * 1e3, "idle_ms": gap.duration_s * 1e3, "phase": gap.phase,
+         "cause": gap.cause, "before": gap.before, "after": gap.after, "module": gap.module, "host_call": gap.host_call}
+        for gap in profile.gaps[:top]
+    ]  # fmt: skip
+    notes = ["Steps count from 0; at: from the start of the step. Module: around the launch of what came after."]
+    return make_table("Longest idle times", columns, rows, notes)
+
+
+def host_calls_section(profile: StepProfile, top: int) -> Section:
+    """The `top` calls of CUDA by the host, by phase and function; the CSV has all."""
+    rows: list[Row] = [
+        {"phase": row.phase, "function": row.name, "is_launch": row.is_launch, "is_wait": row.is_wait,
+         **_per_step(row, profile.num_steps), "mean_ms": ratio(row.total_s * 1e3, row.count)}
+        for row in profile.host_calls
+    ]  # fmt: skip
+    columns = [
+        column("phase"),
+        column("function"),
+        column("total_ms_per_step", about="Time of the host in these calls."),
+        column("count_per_step", name="calls", about="Calls of the function."),
+        column("is_wait"),
+    ]
+    notes = ["Per step, in the phase that the host was in. Waits: synchronisations, and copies to the host that are "
+             "followed by one."]  # fmt: skip
+    tables = (make_table("Calls of CUDA by the host", columns, rows[:top], notes),) if rows else ()
+    return Section(name="host_calls", tables=tables, rows=rows)

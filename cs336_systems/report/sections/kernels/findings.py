@@ -30,24 +30,16 @@ MIN_LATE_SHARE = 0.2
 a percent or two, at its start; one that the CPU limits half and more."""
 MIN_BUSY_SHARE = 0.8
 """Smallest share of the wall time that the GPU must be busy to be called the limit of the step."""
-MIN_IDLE_SHARE = 0.01
-"""Smallest reported share of idle times in the wall time. A hiccup of a millisecond in ten steps stays below."""
-MIN_UNKNOWN_SHARE = 0.02
-"""Smallest reported share of the kernels' time in kernels of unknown class. Less would change no other share much."""
-MIN_LEFT_SHARE = 0.01
-"""Smallest reported share of the kernels' time that is in no phase, or of communication in the wall time."""
-MIN_EXPOSED_SHARE = 0.02
-"""Share of exposed communication in the wall time from which its reasons and more overlap are named."""
-MIN_WAITED_SHARE = 0.25
-"""Smallest reported share of waits for other ranks in the exposed time."""
+MIN_SHARE = 0.01
+"""Smallest reported share of a step: of idle times in the wall time (a hiccup of a millisecond in ten steps stays
+below), of kernels in no phase or of unknown class in the kernels' time, of communication and its exposed part."""
+MIN_LARGE_SHARE = 0.25
+"""Smallest reported share of what every step has some of: of kernels that move values in forward and backward, of fp32
+products, for which tensor cores need a tenth of the time, and of waits for other ranks in the exposed time."""
 MIN_STEADY_SHARE = 0.9
 """Smallest share of the steps in which the same rank must come last to be named."""
 MIN_OPTIMIZER_SHARE = 0.1
 """Smallest reported share of the wall time. A fused AdamW moves 28 bytes a parameter, a few percent of a step."""
-MIN_MOVING_SHARE = 0.25
-"""Smallest reported share of forward and backward in kernels that move values and compute next to nothing."""
-MIN_FULL_PRECISION_SHARE = 0.25
-"""Smallest reported share of the kernels' time in fp32 products, for which tensor cores need a tenth of the time."""
 
 WHERE = {
     LaunchPhase.FORWARD: "forward",
@@ -179,7 +171,7 @@ class _Findings:
         lost_s = {cause: idle(self.profile, cause).total_s for cause in _BOUNDS}
         told = []
         for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
-            if lost_s[cause] >= MIN_IDLE_SHARE * self.wall_s > 0:
+            if lost_s[cause] >= MIN_SHARE * self.wall_s > 0:
                 without_what, remedy = _BOUNDS[cause]
                 flags = self.advice(remedy) if remedy else ""
                 told.append(f"{self.ms(lost_s[cause])} less without {without_what}{flags}")
@@ -191,7 +183,7 @@ class _Findings:
         for phase in self.profile.phases if not is_launch_bound(self.profile) else ():
             late_s, whole_s = idle(self.profile, IdleCause.LATE_LAUNCH, phase.phase).total_s, sum(phase.wall_s)
             # every step starts idle, because nothing is launched yet; so it must also matter for the whole step
-            if late_s >= MIN_LATE_SHARE * whole_s > 0 and late_s >= MIN_IDLE_SHARE * self.wall_s:
+            if late_s >= MIN_LATE_SHARE * whole_s > 0 and late_s >= MIN_SHARE * self.wall_s:
                 text = (
                     f"In {WHERE[phase.phase]} the CPU is the limit: of {self.ms(whole_s)} the GPU is idle "
                     f"{percent_of(late_s, whole_s)}, because the next of its "
@@ -224,7 +216,7 @@ class _Findings:
         """Times in which the host did nothing with CUDA, by phase, with the longest of them."""
         for phase in WHERE:
             paused_s = idle(self.profile, IdleCause.HOST_PAUSE, phase).total_s
-            if not paused_s or paused_s < MIN_IDLE_SHARE * self.wall_s:
+            if not paused_s or paused_s < MIN_SHARE * self.wall_s:
                 continue
             gaps = [gap for gap in self.profile.gaps if gap.cause is IdleCause.HOST_PAUSE and gap.phase is phase]
             longest = ""
@@ -241,7 +233,7 @@ class _Findings:
         """Kernels of unknown class, if they matter, with the longest by name."""
         rows = [row for row in self.kernels if row.kind is KernelClass.OTHER]
         total_s = added(rows).total_s
-        if total_s and total_s >= MIN_UNKNOWN_SHARE * self.kernel_s:
+        if total_s and total_s >= MIN_SHARE * self.kernel_s:
             longest, *others = rows
             more = f"; {len(others)} more such have {self.ms(added(others).total_s)}" if others else ""
             text = (
@@ -254,7 +246,7 @@ class _Findings:
     def unattributed(self) -> Iterator[Finding]:
         """Kernels in a step and in no phase."""
         lost_s = kernel_s(self.profile, [LaunchPhase.UNATTRIBUTED])
-        if lost_s and lost_s >= MIN_LEFT_SHARE * self.kernel_s:
+        if lost_s and lost_s >= MIN_SHARE * self.kernel_s:
             text = (
                 f"{self.of_work(lost_s)}, {self.ms(lost_s)}, was launched in no phase: put it inside a range, or say "
                 "which ranges are the phases (--forward, --backward, --optimizer)."
@@ -264,8 +256,8 @@ class _Findings:
     def communication(self) -> Iterator[Finding]:
         """Time in which collectives run, what of it is exposed, and the rank for which the others wait."""
         ran_s, lost_s = (collectives_s(self.profile, exposed=exposed) for exposed in (False, True))
-        if ran_s and ran_s >= MIN_LEFT_SHARE * self.wall_s:
-            is_large = lost_s >= MIN_EXPOSED_SHARE * self.wall_s
+        if ran_s and ran_s >= MIN_SHARE * self.wall_s:
+            is_large = lost_s >= MIN_SHARE * self.wall_s
             more = f"{self.advice(Remedy.OVERLAP)}.{self.last_rank(lost_s)}" if is_large else "."
             text = (
                 f"Communication takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, {self.of_wall(lost_s)} of "
@@ -281,7 +273,7 @@ class _Findings:
         longest_s, last = max(map(sum, waited.values())), min(waited, key=lambda rank: sum(waited[rank]))
         steps = list(zip(*waited.values(), strict=True))
         count = sum(min(times) == own for times, own in zip(steps, waited[last], strict=True) if any(times))
-        if longest_s < max(MIN_WAITED_SHARE * lost_s, 1e-9) or count < MIN_STEADY_SHARE * len(steps):
+        if longest_s < max(MIN_LARGE_SHARE * lost_s, 1e-9) or count < MIN_STEADY_SHARE * len(steps):
             return ""
         return (
             f" The others wait for rank {last} in {count} of {len(steps)} steps, up to {self.ms(longest_s)}: what "
@@ -293,7 +285,7 @@ class _Findings:
         matmuls = (row for row in self.kernels if row.kind is KernelClass.MATMUL)
         rows = [row for row in matmuls if _FULL_PRECISION.search(row.name) and "tf32" not in row.name]
         full_s, faster = added(rows).total_s, self.faster(rows)
-        if faster and full_s >= MIN_FULL_PRECISION_SHARE * self.kernel_s:
+        if faster and full_s >= MIN_LARGE_SHARE * self.kernel_s:
             text = (
                 f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, and leave the tensor "
                 f"cores idle{self.advice(*(OF_PRECISION[precision] for precision in faster))}."
@@ -326,7 +318,7 @@ class _Findings:
         """Element-wise work and the like, which a compiler fuses."""
         rows = [row for row in self.profile.classes if row.phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD)]
         moving_s, whole_s = added(row for row in rows if row.kind in _MOVING).total_s, added(rows).total_s
-        if moving_s and moving_s >= MIN_MOVING_SHARE * whole_s:
+        if moving_s and moving_s >= MIN_LARGE_SHARE * whole_s:
             text = (
                 f"In forward and backward, {percent_of(moving_s, whole_s)} of the {self.time}, {self.ms(moving_s)}, "
                 "goes to element-wise work, norms, sums and copies, which move values more than they compute"

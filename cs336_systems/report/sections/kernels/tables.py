@@ -1,6 +1,6 @@
 """Tables of any number of traces: phases of a step, communication, ranks, classes, attention, longest kernels.
 
-Times and counts are per step: the sum over the profiled steps, over their number. Those of one trace are in details.py.
+Times and counts are per step: the sum over the profiled steps, over their number. Those of one trace are in files.py.
 """
 
 import statistics

@@ -18,13 +18,12 @@ from cs336_systems.analysis.memory.profile import (
     SavedTensor,
     encode_memory_profile,
 )
-from cs336_systems.config import Mode
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.entries import identities_of, labels, over_configurations, rows_of, settings
+from cs336_systems.report.entries import labels, over_configurations, rows_of, settings
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.frame import order
-from cs336_systems.report.identity import file_names, rows_without
+from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing
 from cs336_systems.report.section import Section, Table, findings_table, make_table, with_note
 from cs336_systems.report.sections.memory.entries import (
@@ -57,9 +56,6 @@ NUM_CONTRIBUTORS = 5
 """Largest tensors of a block to list; the course asks for five."""
 TOP_OF_RUNS = 3
 """Largest allocations to list for each of several runs."""
-_PHASE_KEYS = (
-    "step", "phase", "status", "begin_ms", "end_ms", "begin_bytes", "peak_bytes", "peak_ms", "end_bytes"
-)  # fmt: skip
 _LIKE_KEYS = (
     "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
     "dtype", "explanation", "place", "places",
@@ -73,7 +69,7 @@ def category_key(category: Category, quantity: str) -> str:
 
 _MOMENT_KEYS = (
     "step", "moment", "time_ms", "allocated_bytes", "counted_bytes", "difference_bytes", "requested_bytes",
-    "counted_requested_bytes", "reserved_bytes",
+    "counted_requested_bytes", "reserved_bytes", "phase_peak_bytes",
     *(category_key(category, quantity) for quantity in ("bytes", "requested_bytes") for category in Category),
 )  # fmt: skip
 
@@ -107,7 +103,7 @@ def _unit(entries: Sequence[MemoryEntry]) -> MemoryUnit:
 
 
 def peaks(entries: Sequence[MemoryEntry]) -> Section:
-    """Peaks first by mode, then one row for each run or snapshot, then by category."""
+    """One row for each run or snapshot: its peak, then what the peak consists of."""
     rows, unit = rows_of(entries, _peak), _unit(entries)
     columns = [
         in_unit("peak_allocated_bytes", unit),
@@ -126,7 +122,7 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
     of = [*_category_columns(rows, unit, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", unit),
           column("peak_phase", drop_order=2), column("status")]  # fmt: skip
     parts = over_configurations("", "What the peaks consist of", rows, of, (), failed)
-    return replace(every, tables=(*_by_mode(entries), *every.tables, *parts.tables))
+    return replace(every, tables=(*every.tables, *parts.tables))
 
 
 def _peak(entry: MemoryEntry) -> Iterator[Row]:
@@ -169,35 +165,9 @@ def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
         )
 
 
-def _by_mode(entries: Sequence[MemoryEntry]) -> tuple[Table, ...]:
-    """A table with a column for each mode, such as forward alone and a whole step; none if all runs have one mode."""
-    modes = [mode for mode in Mode if any(entry.config and entry.config.mode is mode for entry in entries)]
-    if len(modes) < 2:
-        return ()
-    groups: dict[tuple[object, ...], list[MemoryEntry]] = {}
-    for entry, identity in zip(entries, rows_without(identities_of(entries), ["mode"]), strict=True):
-        groups.setdefault(tuple(identity.values()), []).append(entry)
-    first = {id(group[0]): group for group in groups.values()}
-
-    def by_mode(entry: MemoryEntry) -> Iterator[Row]:
-        found = {str(each.config.mode): each for each in first[id(entry)] if each.config}
-        yield {str(mode): found.get(mode) for mode in modes}
-
-    rows = rows_of([group[0] for group in groups.values()], by_mode)
-    columns: list[Column] = [Column(mode, "GiB", key=mode, write=_peak_cell) for mode in modes]
-    note = "Allocated at most. Above: memory ran out after that much."
-    return over_configurations(
-        "", "Peak of memory by mode", rows, columns, (), [note], without=("mode",), among=entries
-    ).tables
-
-
-def _peak_cell(entry: MemoryEntry) -> str:
-    return f"{'above ' if entry.is_out_of_memory else ''}{GIB_CELL.cell(entry.profile.peak.allocated_bytes)}"
-
-
 def boundaries(entries: Sequence[MemoryEntry]) -> Section:
     """Memory at the end of each phase of the last step, beside the allocator's own count; the CSV has all steps."""
-    rows, unit = rows_of(entries, lambda entry: map(_moment, entry.profile.boundaries)), _unit(entries)
+    rows, unit = rows_of(entries, lambda entry: _moments(entry.profile)), _unit(entries)
     columns = [
         column("moment"),
         column("time_s", write=moment_ms),
@@ -205,60 +175,27 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
         in_unit("allocated_bytes", unit),
         in_unit("counted_bytes", unit),
         in_unit("reserved_bytes", unit),
+        in_unit("phase_peak_bytes", unit),
     ]
     notes = [check_words(moment for entry in entries for moment in entry.profile.boundaries)]
-    return over_configurations(
-        "boundaries", "Memory from phase to phase", rows, columns, _MOMENT_KEYS, notes, shown=_is_of_last_step
-    )
+    title = "Memory from phase to phase"
+    return over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
 
 
-def _is_of_last_step(row: Row) -> bool:
-    moments = row["entry"].profile.boundaries
-    return bool(row["step"] == max(moment.step for moment in moments))
-
-
-def _moment(moment: Moment) -> Row:
-    name = START if moment.phase == START else f"end of {label(moment.phase)}"
-    return {
-        **fields_of(moment),
-        **_category_values(moment),
-        "moment": name if moment.phase else "unknown",
-        "time_ms": moment.time_s * 1e3,
-        "difference_bytes": difference_bytes(moment),
-        "requested_bytes": moment.requested_bytes,
-    }
-
-
-def phases(entries: Sequence[MemoryEntry]) -> Section:
-    """Start, peak and end of each phase of the last step; the CSV has all steps."""
-    rows, unit = rows_of(entries, lambda entry: _phases(entry.profile)), _unit(entries)
-    columns = [
-        column("phase", write=label),
-        column("begin_s", write=moment_ms),
-        column("duration_s", write=moment_ms),
-        in_unit("begin_bytes", unit),
-        in_unit("peak_bytes", unit),
-        column("peak_s", write=moment_ms),
-        in_unit("end_bytes", unit),
-    ]
-    notes = ["Peaks are over all events; times are those of a run that is being recorded."]
-    if any(row["status"] != Status.OK for row in rows):
-        columns.append(column("status"))
-        notes.append("Where memory ran out, the end of the phase is the request that failed.")
-    title = "Peak of each phase"
-    return over_configurations("phases", title, rows, columns, _PHASE_KEYS, notes, shown=itemgetter("is_shown"))
-
-
-def _phases(profile: MemoryProfile) -> Iterator[Row]:
-    for phase in profile.phases:
+def _moments(profile: MemoryProfile) -> Iterator[Row]:
+    peaks = {(phase.step, phase.phase): phase.peak_bytes for phase in profile.phases}
+    last = max((moment.step for moment in profile.boundaries), default=0)
+    for moment in profile.boundaries:
+        name = START if moment.phase == START else f"end of {label(moment.phase)}"
         yield {
-            **fields_of(phase),
-            "is_shown": phase.step == profile.phases[-1].step,
-            "status": str(Status.OK if phase.is_finished else Status.OOM),
-            "begin_ms": phase.begin_s * 1e3,
-            "end_ms": phase.end_s * 1e3,
-            "duration_s": phase.end_s - phase.begin_s,
-            "peak_ms": phase.peak_s * 1e3,
+            **fields_of(moment),
+            **_category_values(moment),
+            "is_shown": moment.step == last,
+            "moment": name if moment.phase else "unknown",
+            "time_ms": moment.time_s * 1e3,
+            "difference_bytes": difference_bytes(moment),
+            "requested_bytes": moment.requested_bytes,
+            "phase_peak_bytes": peaks.get((moment.step, moment.phase)),
         }
 
 
@@ -385,7 +322,7 @@ def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[
     `peaks`.
     """
     entries = _in_order(entries)
-    found = [peaks(entries), boundaries(entries), phases(entries), largest(entries, top)]
+    found = [peaks(entries), boundaries(entries), largest(entries, top)]
     profile = entries[0].profile
     if entries[0].config is None:
         timeline = Section(name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))])

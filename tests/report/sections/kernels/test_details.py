@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.report.sections.kernels.details import (
+from cs336_systems.report.sections.kernels.files import (
     MAX_MODULES,
     collapsed,
     host_calls_section,

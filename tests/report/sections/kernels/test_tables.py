@@ -66,10 +66,7 @@ def test_phases_by_hand():
 
 def test_phases_csv_by_hand():
     section = of_file(phases)
-    assert numbers(section, "kernels_per_step") == [7, 8, 10, 25]
-    assert numbers(section, "kernel_mean_ms") == [5, 10, 5, 20]
     assert numbers(section, "kernel_std_ms") == pytest.approx([0.02**0.5, 0, 0, 0.02**0.5])
-    assert numbers(section, "busy_share") == pytest.approx([10 / 16, 20.2 / 24, 10 / 12, 40.2 / 52])
     assert numbers(section, "launch_calls_per_step") == [7, 9, 10, 26]
     assert numbers(section, "host_per_launch_ms") == pytest.approx([1, 22 / 18, 0.4, 44 / 52])
     assert numbers(section, "copy_mean_ms") == pytest.approx([0, 0.1, 0, 0.1])
@@ -319,12 +316,8 @@ def test_profiles_are_loaded_with_their_plain_runs(tmp_path, capsys):
     (found,) = load_profiled(records, tmp_path)
     assert (found.config, found.profile, found.plain, found.profiled) == (kernel, make_profile(), plain, records[2])
     assert found.clock_s(Phase.FORWARD, found.plain) == pytest.approx(0.005)
-    second, first = capsys.readouterr().err.splitlines()  # in the order of the tables: tf32 before bf16
-    assert "bf16" in first
-    assert "No such file" in first
-    assert "the run ended as oom" in first
-    assert "tf32" in second
-    assert "not a step profile" in second
+    (said,) = capsys.readouterr().err.splitlines()  # the first in the order of tables: tf32 before bf16
+    assert all(word in said for word in ("(and 1 more)", "tf32", "not a step profile"))
 
 
 def test_a_run_without_a_plain_run_has_no_clock(tmp_path):

@@ -22,7 +22,6 @@ from cs336_systems.report.sections.memory.tables import (
     largest,
     memory_tables,
     peaks,
-    phases,
     sections_of,
     write_memory,
 )
@@ -167,19 +166,14 @@ def test_peaks_of_every_run() -> None:
     assert {row["residual_stream_bytes"] for row in found} == {"6553600"}
 
 
-def test_forward_alone_against_a_whole_step() -> None:
-    by_mode, every, categories = memory_tables(grid())
-    assert [heading.name for heading in by_mode.headings] == ["size", "context", "precision", "inference", "train"]
-    assert by_mode.rows == (
-        ("small", "128", "fp32", "0.16", "0.76"),
-        ("small", "128", "bf16", "", "0.38"),
-        ("small", "512", "fp32", "0.16", "above 0.76"),
-    )
-    assert "inference," not in by_mode.notes[-1], "the rows stand for both modes"
+def test_each_run_has_its_peak_and_its_parts() -> None:
+    every, categories = memory_tables(grid())
+    assert [heading.name for heading in every.headings][:5] == ["size", "context", "mode", "precision", "peak"]
+    assert column(every, "peak") == ["0.16", "0.76", "0.38", "0.16", "0.76"]
     assert [row[-1] for row in every.rows] == ["ok"] * 4 + ["out of memory"]
     assert every.failed == {4}
     assert len(categories.rows) == 5
-    _, categories = memory_tables([entry()])  # one mode needs no table by mode
+    _, categories = memory_tables([entry()])
     assert [heading.name for heading in categories.headings][:1] == ["parameters"], "one run is told from no other"
     assert "small, ctx 128" in categories.notes[-1]
 
@@ -204,6 +198,8 @@ def test_every_boundary_is_beside_the_allocators_count() -> None:
         requested = [int(row[f"{name}_requested_bytes"]) for name in NAMES]
         assert sum(requested) == int(row["requested_bytes"]) == int(row["counted_requested_bytes"])
         assert row["difference_bytes"] == "0"
+        peaks_of = {"start": "", "end of forward": 710, "end of backward": 780, "end of optimizer": 415}
+        assert row["phase_peak_bytes"] == str(peaks_of[row["moment"]] and peaks_of[row["moment"]] * MIB)
     assert len(table.rows) == 4 + 1, "of the last step of each"
     assert "Check: at all 13 boundaries the categories add up" in table.notes[0]
     first, *others = make_memory().boundaries
@@ -212,20 +208,6 @@ def test_every_boundary_is_beside_the_allocators_count() -> None:
     assert "Check failed: at 1 of 8 boundaries" in table.notes[0]
     assert "by -512 bytes at most" in table.notes[0]
     assert boundaries(alone(make_bare())).tables == ()
-
-
-def test_each_phase_has_its_own_peak() -> None:
-    section = phases([entry(), entry(make_oom(), context_length=512)])
-    rows, (table,) = csv_rows(section), section.tables
-    assert [int(row["peak_bytes"]) // MIB for row in rows] == [710, 780, 415] * 3 + [530]
-    assert [row["status"] for row in rows] == ["ok"] * 9 + ["oom"]
-    assert int(rows[-1]["end_bytes"]) == 530 * MIB
-    assert column(table, "phase") == ["forward", "backward", "optimizer", "forward"]
-    assert column(table, "peak at") == ["40.0", "43.0", "55.0", "35.0"]
-    assert column(table, "takes") == ["10.0", "10.0", "10.0", "5.00"]
-    assert column(table, "status") == ["ok", "ok", "ok", "out of memory"]
-    assert table.failed == {3}
-    assert phases(alone(make_bare())).tables == ()
 
 
 def test_what_ran_out_of_memory_is_no_result() -> None:
@@ -266,9 +248,7 @@ def test_every_file_of_a_sweep_has_inert_text(tmp_path) -> None:
     for section in sections_of([entry(profile, size=HOSTILE), *grid()]):
         files |= texts_of(section) | pngs_of(section)
     write_files(files, tmp_path)
-    tables = {
-        f"{name}.{ending}" for name in ("peaks", "boundaries", "phases", "largest") for ending in ("csv", *WRITERS)
-    }
+    tables = {f"{name}.{ending}" for name in ("peaks", "boundaries", "largest") for ending in ("csv", *WRITERS)}
     assert {path.name for path in tmp_path.iterdir()} == tables | {"plots"}
     assert len(list((tmp_path / "plots").glob("*_timeline.png"))) == 6
     assert (tmp_path / "plots" / "peaks.png").is_file()
