@@ -84,28 +84,42 @@ def test_the_rule_on_an_h200():
     assert (fast.model.attention, fast.model.sdpa_backend) == (Attention.SDPA, SdpaBackend.CUDNN)
 
 
-@pytest.mark.parametrize(
-    ("device_name", "changes", "fuses"),
-    [
-        (H200, {}, True),
-        ("NVIDIA H100 80GB HBM3", {}, True),
-        ("NVIDIA A100-SXM4-80GB", {}, False),
-        ("NVIDIA B200", {}, False),
-        (None, {}, False),
-        (H200, {"model": model_with(d_ff=3076)}, False),
-        (H200, {"model_factory": "a:b"}, False),
-        (H200, {"precision": Precision.BF16, "cast_once": True, "optimizer": OptimizerKind.FUSED, "fp8": True}, False),
-        (H200, {"parallel": Parallel.DDP_FLAT, "ranks": 2}, False),
-    ],
-    ids=["H200", "H100", "A100", "B200", "unknown", "odd width", "own model", "fp8", "two ranks"],
-)  # fmt: skip
-def test_activations_are_fused_on_hopper_with_quack(monkeypatch, device_name, changes, fuses):
+IN_FP8 = {"precision": Precision.BF16, "cast_once": True, "optimizer": OptimizerKind.FUSED, "fp8": True}
+ASKED_FOR_FLASH = {"model": model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH)}
+WITH_PACKAGES = {
+    "H200": (H200, {}, True, True),
+    "H100": ("NVIDIA H100 80GB HBM3", {}, True, True),
+    "A100": (A100, {}, False, False),
+    "B200": ("NVIDIA B200", {}, False, False),
+    "unknown": (None, {}, False, False),
+    "odd width": (H200, {"model": model_with(d_ff=3076)}, False, True),
+    "heads of 80": (H200, {"model": replace(SIZES["2.7B"], context_length=128)}, True, False),
+    "heads of 96": (H200, {"model": model_with(num_heads=8)}, True, True),
+    "heads of 128": (H200, {"model": model_with(num_heads=6)}, True, True),
+    "asked for flash": (H200, ASKED_FOR_FLASH, True, False),
+    "own model": (H200, {"model_factory": "a:b"}, False, False),
+    "fp8": (H200, IN_FP8, False, True),
+    "two ranks": (H200, {"parallel": Parallel.DDP_FLAT, "ranks": 2}, False, True),
+    "PyTorch's FSDP": (H200, {"parallel": Parallel.FSDP2, "ranks": 2}, False, False),
+    "fp16": (H200, {"precision": Precision.FP16}, True, True),
+}
+"""Devices, what is asked for, and whether activations are fused and attention is packed where both packages are."""
+
+
+@pytest.mark.parametrize("name", WITH_PACKAGES)
+def test_packages_are_used_on_hopper_where_their_kernels_fit(monkeypatch, name):
+    device_name, changes, fuses, packs = WITH_PACKAGES[name]
     config = replace(make("xl"), **changes)
-    assert not fastest(config, device_name).fused_activations
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: package == QUACK)
     fast = fastest(config, device_name)
-    assert fast.fused_activations is fuses
-    assert ("activations within matmuls" in describe_fast(fast)) is fuses
+    assert not fast.fused_activations
+    assert not fast.packed_attention
+    for package, expected in ((QUACK, (fuses, False)), (FLASH_4, (False, packs))):
+        monkeypatch.setattr(choose, "is_installed", lambda each, only=package: each == only)
+        fast = fastest(config, device_name)
+        assert (fast.fused_activations, fast.packed_attention) == expected
+        words = describe_fast(fast)
+        assert ("activations within matmuls" in words, "FlashAttention 4" in words) == expected
+        assert fastest(fast, device_name) == fast
 
 
 def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
@@ -116,37 +130,6 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
     for package, version in ((package, version) for package, versions in near.items() for version in versions):
         monkeypatch.setattr(importlib.metadata, "version", lambda name, known=(package, version): dict([known])[name])
         assert is_installed(package) is asked[package].contains(version, prereleases=True), version
-
-
-@pytest.mark.parametrize(
-    ("device_name", "changes", "packs"),
-    [
-        (H200, {}, True),
-        ("NVIDIA H100 80GB HBM3", {}, True),
-        (A100, {}, False),
-        ("NVIDIA B200", {}, False),
-        (None, {}, False),
-        (H200, {"model": replace(SIZES["2.7B"], context_length=128)}, False),
-        (H200, {"model": replace(SIZES["small"], num_heads=8)}, True),
-        (H200, {"model": replace(SIZES["small"], num_heads=6)}, True),
-        (H200, {"model": model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH)}, False),
-        (H200, {"model_factory": "a:b"}, False),
-        (H200, {"precision": Precision.BF16, "cast_once": True, "optimizer": OptimizerKind.FUSED, "fp8": True}, True),
-        (H200, {"parallel": Parallel.DDP_FLAT, "ranks": 2}, True),
-        (H200, {"parallel": Parallel.FSDP2, "ranks": 2}, False),
-        (H200, {"precision": Precision.FP16}, True),
-    ],
-    ids=["H200", "H100", "A100", "B200", "unknown", "heads of 80", "heads of 96", "heads of 128", "asked for flash",
-         "own model", "fp8", "two ranks", "PyTorch's FSDP", "fp16"],
-)  # fmt: skip
-def test_attention_is_packed_on_hopper_with_flash_attention_4(monkeypatch, device_name, changes, packs):
-    config = replace(make("xl"), **changes)
-    assert not fastest(config, device_name).packed_attention
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda package: package == FLASH_4)
-    fast = fastest(config, device_name)
-    assert fast.packed_attention is packs
-    assert ("FlashAttention 4" in describe_fast(fast)) is packs
-    assert fastest(fast, device_name) == fast
 
 
 @pytest.mark.parametrize(("vocab_size", "multiple"), [(50_257, 128), (10_001, 128), (10_000, 1), (50_304, 1)])
