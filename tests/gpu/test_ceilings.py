@@ -14,15 +14,12 @@ from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.sections.ceilings import promised_flops
 from cs336_systems.studies.ceilings_cell import (
     NARROW,
-    make_product,
-    measure_launch,
     measure_rows,
     why_unavailable,
 )
 from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
-    Launch,
     ProductCell,
     ProductPrecision,
     Shape,
@@ -80,21 +77,6 @@ def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32() -> None:
         assert measured(ProductPrecision.FP8, LARGE) > 1.2 * bf16
 
 
-def test_products_of_fp8_are_right_but_for_rounding() -> None:
-    shape = Shape(rows=64, inner=128, columns=32)
-    if reason := why_unavailable(Device.CUDA, ProductPrecision.FP8, shape):
-        pytest.skip(reason)
-    generator = torch.Generator("cuda").manual_seed(GRID.seed)
-    left, right = (
-        torch.randn(rows, 128, generator=generator, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
-        for rows in (64, 32)
-    )
-    exact = left.double() @ right.double().t()
-    made = make_product(GRID, ProductPrecision.FP8, shape)()
-    assert made.dtype is torch.bfloat16
-    torch.testing.assert_close(made.double(), exact, rtol=2**-7, atol=0.1)
-
-
 def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
     """Short sleeps are repeated from a graph, long ones launched; both give the time by events around queued ones."""
 
@@ -150,13 +132,6 @@ def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
         pytest.skip("the bandwidth of this device is not known")
     for stream in Stream:
         assert 0.5 * spec.memory_bandwidth_bytes_per_s < rates[stream, 1024 * MIB] < spec.memory_bandwidth_bytes_per_s
-
-
-def test_the_host_needs_longer_for_a_call_of_a_step_than_for_a_launch_in_a_loop() -> None:
-    """Python of the model, autograd and cold caches come on top; a view costs less than a launch."""
-    eager_s, call_s = (measure_launch(GRID, launch).median_s for launch in (Launch.EAGER, Launch.STEP))
-    print(f"host: {eager_s * 1e6:.2f} us for a launch, {call_s * 1e6:.2f} us for a call of a step")
-    assert 0.7 * eager_s < call_s < 3 * eager_s
 
 
 def test_the_host_alone_decides_how_long_the_narrow_step_takes() -> None:

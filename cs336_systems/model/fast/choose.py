@@ -64,12 +64,18 @@ def fastest(config: RunConfig, device_name: str | None, is_usable: Callable[[str
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None
-    model = config.model if own else _with_fused_attention(config.model, config.device, device_name)
+    model = config.model
+    if not own:
+        is_asked = model.sdpa_backend is not SdpaBackend.AUTO
+        backend = model.sdpa_backend if is_asked else best_sdpa_backend(model, config.device, device_name)
+        model = replace(model, attention=Attention.SDPA, sdpa_backend=backend)
     common = replace(config, optimizer=optimizer, model=model)
     if config.device is Device.CPU:
         return common
     precision = Precision.BF16 if has_bf16(device_name) else config.precision
-    compile_mode = _compile_mode(config.compile)
+    # other modes capture CUDA graphs themselves, which cannot be part of the step's graphs
+    keeps_mode = config.compile is CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS
+    compile_mode = config.compile if keeps_mode else CompileMode.DEFAULT
     common = replace(common, precision=precision)
     if own:
         return common if config.parallel.shards_parameters else replace(common, compile=compile_mode)
@@ -80,7 +86,9 @@ def fastest(config: RunConfig, device_name: str | None, is_usable: Callable[[str
         common,
         compile=compile_mode,
         compile_blocks=True,
-        pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
+        pad_vocabulary=config.pad_vocabulary
+        if config.pad_vocabulary > 1 or config.model.vocab_size % ALIGNMENT == 0
+        else NICE_VOCABULARY,
         cast_once=has_copies,
         split_masters=has_copies and config.mode is Mode.TRAIN,
         fused_loss=precision is not Precision.FP16,
@@ -190,23 +198,6 @@ def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | Non
     if fits_cudnn and _CUDNN_DEVICES.search(device_name):
         return SdpaBackend.CUDNN
     return SdpaBackend.FLASH if find_device(device_name) and has_bf16(device_name) else SdpaBackend.AUTO
-
-
-def _with_fused_attention(model: ModelConfig, device: Device, device_name: str | None) -> ModelConfig:
-    """Fused attention with the fastest backend, unless the configuration names one."""
-    backend = model.sdpa_backend
-    if backend is SdpaBackend.AUTO:
-        backend = best_sdpa_backend(model, device, device_name)
-    return replace(model, attention=Attention.SDPA, sdpa_backend=backend)
-
-
-def _compile_mode(asked: CompileMode) -> CompileMode:
-    """The configured mode, unless it captures CUDA graphs itself, which cannot be part of the step's graphs."""
-    return asked if asked is CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS else CompileMode.DEFAULT
-
-
-def _padding(vocab_size: int) -> int:
-    return NICE_VOCABULARY if vocab_size % ALIGNMENT else 1
 
 
 def describe_fast(config: RunConfig) -> str:

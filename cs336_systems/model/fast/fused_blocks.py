@@ -85,15 +85,9 @@ def lookup(weight: Float[Tensor, "vocab d_model"], tokens: Int[Tensor, "..."]) -
 
 @operator("fused_blocks_kernel.add_norm")
 def _add_norm(
-    stream: Tensor,
-    branch: Tensor,
-    branch_bias: Tensor | None,
-    gain: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    tag: Tensor | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
+    tag: Tensor | None, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`add_norm`, which also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean.
 
     The last result has a magnitude for each row of the norm; it is empty unless `measures`.
@@ -125,15 +119,9 @@ def _normed(total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype:
 
 @operator("fused_blocks_kernel.add_norm_backward")
 def _add_norm_backward(
-    stream_gradient: Tensor | None,
-    gradient: Tensor,
-    total: Tensor,
-    statistics: Tensor,
-    gain: Tensor,
-    is_centred: bool,
-    branch_bias_type: torch.dtype | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    stream_gradient: Tensor | None, gradient: Tensor, total: Tensor, statistics: Tensor, gain: Tensor,
+    is_centred: bool, branch_bias_type: torch.dtype | None, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
 
     The last is in `branch_bias_type`, and empty if this is None. Then comes the unit of the branch's gradient, which is
@@ -151,13 +139,8 @@ def _add_norm_backward(
     of_branch_bias = result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
     result = result.view(total.shape)
     of_branch = result.to(gradient.dtype, copy=True)
-    return (
-        result.to(total.dtype, copy=True),
-        of_branch,
-        torch.stack(sums),
-        of_branch_bias,
-        own_unit(of_branch, measures),
-    )
+    of_stream = result.to(total.dtype, copy=True)
+    return of_stream, of_branch, torch.stack(sums), of_branch_bias, own_unit(of_branch, measures)
 
 
 @operator("fused_blocks_kernel.bias_gelu")
