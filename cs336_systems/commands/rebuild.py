@@ -1,14 +1,14 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ceilings, ladder
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
-from cs336_systems.commands.results import PAGE_FILE, explain_or_warn, write_collection_page
+from cs336_systems.commands.results import PAGE_FILE, explain_or_warn, would_lose, write_collection_page
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import RunRecord, load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
@@ -122,7 +122,9 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
 def write(found: Collection, status: "StatusLine") -> None:
     """Write the tables and plots of all results of a collection into their directories."""
     for path, results in found.sweeps.items():
-        _write_sweep(results, found, path, status)
+        directory = found.root / path
+        written = replace(results, kernels=(), memory=()) if would_lose(results, directory, directory) else results
+        written.write(directory, status)
     if not found.sweeps:
         status("drawing and writing")
     for path, compared in found.comparisons.items():
@@ -141,16 +143,6 @@ def _score_forecast(found: Collection, status: "StatusLine") -> None:
     status.end()
     if written is not None:
         print_line(f"{written}: written from all records and ceilings")
-
-
-def _write_sweep(results: Results, found: Collection, path: Path, status: "StatusLine") -> None:
-    """Write a sweep. Tables of profiles stay as they are if one is missing."""
-    directory = found.root / path
-    if results.lost:
-        kept = f"warning: {directory}: {results.lost}, and the tables of profiles stay as they were"
-        print_aside(kept)
-        results = Results(records=results.records, ceilings=results.ceilings)
-    results.write(directory, status)
 
 
 def is_study(directory: Path) -> bool:
