@@ -241,7 +241,7 @@ def explain(
         attribution = attribute(trace, phases)
         profile = summarise(
             attribution,
-            source=inert_line(path.name),  # which need not be UTF-8
+            source=inert_line(path.name),  # a name may hold what no UTF-8 has
             model=config.model if config and not own_model else None,
             batch_size=config.batch_size if config and not own_model else None,
             names=attention,
