@@ -52,7 +52,6 @@ class Ranges(Columns):
     start_ns: Ints
     end_ns: Ints
     """End of the range; the end of the trace for a range that is still open."""
-    is_open: Mask
     is_nested: Mask
     """Pushed and popped on one thread; other ranges may start and end on any thread of the process."""
 
