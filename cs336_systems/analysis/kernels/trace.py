@@ -88,10 +88,6 @@ class Trace:
     notes: tuple[str, ...] = ()
     """Sentences about what the file lacks."""
 
-    def __post_init__(self) -> None:
-        if len(self._ids) < len(self.strings):
-            raise ValueError(f"strings must be distinct, got {len(self.strings)} of which {len(self._ids)} differ")
-
     @cached_property
     def _ids(self) -> Mapping[str, int]:
         return {string: index for index, string in enumerate(self.strings)}
