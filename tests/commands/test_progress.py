@@ -68,7 +68,7 @@ def fake_sweep(configs, directory, listener, **_):
         listener.started(record.config, None)
         write_record(record, directory / "runs")
         listener.finished(record)
-    return Outcome(records=records, measured=records, wall_s=1.0, slots=1, interrupted=False)
+    return Outcome(records=records, measured=records, interrupted=False)
 
 
 def fake_study(grid, announce, on_progress=do_not):
