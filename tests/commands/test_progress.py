@@ -92,9 +92,6 @@ def test_what_takes_longer_says_what_it_does(
     for module, function, fake in (
         (cs336_systems.sweep.run, "run_sweep", fake_sweep),
         (cs336_systems.studies.runner, "run_study", fake_study),
-        (cs336_systems.report.sections.operators, "write_attention", do_not),
-        (cs336_systems.report.sections.ceilings, "write_ceilings", do_not),
-        (cs336_systems.report.sections.operators, "write_fusion", do_not),
         (cs336_systems.report.sections.ladder, "write_ladder_report", do_not),
         (cs336_systems.report.results, "write_files", do_not),
     ):

@@ -84,6 +84,7 @@ from cs336_systems.analysis.kernels.step_profile import (
 from cs336_systems.analysis.kernels.trace import Trace
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.ranges import PhaseNames
+from cs336_systems.text import inert_line
 
 HEAD_BYTES = 100
 
@@ -240,7 +241,7 @@ def explain(
         attribution = attribute(trace, phases)
         profile = summarise(
             attribution,
-            source=path.name,
+            source=inert_line(path.name),  # a name may hold what no UTF-8 has
             model=config.model if config and not own_model else None,
             batch_size=config.batch_size if config and not own_model else None,
             names=attention,

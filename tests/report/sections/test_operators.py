@@ -9,6 +9,7 @@ from PIL import Image
 from cs336_systems.config import Device, Phase
 from cs336_systems.record import Failure, Input, Status
 from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report.results import StudyResults
 from cs336_systems.report.sections.operators import (
     COLOURS,
     CSV_COLUMNS,
@@ -18,7 +19,6 @@ from cs336_systems.report.sections.operators import (
     attention_rows,
     attention_section,
     fusion_section,
-    write_attention,
 )
 from cs336_systems.studies.operators import AttentionStudy, ExactError, Implementation, Quantity, Version
 from cs336_systems.studies.records import read_study
@@ -128,7 +128,7 @@ def test_pictures_say_what_they_show(study):
 
 
 def test_everything_is_written_and_read_back(study, tmp_path):
-    write_attention(study, tmp_path / "deep" / "er")
+    StudyResults(study).write(tmp_path / "deep" / "er")
     directory = tmp_path / "deep" / "er"
     assert read_study(directory / "attention.json", AttentionStudy) == study
     assert {path.name for path in directory.iterdir()} == {
