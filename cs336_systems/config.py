@@ -18,7 +18,7 @@ MAX_ELEMENTS = 2**42
 FP8_MULTIPLE = 16
 """All sizes of a matmul in fp8 must be multiples of this, for cuBLAS."""
 PACKED_MULTIPLE = 8
-"""Parts of a packed bf16 weight and bias start at multiples of 16 bytes if d_model is a multiple of this."""
+"""Copies in bf16 need a d_model that is a multiple of this: then each part of a packed one begins at 16 bytes."""
 FLASH_4_HEADS = 64, 96, 128
 """Widths of heads for FlashAttention 4, whose gradient of the queries is wrong on Hopper for a width of 80."""
 MAX_RANKS = 2**20
@@ -325,7 +325,13 @@ def _alone(flag: str, is_used: Callable[[Any], bool], only: Callable[[Any], bool
     )
 
 
+_TRAINING = _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}")
+_ON_GPU = _needs("--device cuda", lambda run: run.device is Device.CUDA, "--device {config.device}")
+_SDPA = _needs(
+    "--attention sdpa", lambda run: run.model.attention is Attention.SDPA, "--attention {config.model.attention}"
+)
 _CAST_ONCE = _needs("--cast-once", lambda run: run.cast_once, "none")
+_FUSED_BLOCKS = _needs("--fused-blocks", lambda run: run.fused_blocks, "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -494,15 +500,8 @@ class RunConfig:
                     "--checkpoint-blocks 1, as each block is a checkpoint", lambda run: run.checkpoint_blocks == 1,
                     "--checkpoint-blocks {config.checkpoint_blocks}",
                 ),
-                _needs(
-                    "--attention sdpa, whose result is small", lambda run: run.model.attention is Attention.SDPA,
-                    "--attention {config.model.attention}",
-                ),
-                _needs("--fused-blocks", lambda run: run.fused_blocks, "none"),
-                _needs(
-                    f"a d_model that is a multiple of {PACKED_MULTIPLE}, with which q, k and v are one matmul",
-                    lambda run: run.model.d_model % PACKED_MULTIPLE == 0, "{config.model.d_model}",
-                ),
+                _SDPA,
+                _FUSED_BLOCKS,
             ),
         ),
     ] = False
@@ -536,7 +535,14 @@ class RunConfig:
         Setting(
             "Keep a bf16 copy of each linear layer's weights beside the fp32 masters, so that autocast need not cast "
             "them in every step. The optimizer updates both.",
-            is_shortcut=True, rules=(_OUR_MODEL, _BF16, _FUSED_OPTIMIZER), label=1, note="weights cast once",
+            is_shortcut=True, label=1, note="weights cast once",
+            rules=(
+                _OUR_MODEL, _BF16, _FUSED_OPTIMIZER,
+                _needs(
+                    f"a d_model that is a multiple of {PACKED_MULTIPLE}, with which q, k and v are one matmul",
+                    lambda run: run.model.d_model % PACKED_MULTIPLE == 0, "{config.model.d_model}",
+                ),
+            ),
         ),
     ] = False
     split_masters: Annotated[
@@ -546,10 +552,7 @@ class RunConfig:
             "to the last bit: 2 bytes less for each parameter, and 2 bytes less to read and write in each update. "
             "Masters that the model reads itself stay whole. Needs --cast-once.",
             is_shortcut=True, label=1, note="masters split",
-            rules=(
-                _CAST_ONCE,
-                _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}"),
-            ),
+            rules=(_CAST_ONCE, _TRAINING),
         ),
     ] = False
     fused_loss: Annotated[
@@ -596,11 +599,10 @@ class RunConfig:
             "the Hopper generation; --fast uses it where it finds both. Needs --fused-blocks.",
             is_shortcut=True, label=1, note="activations within matmuls",
             rules=(
-                _needs("--fused-blocks", lambda run: run.fused_blocks, "none"),
+                _FUSED_BLOCKS,
                 _needs(
-                    f"a d_model and a d_ff that are multiples of {PACKED_MULTIPLE}, which its matmuls load",
-                    lambda run: run.model.d_model % PACKED_MULTIPLE == 0 and run.model.d_ff % PACKED_MULTIPLE == 0,
-                    "{config.model.d_model} and {config.model.d_ff}",
+                    f"a d_ff that is a multiple of {PACKED_MULTIPLE}, as its matmuls load it",
+                    lambda run: run.model.d_ff % PACKED_MULTIPLE == 0, "{config.model.d_ff}",
                 ),
                 Rule(
                     lambda run: not run.selective_checkpoints,
@@ -620,11 +622,8 @@ class RunConfig:
             "--sdpa-backend is given. Needs --fused-blocks and --attention sdpa.",
             is_shortcut=True, label=1, note="FlashAttention 4 on packed heads",
             rules=(
-                _needs("--fused-blocks", lambda run: run.fused_blocks, "none"),
-                _needs(
-                    "--attention sdpa", lambda run: run.model.attention is Attention.SDPA,
-                    "--attention {config.model.attention}",
-                ),
+                _FUSED_BLOCKS,
+                _SDPA,
                 Rule(
                     lambda run: run.model.sdpa_backend is not SdpaBackend.MATH,
                     "{flag} cannot be combined with --sdpa-backend math, which writes attention out",
@@ -654,9 +653,7 @@ class RunConfig:
             "are updated stay in fp32. Losses differ a little, so --fast uses it only together with this flag. Needs "
             "--cast-once.",
             is_shortcut=True, label=1, note="AdamW's moments in bf16",
-            rules=(
-                _CAST_ONCE, _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}"),
-            ),
+            rules=(_CAST_ONCE, _TRAINING),
         ),
     ] = False
     cuda_graph: Annotated[
@@ -681,7 +678,7 @@ class RunConfig:
                     f"{EAGER_STEPS_BEFORE_GRAPH} others",
                     lambda run: run.warmup_steps > EAGER_STEPS_BEFORE_GRAPH, "{config.warmup_steps}",
                 ),
-                _needs("--device cuda", lambda run: run.device is Device.CUDA, "--device {config.device}"),
+                _ON_GPU,
             ),
         ),
     ] = False
@@ -696,7 +693,7 @@ class RunConfig:
             "steps that almost fill the GPU.",
             is_shortcut=True, label=1, note="expandable segments",
             rules=(
-                _needs("--device cuda", lambda run: run.device is Device.CUDA, "--device {config.device}"),
+                _ON_GPU,
                 Rule(
                     lambda run: run.profiler is not Profiler.MEMORY,
                     "{flag} cannot be combined with --memory: its history is that of fixed segments",
@@ -772,11 +769,7 @@ class RunConfig:
             "Keep on each rank the optimizer's state of only its share of the parameters; after the optimizer's step "
             "the ranks exchange what they updated.",
             plural="", label=1, note="sharded optimizer",
-            rules=(
-                _WHOLE_GRADIENTS,
-                _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}"),
-                _UNSCALED,
-            ),
+            rules=(_WHOLE_GRADIENTS, _TRAINING, _UNSCALED),
         ),
     ] = False
     learning_rate: Annotated[

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from cs336_systems.config import Device, Phase, RunConfig
+from cs336_systems.config import Phase, RunConfig
 from cs336_systems.files import RECORD, FileError, encode_json, read_json, write_atomically
 
 FORMAT_VERSION = 1
@@ -359,11 +359,6 @@ class RunRecord:
     def device_name(self) -> str | None:
         """None for a run that ended before it could name its device."""
         return None if self.environment is None else self.environment.identity.device_name
-
-    @property
-    def launch_times_s(self) -> tuple[float, ...]:
-        """How long the host took to launch each step; empty on a CPU, and with a synchronisation after each phase."""
-        return self.host_times_s if self.config.device is Device.CUDA and not self.config.sync_phases else ()
 
     def measurement(self, phase: Phase) -> Measurement | None:
         """Times of `phase`, or None where the run has none."""

@@ -21,8 +21,8 @@ CHECKED = (
 tests/plain.py. After a change here, delete __pycache__ of the package: it holds modules without the checks."""
 
 LONG = (
-    "test_interrupts", "test_interpreted_kernels", "test_hostile_texts", "test_explaining",
-    "test_disk", "test_imports", "test_data", "test_nsys", "test_runs",
+    "test_interrupts", "test_interpreted_kernels", "test_hostile_texts", "test_explaining", "test_disk", "test_imports",
+    "test_data", "test_nsys", "test_runs",
 )  # fmt: skip
 """Files with few tests that take ten seconds and more."""
 

@@ -3,12 +3,8 @@
 import errno
 import json
 import os
-import resource
-import signal
-import sys
 import threading
-from contextlib import contextmanager
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -69,8 +65,6 @@ CONFIG = RunConfig(
     seed=2**63 - 1, sync_phases=True, ranges=False, tokens="täglich 日\t\"'\\.npy", repeat=4,
     profiler=Profiler.KINETO, checkpoint_blocks=2, pad_vocabulary=64, learning_rate=1 / 3,
 )  # fmt: skip
-PLAIN = {"compile_blocks": False, "checkpoint_blocks": 0, "pad_vocabulary": 1}
-"""What a model of one's own does not know."""
 STATE = GpuState(
     sm_clock_hz=1_980_000_000, max_sm_clock_hz=2_000_000_000, memory_clock_hz=3_000_000_000, power_w=700.25,
     temperature_c=-1, throttle_reasons=("power cap", "hardware thermal"), other_processes=2,
@@ -87,6 +81,7 @@ FULL = RunRecord(
     measurements=(Measurement(Phase.FORWARD, (0.1, 1 / 3, 5e-324)), Measurement(Phase.STEP, (0.2, 0.5, 1e-9))),
     warmup_times_s=(1.5, 1e300),
     host_times_s=(0.1, 0.2, 0.3),
+    between_s=(0.01, 0.02),
     host_phases=(Measurement(Phase.FORWARD, (0.05, 0.25, 0.0)),),
     losses=(9.25, None, -0.0),
     skipped_steps=1,
@@ -156,13 +151,6 @@ def test_a_record_with_every_field_survives_the_way_to_disk_and_back(tmp_path: P
     assert not list(tmp_path.iterdir()), "nothing temporary is left"
 
 
-def test_another_json_library_reads_the_same(tmp_path: Path) -> None:
-    text = write_record(FULL, tmp_path).read_text(encoding="utf-8")
-    assert text.endswith("}\n")
-    assert len(text.splitlines()) > 100, "indented, so that two records can be compared by diff"
-    assert json.loads(text) == json.loads(json.dumps(asdict(FULL)))
-
-
 def test_a_record_of_a_failure_has_no_times_and_needs_little(tmp_path: Path) -> None:
     record = read_record(write_record(minimal(), tmp_path))
     assert record == minimal()
@@ -207,62 +195,39 @@ def removed(name: str) -> bytes:
 TEXT = encode_record(FULL)
 BROKEN = {
     "empty": b"",
-    "white": b" \n",
     "nul bytes": b"\0" * 4096,
     "nul byte inside a string": TEXT.replace(b"NVIDIA", b"NVI\0DIA"),
     "null": b"null",
     "list": b"[]",
-    "number": b"1",
-    "string": b'"ok"',
-    "empty object": b"{}",
     "two records": TEXT + TEXT,
-    "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
-    "gzip": b"\x1f\x8b\x08\0\0\0\0\0",
     "utf-8 mark": b"\xef\xbb\xbf" + TEXT,
-    "utf-16": TEXT.decode().encode("utf-16"),
     "not utf-8": TEXT.replace(b"NVIDIA", b"\xff\xfe"),
     "lone surrogate": TEXT.replace(b"NVIDIA", b"\\ud800"),
-    "single quotes": TEXT.replace(b'"', b"'"),
     "a comma too many": TEXT.rstrip()[:-1] + b",}",
     "nan": changed("durations", "setup_s", to=float("nan")),
     "infinity": changed("durations", "setup_s", to=float("inf")),
     "overflow": TEXT.replace(b"1e300", b"1e999").replace(b"1e+300", b"1e999"),
     "a count beyond all machines": changed("num_parameters", to=10**400),
-    "a size beyond all machines": changed("memory", "peak_allocated_bytes", to=10**400),
     "a negative size": changed("memory", "peak_allocated_bytes", to=-1),
     "without config": removed("config"),
     "without version": removed("format_version"),
     "without status": removed("status"),
     "version is text": changed("format_version", to="1"),
-    "version is a float": changed("format_version", to=1.5),
     "status unknown": changed("status", to="excellent"),
-    "status null": changed("status", to=None),
     "size a number": changed("config", "size", to=7),
-    "size null": changed("config", "size", to=None),
     "d_model a string": changed("config", "model", "d_model", to="8"),
-    "d_model a float": changed("config", "model", "d_model", to=8.5),
     "d_model a boolean": changed("config", "model", "d_model", to=True),
     "d_model 0": changed("config", "model", "d_model", to=0),
-    "d_model 10^18": changed("config", "model", "d_model", to=10**18),
     "d_model not divisible": changed("config", "model", "d_model", to=7),
-    "context 0": changed("config", "model", "context_length", to=0),
-    "batch negative": changed("config", "batch_size", to=-1),
     "seed too large": changed("config", "seed", to=2**63),
     "factory is code": changed("config", "model_factory", to="os:system('true')"),
     "phase unknown": changed("measurements", 0, "phase", to="sideways"),
-    "times a string": changed("measurements", 0, "times_s", to="fast"),
-    "times null": changed("measurements", 0, "times_s", to=[None]),
     "no times": changed("measurements", 0, "times_s", to=[]),
     "a negative time": changed("measurements", 0, "times_s", to=[0.1, -0.1]),
     "a time beyond all sums": changed("measurements", 0, "times_s", to=[1e308, 1e308]),
-    "measurements an object": changed("measurements", to={}),
-    "warnings unknown": changed("warnings", 0, "code", to="odd"),
     "loss a string": changed("losses", to=["0.5"]),
-    "memory a list": changed("memory", to=[]),
     "environment without identity": changed("environment", to={}),
     "deep lists": b"[" * 1_000_000,
-    "deep lists, closed": b"[" * 100_000 + b"]" * 100_000,
-    "deep objects": b'{"a":' * 100_000,
     "deep in an unknown field": b'{"format_version":1,"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "deep in a known field": changed("losses", to="DEEP").replace(b'"DEEP"', b"[" * 100_000 + b"]" * 100_000),
 }
@@ -305,33 +270,6 @@ def test_what_is_no_file_is_an_error_and_is_not_waited_for(tmp_path: Path) -> No
             read_record(tmp_path / name)
 
 
-def test_of_a_key_given_twice_the_last_counts_for_the_version_too(tmp_path: Path) -> None:
-    path, body = tmp_path / "x.json", encode_record(minimal()).strip()[:-1]
-    path.write_bytes(body + b',"format_version":99}')
-    with pytest.raises(RecordError, match="newer"):
-        read_record(path)
-    path.write_bytes(body + b',"status":"killed"}')
-    assert read_record(path).status is Status.KILLED
-    assert json.loads(path.read_text())["status"] == "killed"
-
-
-def test_a_model_named_in_a_record_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trap_for_records.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\ndef model(): pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    config = replace(CONFIG, **PLAIN, model_factory="trap_for_records:model")
-    write_record(replace(FULL, config=config), tmp_path)
-    records, problems = load_records(tmp_path)
-    assert [record.config.model_factory for record in records] == ["trap_for_records:model"]
-    assert not problems
-    assert "trap" in records[0].config.label
-    assert records[0].key
-    assert "trap_for_records" not in sys.modules
-    assert not (tmp_path / "sprung").exists()
-    __import__("trap_for_records")
-    assert (tmp_path / "sprung").exists(), "the trap works"
-
-
 def test_a_directory_gives_its_records_and_its_problems(tmp_path: Path) -> None:
     first, second = minimal(), replace(minimal(), config=replace(minimal().config, repeat=1))
     write_record(second, tmp_path)
@@ -348,28 +286,6 @@ def test_a_directory_gives_its_records_and_its_problems(tmp_path: Path) -> None:
 
 def test_out_of_memory_is_a_result_and_a_crash_is_not() -> None:
     assert {status for status in Status if status.is_result} == {Status.OK, Status.UNAVAILABLE, Status.OOM}
-
-
-@contextmanager
-def no_file_larger_than(size: int):
-    """A disk that is full, as far as this process can tell."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_a_write_that_fails_halfway_leaves_the_old_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    write_atomically(path, b"old")
-    with no_file_larger_than(1000), pytest.raises(OSError, match="File too large"):
-        write_atomically(path, b"new" * 1000)
-    assert path.read_bytes() == b"old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])

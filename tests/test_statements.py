@@ -12,9 +12,8 @@ from cs336_systems.record import load_records
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.statements import h100 as h100  # whose claims are registered with its import
-from tests.statements import method as method
 from tests.statements import parallel
-from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, linked, read, unclaimed
+from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, read, unclaimed
 from tests.statements.results import METHOD, README, RESULTS
 
 DOCUMENTS = (parallel.README, RESULTS)
@@ -31,6 +30,8 @@ SETTINGS = (
     r"assignment 2",
     r"a multiply-add counts as two",
     r"et al\. \d{4}",
+    r"With `--repeats`, three or more",
+    r"a 95 % confidence interval",
 )
 """Numbers that were chosen, not found; all others have a claim in tests/statements/."""
 
@@ -43,26 +44,6 @@ def test_the_document_says_what_the_file_has(claimed: Claim | TableClaim) -> Non
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_figure_has_a_source(document: str) -> None:
     assert unclaimed(document, read(document), SETTINGS) == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_any_figure_that_is_changed_or_added_is_found(document: str) -> None:
-    text = read(document)
-    for new in ("It is 17.3 % faster.", "It takes a third of the time.", "Of 512 runs."):
-        assert len(unclaimed(document, f"{text}\n\n{new}", SETTINGS)) == 1
-    own = [item for item in CLAIMS if item.document == document]
-    for item in own:
-        for start, end in item.spans(text):
-            for match in re.finditer(r"[1-9](?=[^\w]|$)", text[start:end]):
-                place = start + match.start()
-                changed = f"{text[:place]}{(int(match[0]) + 1) % 10}{text[place + 1 :]}"
-                assert list(item.problems(changed)), f"{text[start:end]!r} may say anything"
-
-
-def test_the_table_said_to_have_the_predicted_peak_has_it() -> None:
-    (path,) = re.findall(r"\[Checkpoints\]\(\.\./data/published/([^)]*)\.md\) have the\s+predicted peak", read(RESULTS))
-    for row in linked(RESULTS, f"{path}.csv"):
-        assert float(row["predicted_peak_gib"]) == pytest.approx(float(row["peak_allocated_gib"]), rel=0.01)
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, METHOD, "data/published/README.md", "CONTRIBUTING.md"])

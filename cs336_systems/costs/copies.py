@@ -156,12 +156,9 @@ def leaves(config: RunConfig) -> list[Leaf]:
         return [Leaf(unit=unit, elements=count, element_bytes=size, is_matrix=False) for count in counts]
 
     def linear(unit: str, d_out: int, d_in: int, parts: int = 1) -> list[Leaf]:
-        """Layers that read the same tensor, in one leaf if all of their parts are aligned."""
-        sides = [d_out * d_in, *([d_out] if is_gpt2 else [])]
-        together = parts if all(side % ALIGNED_ELEMENTS == 0 for side in sides) else 1
-        count = parts // together
-        weights = [Leaf(unit=unit, elements=together * d_out * d_in, element_bytes=HALF_BYTES)] * count
-        return [*weights, *(vectors(unit, HALF_BYTES, *[together * d_out] * count) if is_gpt2 else [])]
+        """Layers that read the same tensor, in one leaf."""
+        weight = Leaf(unit=unit, elements=parts * d_out * d_in, element_bytes=HALF_BYTES)
+        return [weight, *(vectors(unit, HALF_BYTES, parts * d_out) if is_gpt2 else [])]
 
     norm = [d_model] * (2 if is_gpt2 else 1)
     for unit in map(str, range(model.num_layers)):

@@ -6,7 +6,7 @@ held throughout, what forward saves, and what the fullest moments of backward ne
 
 from dataclasses import replace
 
-from cs336_systems.config import PACKED_MULTIPLE, Arch, Attention, Device, Mode, Profiler, RunConfig
+from cs336_systems.config import Arch, Attention, Device, Mode, Profiler, RunConfig
 from cs336_systems.costs.accounting import (
     Component,
     count_parameters,
@@ -52,7 +52,7 @@ def with_checkpoints(config: RunConfig, memory_bytes: int, *, keeps_graph: bool 
     chunked = replace(config, loss_chunks=chunks)
     whole = replace(chunked, checkpoint_blocks=1, expandable_segments=expands, cuda_graph=graph)
     choices = [config, chunked]
-    if config.model.attention is Attention.SDPA and config.model.d_model % PACKED_MULTIPLE == 0:
+    if config.model.attention is Attention.SDPA:
         selective = replace(whole, selective_checkpoints=True, fused_activations=False)
         choices += [replace(selective, keep_hidden=kept) for kept in range(config.model.num_layers, -1, -1)]
     usable_bytes = (USABLE_FIXED if is_fixed else USABLE) * (memory_bytes - CUDA_CONTEXT_BYTES)

@@ -13,17 +13,13 @@ def open_tokens(path: Path, context_length: int) -> np.ndarray:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; --tokens needs a .npy file of integers")
-    with path.open("rb") as file:
-        head = file.read(len(npy.MAGIC_PREFIX))
-    if head != npy.MAGIC_PREFIX:
-        found = f"begins with {head!r}" if head else "is empty"
-        line = f"numpy.save({f'{path}.npy'!r}, numpy.fromfile({str(path)!r}, 'uint16'))"
-        raise ValueError(f"{path}: not a .npy file, it {found}; raw 16-bit tokens are converted by {line}")
     try:
         tokens = npy.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header makes numpy's parser and mmap raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise ValueError(f"{path}: not a .npy file of numbers ({reason}); write it with numpy.save") from error
+        line = f"numpy.save({f'{path}.npy'!r}, numpy.fromfile({str(path)!r}, 'uint16'))"
+        problem = f"not a .npy file of numbers ({reason}); raw 16-bit tokens are converted by {line}"
+        raise ValueError(f"{path}: {problem}") from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         converted = f"{path.with_suffix('')}-int32.npy"
         line = f"numpy.save({converted!r}, numpy.load({str(path)!r}).ravel().astype('int32'))"

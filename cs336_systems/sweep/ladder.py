@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cs336_systems.config import (
+    PACKED_MULTIPLE,
     SIZES,
     Attention,
     CompileMode,
@@ -109,6 +110,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
     on_gpu, ours = base.device is Device.CUDA, base.model_factory is None
+    copies = on_gpu and ours and base.model.d_model % PACKED_MULTIPLE == 0
     packs = can_pack_attention(base.model, device_name)
     fuses = can_fuse_activations(base.model, device_name)
     awkward = base.model.vocab_size % NICE_VOCABULARY > 0
@@ -128,7 +130,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         ),
         _Change("fused", "fused AdamW", True, {"optimizer": OptimizerKind.FUSED}),
         _Change("cudnn", "attention by cuDNN", ours and best is SdpaBackend.CUDNN, fused(SdpaBackend.CUDNN)),
-        _Change("cast-once", "bf16 weights beside fp32 masters", on_gpu and ours, {"cast_once": True}),
+        _Change("cast-once", "bf16 weights beside fp32 masters", copies, {"cast_once": True}),
         _Change(
             "graph", "each phase of the step a CUDA graph", on_gpu and ours,
             {"cuda_graph": True},
@@ -136,22 +138,22 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
         _Change("fused-loss", "logits become their gradient in place", on_gpu and ours, {"fused_loss": True}),
         _Change(
-            "fused-blocks", "norms add their branch, GELU its bias; embedding's gradient in one pass", on_gpu and ours,
+            "fused-blocks", "norms add their branch, GELU its bias; embedding's gradient in one pass", copies,
             {"fused_blocks": True},
         ),
-        _Change("split", "masters stored as their copies and remainders", on_gpu and ours, {"split_masters": True}),
+        _Change("split", "masters stored as their copies and remainders", copies, {"split_masters": True}),
         _Change(
-            "activations", "GELU or SwiGLU within the products", on_gpu and ours and fuses, {"fused_activations": True}
+            "activations", "GELU or SwiGLU within the products", copies and fuses, {"fused_activations": True}
         ),
         _Change(
-            "packed", "attention by FlashAttention 4, q, k and v side by side", on_gpu and ours and packs,
+            "packed", "attention by FlashAttention 4, q, k and v side by side", copies and packs,
             {"packed_attention": True},
         ),
         _Change(
             "fp8", "block products in fp8",
             on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True, "fused_activations": False},
         ),
-        _Change("moments", "AdamW's moments in bf16", on_gpu and ours, {"bf16_moments": True}),
+        _Change("moments", "AdamW's moments in bf16", copies, {"bf16_moments": True}),
     )  # fmt: skip
 
 

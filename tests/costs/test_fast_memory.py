@@ -37,8 +37,8 @@ MEASURED = (
     "ladder/gpt2-xl",
     "e2e_benchmark/fp8_xl",
     "e2e_benchmark/fp8_2.7B",
-    "e2e_benchmark/update_gpt2_xl_fp8",
-    *(f"e2e_benchmark/moments_{size}" for size in ("small", "medium", "xl", "2.7B", "gpt2", "gpt2_xl")),
+    "e2e_benchmark/moments_xl",
+    "e2e_benchmark/moments_gpt2_xl",
 )
 
 
@@ -197,5 +197,3 @@ def test_what_the_user_chose_stays() -> None:
     for changes in ({"checkpoint_blocks": 3}, SELECTIVE, {"mode": Mode.INFERENCE}, {"fused_blocks": False}):
         config = of(EIGHT_B, **changes)
         assert with_checkpoints(config, H200_BYTES) == config
-    unaligned = of(replace(EIGHT_B, d_model=4100, num_heads=2))
-    assert with_checkpoints(unaligned, H200_BYTES) == replace(unaligned, checkpoint_blocks=1, **IN_PARTS)

@@ -55,7 +55,7 @@ def records(*names: str) -> list[RunRecord]:
     return [read_record(path) for name in names for path in sorted((MEASURED / name / "runs").glob("*.json"))]
 
 
-H200 = records("train_fp32", "train_bf16", "inference", "sdpa")
+H200 = records("train", "inference", "sdpa")
 
 
 def run_config(model: ModelConfig, **changes) -> RunConfig:

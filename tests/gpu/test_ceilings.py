@@ -6,32 +6,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.config import Device, Precision
+from cs336_systems.config import Device
 from cs336_systems.costs.calls import Collective
-from cs336_systems.costs.forecast.tape import Form
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.sections.ceilings import promised_flops
 from cs336_systems.studies.ceilings_cell import (
     NARROW,
-    make_product,
-    measure_kernel,
-    measure_launch,
     measure_rows,
     why_unavailable,
 )
 from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
-    KernelCell,
-    Launch,
     ProductCell,
     ProductPrecision,
     Shape,
     Stream,
     StreamCell,
-    Timing,
 )
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.runner import run_study
@@ -84,25 +77,6 @@ def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32() -> None:
         assert measured(ProductPrecision.FP8, LARGE) > 1.2 * bf16
 
 
-def test_small_products_fall_short() -> None:
-    assert measured(ProductPrecision.BF16, SMALL) < 0.1 * measured(ProductPrecision.BF16, LARGE)
-
-
-def test_products_of_fp8_are_right_but_for_rounding() -> None:
-    shape = Shape(rows=64, inner=128, columns=32)
-    if reason := why_unavailable(Device.CUDA, ProductPrecision.FP8, shape):
-        pytest.skip(reason)
-    generator = torch.Generator("cuda").manual_seed(GRID.seed)
-    left, right = (
-        torch.randn(rows, 128, generator=generator, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
-        for rows in (64, 32)
-    )
-    exact = left.double() @ right.double().t()
-    made = make_product(GRID, ProductPrecision.FP8, shape)()
-    assert made.dtype is torch.bfloat16
-    torch.testing.assert_close(made.double(), exact, rtol=2**-7, atol=0.1)
-
-
 def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
     """Short sleeps are repeated from a graph, long ones launched; both give the time by events around queued ones."""
 
@@ -134,21 +108,6 @@ def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs() -> 
     assert measure(run, GRID).median_s < 5e-5
 
 
-def test_backward_of_attention_takes_longer_for_longer_sequences() -> None:
-    """Eight times the positions in as many tokens: eight times the scores, hence at least twice the time."""
-    rows = [
-        KernelCell(
-            precision=Precision.BF16, form=Form.ATTENTION_BACKWARD, batch=batch, rows=side, inner=64, columns=side,
-            timing=Timing(status=Status.OK),
-        )
-        for batch, side in ((128, 256), (16, 2048))
-    ]  # fmt: skip
-    short_s, long_s = (measure_kernel(GRID, row).timing.time_s for row in rows)
-    print(f"backward of attention: {1e6 * short_s:.1f} us, {1e6 * long_s:.1f} us")
-    assert 2e-6 < short_s < 1e-4
-    assert long_s > 2 * short_s
-
-
 def test_a_graph_runs_as_often_as_it_says() -> None:
     counter = torch.zeros(1, device="cuda")
 
@@ -175,32 +134,10 @@ def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
         assert 0.5 * spec.memory_bandwidth_bytes_per_s < rates[stream, 1024 * MIB] < spec.memory_bandwidth_bytes_per_s
 
 
-def test_a_graph_saves_most_of_a_launch() -> None:
-    eager_s, graph_s = (measure_launch(GRID, launch).median_s for launch in (Launch.EAGER, Launch.GRAPH))
-    print(f"launch: {eager_s * 1e6:.2f} us one by one, {graph_s * 1e6:.2f} us in a graph")
-    assert 1e-6 < eager_s < 1e-4
-    assert graph_s < eager_s
-
-
-def test_the_host_needs_longer_for_a_call_of_a_step_than_for_a_launch_in_a_loop() -> None:
-    """Python of the model, autograd and cold caches come on top; a view costs less than a launch."""
-    eager_s, call_s = (measure_launch(GRID, launch).median_s for launch in (Launch.EAGER, Launch.STEP))
-    print(f"host: {eager_s * 1e6:.2f} us for a launch, {call_s * 1e6:.2f} us for a call of a step")
-    assert 0.7 * eager_s < call_s < 3 * eager_s
-
-
 def test_the_host_alone_decides_how_long_the_narrow_step_takes() -> None:
     """A device that is idle for most of each step would not end it sooner if it were faster."""
     record = measure_run(replace(NARROW, device=Device.CUDA))
     assert WarningCode.LAUNCH_BOUND in {warning.code for warning in record.warnings}
-
-
-def test_what_does_not_fit_is_a_row_and_the_next_is_measured() -> None:
-    huge = Shape(rows=2**20, inner=2**20, columns=16)
-    cell = product_of(ProductPrecision.FP32, huge)
-    assert cell.timing.status is Status.OOM
-    assert cell.timing.failure.requested_bytes == 2**42
-    assert product_of(ProductPrecision.FP32, SMALL).timing.status is Status.OK
 
 
 def test_a_whole_study() -> None:

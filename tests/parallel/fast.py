@@ -46,11 +46,12 @@ def train(way, arch, shard, device="cpu", changes=None):
     step = TrainingStep(config_of(arch, way, shard, dist.get_world_size(), device, **(changes or {})), rank=rank)
     clock = HostClock() if device == "cpu" else EventClock()
     losses = [step(clock)[1].item() for _ in range(STEPS)]
-    saved = step.model.state_dict()  # which has split masters whole
-    masters = {name: saved[name].cpu().clone() for name, _ in step.model.named_parameters()}
     sharding = step.optimizer if isinstance(step.optimizer, ShardedMasterAdamW) else step.way
     if hasattr(sharding, "gather_full_parameters"):
         masters = {name: each.cpu() for name, each in sharding.gather_full_parameters().items()}
+    else:
+        names = (name for name, _ in step.model.named_parameters())
+        masters = {name: weight.values().cpu().clone() for name, weight in zip(names, step.model.weights, strict=True)}
     updated = sum(state["exp_avg"].numel() for state in step.optimizer.state.values())
     copies = {id(weight.copy.leaf): weight.copy.leaf.detach().cpu() for weight in step.model.weights if weight.copy}
     copies = [each.clone() for each in copies.values()]

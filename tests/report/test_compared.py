@@ -99,12 +99,14 @@ def test_hostile_names_are_inert() -> None:
 
 def test_the_committed_sweeps_have_a_verdict_in_every_row() -> None:
     """The ratios are those of the means in the committed tables."""
-    sides = [load_records(DATA / name / "runs")[0] for name in ("train_fp32", "train_bf16")]
-    found = by_config(comparison_section(("fp32", "bf16"), sides))
-    tables = []
-    for name in ("train_fp32", "train_bf16"):
-        with (DATA / name / "results.csv").open(newline="") as file:
-            tables.append({(row["size"], int(row["context_length"])): row for row in csv.DictReader(file)})
+    names, (records, _) = ("fp32", "bf16"), load_records(DATA / "train" / "runs")
+    sides = [[record for record in records if record.config.precision == name] for name in names]
+    found = by_config(comparison_section(names, sides))
+    with (DATA / "train" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    tables = [
+        {(row["size"], int(row["context_length"])): row for row in rows if row["precision"] == name} for name in names
+    ]
     assert {*found} == {*tables[0]} == {*tables[1]}
     for key, row in found.items():
         fp32_ms, bf16_ms = (float(table[key]["step_mean_ms"]) for table in tables)

@@ -1,10 +1,9 @@
 """The figures about steps on several GPUs, each computed from a committed file."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from cs336_systems.config import Parallel, Phase
+from cs336_systems.config import Parallel
 from cs336_systems.costs.accounting import component_flops
 from cs336_systems.record import RunRecord
 from tests.statements.documents import Row, Value, claim, linked, one, some, table, table_claim
@@ -74,18 +73,6 @@ def fast_ways() -> Sequence[Row]:
     return rows
 
 
-@claim(RESULTS, r"the CPU takes (\d+) to (\d+) % of their step to launch it")
-def launching_of_pytorch() -> Sequence[Value]:
-    shares = [
-        100 * statistics.mean(record.host_times_s) / statistics.mean(measured.times_s)
-        for record in (*records(FAST), *records(GPT2))
-        if record.config.parallel in PYTORCH
-        for measured in record.measurements
-        if measured.phase is Phase.STEP
-    ]
-    return min(shares), max(shares)
-
-
 @claim(RESULTS, r"gpt2 within ([\d.]+) % in the first (\d+) steps, of xl within ([\d.]+) % in the first (\w+)\.")
 def losses_of_ranks() -> Sequence[Value]:
     gpt2, xl = (largest_distance(directory, size) for directory, size in ((GPT2, "gpt2"), (FAST, "xl")))
@@ -133,40 +120,3 @@ def sharded_optimizer() -> Sequence[Value]:
     sharded, whole = (one(found, shard_optimizer=value) for value in (True, False))
     ratios = [number(sharded, name) / number(whole, name) for name in ("step_mean_ms", "sent_mib")]
     return *(number(row, "peak_allocated_gib") for row in (sharded, whole)), *ratios
-
-
-@claim(
-    RESULTS,
-    r"all-reduces take (\d+) ms one by one and (\d+) ms as one, all of it exposed; overlapped with backward, "
-    r"([\d.]+) ms of it is\.",
-)
-def exposed() -> Sequence[Value]:
-    one_by_one, as_one, overlapped = (
-        one(steps(RESULTS, PROFILED), parallel=f"ddp-{way}", shard_optimizer=False)
-        for way in ("naive", "flat", "overlap")
-    )
-    for row in (one_by_one, as_one):
-        assert row["exposed_mean_ms"] == row["collective_mean_ms"]
-    return *(number(row, "collective_mean_ms") for row in (one_by_one, as_one)), number(overlapped, "exposed_mean_ms")
-
-
-@claim(
-    RESULTS,
-    r"without waits for the other rank, within (\d+) %, and of `ddp-naive`, whose calls are small, (\d+) % too long",
-)
-def foretold_collectives() -> Sequence[Value]:
-    full = measured_over_foretold(PROFILED)
-    (naive,) = (ratio for way, ratio in full if way == "ddp-naive")
-    others = max(100 * abs(1 / ratio - 1) for way, ratio in full if way != "ddp-naive")
-    return others, 100 * (1 / naive - 1)
-
-
-def measured_over_foretold(directory: str) -> list[tuple[str, float]]:
-    """Of each way with a profile: the time of its collectives without waits, over the foretold one."""
-    ranks = table(f"{directory}/ranks.csv")
-    found = []
-    for row in steps(RESULTS, directory):
-        for rank in some(ranks, parallel=row["parallel"], shard_optimizer=row["shard_optimizer"], rank=0):
-            taken_ms = number(rank, "collective_mean_ms") - number(rank, "waited_mean_ms")
-            found.append((row["parallel"], taken_ms / number(row, "predicted_collectives_ms")))
-    return found

@@ -47,101 +47,64 @@ _checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, prese
 
 
 class CopiedLinear(Linear):
-    """x W^T from a copy of W, plus a bias unless that is deferred."""
+    """x W^T from a copy of W, plus a bias; one that `defers` leaves its bias to the kernel that reads the result."""
 
-    def __init__(self, linear: Linear, maker: CopyMaker, *, defers_bias: bool = False) -> None:
+    def __init__(self, linear: Linear, maker: CopyMaker, *, defers: bool = False) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias = linear.weight, linear.bias
         copies = maker.copies(linear)
-        self.deferred_bias = copies.bias if defers_bias else None
+        self.deferred_bias = copies.bias if defers else None
         """Left to the kernel that reads the result; None if added already or absent."""
-        self.copies = copies._replace(bias=None) if defers_bias else copies
+        self.copies = copies._replace(bias=None) if defers else copies
+        self._defers = defers
 
-    def forward(self, x: Float[Tensor, "... d_in"], largest: Largest | None = None) -> Float[Tensor, "... d_out"]:
-        return self.copies.matmul(x, largest)
+    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        return self.copies.matmul(x)[0]
 
     def tagged(
         self, x: Float[Tensor, "... d_in"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
-        """The result, and in fp8 its tag (fp8.py); `largest` has the largest magnitudes of x, if they are known."""
-        return self.copies.tagged(x, largest)
+        """The result and, in fp8 if it defers, its tag (fp8.py); `largest` has the magnitudes of x, if known."""
+        return self.copies.matmul(x, largest, tags=self._defers)
 
 
 class PackedAttention(SelfAttention):
-    """Attention that computes q, k and v by one matmul, unless a part of the packed weight would not be aligned."""
+    """Attention that computes q, k and v by one matmul; `packs` reads them side by side.
+
+    If it `defers`, the next norm adds the bias of the output projection.
+    """
 
     output_proj: CopiedLinear
 
-    def __init__(self, attention: SelfAttention, maker: CopyMaker, *, defers_bias: bool = False) -> None:
+    def __init__(
+        self, attention: SelfAttention, maker: CopyMaker, *, defers: bool = False, packs: bool = False
+    ) -> None:
         nn.Module.__init__(self)
-        self.num_heads = attention.num_heads
+        self.num_heads, self._packs = attention.num_heads, packs
         parts = attention.q_proj, attention.k_proj, attention.v_proj
-        self.packed = maker.packed(*parts)
-        self.q_proj, self.k_proj, self.v_proj = parts if self.packed else (CopiedLinear(p, maker) for p in parts)
-        self.output_proj = CopiedLinear(attention.output_proj, maker, defers_bias=defers_bias)
-
-    def heads(
-        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each head, as (batch, seq, heads, d_head)."""
-        if self.packed is None:
-            return super().heads(x, rotations)
-        return self.cut(*self.project(x), rotations)
-
-    def project(
-        self, x: Float[Tensor, "batch seq d_model"], largest: Largest | None = None
-    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
-        """Queries, keys and values of all heads, side by side, and a tag; `cut` computes their bias's gradient."""
-        assert self.packed is not None
-        if self.packed.bias is None:
-            return self.packed.matmul(x, largest), None
-        return self.packed._replace(bias=self.packed.bias.detach()).tagged(x, largest)
-
-    def cut(
-        self, projected: Float[Tensor, "batch seq thrice_d_model"], tag: Tag | None, rotations: Rotations | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The heads of what `project` returned."""
-        if rotations is not None:
-            return rope_heads(projected, rotations)
-        assert self.packed is not None
-        assert self.packed.bias is not None, "attention without biases has rotations"
-        return cut_heads(projected, self.packed.bias, self.num_heads, tag)
-
-
-def attend(
-    q: Float[Tensor, "batch seq heads d_head"],
-    k: Float[Tensor, "batch seq heads d_head"],
-    v: Float[Tensor, "batch seq heads d_head"],
-    mask: Mask | None,
-) -> Float[Tensor, "batch seq d_model"]:
-    """Outputs of all heads, side by side: of PyTorch's causal attention, or of naive attention if `mask` is given."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before positions
-    values = F.scaled_dot_product_attention(q, k, v, is_causal=True) if mask is None else naive_attention(q, k, v, mask)
-    return values.transpose(1, 2).flatten(2)
-
-
-class DeferringAttention(PackedAttention):
-    """Attention that defers its output projection's bias, if there is one, to the next norm.
-
-    `packs` computes it from q, k and v side by side.
-    """
-
-    def __init__(self, attention: SelfAttention, maker: CopyMaker, *, packs: bool = False) -> None:
-        super().__init__(attention, maker, defers_bias=True)
-        self._packs = packs
+        self.q_proj, self.k_proj, self.v_proj = parts
+        self.packed = maker.copies(*parts)
+        self.output_proj = CopiedLinear(attention.output_proj, maker, defers=defers)
 
     def forward(  # type: ignore[override]
         self,
         x: Float[Tensor, "batch seq d_model"],
         rotations: Rotations | None,
         mask: Mask | None,
-        largest: Largest | None,
+        largest: Largest | None = None,
     ) -> tuple[Float[Tensor, "batch seq d_model"], Tag | None]:
-        """Attention's branch, without its bias, and in fp8 its tag; `largest` has magnitudes of x, if known."""
+        """Attention's branch, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of x, if known."""
         with annotate(self.range):
-            if self.packed is None:
-                return self.output_proj.tagged(attend(*self.heads(x, rotations), mask))
             return self.output_proj.tagged(self.values(*self.project(x, largest), rotations, mask))
+
+    def project(
+        self, x: Float[Tensor, "batch seq d_model"], largest: Largest | None = None
+    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
+        """Queries, keys and values of all heads, side by side, and a tag; `values` computes their bias's gradient."""
+        x = to_autocast_dtype(x)
+        if self.packed.bias is None:
+            return self.packed.matmul(x, largest)
+        return self.packed._replace(bias=self.packed.bias.detach()).matmul(x, largest, tags=True)
 
     def values(
         self,
@@ -150,38 +113,50 @@ class DeferringAttention(PackedAttention):
         rotations: Rotations | None,
         mask: Mask | None,
     ) -> Float[Tensor, "batch seq d_model"]:
-        """Outputs of all heads, side by side, from what `project` returned."""
+        """Outputs of all heads, side by side, from what `project` returned.
+
+        Of PyTorch's causal attention, or of naive attention if `mask` is given.
+        """
         if self._packs:
-            assert self.packed is not None
             return packed_attention(projected, self.num_heads, rotations, self.packed.bias, tag)
-        return attend(*self.cut(projected, tag, rotations), mask)
+        if rotations is not None:
+            heads = rope_heads(projected, rotations)
+        else:
+            assert self.packed.bias is not None, "attention without biases has rotations"
+            heads = cut_heads(projected, self.packed.bias, self.num_heads, tag)
+        q, k, v = (part.transpose(1, 2) for part in heads)  # heads before positions
+        if mask is None:
+            result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            result = naive_attention(q, k, v, mask)
+        return result.transpose(1, 2).flatten(2)
 
 
 class PackedSwiGLU(SwiGLU):
-    """SwiGLU that applies w1 and w3 by one matmul, unless a part of the packed weight would not be aligned."""
+    """SwiGLU that applies w1 and w3 by one matmul; `fuses` computes the activation within matmuls."""
 
     w2: CopiedLinear
 
-    def __init__(self, ffn: SwiGLU, maker: CopyMaker) -> None:
+    def __init__(self, ffn: SwiGLU, maker: CopyMaker, *, defers: bool = False, fuses: bool = False) -> None:
         nn.Module.__init__(self)
-        self.packed = maker.packed(ffn.w1, ffn.w3)
-        self.w1 = ffn.w1 if self.packed else CopiedLinear(ffn.w1, maker)
-        self.w2 = CopiedLinear(ffn.w2, maker)
-        self.w3 = ffn.w3 if self.packed else CopiedLinear(ffn.w3, maker)
+        self.w1, self.w2, self.w3 = ffn.w1, CopiedLinear(ffn.w2, maker, defers=defers), ffn.w3
+        self.packed = maker.copies(ffn.w1, ffn.w3)
+        self._fuses = fuses
 
-    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        if self.packed is None:
-            return super().forward(x)
+    def forward(  # type: ignore[override]
+        self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
+    ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
+        """The result, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of x, if known."""
         with annotate(self.range):
-            output: Tensor = self.w2(*self.activate(*self.expand(x)))
-            return output
+            if self._fuses:
+                return feed_forward(x, self.packed.weight, None, self.w2.copies.weight), None
+            return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
     def expand(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... twice_d_ff"], None]:
         """The results of w1 and w3, side by side, without a tag."""
-        assert self.packed is not None
-        return self.packed.matmul(to_autocast_dtype(x), largest), None
+        return self.packed.matmul(to_autocast_dtype(x), largest)[0], None
 
     def activate(
         self, hidden: Float[Tensor, "... twice_d_ff"], _: Tag | None = None
@@ -190,81 +165,69 @@ class PackedSwiGLU(SwiGLU):
         return swiglu(hidden), None
 
 
-class DeferringSwiGLU(PackedSwiGLU):
-    """SwiGLU that also returns the tag of its result; `fuses` computes the activation within matmuls."""
-
-    def __init__(self, ffn: SwiGLU, maker: CopyMaker, *, fuses: bool = False) -> None:
-        super().__init__(ffn, maker)
-        self._fuses = fuses
-
-    def forward(  # type: ignore[override]
-        self, x: Float[Tensor, "... d_model"], largest: Largest | None
-    ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result, and its tag in fp8 if w1 and w3 are packed; `largest` has magnitudes of x, if known."""
-        if self.packed is None:
-            return super().forward(x), None
-        with annotate(self.range):
-            if self._fuses:
-                return feed_forward(x, self.packed.weight, None, self.w2.copies.weight), None
-            return self.w2.tagged(*self.activate(*self.expand(x, largest)))
-
-
 class CopiedGeluMLP(GeluMLP):
-    """GPT-2's feed-forward network."""
+    """GPT-2's feed-forward network; `fuses` computes the activation within matmuls.
+
+    If it `defers`, GELU's kernel adds the bias of w1, and the next norm that of w2.
+    """
 
     w1: CopiedLinear
     w2: CopiedLinear
 
-    def __init__(self, ffn: GeluMLP, maker: CopyMaker, *, defers_bias: bool = False) -> None:
+    def __init__(self, ffn: GeluMLP, maker: CopyMaker, *, defers: bool = False, fuses: bool = False) -> None:
         nn.Module.__init__(self)
-        self.w1 = CopiedLinear(ffn.w1, maker, defers_bias=defers_bias)
-        self.w2 = CopiedLinear(ffn.w2, maker, defers_bias=defers_bias)
-
-
-class DeferringGeluMLP(CopiedGeluMLP):
-    """GPT-2's feed-forward network, which defers w1's bias to GELU's kernel, and w2's bias to the next norm.
-
-    `fuses` computes the activation within matmuls.
-    """
-
-    def __init__(self, ffn: GeluMLP, maker: CopyMaker, *, fuses: bool = False) -> None:
-        super().__init__(ffn, maker, defers_bias=True)
+        self.w1, self.w2 = (CopiedLinear(linear, maker, defers=defers) for linear in (ffn.w1, ffn.w2))
         self._fuses = fuses
+
+    def forward(  # type: ignore[override]
+        self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
+    ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
+        """The result, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of x, if known."""
+        with annotate(self.range):
+            if self._fuses:
+                return feed_forward(x, self.w1.copies.weight, self.w1.deferred_bias, self.w2.copies.weight), None
+            return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
     def expand(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
     ) -> tuple[Float[Tensor, "... d_ff"], Tag | None]:
-        """The result of w1, without its bias, and in fp8 its tag."""
+        """The result of w1, and its tag."""
         return self.w1.tagged(x, largest)
 
     def activate(
         self, hidden: Float[Tensor, "... d_ff"], tag: Tag | None
     ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
         """Input of w2, from the output of `expand`, and its largest magnitudes if there is a tag."""
-        assert self.w1.deferred_bias is not None
+        if self.w1.deferred_bias is None:
+            return F.gelu(hidden, approximate="tanh"), None
         return bias_gelu(hidden, self.w1.deferred_bias, tag)
-
-    def forward(  # type: ignore[override]
-        self, x: Float[Tensor, "... d_model"], largest: Largest | None
-    ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result, without the bias of w2, and in fp8 its tag; `largest` has magnitudes of x, if known."""
-        with annotate(self.range):
-            if self._fuses:
-                return feed_forward(x, self.w1.copies.weight, self.w1.deferred_bias, self.w2.copies.weight), None
-            return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
 
 class CopiedBlock(Block):
     """The reference's block, computed from copies."""
 
-    def __init__(self, block: Block, maker: CopyMaker) -> None:
+    attn: PackedAttention
+    ffn: PackedSwiGLU | CopiedGeluMLP
+
+    def __init__(
+        self, block: Block, maker: CopyMaker, *, defers: bool = False, fuses: bool = False, packs: bool = False
+    ) -> None:
         nn.Module.__init__(self)
         self.range = block.range
         self.ln1 = block.ln1
-        self.attn = PackedAttention(block.attn, maker)
+        self.attn = PackedAttention(block.attn, maker, defers=defers, packs=packs)
         self.ln2 = block.ln2
         ffn = block.ffn
-        self.ffn = PackedSwiGLU(ffn, maker) if isinstance(ffn, SwiGLU) else CopiedGeluMLP(ffn, maker)
+        kind = PackedSwiGLU if isinstance(ffn, SwiGLU) else CopiedGeluMLP
+        self.ffn = kind(ffn, maker, defers=defers, fuses=fuses)  # type: ignore[arg-type]
+
+    def forward(
+        self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, mask: Mask | None
+    ) -> Float[Tensor, "batch seq d_model"]:
+        """The residual stream after the block."""
+        x = x + self.attn(self.ln1(x), rotations, mask)[0]
+        output: Tensor = x + self.ffn(self.ln2(x))[0]
+        return output
 
 
 class Deferred(NamedTuple):
@@ -302,24 +265,21 @@ class AddNorm(nn.Module):
             )
 
 
-class DeferredBlock(nn.Module):
+class DeferredBlock(CopiedBlock):
     """The reference's block, computed from copies; it defers each residual addition to the next norm.
 
     `fuses` computes the feed-forward network's activation within its matmuls, and `packs` attention from q, k and v
     side by side.
     """
 
-    def __init__(self, block: Block, maker: CopyMaker, *, fuses: bool = False, packs: bool = False) -> None:
-        super().__init__()
-        self.range = block.range
-        self.ln1 = AddNorm(block.ln1, feeds_fp8=maker.fp8)
-        self.attn = DeferringAttention(block.attn, maker, packs=packs)
-        self.ln2 = AddNorm(block.ln2, feeds_fp8=maker.fp8)
-        ffn = block.ffn
-        kind = DeferringSwiGLU if isinstance(ffn, SwiGLU) else DeferringGeluMLP
-        self.ffn = kind(ffn, maker, fuses=fuses)  # type: ignore[arg-type]
+    ln1: AddNorm  # type: ignore[assignment]
+    ln2: AddNorm  # type: ignore[assignment]
 
-    def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:
+    def __init__(self, block: Block, maker: CopyMaker, *, fuses: bool = False, packs: bool = False) -> None:
+        super().__init__(block, maker, defers=True, fuses=fuses, packs=packs)
+        self.ln1, self.ln2 = (AddNorm(each, feeds_fp8=maker.fp8) for each in (block.ln1, block.ln2))
+
+    def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:  # type: ignore[override]
         """The residual stream after attention, and the feed-forward network's branch, which is still to be added."""
         stream, normed, largest = self.ln1(x)
         branch, tag = self.attn(normed, rotations, mask, largest)
@@ -343,7 +303,7 @@ class SelectiveBlock(DeferredBlock):
         super().__init__(block, maker, packs=packs)
         self._keeps_hidden = keeps_hidden
 
-    def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:
+    def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:  # type: ignore[override]
         """The residual stream after attention, and the feed-forward network's branch; attention is causal."""
         del mask
         stream = x.stream + x.branch
@@ -387,8 +347,7 @@ class SelectiveBlock(DeferredBlock):
     def _contract(self, hidden: Hidden, tag: Tag | None) -> Float[Tensor, "tokens d_model"]:
         """The feed-forward network's branch; it has no tag, since a plain addition reads it."""
         with annotate(Range.FORWARD), self._own_range(), annotate(self.ffn.range):
-            branch: Tensor = self.ffn.w2(*self.ffn.activate(hidden, tag))
-            return branch
+            return self.ffn.w2.copies.matmul(*self.ffn.activate(hidden, tag))[0]
 
     def _own_range(self) -> AbstractContextManager[None]:
         """The block's range; in backward it is inside a range named forward, which marks recomputation.
@@ -431,7 +390,7 @@ class PaddedHead(nn.Module):
                 assert self.copies is not None
                 return loss_of(x, self.copies.weight)
             if self.copies is not None:
-                return self.copies.matmul(x)
+                return self.copies.matmul(x)[0]
             if self._surplus:
                 return F.linear(x, F.pad(to_autocast_dtype(self.weight), (0, 0, 0, self._surplus)))
             return F.linear(x, self.weight)

@@ -4,13 +4,8 @@ Shape, batch, mode, steps, seed, device and data stay as they are. The result is
 `cs336 ladder` checks.
 """
 
-import functools
-import importlib
 import importlib.metadata
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -44,11 +39,8 @@ VERSIONS = {QUACK: "0.6", FLASH_4: "4.0.0b36"}
 """How the versions begin that this project was tested with; what it calls of these packages may change in others."""
 OF_PACKAGE = {"fused_activations": QUACK, "packed_attention": FLASH_4}
 """The settings that need a package on a GPU."""
-COST = {QUACK: 1.06, FLASH_4: 1.03}
-"""Times as long as a step of gpt2 takes on an H100 without the package: a rung of its ladder each."""
-_IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
+IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
 """The modules beside this one that import what the fast model needs of the package."""
-_LONGEST_IMPORT_S = 300.0
 CUDNN_MAX_HEAD, FLASH_MAX_HEAD = 128, 256
 """Widest head of each backend."""
 _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
@@ -72,21 +64,31 @@ def fastest(config: RunConfig, device_name: str | None, is_usable: Callable[[str
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None
-    model = config.model if own else _with_fused_attention(config.model, config.device, device_name)
+    model = config.model
+    if not own:
+        is_asked = model.sdpa_backend is not SdpaBackend.AUTO
+        backend = model.sdpa_backend if is_asked else best_sdpa_backend(model, config.device, device_name)
+        model = replace(model, attention=Attention.SDPA, sdpa_backend=backend)
     common = replace(config, optimizer=optimizer, model=model)
     if config.device is Device.CPU:
         return common
     precision = Precision.BF16 if has_bf16(device_name) else config.precision
-    compile_mode = _compile_mode(config.compile)
+    # other modes capture CUDA graphs themselves, which cannot be part of the step's graphs
+    keeps_mode = config.compile is CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS
+    compile_mode = config.compile if keeps_mode else CompileMode.DEFAULT
     common = replace(common, precision=precision)
     if own:
         return common if config.parallel.shards_parameters else replace(common, compile=compile_mode)
-    has_copies = precision is Precision.BF16 and config.parallel.takes_any_tensor
+    has_copies = (
+        precision is Precision.BF16 and config.parallel.takes_any_tensor and config.model.d_model % PACKED_MULTIPLE == 0
+    )
     return replace(
         common,
         compile=compile_mode,
         compile_blocks=True,
-        pad_vocabulary=config.pad_vocabulary if config.pad_vocabulary > 1 else _padding(config.model.vocab_size),
+        pad_vocabulary=config.pad_vocabulary
+        if config.pad_vocabulary > 1 or config.model.vocab_size % ALIGNMENT == 0
+        else NICE_VOCABULARY,
         cast_once=has_copies,
         split_masters=has_copies and config.mode is Mode.TRAIN,
         fused_loss=precision is not Precision.FP16,
@@ -119,49 +121,18 @@ def has_bf16(device_name: str | None) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether this package is installed in a tested version, and can be imported with all that it imports."""
+    """Whether this package is installed in a tested version."""
     return why_unusable(package) is None
 
 
-def why_unusable(package: str, try_import: Callable[[str], str | None] | None = None) -> str | None:
-    """Why this package cannot be used, to be put after its name; None if it can.
-
-    Importing it takes seconds and imports torch, so by default it is tried in another process, once.
-    """
+def why_unusable(package: str) -> str | None:
+    """Why this package cannot be used, to be put after its name; None if it can."""
     found, tested = version_of(package), VERSIONS[package]
     if found is None:
         return "is not installed"
-    if not f"{found}.".startswith(f"{tested}."):
-        return f"is installed in version {found}, and was tested in {tested}"
-    return (try_import or _import_elsewhere)(package)
-
-
-@functools.cache
-def _import_elsewhere(package: str) -> str | None:
-    code = (
-        f"import os; from {__name__} import import_error; "
-        f"print(import_error({package!r}) or '', flush=True); os._exit(0)"
+    return (
+        None if f"{found}.".startswith(f"{tested}.") else f"is installed in version {found}, and was tested in {tested}"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST_IMPORT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"was not imported within {_LONGEST_IMPORT_S:.0f} s"
-    if done.returncode:
-        return f"cannot be imported: the process that tried ended with status {done.returncode}"
-    return done.stdout.splitlines()[-1] or None
-
-
-def import_error(package: str) -> str | None:
-    """Import what the fast model needs of this package; return why that fails, or None. For processes with torch."""
-    try:
-        importlib.import_module(f"{__package__}.{_IMPORTED_BY[package]}")
-    except Exception as error:
-        return f"cannot be imported: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    return None
 
 
 def check_packages(config: RunConfig) -> None:
@@ -179,17 +150,14 @@ def package_needed(name: str, why: str) -> str:
 
 
 def missing_packages(fast: RunConfig, device_name: str | None) -> Iterator[str]:
-    """What a step chosen by --fast does without because a package cannot be used, why, and what that costs."""
+    """What a step chosen by --fast does without because a package cannot be used, and why."""
     model = fast.model
     if model.sdpa_backend is best_sdpa_backend(model, fast.device, device_name):
         fast = replace(fast, model=replace(model, sdpa_backend=SdpaBackend.AUTO))
     ideal = fastest(fast, device_name, lambda _: True)
     for name, package in OF_PACKAGE.items():
         if getattr(ideal, name) and not getattr(fast, name) and (why := why_unusable(package)) is not None:
-            yield (
-                f"no {in_note(name, SETTINGS[name], True)}, as {package} {why} (pip install '.[fused]'); without, a "
-                f"step of gpt2 took {COST[package]} times as long on an H100"
-            )
+            yield f"no {in_note(name, SETTINGS[name], True)}, as {package} {why} (pip install '.[fused]')"
 
 
 def version_of(package: str) -> str | None:
@@ -203,9 +171,8 @@ def version_of(package: str) -> str | None:
 def can_fuse_activations(
     model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
 ) -> bool:
-    """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if both widths fit."""
-    fits = model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0
-    return fits and _is_hopper(device_name) and (is_usable or is_installed)(QUACK)
+    """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if their width fits."""
+    return model.d_ff % PACKED_MULTIPLE == 0 and _is_hopper(device_name) and (is_usable or is_installed)(QUACK)
 
 
 def can_pack_attention(
@@ -233,44 +200,16 @@ def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | Non
     return SdpaBackend.FLASH if find_device(device_name) and has_bf16(device_name) else SdpaBackend.AUTO
 
 
-def _with_fused_attention(model: ModelConfig, device: Device, device_name: str | None) -> ModelConfig:
-    """Fused attention with the fastest backend, unless the configuration names one."""
-    backend = model.sdpa_backend
-    if backend is SdpaBackend.AUTO:
-        backend = best_sdpa_backend(model, device, device_name)
-    return replace(model, attention=Attention.SDPA, sdpa_backend=backend)
-
-
-def _compile_mode(asked: CompileMode) -> CompileMode:
-    """The configured mode, unless it captures CUDA graphs itself, which cannot be part of the step's graphs."""
-    return asked if asked is CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS else CompileMode.DEFAULT
-
-
-def _padding(vocab_size: int) -> int:
-    return NICE_VOCABULARY if vocab_size % ALIGNMENT else 1
-
-
 def describe_fast(config: RunConfig) -> str:
-    """What is chosen, in one line: `bf16, sdpa attention (cudnn), compile default by block, fused AdamW, ...`."""
-    model = config.model
-    blocks = " by block" if config.compile_blocks else ""
-    is_named = model.sdpa_backend is not SdpaBackend.AUTO and not config.packed_attention
-    backend = f" ({model.sdpa_backend})" if is_named else ""
-    own = config.model_factory is not None
-    words = (
-        (str(config.precision), True),
-        (f"{model.attention} attention{backend}", not own),
-        (f"compile {config.compile}{blocks}", config.compile is not CompileMode.NONE),
-        (f"{config.optimizer} AdamW", config.mode is Mode.TRAIN),
-    )
-    shortcuts = [
-        in_note(each.name, setting, getattr(config, each.name))
-        for each, setting in declared(config)
-        if setting.is_shortcut
-        and not each.name.startswith(("compile", "selective", "keep"))
-        and getattr(config, each.name) != each.default
-    ]
-    return ", ".join([*(word for word, is_said in words if is_said), *shortcuts, *_checkpoints(config)])
+    """What is chosen, in one line: `bf16, sdpa attention, cudnn, fused optimizer, compile default, ...`."""
+    words = [str(config.precision)]
+    for part in (config.model, config):
+        for each, setting in declared(part):
+            is_chosen = setting.chosen_by_fast or setting.is_shortcut or each.name == "sdpa_backend"
+            is_said = each.name in ("precision", "selective_checkpoints", "keep_hidden")  # before, or below
+            if is_chosen and not is_said and (value := getattr(part, each.name)) != each.default:
+                words.append(in_note(each.name, setting, value))
+    return ", ".join([*words, *_checkpoints(config)])
 
 
 def _checkpoints(config: RunConfig) -> Iterator[str]:

@@ -83,20 +83,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool) -> Tensor:
     """The loss of each row; with `write_gradients` the logits become the gradient of their sum over `count`."""
-    compute = _kernel_losses if logits.is_cuda else _plain_losses
-    return compute(logits, targets, vocab_size, count, write_gradients=write_gradients)
+    if _has_kernel(logits):
+        from cs336_systems.model.fast import cross_entropy_kernel  # Triton, which only comes with PyTorch for GPUs
 
-
-def _scale(rows: Tensor, factor: Tensor) -> None:
-    """Multiply in place."""
-    if rows.is_cuda:
-        _kernel_scale(rows, factor)
-    else:
-        rows.mul_(factor)
-
-
-def _plain_losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool) -> Tensor:
-    """The same as the kernel, in PyTorch's operators."""
+        found = cross_entropy_kernel.losses(logits, targets, vocab_size, count, write_gradients=write_gradients)
+        if write_gradients:
+            torch.autograd.graph.increment_version(logits)  # so that backward raises if it needs the old values
+        return found
     real = logits[:, :vocab_size]
     wide = real.float()
     log_sums = wide.logsumexp(dim=1)
@@ -109,22 +102,16 @@ def _plain_losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, 
     return found
 
 
-def _kernel_losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool) -> Tensor:
-    from cs336_systems.model.fast import cross_entropy_kernel  # Triton, which only comes with PyTorch for GPUs
+def _scale(rows: Tensor, factor: Tensor) -> None:
+    """Multiply in place."""
+    if _has_kernel(rows):
+        from cs336_systems.model.fast import cross_entropy_kernel
 
-    found = cross_entropy_kernel.losses(logits, targets, vocab_size, count, write_gradients=write_gradients)
-    if write_gradients:
-        _report_write(logits)
-    return found
-
-
-def _kernel_scale(rows: Tensor, factor: Tensor) -> None:
-    from cs336_systems.model.fast import cross_entropy_kernel
-
-    cross_entropy_kernel.scale_rows(rows, factor)
-    _report_write(rows)
+        cross_entropy_kernel.scale_rows(rows, factor)
+        torch.autograd.graph.increment_version(rows)
+    else:
+        rows.mul_(factor)
 
 
-def _report_write(rows: Tensor) -> None:
-    """Tell autograd that a Triton kernel wrote to `rows`, so that backward raises if it needs the old values."""
-    torch.autograd.graph.increment_version(rows)
+def _has_kernel(rows: Tensor) -> bool:
+    return rows.is_cuda

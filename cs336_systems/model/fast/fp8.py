@@ -45,38 +45,26 @@ def fp8_linear(
     bias: Float[Tensor, " d_out"] | None = None,
     largest: Largest | None = None,
     weight_unit: Unit | None = None,
-) -> Float[Tensor, "... d_out"]:
+    *,
+    tags: bool = False,
+) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
     """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; backward's two matmuls likewise.
 
     `largest` has magnitudes of x, and `weight_unit` is the weight's unit; None if not known. Unless d_in, d_out and the
     number of rows of x are multiples of 16, the layer computes in the weight's type. x and the weight are saved for
     backward in fp8: half the bytes of bf16, and cast only once.
-    """
-    return tagged_fp8_linear(x, weight, bias, largest, weight_unit, reads_tag=False)[0]
 
-
-def tagged_fp8_linear(
-    x: Float[Tensor, "... d_in"],
-    weight: Float[Tensor, "d_out d_in"],
-    bias: Float[Tensor, " d_out"] | None = None,
-    largest: Largest | None = None,
-    weight_unit: Unit | None = None,
-    *,
-    reads_tag: bool = True,
-) -> tuple[Float[Tensor, "... d_out"], Tag]:
-    """What `fp8_linear` returns, and a tag, which must be given to the only operation that reads the result.
-
-    As the tag's gradient, that operation's backward returns the unit of the result's gradient. Without `reads_tag`,
-    this layer's backward computes the unit itself, and the tag may be dropped.
+    With `tags` the second result is a tag, which must be given to the only operation that reads the first. As the tag's
+    gradient, that operation's backward returns the unit of the result's gradient, which this layer computes otherwise.
     """
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
     if any(size % FP8_MULTIPLE for size in (*rows.shape, len(weight))):
-        return F.linear(x, weight, bias), x.new_empty(1, dtype=torch.float32)
+        return F.linear(x, weight, bias), x.new_empty(1, dtype=torch.float32) if tags else None
     result, tag = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, largest, weight_unit, reads_tag, torch.is_grad_enabled()
+        rows, weight, bias, largest, weight_unit, tags, torch.is_grad_enabled()
     )
-    return result.unflatten(0, x.shape[:-1]), tag
+    return result.unflatten(0, x.shape[:-1]), tag if tags else None
 
 
 def unit_of(largest: Largest) -> Unit:

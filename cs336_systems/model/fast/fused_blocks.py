@@ -85,15 +85,9 @@ def lookup(weight: Float[Tensor, "vocab d_model"], tokens: Int[Tensor, "..."]) -
 
 @operator("fused_blocks_kernel.add_norm")
 def _add_norm(
-    stream: Tensor,
-    branch: Tensor,
-    branch_bias: Tensor | None,
-    gain: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    tag: Tensor | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
+    tag: Tensor | None, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`add_norm`, which also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean.
 
     The last result has a magnitude for each row of the norm; it is empty unless `measures`.
@@ -125,15 +119,9 @@ def _normed(total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype:
 
 @operator("fused_blocks_kernel.add_norm_backward")
 def _add_norm_backward(
-    stream_gradient: Tensor | None,
-    gradient: Tensor,
-    total: Tensor,
-    statistics: Tensor,
-    gain: Tensor,
-    is_centred: bool,
-    branch_bias_type: torch.dtype | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    stream_gradient: Tensor | None, gradient: Tensor, total: Tensor, statistics: Tensor, gain: Tensor,
+    is_centred: bool, branch_bias_type: torch.dtype | None, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
 
     The last is in `branch_bias_type`, and empty if this is None. Then comes the unit of the branch's gradient, which is
@@ -150,14 +138,9 @@ def _add_norm_backward(
     result = result if stream_gradient is None else result + stream_gradient.float().flatten(0, -2)
     of_branch_bias = result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
     result = result.view(total.shape)
-    rows = _aligned_rows(statistics, len(sums), total.shape[-1]).copy_(torch.stack(sums))
     of_branch = result.to(gradient.dtype, copy=True)
-    return result.to(total.dtype, copy=True), of_branch, rows, of_branch_bias, own_unit(of_branch, measures)
-
-
-def _aligned_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
-    """Rows in fp32, each at a multiple of 16 bytes, which AdamW's kernel reads at once."""
-    return like.new_empty(num_rows, -(-width // 4) * 4).narrow(1, 0, width)
+    of_stream = result.to(total.dtype, copy=True)
+    return of_stream, of_branch, torch.stack(sums), of_branch_bias, own_unit(of_branch, measures)
 
 
 @operator("fused_blocks_kernel.bias_gelu")

@@ -72,19 +72,10 @@ def _launch_norm(
 
 
 def add_norm_backward(
-    stream_gradient: Tensor | None,
-    gradient: Tensor,
-    total: Tensor,
-    statistics: Tensor,
-    gain: Tensor,
-    is_centred: bool,
-    branch_bias_type: torch.dtype | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
-
-    The last result is the unit of the branch's gradient, which is empty unless `measures`.
-    """
+    stream_gradient: Tensor | None, gradient: Tensor, total: Tensor, statistics: Tensor, gain: Tensor,
+    is_centred: bool, branch_bias_type: torch.dtype | None, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What fused_blocks.py says of the operator."""
     gradient, total, statistics, gain = (each.contiguous() for each in (gradient, total, statistics, gain))
     width = total.shape[-1]
     rows = total.numel() // width
@@ -104,10 +95,7 @@ def add_norm_backward(
 
 
 def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """GELU of x + bias, in its tanh approximation, and with a tag the largest magnitude of each tile of GELU_PART.
-
-    One program computes a tile.
-    """
+    """GELU of x + bias, and with a tag the largest magnitude of each tile of GELU_PART, which one program computes."""
     measures = tag is not None
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
@@ -163,12 +151,12 @@ def summed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the last in `last_type`.
 
-    If `last_type` is None, the last sum is a row too, and the second result is empty. Rows begin at multiples of 16
-    bytes, as AdamW's kernel needs. The third result is the fp8 unit of a tensor with these `maxima`; empty if None.
+    If `last_type` is None, the last sum is a row too, and the second result is empty. The third result is the fp8 unit
+    of a tensor with these `maxima`; empty if None.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1
-    rows = partial.new_empty(num_rows, triton.cdiv(width, 4) * 4)[:, :width]
+    rows = partial.new_empty(num_rows, width)
     last = partial.new_empty(0 if last_type is None else width, dtype=last_type)
     unit = partial.new_empty(0 if maxima is None else 1)
     _reduce_sums[(triton.cdiv(width, SUM_COLUMNS), num_sums)](

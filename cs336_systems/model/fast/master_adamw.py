@@ -1,7 +1,7 @@
 """AdamW for fp32 masters and their low-precision copies: one launch per kind of weight, which a CUDA graph can hold."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class MasterAdamW(EagerOptimizer):
     ) -> None:
         """With `splits`, masters that the model does not read itself are split (weights.py).
 
-        These parameters become empty tensors; the model's `state_dict` still has their values.
+        These parameters become empty tensors; `Weight.values` has their values.
         """
         for weight in weights if splits else ():
             if weight.read is None:
@@ -72,11 +72,6 @@ class MasterAdamW(EagerOptimizer):
         """Drop the gradients of masters and copies."""
         super().zero_grad(set_to_none)
         drop_gradients(self._weights)
-
-    def load_state_dict(self, state_dict: object) -> NoReturn:
-        """Raise RuntimeError: the state lacks the count of steps, whose address the kernels keep."""
-        del state_dict
-        raise RuntimeError("MasterAdamW cannot go on from a saved state: make it anew")
 
     def captured(self) -> None:
         """Prepare for replays of a graph that has captured this step."""

@@ -21,7 +21,7 @@ from cs336_systems.model.fast.blocks import (
     PaddedHead,
     SelectiveBlock,
 )
-from cs336_systems.model.fast.choose import OF_PACKAGE, import_error, package_needed, why_unusable
+from cs336_systems.model.fast.choose import IMPORTED_BY, OF_PACKAGE, package_needed
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from cs336_systems.model.fast.fp8 import update_units
 from cs336_systems.model.fast.master_adamw import MasterAdamW, moments_type
@@ -41,7 +41,8 @@ class FastLM(nn.Module):
     """The model `reference`, with the same parameters under the same names, computed as the settings say.
 
     These settings change how it computes: copies of weights, fused blocks, fp8, a padded vocabulary, checkpoints. Parts
-    that no setting changes are taken from the reference.
+    that no setting changes are taken from the reference. It cannot be saved or loaded: copies and split masters are no
+    part of its state dict.
     """
 
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
@@ -62,10 +63,6 @@ class FastLM(nn.Module):
         self.weights = maker.weights(self.parameters(), self.token_embeddings.weight) if maker else ()
         """All parameters with their copies; empty if the model reads the parameters themselves."""
         self._units = tuple(maker.units) if maker else ()
-        if maker:
-            self.register_load_state_dict_pre_hook(_join_masters)  # type: ignore[no-untyped-call]
-            self.register_load_state_dict_post_hook(_refresh_copies)  # type: ignore[no-untyped-call]
-            self.register_state_dict_post_hook(_add_split_masters)  # type: ignore[no-untyped-call]
         if settings.checkpoint_blocks:
             importlib.import_module("torch._dynamo")  # else the first checkpoint imports it, within a step
 
@@ -143,7 +140,9 @@ class FastLM(nn.Module):
 
 def check_device(settings: RunConfig, device: torch.device) -> None:
     """Raise ValueError if a setting needs another GPU, or a package that cannot be imported; a CPU needs no package."""
-    for name, package in OF_PACKAGE.items() if device.type == "cuda" else ():
+    if device.type != "cuda":
+        return
+    for name, package in OF_PACKAGE.items():
         if not getattr(settings, name):
             continue
         capability = torch.cuda.get_device_capability(device)
@@ -151,27 +150,11 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             gpu, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({found})")
-        if (why := why_unusable(package, import_error)) is not None:
-            raise ValueError(package_needed(name, why))
-
-
-def _join_masters(model: FastLM, *_: object) -> None:
-    """Make split masters whole, for values that are then loaded into them."""
-    for weight in model.weights:
-        if weight.remainder is not None:
-            weight.master.data = weight.values()
-
-
-def _refresh_copies(model: FastLM, _incompatible_keys: object) -> None:
-    for weight in model.weights:
-        weight.refresh()
-
-
-def _add_split_masters(model: FastLM, found: dict[str, Tensor], prefix: str, _metadata: object) -> None:
-    split = {weight.master: weight for weight in model.weights if weight.remainder is not None}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in split:
-            found[prefix + name] = split[parameter].values()
+        try:
+            importlib.import_module(f"{__package__}.{IMPORTED_BY[package]}")
+        except Exception as error:
+            why = f"cannot be imported: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            raise ValueError(package_needed(name, why)) from error
 
 
 def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, number: int) -> nn.Module:

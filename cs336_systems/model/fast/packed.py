@@ -198,15 +198,9 @@ def _attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
 @operator("attention_kernel.attend_backward")
 def _attend_backward(
-    gradient: Tensor,
-    packed: Tensor,
-    values: Tensor,
-    lse: Tensor,
-    rotations: Tensor | None,
-    num_heads: int,
-    bias_type: torch.dtype | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, packed: Tensor, values: Tensor, lse: Tensor, rotations: Tensor | None, num_heads: int,
+    bias_type: torch.dtype | None, measures: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `packed` before its rotation, and of its bias; and the unit of the first.
 
     The second is empty if `bias_type` is None, the last unless `measures`.

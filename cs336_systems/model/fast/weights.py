@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.model.fast.fp8 import KeptUnit, Largest, Tag, Unit, fp8_linear, tagged_fp8_linear
+from cs336_systems.model.fast.fp8 import KeptUnit, Largest, Tag, Unit, fp8_linear
 from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
@@ -172,18 +172,15 @@ class Copies(NamedTuple):
     unit: Unit | None = None
     """Unit of the weight in fp8; None if it is not kept."""
 
-    def matmul(self, x: Float[Tensor, "... d_in"], largest: Largest | None = None) -> Float[Tensor, "... d_out"]:
-        """x W^T, plus the bias if there is one; `largest` has the largest magnitudes of x, if they are known."""
-        if self.in_fp8:
-            return fp8_linear(x, self.weight, self.bias, largest, self.unit)
-        return F.linear(x, self.weight, self.bias)
-
-    def tagged(
-        self, x: Float[Tensor, "... d_in"], largest: Largest | None = None
+    def matmul(
+        self, x: Float[Tensor, "... d_in"], largest: Largest | None = None, *, tags: bool = False
     ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
-        """What `matmul` returns, and in fp8 the tag to pass to the operation that reads the result."""
+        """x W^T, plus the bias if there is one; with `tags` in fp8 the tag for the operation that reads the result.
+
+        `largest` has the largest magnitudes of x, if they are known.
+        """
         if self.in_fp8:
-            return tagged_fp8_linear(x, self.weight, self.bias, largest, self.unit)
+            return fp8_linear(x, self.weight, self.bias, largest, self.unit, tags=tags)
         return F.linear(x, self.weight, self.bias), None
 
 
@@ -202,17 +199,16 @@ class CopyMaker:
         Each comes with MOST_PARTS magnitudes: one for each packed part, and 0 for the rest.
         """
 
-    def copies(self, layer: Linear) -> Copies:
-        """Copies for one layer of a block."""
-        return self._copies([layer.weight], [] if layer.bias is None else [layer.bias])
-
-    def packed(self, *layers: Linear) -> Copies | None:
-        """One weight and bias for layers that read the same tensor; None if a part would not be aligned."""
+    def copies(self, *layers: Linear) -> Copies:
+        """Copies for one layer of a block, or packed into one weight and bias for layers that read the same tensor."""
         weights = [layer.weight for layer in layers]
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        if any(part.numel() * self._dtype.itemsize % ALIGNMENT for part in (*weights, *biases)):
-            return None
-        return self._copies(weights, biases)
+        bias = self._copy(biases) if (biases := [layer.bias for layer in layers if layer.bias is not None]) else None
+        if not (self.fp8 and self._keeps_units):
+            return Copies(self._copy(weights), bias, self.fp8)
+        largest = torch.zeros(MOST_PARTS, device=weights[0].device)
+        unit = torch.empty((), device=weights[0].device)
+        self.units.append(KeptUnit(largest, unit))
+        return Copies(self._copy(weights, largest=largest), bias, self.fp8, unit)
 
     def padded(self, layer: Linear, multiple: int) -> Copies:
         """A copy with rows of 0 appended until their number is a multiple of `multiple`; never in fp8."""
@@ -223,15 +219,6 @@ class CopyMaker:
         if table in self._found:
             self._found[table].read = LeafSlice(table, slice(0, table.numel()))
         return tuple(self._found.get(parameter) or whole(parameter) for parameter in parameters)
-
-    def _copies(self, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter]) -> Copies:
-        bias = self._copy(biases) if biases else None
-        if not (self.fp8 and self._keeps_units):
-            return Copies(self._copy(weights), bias, self.fp8)
-        largest = torch.zeros(MOST_PARTS, device=weights[0].device)
-        unit = torch.empty((), device=weights[0].device)
-        self.units.append(KeptUnit(largest, unit))
-        return Copies(self._copy(weights, largest=largest), bias, self.fp8, unit)
 
     def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None) -> Tensor:
         """A leaf with copies of the masters, stacked by rows, and `surplus` rows of 0.

@@ -14,7 +14,6 @@ from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Pr
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast import fp8
-from cs336_systems.model.fast.fp8 import fp8_linear
 from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.weights import CopyMaker
 from cs336_systems.model.transformer import TransformerLM
@@ -37,6 +36,10 @@ def factors(device: str = "cpu", rows: int = 48, d_in: int = 80, d_out: int = 11
     sizes = (3.0, 0.02, 1.0, 1e-6)
     made = (size * torch.randn(shape, generator=generator) for shape, size in zip(shapes, sizes, strict=True))
     return tuple(tensor.to(device, torch.bfloat16) for tensor in made)
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return fp8.fp8_linear(x, weight, bias)[0]
 
 
 def results(layer, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor) -> tuple[Tensor, ...]:
@@ -172,17 +175,6 @@ def test_backward_keeps_half_the_bytes_of_bf16() -> None:
     assert sum(tensor.nbytes for tensor in kept if tensor.dim()) == (x.nbytes + weight.nbytes) // 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_compiles_without_a_break_to_the_same(device: str, has_bias: bool) -> None:
-    x, weight, bias, gradient = factors(device)
-    made = (x, weight, bias if has_bias else None, gradient)
-    torch._dynamo.reset()
-    compiled = torch.compile(fp8_linear, fullgraph=True, backend="aot_eager")
-    for mine, wanted in zip(results(compiled, *made), results(fp8_linear, *made), strict=True):
-        assert torch.equal(mine, wanted)
-
-
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_factors_are_transposed_for_backward_alone(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What eager layers ask of the casts, and what the compiler writes into its graphs."""
@@ -268,7 +260,7 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_largest_magnitude_of_each_weight_is_kept(device: str) -> None:
-    """Of one that is not trained too, beside others in one packed weight, and of weights that are loaded."""
+    """Of one that is not trained too, beside others in one packed weight."""
     torch.manual_seed(0)
     model = TransformerLM(MODEL).to(device)
     frozen = model.layers[1].attn.q_proj.weight.requires_grad_(False)
@@ -290,12 +282,6 @@ def test_the_largest_magnitude_of_each_weight_is_kept(device: str) -> None:
         step(HostClock())
         check()
     assert torch.equal(frozen, before)
-    step.model.load_state_dict({name: value / 2 for name, value in step.model.state_dict().items()})
-    check()
-
-
-def test_checkpoints_recompute_the_same_values() -> None:
-    assert trained(of(Arch.CS336, fp8=True, checkpoint_blocks=2))[1] == trained(of(Arch.CS336, fp8=True))[1]
 
 
 @pytest.mark.parametrize("arch", list(Arch))

@@ -1,4 +1,4 @@
-"""Residual addition with norm, and bias with GELU, against PyTorch's operators, differentiated by autograd."""
+"""Residual addition with norm, bias with GELU, and the embedding, against PyTorch's operators and autograd."""
 
 import math
 from collections import Counter
@@ -9,24 +9,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cs336_systems.config import Arch, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.config import Arch
 from cs336_systems.measure.clock import HostClock
-from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast import fused_blocks, packed
-from cs336_systems.model.fast.blocks import AddNorm
 from cs336_systems.model.fast.fp8 import unit_of
+from tests.model.fast.steps import ARCHITECTURES, COPIED, MODEL, drawn_step
+from tests.operators import check_operator
 from tests.plain import in_fresh_process
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-WIDTHS = [37, 768, 2560, 4608, 8200]
+WIDTHS = [37, 768, 8200]
 EPS = 1e-5
 TYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
 """Of the stream and of the branch."""
-MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4)
-BASE = RunConfig(
-    size="custom", model=MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
-    cast_once=True, learning_rate=2e-4,
-)  # fmt: skip
 
 
 def made(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -116,7 +111,7 @@ def test_norm_alone(types: tuple[torch.dtype, torch.dtype], width: int, is_centr
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [8, 1024, 3072, 6400])
+@pytest.mark.parametrize("width", [8, 3072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
     x, gradient = (made(3, 7, width, seed=n, dtype=dtype, device=device) for n in range(2))
@@ -129,6 +124,27 @@ def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
     assert is_close(found, expected)
     assert is_close(x.grad, wide.grad)
     assert is_close(bias.grad, wide_bias.grad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("vocab", "width"), [(11, 5), (1000, 1600)])
+def test_rows_of_the_embedding_and_their_gradients(vocab: int, width: int, device: str) -> None:
+    """Of tokens that come often, once and not at all. Gradients are whole numbers, so that their order is all one."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocab - 2, (4, 64), generator=generator)
+    gradient = torch.randint(-9, 9, (4, 64, width), generator=generator).float().to(device)
+    ours, theirs = (torch.randn(vocab, width, device=device, requires_grad=True) for _ in range(2))
+    with torch.no_grad():
+        theirs.copy_(ours)
+    tokens = tokens.to(device)
+    found, expected = fused_blocks.lookup(ours, tokens), F.embedding(tokens, theirs)
+    assert torch.equal(found, expected)
+    found.backward(gradient)
+    expected.backward(gradient)
+    assert theirs.grad is not None
+    assert ours.grad is not None
+    assert torch.equal(ours.grad, theirs.grad)
+    assert not ours.grad[-1].any(), "no token names the last row"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -176,11 +192,13 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     stream, branch = (made(2, 4, 24, seed=n, dtype=torch.float32, device=device) for n in range(2))
     vectors = [made(24, seed=n, dtype=torch.float32, device=device) for n in range(3)]
     tag = torch.zeros(1, device=device, requires_grad=True)
-    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS, None, False))
-    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, None, vectors[0], None, EPS, tag, True))
-    torch.library.opcheck(fused_blocks._rms_or_layer_norm, (stream, *vectors[:2], EPS, torch.bfloat16))
-    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0], None))
-    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0], tag))
+    check_operator(fused_blocks._add_norm, stream, branch, *vectors, EPS, None, False)
+    check_operator(fused_blocks._add_norm, stream, branch, None, vectors[0], None, EPS, tag, True)
+    check_operator(fused_blocks._rms_or_layer_norm, stream, *vectors[:2], EPS, torch.bfloat16)
+    check_operator(fused_blocks._bias_gelu, stream, vectors[0], None)
+    check_operator(fused_blocks._bias_gelu, stream, vectors[0], tag)
+    table = made(7, 3, seed=0, dtype=torch.float32, device=device)
+    check_operator(fused_blocks._lookup, table, torch.arange(6, device=device).view(2, 3))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -189,8 +207,8 @@ def test_what_does_not_lie_row_after_row(device: str) -> None:
     stream, branch = (made(4, 2, 24, seed=n, dtype=torch.float32, device=device).transpose(0, 1) for n in range(2))
     vectors = [made(48, seed=n, dtype=torch.float32, device=device)[::2].detach().requires_grad_() for n in range(3)]
     stream, branch = (each.detach().requires_grad_() for each in (stream, branch))
-    torch.library.opcheck(fused_blocks._add_norm, (stream, branch, *vectors, EPS, None, False))
-    torch.library.opcheck(fused_blocks._bias_gelu, (stream, vectors[0], None))
+    check_operator(fused_blocks._add_norm, stream, branch, *vectors, EPS, None, False)
+    check_operator(fused_blocks._bias_gelu, stream, vectors[0], None)
     total, statistics = stream.detach(), torch.stack((torch.ones(8), torch.zeros(8))).to(device)
     gradient = torch.ones_like(total)
     given = (None, gradient, total, statistics, vectors[1].detach(), True, None, True)
@@ -218,67 +236,13 @@ def test_what_does_not_fit_is_refused() -> None:
         fused_blocks.add_norm(x, x, None, vector, vector[:7], EPS)
     with pytest.raises(ValueError, match=r"needed a bias of 8 elements, got \(1,\)"):
         fused_blocks.bias_gelu(x, vector[:1])
-    with pytest.raises(ValueError, match="--fused-blocks needs --cast-once, got none"):
-        replace(BASE, cast_once=False, fused_blocks=True)
 
 
-@pytest.mark.parametrize("d_model", [6, 50])
-def test_gradients_begin_where_adamw_s_kernel_can_read(d_model: int) -> None:
-    """At multiples of 16 bytes."""
-    model = replace(MODEL, arch=Arch.GPT2, d_model=d_model, num_heads=2)
-    step, _, _ = first_gradients(replace(BASE, model=model, fused_blocks=True))
-    norms = [module for module in step.model.modules() if isinstance(module, AddNorm)]
-    found = [parameter.grad for norm in norms for parameter in (norm.weight, norm.bias) if parameter is not None]
-    assert len(found) == 2 * (2 * model.num_layers + 1)
-    assert all(gradient is not None and gradient.data_ptr() % 16 == 0 for gradient in found)
-
-
-def first_gradients(config: RunConfig) -> tuple[TrainingStep, float, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    step = TrainingStep(config)
-    loss = step.forward(step.batches())
-    step.backward(loss)
-    names = [name for name, _ in step.model.named_parameters()]
-    found = {name: torch.stack([g.float() for g in weight.gradients()]).sum(0)
-             for name, weight in zip(names, step.model.weights, strict=True)}  # fmt: skip
-    return step, loss.item(), found
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("changes", [{}, {"checkpoint_blocks": 2}], ids=str)
-@pytest.mark.parametrize("arch", list(Arch))
-def test_the_model_s_gradients_are_the_same(arch: Arch, changes: dict[str, int], device: str) -> None:
-    """To the rounding of bf16; what keys get from their biases is nothing but rounding."""
-    config = replace(BASE, model=replace(MODEL, arch=arch), device=device, **changes)  # type: ignore[arg-type]
-    _, expected_loss, expected = first_gradients(config)
-    _, loss, found = first_gradients(replace(config, fused_blocks=True))
-    assert loss == pytest.approx(expected_loss, rel=1e-3)
-    assert set(found) == set(expected)
-    for name, gradient in expected.items():
-        if not name.endswith("k_proj.bias"):
-            assert (found[name] - gradient).norm() < 0.03 * gradient.norm(), name
-
-
-@pytest.mark.parametrize("arch", list(Arch))
-def test_a_forgotten_bias_would_be_seen(arch: Arch) -> None:
-    """Logits with all parameters drawn anew, biases among them, which begin at 0."""
-    found = []
-    for is_fused in (False, True):
-        step = TrainingStep(replace(BASE, model=replace(MODEL, arch=arch), fused_blocks=is_fused, mode=Mode.INFERENCE))
-        generator = torch.Generator().manual_seed(0)
-        state = step.model.state_dict()
-        drawn = {name: torch.randn(value.shape, generator=generator) * 0.2 for name, value in state.items()}
-        step.model.load_state_dict(drawn)
-        found.append(step.logits(step.batches()[0]).float())
-    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
-
-
-@pytest.mark.parametrize("arch", list(Arch))
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_losses_are_the_same_and_each_norm_is_one_operator(arch: Arch) -> None:
     losses = []
     for is_fused in (False, True):
-        torch.manual_seed(0)
-        step = TrainingStep(replace(BASE, model=replace(MODEL, arch=arch), fused_blocks=is_fused))
+        step = drawn_step(replace(COPIED, model=replace(MODEL, arch=arch), fused_blocks=is_fused))
         losses.append([step(HostClock())[1].item() for _ in range(6)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[1][-1] < losses[1][0]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.fast.rounding import assert_rounded_at_random
+from tests.model.fast.test_weights import assert_rounded_at_random
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (pip install triton)")
 
@@ -163,7 +163,7 @@ print(json.dumps(found))
 AGAIN = """
 from cs336_systems.model.fast import cross_entropy
 
-cross_entropy._plain_losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
+cross_entropy._has_kernel = lambda _: True
 targets, logits = torch.tensor([[1, 2]]), torch.randn(1, 2, 5, requires_grad=True)
 loss = 3 * cross_entropy.fused_cross_entropy(logits * 1, targets, 5)
 loss.backward(retain_graph=True)
@@ -181,7 +181,7 @@ print(json.dumps(refused))
 CHUNKED = """
 from cs336_systems.model.fast import cross_entropy
 
-cross_entropy._plain_losses, cross_entropy._scale = cross_entropy._kernel_losses, cross_entropy._kernel_scale
+cross_entropy._has_kernel = lambda _: True
 factors = torch.randn(1, 11, 8), torch.randn(40, 8)
 targets = torch.randint(37, (1, 11))
 ours, theirs = ([factor.clone().requires_grad_() for factor in factors] for _ in range(2))

@@ -1,4 +1,4 @@
-"""The operations after packed matmuls, against the layers with a matmul for each part, differentiated by autograd."""
+"""The operations after packed matmuls, against what they replace, written out and differentiated by autograd."""
 
 import pytest
 import torch
@@ -6,16 +6,39 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cs336_systems.model.fast import packed
+from cs336_systems.model.fast.choose import FLASH_4, is_installed
 from cs336_systems.model.transformer import rope_rotations, rotate_pairs
+from tests.operators import check_operator
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SHAPES = [(2, 5, 3, 8), (1, 3, 25, 64), (2, 16, 4, 80), (4, 512, 12, 64)]
+FLASH_4_NEEDED = pytest.mark.skipif(
+    not is_installed(FLASH_4) or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs FlashAttention 4 and a Hopper GPU",
+)
+FLASH_DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, FLASH_4_NEEDED])]
+FLASH_SHAPES = [(2, 48, 3, 64), (2, 129, 2, 96), (2, 512, 2, 128), (1, 1024, 2, 64), (1, 777, 2, 64)]
+"""Batch, tokens, heads, width of a head; also contexts that the kernels' tiles of 128 do not divide."""
+SHAPES = [(2, 5, 3, 8), (1, 3, 25, 64), (2, 16, 4, 80)]
 """Batch, tokens, heads, width of a head."""
 
 
 def made(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+
+def written_out(qkv: Tensor, heads: int, rotations: Tensor | None) -> Tensor:
+    """Every score, its mask and its softmax, in the type of `qkv`."""
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    if rotations is not None:
+        turn = torch.view_as_complex(rotations.double())
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
+            for x in (q, k)
+        )
+    scores = (q @ k.mT) / q.shape[-1] ** 0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=qkv.device).triu(1)
+    return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 def swiglu_of_parts(x: Tensor) -> Tensor:
@@ -113,26 +136,15 @@ def test_a_bias_gets_the_gradients_of_all_rows(rows: int, device: str) -> None:
 def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
     x = made(2, 4, 48, dtype=torch.float32, device=device)
-    torch.library.opcheck(packed._swiglu, (x,))
-    torch.library.opcheck(packed._rope_heads, (x, rope_rotations(4, 8, 10_000.0).to(device)))
+    check_operator(packed._swiglu, x)
+    check_operator(packed._rope_heads, x, rope_rotations(4, 8, 10_000.0).to(device))
     parts = x.detach().view(2, 4, 3, 2, 8).unbind(2)
-    torch.library.opcheck(packed._cut_heads_backward, (*parts, torch.bfloat16, True))
+    check_operator(packed._cut_heads_backward, *parts, torch.bfloat16, True)
 
 
 def test_rows_that_do_not_lie_one_after_the_other() -> None:
     x = made(4, 2, 48, dtype=torch.float32, device="cpu").transpose(0, 1)
-    torch.library.opcheck(packed._swiglu, (x.detach().requires_grad_(),))
-
-
-def test_rotations_of_other_positions_are_refused() -> None:
-    """A kernel would read beside them."""
-    with pytest.raises(ValueError, match="needed rotations of 4 positions, got 3"):
-        packed.rope_heads(torch.zeros(2, 4, 48), rope_rotations(3, 8, 10_000.0))
-
-
-def test_a_bias_of_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"needed a bias of 48 elements, got \(16,\)"):
-        packed.cut_heads(torch.zeros(2, 4, 48), torch.zeros(16), 2)
+    check_operator(packed._swiglu, x.detach().requires_grad_())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,3 +162,116 @@ def test_they_compile_without_a_break(device: str) -> None:
     found = torch.autograd.grad(compiled(x, rotations, bias).square().sum(), (x, bias))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+# Attention of q, k and v side by side
+
+
+@pytest.mark.parametrize("device", FLASH_DEVICES)
+@pytest.mark.parametrize("has_rope", [True, False])
+@pytest.mark.parametrize("shape", FLASH_SHAPES, ids=str)
+def test_attention_and_its_gradients_are_those_of_fp64(
+    shape: tuple[int, int, int, int], has_rope: bool, device: str
+) -> None:
+    """With RoPE there is no bias, and with a bias no RoPE, as in the two architectures."""
+    batch, seq, heads, d_head = shape
+    width = 3 * heads * d_head
+    qkv, bias = (
+        made(batch, seq, width, dtype=torch.bfloat16, device=device),
+        None if has_rope else made(width, dtype=torch.bfloat16, device=device),
+    )
+    rotations = rope_rotations(seq, d_head, 10_000.0).to(device) if has_rope else None
+    wide = qkv.detach().double().requires_grad_()
+    wanted = written_out(wide, heads, rotations)
+    # a copy, because it is written to
+    found = packed.packed_attention(qkv.clone(), heads, rotations, bias)
+    gradient = made(batch, seq, heads * d_head, dtype=torch.bfloat16, device=device).detach()
+    found.backward(gradient)
+    wanted.backward(gradient.double())
+    assert qkv.grad is not None
+    assert wide.grad is not None
+    assert qkv.grad.shape == wide.grad.shape
+    pairs = [(found, wanted), *zip(qkv.grad.chunk(3, dim=-1), wide.grad.chunk(3, dim=-1), strict=True)]
+    if bias is not None:
+        assert bias.grad is not None
+        of_q, (of_k, exact_of_k), of_v = zip(bias.grad.chunk(3), wide.grad.sum((0, 1)).chunk(3), strict=True)
+        pairs += [of_q, of_v]
+        # softmax does not see the keys' bias
+        assert not of_k.any()
+        assert exact_of_k.norm() < 1e-12 * of_q[1].norm()
+    for one, exact in pairs:
+        assert one.dtype is torch.bfloat16
+        # roundings to 8 bits of inputs, weights and results, each of which loses about 2e-3
+        assert (one.double() - exact).norm() < 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("device", FLASH_DEVICES)
+def test_the_gradient_of_attention_s_bias_sums_over_all_rows(device: str) -> None:
+    """Whatever the weights of a query are, they sum to 1: the gradient of each element is 1 from every query."""
+    qkv, bias = torch.zeros(3, 300, 3 * 64), torch.zeros(3 * 64)
+    qkv, bias = (each.to(device, torch.bfloat16).requires_grad_() for each in (qkv, bias))
+    packed.packed_attention(qkv.clone(), 1, None, bias).backward(torch.ones(3, 300, 64).to(qkv))
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [0.0] * 128 + [pytest.approx(900, rel=2**-8)] * 64
+
+
+@pytest.mark.parametrize("device", FLASH_DEVICES)
+def test_attention_compiles_whole(device: str) -> None:
+    rotations = rope_rotations(32, 64, 10_000.0).to(device)
+    weight, bias = (
+        made(3 * 128, 64, dtype=torch.bfloat16, device=device),
+        made(3 * 128, dtype=torch.bfloat16, device=device),
+    )
+
+    def both(x: Tensor) -> Tensor:
+        rotated = packed.packed_attention(F.linear(x, weight), 2, rotations)
+        return rotated + packed.packed_attention(F.linear(x, weight, bias.detach()), 2, None, bias)
+
+    x = made(2, 32, 64, dtype=torch.bfloat16, device=device)
+    leaves = x, weight, bias
+    gradient = made(2, 32, 128, dtype=torch.bfloat16, device=device).detach()
+    result, found = both(x), torch.compile(both, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(found, result)
+    for one, other in zip(*(torch.autograd.grad(each, leaves, gradient) for each in (found, result)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device", FLASH_DEVICES)
+def test_pytorch_finds_attention_well_made(device: str) -> None:
+    qkv, rotations = (
+        made(2, 16, 3 * 128, dtype=torch.bfloat16, device=device).detach(),
+        rope_rotations(16, 64, 10_000.0).to(device),
+    )
+    check_operator(packed._rotate, qkv, rotations)
+    check_operator(packed._attend, qkv, 2)
+    values, lse = packed._attend(qkv, 2)
+    for turn, bias_type, measures in ((rotations, None, False), (None, torch.bfloat16, True)):
+        arguments = (
+            made(2, 16, 128, dtype=torch.bfloat16, device=device).detach(),
+            qkv,
+            values,
+            lse,
+            turn,
+            2,
+            bias_type,
+            measures,
+        )
+        check_operator(packed._attend_backward, *arguments)
+
+
+def test_shapes_that_do_not_fit_attention_are_named() -> None:
+    qkv = torch.zeros(2, 4, 48)
+    with pytest.raises(ValueError, match="needed rotations of 4 positions, got 3"):
+        packed.rope_heads(qkv, rope_rotations(3, 8, 10_000.0))
+    with pytest.raises(ValueError, match=r"needed a bias of 48 elements, got \(16,\)"):
+        packed.cut_heads(qkv, torch.zeros(16), 2)
+    with pytest.raises(ValueError, match="needed rotations or a bias, got both"):
+        packed.packed_attention(qkv, 2, rope_rotations(4, 8, 10_000.0), torch.zeros(48))
+    for wrong in (3, 5):
+        with pytest.raises(ValueError, match=f"needed rotations of 4 positions, got {wrong}"):
+            packed.packed_attention(qkv, 2, rope_rotations(wrong, 8, 10_000.0))
+    for wrong in (16, 64):
+        with pytest.raises(ValueError, match=rf"needed a bias of 48 elements, got \({wrong},\)"):
+            packed.packed_attention(qkv, 2, None, torch.zeros(wrong))
+    with pytest.raises(ValueError, match="needed a width of 3 parts of 5 heads, got 48"):
+        packed.packed_attention(qkv, 5, None)

@@ -8,37 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.config import Arch, RunConfig
 from cs336_systems.costs.fast_memory import saved_bytes
-from cs336_systems.measure.step import TrainingStep
+from tests.model.fast.steps import COPIED, MODEL, drawn_step, gradients
 from tests.operators import Calls
 from tests.plain import in_fresh_process
 
-MODEL = ModelConfig(
-    vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4, attention=Attention.SDPA
-)
-BASE = RunConfig(
-    size="custom", model=MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True,
-    fused_blocks=True, fused_loss=True,
-)  # fmt: skip
+BASE = replace(COPIED, fused_blocks=True, fused_loss=True)
 SELECTIVE = replace(BASE, checkpoint_blocks=1, selective_checkpoints=True)
-
-
-def made(config: RunConfig) -> TrainingStep:
-    """A step whose parameters are all drawn anew, biases among them, which begin at 0."""
-    step = TrainingStep(config)
-    generator = torch.Generator().manual_seed(0)
-    drawn = {
-        name: torch.randn(value.shape, generator=generator) * 0.2 for name, value in step.model.state_dict().items()
-    }
-    step.model.load_state_dict(drawn)
-    return step
 
 
 def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
     """The gradients of a step, the bytes of activations that forward saved, and the operators that backward called."""
-    torch.manual_seed(0)
-    step = made(config)
+    step = drawn_step(config)
     weights: tuple[Any, ...] = step.model.weights  # type: ignore[assignment]
     known = {t.untyped_storage().data_ptr() for t in (*step.model.parameters(), *step.model.buffers())}
     known |= {w.copy.leaf.untyped_storage().data_ptr() for w in weights if w.copy is not None}
@@ -53,26 +35,7 @@ def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
         loss = step.forward(step.batches())
     with Calls() as calls:
         step.backward(loss)
-    names = [name for name, _ in step.model.named_parameters()]
-    found = {name: torch.stack([g.float() for g in weight.gradients()]).sum(0)
-             for name, weight in zip(names, weights, strict=True)}  # fmt: skip
-    return found, sum(saved.values()), calls.counts
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"keep_hidden": 4}, "--keep-hidden 4 is more than the 3 blocks of the model"),
-        ({"selective_checkpoints": False, "keep_hidden": 1}, "--keep-hidden needs --selective-checkpoints, got none"),
-        ({"checkpoint_blocks": 2}, "needs --checkpoint-blocks 1, .* got --checkpoint-blocks 2"),
-        ({"fused_blocks": False}, "--selective-checkpoints needs --fused-blocks, got none"),
-        ({"model": replace(MODEL, attention=Attention.NAIVE)}, "needs --attention sdpa, whose result is small"),
-        ({"model": replace(MODEL, d_model=20, num_heads=2)}, "needs a d_model that is a multiple of 8.*got 20"),
-    ],
-)  # fmt: skip
-def test_what_it_needs(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(SELECTIVE, **changes)
+    return gradients(step), sum(saved.values()), calls.counts
 
 
 @pytest.mark.parametrize("kept", [0, 2])

@@ -1,4 +1,4 @@
-"""Weights kept twice: the same training as autocast's, and the same checkpoints as the plain model's."""
+"""Weights kept twice, masters that are split, and moments in bf16: the same training as autocast's."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.fast.weights import Weight
+from cs336_systems.model.fast.weights import Weight, joined_values, split_values, whole
 from cs336_systems.model.transformer import TransformerLM
 
 MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4)
@@ -23,6 +23,10 @@ AUTOCAST = RunConfig(
     size="custom", model=MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
     learning_rate=2e-4,
 )  # fmt: skip
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SPLIT = replace(AUTOCAST, cast_once=True, split_masters=True)
+IN_BF16 = replace(AUTOCAST, cast_once=True, bf16_moments=True)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make(name: str, seed: int = 0) -> TransformerLM:
@@ -35,7 +39,13 @@ def fast(model: TransformerLM) -> FastLM:
     return FastLM(model, replace(AUTOCAST, model=model.config, cast_once=True))
 
 
-def trained(config: RunConfig, model: nn.Module, steps: int) -> tuple[TrainingStep, list[float]]:
+def masters(model: FastLM) -> dict[str, Tensor]:
+    """The weights by the names of their parameters, split ones made whole."""
+    names = (name for name, _ in model.named_parameters())
+    return {name: weight.values().clone() for name, weight in zip(names, model.weights, strict=True)}
+
+
+def trained(config: RunConfig, model: nn.Module, steps: int = 8) -> tuple[TrainingStep, list[float]]:
     step = TrainingStep(config, model)
     return step, [step(HostClock())[1].item() for _ in range(steps)]
 
@@ -49,8 +59,8 @@ def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name: str) -> None:
     _, expected = trained(config, oracle, 6)
     assert losses == pytest.approx(expected, rel=1e-3)
     assert losses[-1] < losses[0]
-    mine, theirs = step.model.state_dict(), oracle.state_dict()
-    for key in theirs:
+    mine, theirs = masters(step.model), oracle.state_dict()
+    for key in mine:
         if key.endswith("k_proj.bias"):  # whose gradient is 0 but for rounding: it moves all scores of a row alike
             continue
         # a gradient that is nearly nothing may have either sign, and AdamW's step then is a whole one
@@ -85,51 +95,6 @@ def test_matmuls_read_rounded_weights_and_the_embedding_fp32(monkeypatch: pytest
     assert all(torch.equal(found, wanted) for found, wanted in zip(read, expected, strict=True))
     assert len(weights) == len(before)
     assert are_copies(weights)
-
-
-def test_layers_whose_weights_would_not_be_aligned_in_a_packed_one_stay_apart() -> None:
-    torch.manual_seed(0)
-    odd = ModelConfig(vocab_size=37, context_length=16, d_model=6, d_ff=9, num_layers=1, num_heads=1)
-    reference = TransformerLM(odd)
-    model = fast(copy.deepcopy(reference))
-    (block,) = model.layers
-    assert block.attn.packed is block.ffn.packed is None
-    tokens = torch.arange(16).view(1, 16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(model(tokens), reference(tokens))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_checkpoints_are_those_of_the_plain_model(name: str) -> None:
-    plain, other = make(name, seed=1), fast(make(name, seed=2))
-    expected = {key: value.clone() for key, value in plain.state_dict().items()}
-    weights = other.weights
-    other.load_state_dict(plain.state_dict())
-    assert are_copies(weights)
-    saved = other.state_dict()
-    assert list(saved) == list(expected)
-    assert all(torch.equal(saved[key], expected[key]) for key in expected)
-    make(name, seed=3).load_state_dict(saved)
-
-
-def test_a_checkpoint_of_another_shape_is_refused_as_always() -> None:
-    model = fast(make("cs336"))
-    wrong = {**model.state_dict(), "lm_head.weight": torch.zeros(3, 3)}
-    before = model.state_dict()["lm_head.weight"].clone()
-    with pytest.raises(RuntimeError, match=r"size mismatch for lm_head.weight"):
-        model.load_state_dict(wrong)
-    assert torch.equal(model.state_dict()["lm_head.weight"], before)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_loaded_checkpoint_gives_the_reference_s_logits(name: str) -> None:
-    reference = make(name, seed=4)
-    step = TrainingStep(replace(AUTOCAST, model=MODELS[name], cast_once=True, pad_vocabulary=64), make(name, seed=5))
-    step.model.load_state_dict(reference.state_dict())
-    tokens = torch.randint(37, (2, 16), generator=torch.Generator().manual_seed(1))
-    expected, found = reference(tokens), step.logits(tokens)
-    assert found.shape == expected.shape
-    assert (found - expected).norm() / expected.norm() < 0.02
 
 
 def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
@@ -169,12 +134,6 @@ def test_other_modes_cast_once_too(mode: Mode) -> None:
     assert not any(weight.gradients() for weight in step.model.weights)
 
 
-def test_a_state_is_refused_whose_count_of_steps_would_be_lost() -> None:
-    optimizer = MasterAdamW(fast(make("cs336")).weights)
-    with pytest.raises(RuntimeError, match="make it anew"):
-        optimizer.load_state_dict(optimizer.state_dict())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> None:
@@ -201,7 +160,7 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
             torch.testing.assert_close(other[moment].cpu(), one[moment], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("element", [0, -1])
 def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(element: int, device: str) -> None:
     """A GPU's maximum may drop NaN. The kernel masks the last elements of w2's copy, and none of q_proj's."""
@@ -259,3 +218,160 @@ def trained_on_gpu(config: RunConfig, model: nn.Module, steps: int) -> tuple[Tra
         assert tuple(times.phases_s) == config.phases
         assert 0.5 * times.step_s < sum(times.phases_s.values()) <= 1.01 * times.step_s or times.step_s < 2e-3
     return step, losses
+
+
+# Split masters
+
+
+def any_bits(count: int) -> Tensor:
+    """fp32 values with random bits: of every magnitude, subnormal and infinite ones and NaN among them."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64).to(torch.int32)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, torch.finfo(torch.float32).max, 2.0**-149, -(2.0**-130)])
+    return torch.cat([bits.view(torch.float32), special])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_value_is_known_to_the_last_bit_from_its_halves(device: str) -> None:
+    values = any_bits(2**18).to(device)
+    narrow, remainder = split_values(values)
+    assert (narrow.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
+    found, is_nan = joined_values(narrow, remainder), values.isnan()
+    assert is_nan.any()
+    assert torch.equal(found[~is_nan].view(torch.int32), values[~is_nan].view(torch.int32))
+    assert found[is_nan].isnan().all()
+    assert narrow[is_nan].isnan().all()
+
+
+def test_a_copy_is_rounded_as_pytorch_rounds_but_for_halves() -> None:
+    """PyTorch rounds a number half way between two to the even one."""
+    values = any_bits(2**18)
+    values = values[~values.isnan()]
+    is_half = (values.view(torch.int32) & 0xFFFF) == 0x8000
+    found = split_values(values)[0]
+    assert torch.equal(found[~is_half], values[~is_half].bfloat16())
+    halves = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 2.0**-134])
+    assert split_values(halves)[0].tolist() == [1 + 2.0**-7, 1 + 2.0**-6, -1 - 2.0**-7, 2.0**-133]
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_gradients_give_the_same_masters(name: str, device: str, fp8: bool, moments: torch.dtype) -> None:
+    """To the last bit on a CPU; on a GPU the two are different kernels."""
+    model = make(name).to(device)
+    models = [FastLM(copy.deepcopy(model), replace(AUTOCAST, cast_once=True, fp8=fp8)) for _ in range(2)]
+    optimizers = [
+        MasterAdamW(each.weights, lr=0.01, weight_decay=0.1, moments=moments, splits=each is models[1])
+        for each in models
+    ]
+    before = masters(models[0])
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        for one, other in zip(models[0].weights, models[1].weights, strict=True):
+            for place, same in ((one.copy, other.copy), (one.read, other.read)):
+                if place is not None and same is not None:
+                    place.leaf.grad = torch.randn(place.leaf.shape, generator=generator).to(place.leaf)
+                    same.leaf.grad = place.leaf.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    away = {"rtol": 0, "atol": 0} if device == "cpu" else {"rtol": 1e-6, "atol": 1e-7}
+    expected, found = (masters(each) for each in models)
+    torch.testing.assert_close(found, expected, **away)
+    assert not any(torch.equal(found[key], value) for key, value in before.items())
+    split = [weight for weight in models[1].weights if weight.remainder is not None]
+    assert len(split) >= 7 * len(models[1].layers)
+    for weight in split:
+        assert weight.copy is not None
+        assert torch.equal(weight.copy.values, split_values(weight.values())[0].view(-1))
+        assert weight.largest is None or weight.largest == weight.copy.values.abs().max()
+
+
+def test_only_what_the_model_reads_as_a_copy_is_split() -> None:
+    for name in MODELS:
+        model = fast(make(name))
+        names = {parameter: key for key, parameter in model.named_parameters()}
+        MasterAdamW(model.weights, splits=True)
+        assert {names[weight.master] for weight in model.weights if weight.remainder is None} == {
+            key
+            for key in names.values()
+            if key.startswith(("token_embeddings", "positions")) or key.split(".")[-2].startswith("ln")
+        }
+        for weight in model.weights:
+            assert weight.master.numel() == (weight.shape.numel() if weight.remainder is None else 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused_blocks": True, "fused_loss": True}, {"checkpoint_blocks": 1}])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_the_same_training(name: str, settings: dict[str, object]) -> None:
+    config = replace(SPLIT, model=MODELS[name], **settings)  # type: ignore[arg-type]
+    expected, found = (trained(replace(config, split_masters=split), make(name))[1] for split in (False, True))
+    assert found[:3] == expected[:3], "before one of 65,536 updates rounds a half to another side"
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert found[-1] < found[0]
+
+
+# Moments in bf16
+
+
+def assert_rounded_at_random(values: Tensor, exact: float) -> None:
+    """Each is one of the two neighbours of `exact` in bf16, and their mean is `exact`, to five standard deviations."""
+    exponent = math.floor(math.log2(abs(exact)))
+    step = 2.0 ** (exponent - 7)  # bf16 has 7 bits behind the leading one
+    lower = math.floor(exact / step) * step
+    share = exact / step - lower / step
+    assert 0.05 < share < 0.95, "rounded to the nearest, this value would tell nothing"
+    assert set(values.tolist()) == {lower, lower + step}
+    deviation = step * math.sqrt(share * (1 - share) / values.numel())
+    assert abs(values.double().mean().item() - exact) < 5 * deviation
+
+
+def stepped(gradient: float, steps: int, device: str, *, beta2: float = 0.95, size: int = 2**16) -> MasterAdamW:
+    """The optimizer of `size` parameters, all of them 1, after so many steps with this gradient."""
+    parameter = nn.Parameter(torch.ones(size, device=device))
+    optimizer = MasterAdamW([whole(parameter)], betas=(0.9, beta2), moments=torch.bfloat16)
+    for _ in range(steps):
+        parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_moments_are_one_of_their_neighbours_and_on_average_right(device: str) -> None:
+    [state] = stepped(-0.7, 1, device).state.values()
+    for name, exact in zip(MOMENTS, (0.1 * -0.7, 0.05 * 0.7**2), strict=True):
+        assert state[name].dtype is torch.bfloat16
+        assert_rounded_at_random(state[name].float().cpu(), exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_moment_grows_by_changes_too_small_to_round_to(device: str) -> None:
+    """By (1 - beta2) of what it lacks: rounded to the nearest, it would stay where that is half a step of bf16."""
+    gradient, beta2, steps = 0.5, 0.999, 1500
+    [state] = stepped(gradient, steps, device, beta2=beta2, size=4096).state.values()
+    exact = (1 - beta2**steps) * gradient**2
+    assert state["exp_avg_sq"].float().mean().item() == pytest.approx(exact, rel=2e-3)
+    nearest = torch.zeros(1, dtype=torch.bfloat16)
+    for _ in range(steps):
+        nearest = (beta2 * nearest.float() + (1 - beta2) * gradient**2).bfloat16()
+    assert nearest.item() < 0.7 * exact
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_finite_stays_so(device: str) -> None:
+    for gradient, is_kept in ((torch.inf, torch.isinf), (torch.nan, torch.isnan)):
+        [state] = stepped(gradient, 1, device, size=1030).state.values()
+        assert all(is_kept(state[name]).all() for name in MOMENTS)
+
+
+@pytest.mark.parametrize("name", ["cs336", "gpt2"])
+def test_it_trains_as_with_moments_in_fp32(name: str) -> None:
+    """The weights that are updated stay in fp32, and the update is computed before the moments are rounded."""
+    model = make(name)
+    config = replace(IN_BF16, model=model.config)
+    plain = replace(config, bf16_moments=False)
+    found, expected = (trained(each, copy.deepcopy(model))[1] for each in (config, plain))
+    assert found[:2] == pytest.approx(expected[:2], rel=1e-6)
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert found[-1] < found[0]
