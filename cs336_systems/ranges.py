@@ -1,5 +1,6 @@
 """Names of the ranges that annotate a step, shared by the model and the analysis."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -22,6 +23,30 @@ class Range(StrEnum):
     FFN = "ffn"
     NORM = "norm"
     LM_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseNames:
+    """Names of the ranges around phases and steps in a trace, which other programs choose freely."""
+
+    forward: str = Range.FORWARD
+    """Range around forward. Without ranges of phases, backward is what autograd's own thread launched."""
+    loss: str = Range.LOSS
+    """Range around the loss, if it stands beside forward."""
+    backward: str = Range.BACKWARD
+    """Range around backward."""
+    communication: str = Range.COMMUNICATION
+    """Range around what several ranks do between backward and the optimizer."""
+    optimizer: str = Range.OPTIMIZER
+    """Range around the optimizer."""
+    data: str = "data"
+    """Range around the making of the batch."""
+    step: str = Range.STEP
+    """Range around a step."""
+    warmup: str = Range.WARMUP
+    """Range around warm-up steps; they are left out."""
+    measure: str = Range.MEASURE
+    """Range around the steps to look at."""
 
 
 def block_range(index: int) -> str:

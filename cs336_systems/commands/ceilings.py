@@ -139,22 +139,12 @@ def run(arguments: CeilingsArguments) -> int:
         step = _earlier_step(directory)
     parts = None if step is None else _parts(step, directory, device_name)
     make_writable(directory)
-    from cs336_systems.report.sections.ceilings import ceilings_sections, write_ceilings
     from cs336_systems.studies.runner import run_study
 
-    def write(study: CeilingsStudy, directory: Path) -> None:
-        write_ceilings(study, directory, parts)
-        _keep_step(step, directory)
-
     study = show_study(
-        lambda status: earlier or run_study(grid, status),
-        write,
-        lambda study: ceilings_sections(study, parts),
-        directory,
-        arguments.FOLDER,
-        as_json=arguments.json,
-        parts=parts,
+        lambda status: earlier or run_study(grid, status), directory, as_json=arguments.json, parts=parts
     )
+    _keep_step(step, directory)
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 
 

@@ -9,47 +9,23 @@ import tyro
 
 from cs336_systems.commands.flags import Flat, Switch, unset
 from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
+from cs336_systems.ranges import PhaseNames
 from cs336_systems.record import RecordError, RunRecord, read_record
 
 if TYPE_CHECKING:
     from cs336_systems.analysis.kernels.modules import AttentionNames
-    from cs336_systems.analysis.kernels.phases import PhaseNames
 
 
 @dataclass(frozen=True, kw_only=True)
-class RangeArguments:
+class RangeArguments(PhaseNames):
     """How the file calls its ranges, where it is not a file of this project."""
 
-    forward: str = "forward"
-    """Range around forward. Without ranges of phases, backward is what autograd's own thread launched."""
-    loss: str = "loss"
-    """Range around the loss, if it stands beside forward."""
-    backward: str = "backward"
-    """Range around backward."""
-    communication: str = "communication"
-    """Range around what several ranks do between backward and the optimizer."""
-    optimizer: str = "optimizer"
-    """Range around the optimizer."""
-    data: str = "data"
-    """Range around the making of the batch."""
-    step: str = "step"
-    """Range around a step."""
-    warmup: str = "warmup"
-    """Range around warm-up steps; they are left out."""
-    measure: str = "measure"
-    """Range around the steps to look at."""
     scores: Annotated[str | None, unset("RANGE", "the usual names")] = None
     """Range around attention's scores."""
     softmax: Annotated[str | None, unset("RANGE", "the usual names")] = None
     """Range around attention's softmax."""
     values: Annotated[str | None, unset("RANGE", "the usual names")] = None
     """Range around attention's weighted values."""
-
-    def phases(self) -> "PhaseNames":
-        """Names of the phases; raise ValueError for a name that is given to two of them."""
-        from cs336_systems.analysis.kernels.phases import PhaseNames
-
-        return PhaseNames(**{f.name: getattr(self, f.name) for f in fields(PhaseNames)})
 
     def attention(self) -> "AttentionNames":
         """Names of the parts of attention; raise ValueError for a name that is given to two of them."""
@@ -88,12 +64,12 @@ class KernelsArguments:
 
 def run(arguments: KernelsArguments) -> int:
     """Read, explain, print, and write where asked."""
-    phases, attention = checked(arguments.ranges.phases), checked(arguments.ranges.attention)
+    attention = checked(arguments.ranges.attention)
     existing(arguments.file, "a report of nsys, its SQLite export, or a trace of torch.profiler")
     path = _record_path(arguments)
     record = None if path is None else read_record(path)
     from cs336_systems.analysis.kernels.explain import explain
-    from cs336_systems.analysis.kernels.phases import UnknownRangeError
+    from cs336_systems.analysis.kernels.phases import RangeNameError
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.kernels.entries import explained
@@ -104,8 +80,8 @@ def run(arguments: KernelsArguments) -> int:
         profile = read_profile(arguments.file)
         if profile is None:
             try:
-                profile = explain(arguments.file, None if record is None else record.config, phases, attention)
-            except UnknownRangeError as error:
+                profile = explain(arguments.file, record.config if record else None, arguments.ranges, attention)
+            except RangeNameError as error:
                 raise UsageError(f"{arguments.file}: {error}") from error
         plain = [] if record is None or path is None else _plain_run(record, path)
         entry = explained(profile, record, plain)

@@ -1,29 +1,24 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ceilings, ladder
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
-from cs336_systems.commands.results import PAGE_FILE, explain_or_warn, write_collection_page
+from cs336_systems.commands.results import PAGE_FILE, explain_or_warn, would_lose, write_collection_page
 from cs336_systems.files import FileError, encode_json
 from cs336_systems.record import RunRecord, load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.page.chapters import Collection
-from cs336_systems.report.results import Results
-from cs336_systems.report.sections.ceilings import write_ceilings
+from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
 from cs336_systems.report.sections.forecast import write_forecast
 from cs336_systems.report.sections.ladder import write_ladder_report
-from cs336_systems.report.sections.operators import write_attention, write_fusion
-from cs336_systems.report.sections.precision import write_precision
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
-from cs336_systems.studies.operators import AttentionStudy, FusionStudy
-from cs336_systems.studies.precision_records import PrecisionStudy
-from cs336_systems.studies.records import StudyT, read_study
+from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import print_aside, print_line
 
@@ -54,9 +49,10 @@ class _Place:
         """The ceilings that were measured beside the results."""
         return self.ceilings_at(ceilings_beside(self.directory))
 
-    def read(self, file: str, kind: type[StudyT]) -> dict[Path, StudyT]:
-        """The study in this file."""
-        return {self.path: read_study(self.directory / file, kind)}
+
+def _study(place: _Place, subject: str) -> Collection:
+    study: Study = read_study(place.directory / f"{subject}.json", STUDIES[subject])
+    return Collection(root=place.root, studies={place.path: StudyResults(study)})
 
 
 def results_below(root: Path) -> list[Path]:
@@ -126,21 +122,17 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
 def write(found: Collection, status: "StatusLine") -> None:
     """Write the tables and plots of all results of a collection into their directories."""
     for path, results in found.sweeps.items():
-        _write_sweep(results, found, path, status)
+        directory = found.root / path
+        written = replace(results, kernels=(), memory=()) if would_lose(results, directory, directory) else results
+        written.write(directory, status)
     if not found.sweeps:
         status("drawing and writing")
     for path, compared in found.comparisons.items():
         compared.write(found.root / path)
     for path, climbed in found.ladders.items():
         write_ladder_report(climbed.rows, found.root / path)
-    for path, study in found.ceilings.items():
-        write_ceilings(study, found.root / path, found.parts.get(path))
-    for path, attention in found.attention.items():
-        write_attention(attention, found.root / path)
-    for path, fusion in found.fusion.items():
-        write_fusion(fusion, found.root / path)
-    for path, precision in found.precision.items():
-        write_precision(precision, found.root / path)
+    for path, study in found.studies.items():
+        study.write(found.root / path)
 
 
 def _score_forecast(found: Collection, status: "StatusLine") -> None:
@@ -151,16 +143,6 @@ def _score_forecast(found: Collection, status: "StatusLine") -> None:
     status.end()
     if written is not None:
         print_line(f"{written}: written from all records and ceilings")
-
-
-def _write_sweep(results: Results, found: Collection, path: Path, status: "StatusLine") -> None:
-    """Write a sweep. Tables of profiles stay as they are if one is missing."""
-    directory = found.root / path
-    if results.lost:
-        kept = f"warning: {directory}: {results.lost}, and the tables of profiles stay as they were"
-        print_aside(kept)
-        results = Results(records=results.records, ceilings=results.ceilings)
-    results.write(directory, status)
 
 
 def is_study(directory: Path) -> bool:
@@ -196,18 +178,14 @@ def _ladder(place: _Place) -> Collection:
 
 
 def _of_ceilings(place: _Place) -> Collection:
-    study, parts = ceilings.load(place.directory)
-    of_step = {} if parts is None else {place.path: parts}
-    return Collection(root=place.root, ceilings={place.path: study}, parts=of_step)
+    return Collection(root=place.root, studies={place.path: StudyResults(*ceilings.load(place.directory))})
 
 
-RUNS, ATTENTION, FUSION, PRECISION = "runs", "attention.json", "fusion.json", "precision.json"
+RUNS = "runs"
 _KINDS: Mapping[str, Callable[[_Place], Collection]] = {
     ladder.LADDER_FILE: _ladder,
     CEILINGS_FILE: _of_ceilings,
-    ATTENTION: lambda place: Collection(root=place.root, attention=place.read(ATTENTION, AttentionStudy)),
-    FUSION: lambda place: Collection(root=place.root, fusion=place.read(FUSION, FusionStudy)),
-    PRECISION: lambda place: Collection(root=place.root, precision=place.read(PRECISION, PrecisionStudy)),
+    **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES if subject != "ceilings"},
     RUNS: _sweep,
     COMPARISON_FILE: _comparison,
 }

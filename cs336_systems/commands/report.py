@@ -63,7 +63,7 @@ def run(arguments: ReportArguments) -> int:
 
     with json_alone(arguments.json) as print_json, StatusLine() as status:
         is_explained = [explain_or_warn(own, directory / "runs", status) for directory, own in found.items()]
-        show_results(found, output, status, keep=True, print_json=print_json)
+        show_results(found, output, status, print_json)
         if [*found] == [output] and (output / COMPARISON_FILE).is_file():
             write_comparison(checked(partial(load_compared, output)), output, status)
     return OK if all(is_explained) and not any(problems.values()) else FAILED

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336_systems.commands.outcome import PrintJson, UsageError, load_ceilings_or_warn, print_profile_paths
+from cs336_systems.commands.outcome import PrintJson, load_ceilings_or_warn, print_profile_paths
 from cs336_systems.config import RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
@@ -23,15 +23,12 @@ def show_results(
     found: Mapping[Path, Sequence[RunRecord]],
     output: Path,
     status: "StatusLine",
-    *,
-    keep: bool = False,
     print_json: PrintJson | None = None,
 ) -> None:
     """Write the tables and plots of all sweeps together into `output`, and print the tables, or JSON if asked for.
 
-    `found` has the records by the sweep's directory. Profiled runs are only in the tables of profiles. If an explained
-    profile is missing, new tables in `output` would lose its run. Then, with `keep`, UsageError is raised before
-    anything is written; without it, the tables of profiles stay as they are if the raw profile is missing too.
+    `found` has the records by the sweep's directory. Profiled runs are only in the tables of profiles, which stay as
+    they are if they would lose runs.
     """
     status("reading records and profiles")
     from cs336_systems.report.page.chapters import Collection
@@ -42,16 +39,9 @@ def show_results(
     beside = [ceilings_beside(directory) for directory in (output, *found)]
     ceilings = load_ceilings_or_warn(next(filter(ceilings_files, beside), beside[0]))
     several = {directory: Results.load(own, directory) for directory, own in found.items()}
-    is_lost = False
-    for directory, results in several.items():
-        if keep:
-            _refuse_to_lose(results, directory, output)
-        elif not all(raw_profile_path(config, directory / "runs").is_file() for config in results.without_profile):
-            is_lost = True
-            what = "raw profiles too; the tables of profiles stay as they were, and --fresh measures these runs again"
-            print_aside(f"warning: {directory}: {results.lost}, {what}")
+    lost = [directory for directory, results in several.items() if would_lose(results, directory, output)]
     together = Results.together(several.values(), ceilings)
-    written = replace(together, kernels=(), memory=()) if is_lost else together
+    written = replace(together, kernels=(), memory=()) if lost else together
     written.write(output, status)
     if written.records:
         page = write_collection_page(Collection(root=output, sweeps={Path(): written}), status)
@@ -67,15 +57,17 @@ def show_results(
         print_profile_paths([record.config for record in own], directory / "runs")
 
 
-def _refuse_to_lose(results: "Results", directory: Path, output: Path) -> None:
-    """Report how many profiles are missing; raise UsageError if tables with these runs would be overwritten."""
-    if not results.lost:
-        return
-    if output.resolve() == directory.resolve():
-        raise UsageError(
-            f"{directory}: {results.lost}, and the tables there would lose these runs: write elsewhere with --output"
-        )
-    print_aside(f"warning: {directory}: {results.lost}, and the tables are without these runs")
+def would_lose(results: "Results", directory: Path, output: Path) -> bool:
+    """Whether tables in `output` would lose runs of this directory whose profiles cannot be explained any more.
+
+    A warning says what becomes of such runs.
+    """
+    if all(raw_profile_path(config, directory / "runs").is_file() for config in results.without_profile):
+        return False
+    is_here = output.resolve() == directory.resolve()
+    what = "the tables of profiles stay as they were" if is_here else "the tables are without these runs"
+    print_aside(f"warning: {directory}: {results.lost}, and {what}; --fresh measures these runs again")
+    return is_here
 
 
 PAGE_FILE = "index.html"

@@ -1,6 +1,6 @@
 """`cs336 attention`, `fusion` and `precision`, and what all studies share: flags, files and printing."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
@@ -30,11 +30,13 @@ from cs336_systems.text import print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.progress import StatusLine
-    from cs336_systems.report.section import Section
+    from cs336_systems.report.results import Study
+    from cs336_systems.studies.operators import AttentionStudy, FusionStudy
     from cs336_systems.studies.precision_records import PrecisionStudy
+    from cs336_systems.studies.step_parts import StepParts
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
-StudyT = TypeVar("StudyT")
+StudyT = TypeVar("StudyT", bound="Study")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +103,7 @@ class AttentionArguments(StudyArguments):
 
     def run(self) -> int:
         """Measure the grid, write its record after every cell, then the tables, plots and page."""
-        from cs336_systems.report.sections.operators import attention_section, write_attention
-
-        study = measure_and_show(self, write_attention, lambda study: [attention_section(study)])
+        study: AttentionStudy = measure_and_show(self)
         return OK if all(result.status.is_result for result in study.results) else FAILED
 
 
@@ -119,9 +119,7 @@ class FusionArguments(StudyArguments):
 
     def run(self) -> int:
         """Measure the grid, print the tables, and write them with the record and the plots."""
-        from cs336_systems.report.sections.operators import fusion_section, write_fusion
-
-        study = measure_and_show(self, write_fusion, lambda study: [fusion_section(study)])
+        study: FusionStudy = measure_and_show(self)
         return OK if all(row.status.is_result for row in study.rows) else FAILED
 
 
@@ -147,7 +145,6 @@ class PrecisionArguments:
         devices = checked(self.devices)
         if self.output is not None:
             self.output.mkdir(parents=True, exist_ok=True)
-        from cs336_systems.report.sections.precision import precision_sections, write_precision
 
         def measure(status: "StatusLine") -> "PrecisionStudy":
             status("importing PyTorch")
@@ -155,7 +152,7 @@ class PrecisionArguments:
 
             return run_precision_study(devices, status)
 
-        show_study(measure, write_precision, precision_sections, self.output, "precision", as_json=self.json)
+        show_study(measure, self.output, as_json=self.json)
         return OK
 
 
@@ -164,66 +161,53 @@ def run(arguments: AttentionArguments | FusionArguments | PrecisionArguments) ->
     return arguments.run()
 
 
-def measure_and_show(
-    arguments: StudyArguments,
-    write: Callable[[StudyT, Path], object],
-    sections: Callable[[StudyT], Iterable["Section"]],
-) -> StudyT:
+def measure_and_show(arguments: StudyArguments) -> Any:  # noqa: ANN401 (each grid has its own study)
     """Measure the grid of the arguments, with its record written after each cell; write the results and print them."""
     explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
 
-    def measure(status: "StatusLine") -> StudyT:
+    def measure(status: "StatusLine") -> Any:  # noqa: ANN401
         from cs336_systems.studies.runner import run_study
 
-        def keep(study: StudyT) -> None:
+        def keep(study: object) -> None:
             write_atomically(directory / f"{arguments.FOLDER}.json", encode_json(study))
 
-        study: StudyT = run_study(grid, status, keep)
-        return study
+        return run_study(grid, status, keep)
 
-    return show_study(measure, write, sections, directory, arguments.FOLDER, as_json=arguments.json)
+    return show_study(measure, directory, as_json=arguments.json)
 
 
 def show_study(
     measure: Callable[["StatusLine"], StudyT],
-    write: Callable[[StudyT, Path], object],
-    sections: Callable[[StudyT], Iterable["Section"]],
     directory: Path | None,
-    kind: str,
     *,
     as_json: bool,
-    **others: object,
+    parts: "StepParts | None" = None,
 ) -> StudyT:
     """Measure, showing progress; write the results into the directory, if one is given; print and return them.
 
-    `kind` is the field of `Collection` in which the page has such studies; `others` go into other fields of it.
+    `parts` of a step are on the roofline of ceilings.
     """
+    from cs336_systems.report.page.chapters import Collection
     from cs336_systems.report.progress import StatusLine
+    from cs336_systems.report.results import StudyResults
     from cs336_systems.report.sections.study import all_tables
     from cs336_systems.report.terminal import print_table
 
     with json_alone(as_json) as print_json:
         with StatusLine() as status:
             study = measure(status)
+            results = StudyResults(study, parts)
             if directory is not None:
                 status("drawing and writing")
-                write(study, directory)
-                page = _write_page(directory, status, {kind: study, **others})
+                results.write(directory)
+                page = write_collection_page(Collection(root=directory, studies={Path(): results}), status)
         if print_json is not None:
             print_json(encode_json(study))
         else:
-            for table in all_tables(sections(study)):
+            for table in all_tables(results.sections):
                 print_table(table, directory)
         if directory is not None:
             print_line(f"results: {directory}")
             print_line(f"page: {page}")
     return study
-
-
-def _write_page(directory: Path, status: "StatusLine", parts: Mapping[str, object]) -> Path:
-    """Write the page of one study; `parts` are values of fields of `Collection`, or None for what is absent."""
-    from cs336_systems.report.page.chapters import Collection
-
-    fields: dict[str, Any] = {name: {Path(): part} for name, part in parts.items() if part is not None}
-    return write_collection_page(Collection(root=directory, **fields), status)

@@ -10,9 +10,8 @@ import difflib
 import hashlib
 import importlib.util
 import re
-import symtable
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -89,13 +88,14 @@ def check_factory(name: str, flag: str = "--model") -> None:
         raise ValueError(f"{flag} {name}: no module {first!r}, in this directory or installed{_meant(first, here)}")
     for part in below:
         package, spec = spec, _submodule(spec, part)
-        if spec is None and _names(package) is not None:
+        if spec is None and _tree(package) is not None:
             hint = "; leave .py out" if part == "py" else ""
             raise ValueError(f"{flag} {name}: no module {part!r} in {package.name!r}{hint}")
         if spec is None:
             return
-    known, wanted = _names(spec), attribute.partition(".")[0]
-    if known is not None and wanted not in known and _submodule(spec, wanted) is None:
+    tree, wanted = _tree(spec), attribute.partition(".")[0]
+    known = {bound for node in ast.walk(tree) for bound in _bound_by(node)} if tree else {wanted}
+    if wanted not in known and _submodule(spec, wanted) is None:
         raise ValueError(f"{flag} {name}: no {wanted!r} in module {module!r}{_meant(wanted, known)}")
 
 
@@ -110,9 +110,9 @@ def parameters_of(name: str) -> set[str] | None:
     spec = _find(first)
     for part in below:
         spec = spec and _submodule(spec, part)
-    if spec is None or _names(spec) is None:
+    tree = None if spec is None else _tree(spec)
+    if spec is None or tree is None:
         return None
-    tree = ast.parse(Path(spec.origin).read_bytes()) if spec.origin else ast.Module([], [])
     bound = [node for node in ast.walk(tree) if attribute in _bound_by(node)]
     if len(bound) != 1 or bound[0] not in tree.body:
         return None
@@ -130,7 +130,7 @@ def parameters_of(name: str) -> set[str] | None:
     return {each.arg for each in (*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs)}
 
 
-def _bound_by(node: ast.AST) -> Iterable[str | None]:
+def _bound_by(node: ast.AST) -> list[str]:
     """Names that this one node binds, leaving out those within it."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [each.asname or each.name for each in node.names]
@@ -155,15 +155,15 @@ def _submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:
         return found
 
 
-def _names(spec: ModuleSpec) -> Collection[str] | None:
-    """Names in the module's source, without submodules; None if the source cannot tell."""
+def _tree(spec: ModuleSpec) -> ast.Module | None:
+    """The module's source; None if that cannot tell which names the module has."""
     if spec.origin is None and spec.submodule_search_locations is not None:
-        return ()  # a folder without __init__.py
+        return ast.Module([], [])  # a folder without __init__.py
     if not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):
         return None
     try:
         source = importlib.util.decode_source(Path(spec.origin).read_bytes())
-        return None if _DYNAMIC.search(source) else symtable.symtable(source, spec.name, "exec").get_identifiers()
+        return None if _DYNAMIC.search(source) else ast.parse(source)
     except (OSError, SyntaxError, ValueError):  # importing it will say more
         return None
 

@@ -7,11 +7,10 @@ import gc
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
 
 import pynvml
 import torch
@@ -60,17 +59,6 @@ LEAST_TRAIN_WARMUP_STEPS = 2
 """The optimizer makes its state at the end of the first step, so the second step is the first in the steady state."""
 
 
-class Say(Protocol):
-    """Reports progress. It is called before each part of the work, and never while a step is timed."""
-
-    def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
-        """Report what is done next, in a few words; if it is one of `total` parts, `done` of these are finished."""
-
-
-def say_nothing(doing: str, done: int = 0, total: int = 0) -> None:
-    """Report nothing."""
-
-
 @dataclass(slots=True)
 class Progress:
     """What is known of a run so far. Times in seconds, `started` by `perf_counter`."""
@@ -96,7 +84,8 @@ class Progress:
     collector_on: bool | None = None
     state_before: GpuState | None = None
     profile: Path | None = None
-    say: Say = say_nothing
+    say: Callable[[str], None] = lambda _: None
+    """Called with what is done next, in a few words, before each part of the work and never while a step is timed."""
     watch: Watch = field(default_factory=Watch)
 
     def warn(self, code: WarningCode, message: str) -> None:
@@ -139,7 +128,7 @@ def measure(
     config: RunConfig,
     model: nn.Module | None = None,
     profile: Path | None = None,
-    say: Say = say_nothing,
+    say: Callable[[str], None] = lambda _: None,
     rank: Rank | None = None,
 ) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.

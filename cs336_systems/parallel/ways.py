@@ -20,7 +20,19 @@ from cs336_systems.parallel.fully_sharded import FSDP, blocks_of
 from cs336_systems.parallel.sharded_weights import CopyFSDP, ShardedMasterAdamW, leaves_of, with_received
 
 
-class TorchDDP(nn.Module):
+class _TorchWay(nn.Module):
+    """A wrapper of PyTorch's."""
+
+    module: nn.Module
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+        return self.module(*inputs, **named_inputs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing: the gradients are averaged when backward returns."""
+
+
+class TorchDDP(_TorchWay):
     """PyTorch's DistributedDataParallel in buckets."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,14 +45,8 @@ class TorchDDP(nn.Module):
                 module, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
             )
 
-    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
-        return self.module(*inputs, **named_inputs)
 
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing: the gradients are averaged when backward returns."""
-
-
-class TorchFSDP(nn.Module):
+class TorchFSDP(_TorchWay):
     """PyTorch's fully_shard of each block and of the rest."""
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
@@ -57,12 +63,6 @@ class TorchFSDP(nn.Module):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(module, mesh=mesh, mp_policy=policy)
         self.module = module
-
-    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
-        return self.module(*inputs, **named_inputs)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing: the gradients are averaged when backward returns."""
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:

@@ -345,8 +345,6 @@ COLUMNS: dict[str, Column] = {
     "peak_allocated_bytes": Column("peak", "",
                                    "The most in blocks at any time, as torch.cuda.max_memory_allocated() counts."),
     "peak_phase": _text("in", "The phase in which memory was at its peak."),
-    "plain_peak_allocated_bytes": Column("without recording", "",
-                                         "The allocator's own peak in a run that was not recorded.", drop_order=7),
     "predicted_peak_allocated_bytes": Column("predicted", "",
                                              "The peak that the configuration was predicted to have.", drop_order=1),
     "peak_reserved_bytes": Column("reserved", "", "The most that PyTorch held in segments at any time.", drop_order=5),

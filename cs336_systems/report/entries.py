@@ -92,21 +92,18 @@ def over_configurations(
     notes: Iterable[str],
     *,
     shown: Callable[[Row], bool] = lambda _: True,
-    without: Sequence[str] = (),
-    among: Sequence[Entry] = (),
 ) -> Section:
     """A section with one table of the rows that are `shown`, and with all rows and the columns `csv` in the CSV file.
 
-    In the table, the columns that distinguish the configurations come first, except those in `without`. Columns whose
-    values are all 0 or unknown are left out. A note names the settings that all configurations share, and for a single
-    configuration its size and context too. If a row stands for several entries, `among` has all entries, and the note
-    names what they share. The CSV file has all settings of each row. Without shown rows there is no table.
+    In the table, the columns that distinguish the configurations come first. Columns whose values are all 0 or unknown
+    are left out. A note names the settings that all configurations share, and for a single configuration its size and
+    context too. The CSV file has all settings of each row. Without shown rows there is no table.
     """
     kept = [row for row in rows if shown(row)]
     is_single = all(row["identity"] == kept[0]["identity"] for row in kept)
-    before = [] if is_single else identity_columns(kept, without=without)
+    before = [] if is_single else identity_columns(kept)
     columns = [column for column in columns if not column.key or any(row[column.key] for row in kept)]
-    shared = settings(among or [row["entry"] for row in kept], ALWAYS if is_single else ())
+    shared = settings([row["entry"] for row in kept], ALWAYS if is_single else ())
     table = make_table(
         title, [*before, *columns], kept, [*notes, *([f"{shared}."] if shared else [])],
         lambda row: row.get("status", Status.OK) != Status.OK,

@@ -228,15 +228,12 @@ def _cell(value: object) -> str:
     return shortened(text_of(value), LONGEST_PART)
 
 
-def identity_columns(
-    rows: Sequence[Mapping[str, Any]], always: Sequence[str] = ALWAYS, without: Collection[str] = ()
-) -> list[Column]:
-    """The distinguishing columns of a table, except those in `without`; each row has its identity under `identity`."""
+def identity_columns(rows: Sequence[Mapping[str, Any]], always: Sequence[str] = ALWAYS) -> list[Column]:
+    """The distinguishing columns of a table; each row has its identity under `identity`."""
     found = [row["identity"] for row in rows]
     return [
         Column(heading(name), numeric=_is_numeric(found, name), key=name, text=_identity_cell(name))
         for name in distinguishing(found, always)
-        if name not in without
     ]
 
 

@@ -1,17 +1,19 @@
-"""The results of sweeps: records and explained profiles, their one frame, and the sections that are made of both."""
+"""The results of sweeps, their one frame and their sections; and those of studies, as their pages show them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.entries import findings_section
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.section import Section, Table, rows_with
+from cs336_systems.report.sections.ceilings import PICTURES, ceilings_sections
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
@@ -21,8 +23,14 @@ from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memor
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.tables import memory_tables
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
+from cs336_systems.report.sections.operators import attention_section, fusion_section
+from cs336_systems.report.sections.precision import precision_sections
 from cs336_systems.report.sections.steps import results_section
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+from cs336_systems.studies.ceilings_records import CeilingsStudy
+from cs336_systems.studies.operators import AttentionStudy, FusionStudy
+from cs336_systems.studies.precision_records import PrecisionStudy
+from cs336_systems.studies.step_parts import StepParts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,3 +136,45 @@ class Results:
         for done, section in enumerate(sections):
             status(f"writing tables and pictures of {section.name}", done, len(sections))
             write_files({**texts_of(section), **pngs_of(section)}, output)
+
+
+Study: TypeAlias = CeilingsStudy | AttentionStudy | FusionStudy | PrecisionStudy
+STUDIES: Mapping[str, type] = {
+    "ceilings": CeilingsStudy, "attention": AttentionStudy, "fusion": FusionStudy, "precision": PrecisionStudy,
+}  # fmt: skip
+"""All kinds of studies by their subject; the record of a study is the file SUBJECT.json in its directory."""
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """A study as its directory and its page show it."""
+
+    study: Study
+    parts: StepParts | None = None
+    """The parts of a step that are on the roofline of ceilings."""
+
+    @property
+    def subject(self) -> str:
+        """What it is about, a key of STUDIES."""
+        return next(subject for subject, kind in STUDIES.items() if isinstance(self.study, kind))
+
+    @cached_property
+    def sections(self) -> Sequence[Section]:
+        """Its tables and pictures."""
+        if isinstance(self.study, CeilingsStudy):
+            return ceilings_sections(self.study, self.parts)
+        if isinstance(self.study, AttentionStudy):
+            return [attention_section(self.study)]
+        return [fusion_section(self.study)] if isinstance(self.study, FusionStudy) else precision_sections(self.study)
+
+    def write(self, directory: Path) -> list[Path]:
+        """Write record, tables and pictures into the directory, which is made if need be; return their paths.
+
+        An earlier picture of ceilings that these do not have is removed.
+        """
+        stale = PICTURES if isinstance(self.study, CeilingsStudy) else ()
+        files: dict[str, str | bytes] = {f"plots/{picture}.png": b"" for picture in stale}
+        files[f"{self.subject}.json"] = encode_json(self.study)
+        for section in self.sections:
+            files |= {**texts_of(section), **pngs_of(section)}
+        return write_files(files, directory)

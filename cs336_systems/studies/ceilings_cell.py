@@ -41,12 +41,8 @@ from cs336_systems.studies.records import Row
 from cs336_systems.studies.timing import Run, device_timer, host_timer, launch_timer, measure, replayed, timed_loops
 
 PRODUCT_DTYPES = DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
-LEAST_CAPABILITY = {
-    ProductPrecision.TF32: (8, 0),
-    ProductPrecision.BF16: (8, 0),
-    ProductPrecision.FP8: (8, 9),
-}
-"""Compute capability from which NVIDIA GPUs multiply such numbers in hardware."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which NVIDIA GPUs multiply fp8 in hardware."""
 LAUNCHES_IN_GRAPH = 1000
 LOOPS, LOOP_S = 3, 0.01
 """Number and least time of the loops of each kernel of a step: few and short, because there are hundreds of them."""
@@ -98,16 +94,13 @@ def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -
     if device is Device.CPU:
         is_missing = precision in ONLY_ON_GPUS
         return f"{precision} products are measured on NVIDIA GPUs, got device cpu" if is_missing else None
-    least = LEAST_CAPABILITY.get(precision, (0, 0))
-    if (capability := torch.cuda.get_device_capability()) < least:
-        return f"{precision} needs compute capability {_dotted(least)}, the device has {_dotted(capability)}"
-    if precision is ProductPrecision.FP8 and (shape.inner % FP8_MULTIPLE or shape.columns % FP8_MULTIPLE):
+    if precision is not ProductPrecision.FP8:
+        return None
+    if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        return f"fp8 needs compute capability 8.9, the device has {'.'.join(map(str, capability))}"
+    if shape.inner % FP8_MULTIPLE or shape.columns % FP8_MULTIPLE:
         return f"fp8 needs inner and last sides that are multiples of {FP8_MULTIPLE}, got {shape.label}"
     return None
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:

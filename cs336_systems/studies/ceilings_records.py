@@ -552,15 +552,10 @@ class CeilingsStudy:
         found = {precision: self.product_ceiling(precision) for precision in dict.fromkeys(self.grid.precisions)}
         return {precision: ceiling for precision, ceiling in found.items() if ceiling is not None}
 
-    def largest_stream(self, stream: Stream) -> StreamCell | None:
-        """The largest pass over memory that has a time: caches help it least."""
-        timed = [cell for cell in self.streams if cell.stream is stream and cell.bytes_per_s is not None]
-        return max(timed, key=lambda cell: cell.moved_bytes, default=None)
-
     def bandwidth(self, stream: Stream = Stream.COPY) -> float | None:
-        """Bytes per second of the largest pass over memory, or None if none has a time."""
-        largest = self.largest_stream(stream)
-        return None if largest is None else largest.bytes_per_s
+        """Bytes per second of the largest pass over memory, which caches help least, or None if none has a time."""
+        times_s = self._stream_times(stream)
+        return max(times_s) / times_s[max(times_s)] if times_s else None
 
     def collective_times(self, ranks: int) -> dict[Collective, dict[int, float]]:
         """Times of the collectives of so many processes, by bytes."""

@@ -19,7 +19,7 @@ from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Paral
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
-from cs336_systems.record import RunRecord, RunWarning, Status, WarningCode, load_records
+from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.sweep.isolation import (
     EXPLAINING,
     Entry,
@@ -30,7 +30,6 @@ from cs336_systems.sweep.isolation import (
     kill_orphans,
     preload,
     preload_to_explain,
-    signal_name,
     spare_children,
     wait_for_workers,
 )
@@ -274,20 +273,12 @@ class Loop:
                 return record
             if record.failed_rank is not None and record.failure is not None and record.failure.log_tail is None:
                 record = self.keeper.write(replace(record, failure=replace(record.failure, log_tail=worker.log_tail())))
-            return self._with_teardown(record, exit_code, timed_out) if exit_code else record
+            return record
         if exit_code == RECORD_NOT_WRITTEN and not timed_out:
             why = (worker.log_tail() or "").splitlines()[-1:]
             raise SweepError(f"the record of {config.key} could not be written: {''.join(why)}")
         status, failure = worker.failure(exit_code, self.timeout_s if timed_out else None)
         return self.keeper.fail(config, status, failure, worker.elapsed_s)
-
-    def _with_teardown(self, record: RunRecord, exit_code: int, timed_out: bool) -> RunRecord:
-        how = f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
-        if timed_out:
-            how = f"did not end within {self.timeout_s:g} s"
-        message = f"after the record was written the worker {how}"
-        warning = RunWarning(code=WarningCode.TEARDOWN_FAILED, message=message)
-        return self.keeper.write(replace(record, warnings=(*record.warnings, warning)))
 
 
 def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:

@@ -70,13 +70,13 @@ def test_slope_is_that_of_scipy() -> None:
     assert slope(values) == pytest.approx((expected.slope, expected.stderr))
 
 
-@pytest.mark.parametrize("n", [3, 5, 10, 20, 100])
+@pytest.mark.parametrize("n", [3, 5, 10, 20, 50])
 def test_noise_has_outliers_in_fewer_than_one_of_a_hundred_samples(n) -> None:
     samples = np.random.default_rng(n).normal(1, 0.03, (1500, n))
     assert sum(bool(outliers(sample.tolist(), 0.005)) for sample in samples) / len(samples) < 0.0125
 
 
-@pytest.mark.parametrize("n", [10, 20, 100])
+@pytest.mark.parametrize("n", [10, 50])
 def test_a_value_ten_standard_deviations_out_is_found(n) -> None:
     samples = np.random.default_rng(n).normal(1, 0.03, (200, n))
     samples[:, n // 2] += 0.3

@@ -24,8 +24,7 @@ from cs336_systems.config import Profiler
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
 from cs336_systems.report.progress import TerminalListener
-from cs336_systems.report.sections.ceilings import write_ceilings
-from cs336_systems.report.sections.operators import write_attention, write_fusion
+from cs336_systems.report.results import StudyResults
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.operators import Op
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
@@ -251,9 +250,7 @@ def test_memory(tmp_path, is_inert, not_rendered):
 def test_studies(tmp_path, is_inert, not_rendered):
     cell = studies.make_cell()
     attention = studies.make_study(studies.make_result(cell), studies.make_failed(studies.make_cell("flash")))
-    write_attention(poisoned(attention, SHORTER), tmp_path)
-    write_fusion(
-        poisoned(studies.make_fusion(studies.make_row(), studies.make_lost_row(op=Op.RMS_NORM)), SHORTER), tmp_path
-    )
-    write_ceilings(poisoned(ceilings.make_whole(), SHORTER), tmp_path)
+    fusion = studies.make_fusion(studies.make_row(), studies.make_lost_row(op=Op.RMS_NORM))
+    for study in (attention, fusion, ceilings.make_whole()):
+        StudyResults(poisoned(study, SHORTER)).write(tmp_path)
     is_inert(tmp_path)

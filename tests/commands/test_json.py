@@ -102,7 +102,7 @@ def test_a_sweep_prints_what_its_report_does(
         for record in records:
             write_record(record, directory / "runs")
         print("some library has its say")
-        return Outcome(records=records, measured=records, wall_s=1.0, slots=1, interrupted=False)
+        return Outcome(records=records, measured=records, interrupted=False)
 
     monkeypatch.setattr(cs336_systems.sweep.run, "run_sweep", measure)
     flags = ("--device", "cpu", "--name", "x")

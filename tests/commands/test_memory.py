@@ -170,7 +170,6 @@ def test_wrong_usage(words: list[str], problem: str, capsys: pytest.CaptureFixtu
 def test_a_file_for_another_command_is_called_what_it_is(
     snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A record leads to its profile, where there is one."""
     config = RunConfig(size="custom", model=MODEL, batch_size=BATCH)
     record = RunRecord(config=config, status=Status.OK, started_at="2026-11-21T00:00:00+00:00")
     (tmp_path / "runs").mkdir()
@@ -187,8 +186,5 @@ def test_a_file_for_another_command_is_called_what_it_is(
     for path, name in given.items():
         assert main(["kernels", str(path)]) == 2
         check_refused(capsys.readouterr().err, path, name)
-    for command in ("memory", "kernels"):
-        assert main([command, str(record_path)]) == 2
-        assert str(profile_path) in capsys.readouterr().err
     assert memory(snapshot, "--record", profile_path) == 2
     check_refused(capsys.readouterr().err, profile_path, "a memory profile")

@@ -38,15 +38,3 @@ def test_nothing_is_written_unless_asked(
     with (tmp_path / "deep/er/accumulation.csv").open(newline="") as file:
         totals = [float(row["total"]) for row in csv.DictReader(file)]
     assert totals == pytest.approx([row.total for row in accumulation_study()])
-
-
-def test_an_output_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert main(["--device", "cpu", "--output", str(tmp_path / "file")]) == 1
-    assert str(tmp_path / "file") in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_asking_for_a_gpu_that_is_not_there_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cuda"]) == 2
-    assert "--device cpu" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from cs336_systems import cli
 from cs336_systems.commands.rebuild import is_study, results_below
-from cs336_systems.report.page import chapters
+from cs336_systems.report import results
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -88,7 +88,7 @@ def test_of_interrupted_work_the_old_page_is_left(tree: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     (tree / "index.html").write_text("old")
-    monkeypatch.setattr(chapters, "precision_sections", interrupted)
+    monkeypatch.setattr(results, "precision_sections", interrupted)
     assert cli.main(["report", str(tree)]) == 130
     assert (tree / "index.html").read_text() == "old"
     assert sorted(tree.rglob("*.tmp")) == []

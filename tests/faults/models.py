@@ -34,7 +34,7 @@ def good(vocab_size, d_model):
 
 
 class AtSecondStep(nn.Module):
-    """A good model whose second forward pass calls `fault` first."""
+    """A good model whose second step calls `fault` first; its first forward pass, before the steps, is a trial."""
 
     def __init__(self, fault, vocab_size, d_model):
         super().__init__()
@@ -42,7 +42,7 @@ class AtSecondStep(nn.Module):
 
     def forward(self, tokens):
         self.passes += 1
-        if self.passes == 2:
+        if self.passes == 3:
             self.fault()
         return self.model(tokens)
 

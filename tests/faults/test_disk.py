@@ -98,7 +98,7 @@ while life < 40 or len(seen) < 10:
         die_with_forker(signal.SIGKILL)
         for turn in range(1_000_000):
             write_record(replace(record, started_at=f"{{life}}-{{turn}}"), path.parent)
-    time.sleep(chance.uniform(0, 0.005))
+    time.sleep(chance.uniform(0, 0.03))
     os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
     records, problems = load_records(path.parent)

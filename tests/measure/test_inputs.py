@@ -203,8 +203,8 @@ for name in {NAMES}:
         except ValueError:
             refused.add(name)
     assert not refused & there
-    # what a module does when it runs, and a mistake in it, are seen when it is imported
-    assert set(NAMES) - there - refused == {"broken:make", "plain:other"}
+    # what a module does when it runs, a mistake in it, and where a name is bound are seen when it is imported
+    assert set(NAMES) - there - refused == {"broken:make", "plain:other", "within:inner"}
     assert set(sys.modules) == before
 
 

@@ -102,8 +102,6 @@ def test_attention_says_which_times_are_in_doubt(fault):
         (gain,) = [marked(note) for note in table.notes if note.startswith("Times as fast")]
         ratio = 4 / np.mean(FAULTS[fault])
         assert gain == [(pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))]
-        (rates,) = [note for note in table.notes if note.startswith("TFLOP/s")]
-        assert len(marked(rates)) == 1
     naive, flash = csv_rows(attention_section(study))
     assert [naive["forward_warnings"], naive["backward_warnings"]] == ["", ""]
     assert [flash["forward_warnings"], flash["backward_warnings"]] == [fault, fault]

@@ -81,7 +81,7 @@ def kernel_entry(config, **changes):
 
 
 def memory_entry(config, **changes):
-    return MemoryEntry(config=config, profile=make_memory(**changes), plain=make_record(config, (0.02,)))
+    return MemoryEntry(config=config, profile=make_memory(**changes), device_name="NVIDIA H200")
 
 
 def assert_apart(sections, pair):
@@ -109,7 +109,9 @@ def test_labels_of_runs_that_differ_in_one_setting_differ(where, field) -> None:
         assert one.label != other.label
 
 
-@each_setting("profiler", "device", "cuda_graph", "loss", "update_in_backward", "expandable_segments", *PARALLEL)
+@each_setting(
+    "profiler", "device", "cuda_graph", "loss", "module_depth", "update_in_backward", "expandable_segments", *PARALLEL
+)
 def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
     """Memory is recorded by one profiler, on a GPU, of a run without graphs, in fixed segments and in one process."""
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)

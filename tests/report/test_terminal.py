@@ -67,7 +67,7 @@ def kinds():
     profiled = [make_record(make_config(size), (0.1, 0.11)) for size in sizes]
     entries = [Profiled(config=r.config, profile=make_profile(), plain=r, profiled=r) for r in profiled]
     snapshot = [MemoryEntry(profile=make_memory())]
-    memory = [MemoryEntry(config=r.config, profile=make_memory(), plain=r) for r in profiled]
+    memory = [MemoryEntry(config=r.config, profile=make_memory(), device_name=r.device_name) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
     step = AccountArguments(size="xl", context_length=512).config()
     account = Account(config=step, device=find_device(H200), step_s=0.1, memory_bytes=40e9, ceiling_flops_per_s=7e14)

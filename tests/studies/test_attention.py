@@ -3,7 +3,6 @@
 import csv
 import math
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,12 @@ from cs336_systems.measure.inputs import source_digest
 from cs336_systems.record import Status
 from cs336_systems.report.sections.operators import attention_rows
 from cs336_systems.studies import operator_cell
-from cs336_systems.studies.cell import attempt, make_generator
+from cs336_systems.studies.cell import make_generator
 from cs336_systems.studies.operator_cell import (
     exact_attention,
     full_attention,
     make_attention,
     make_inputs,
-    measure_attention,
     measure_cell,
 )
 from cs336_systems.studies.operators import (
@@ -213,19 +211,6 @@ def test_a_cell_that_fails_names_the_line_and_the_next_is_measured(name: str, st
     assert max(error.relative for error in naive.errors) < ROUNDING
 
 
-def test_a_file_that_cannot_be_imported_is_a_row_that_names_its_line_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "unfinished.py").write_text("\n\ndef flash(q, k, v, is_causal)\n    return q\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    grid = replace(SMALL, own="unfinished:flash")
-    (cell,) = grid.groups()[0]
-    (row,), _ = attempt(grid, cell, measure_attention)
-    study = AttentionStudy(grid=grid, results=(row,))
-    assert row.status is Status.CRASHED
-    assert attention_rows(study)[0]["error"].count("unfinished.py, line 3") == 1
-
-
 def test_the_flag_adds_an_implementation_and_keeps_the_state_of_its_source() -> None:
     flags = ["--device", "cpu", "--implementations", "sdpa", "--own", "tests.own_kernels:Flash"]
     grid = parse(AttentionArguments, "attention", flags).grid()
@@ -279,23 +264,6 @@ def test_a_missing_kernel_is_a_row_and_no_failure() -> None:
     assert "viable backend" in study.results[0].failure.message
     assert study.available(Precision.FP32) == [Implementation.FLASH]
     assert all(result.status.is_result for result in study.results)
-
-
-def test_a_whole_study_keeps_every_time_and_its_environment() -> None:
-    progress: list[AttentionStudy] = []
-    study = run_study(replace(GRID, d_heads=(8, 4), precisions=(Precision.BF16,)), on_progress=progress.append)
-    assert [(r.cell.context_length, r.cell.d_head) for r in study.results] == [
-        (8, 4), (8, 8), (16, 4), (16, 8), (32, 4), (32, 8),
-    ]  # fmt: skip
-    assert [len(seen.results) for seen in progress] == [1, 2, 3, 4, 5, 6]
-    assert progress[-1] == study
-    assert study.environment.identity.torch == torch.__version__
-    for result in study.results:
-        assert [m.phase for m in result.measurements] == [Phase.FORWARD, Phase.BACKWARD]
-        assert all(len(m.times_s) == 3 and m.min_s > 0 for m in result.measurements)
-        assert result.memory is None  # there is no allocator to ask: unknown, not 0
-        assert result.first_pass_s > 0
-        assert result.compile_s is None
 
 
 def test_an_injected_sleep_is_found_in_forward_alone() -> None:
@@ -374,16 +342,6 @@ def test_flops_are_those_that_torch_counts() -> None:
     shape = (2, 1, 24, 16)
     flash = cell_of(Implementation.FLASH, 16, 24)
     assert attention_flops(GRID, flash, Phase.BACKWARD) == sdpa_backward_flop_count(shape, shape, shape, shape)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"context_lengths": (8, -1)}, "at least 1, got -1"), ({"timeout_s": float("nan")}, "timeout_s must be positive")],
-    ids=str,
-)
-def test_an_impossible_grid_is_refused(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        replace(GRID, **changes)
 
 
 def test_flags_mean_a_grid() -> None:

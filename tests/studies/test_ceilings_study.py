@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.config import SIZES, Device, RunConfig
+from cs336_systems.config import Device
 from cs336_systems.costs.calls import Collective
-from cs336_systems.costs.time import host_calls, step_time
+from cs336_systems.costs.time import step_time
 from cs336_systems.record import Status
 from cs336_systems.studies import ceilings_cell, ceilings_ranks
 from cs336_systems.studies.ceilings_cell import (
@@ -205,29 +205,13 @@ def test_a_run_is_called_as_often_as_it_is_counted() -> None:
     assert asked[-3:] == [loops.count] * 3
 
 
-@pytest.mark.parametrize("precision", [ProductPrecision.TF32, ProductPrecision.FP8])
-def test_a_matmul_that_a_cpu_lacks_is_unavailable(precision: ProductPrecision) -> None:
-    cell = row_of(precision)
-    assert cell.timing.status is Status.UNAVAILABLE
-    assert str(precision) in cell.timing.failure.message
-    assert (cell.flops_per_s, cell.timing.time_s) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("capability", "missing"),
-    [
-        ((7, 5), (ProductPrecision.TF32, ProductPrecision.BF16, ProductPrecision.FP8)),
-        ((9, 0), ()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("capability", "missing"), [((8, 6), {ProductPrecision.FP8}), ((9, 0), set())], ids=str)
 def test_a_gpu_multiplies_what_its_generation_does(monkeypatch, capability, missing) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     lucky = Shape(rows=5, inner=64, columns=48)
-    assert {p for p in ProductPrecision if why_unavailable(Device.CUDA, p, lucky)} == set(missing)
+    assert {p for p in ProductPrecision if why_unavailable(Device.CUDA, p, lucky)} == missing
     for unlucky in (replace(lucky, columns=50257), replace(lucky, inner=24)):
-        found = {p for p in ProductPrecision if why_unavailable(Device.CUDA, p, unlucky)}
-        assert found == {*missing, ProductPrecision.FP8}
+        assert {p for p in ProductPrecision if why_unavailable(Device.CUDA, p, unlucky)} == {ProductPrecision.FP8}
 
 
 @pytest.mark.parametrize(
@@ -251,20 +235,6 @@ def test_fp32_is_true_fp32_and_tf32_is_not(monkeypatch: pytest.MonkeyPatch, prec
     assert seen == [mode]
 
 
-def test_a_failure_is_a_row_and_the_next_cell_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(run, grid):
-        if run().shape == (5, 3):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
-        return timed_loops(run, host_timer, grid)
-
-    monkeypatch.setattr(ceilings_cell, "measure", measured)
-    failed = row_of(ProductPrecision.FP32)
-    assert failed.timing.status is Status.OOM
-    assert failed.timing.failure.requested_bytes == 2**31
-    assert failed.timing.failure.where == "fp32 product 5 x 7 x 3"
-    assert row_of(ProductPrecision.FP32, replace(SHAPE, rows=6)).flops_per_s > 0
-
-
 def test_calls_of_a_step_are_timed_by_a_run_of_it() -> None:
     """On a CPU, which computes longer than it calls. The forecast of a host alone is so many calls."""
     config = replace(NARROW, device=Device.CPU, warmup_steps=1, measured_steps=3)
@@ -275,10 +245,6 @@ def test_calls_of_a_step_are_timed_by_a_run_of_it() -> None:
     predicted = step_time(replace(config, device=Device.CUDA), curves)
     assert predicted is not None
     assert predicted.launch_s == pytest.approx(found.count * curves.launch_s)
-
-
-def test_the_narrow_step_makes_the_calls_of_small() -> None:
-    assert host_calls(NARROW) == host_calls(RunConfig(size="small", model=SIZES["small"]))
 
 
 def test_a_whole_study_on_a_cpu() -> None:

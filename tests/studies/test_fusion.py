@@ -3,7 +3,6 @@
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.commands.flags import parse
-from cs336_systems.commands.study import FusionArguments
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.studies.cell import attempt
@@ -194,25 +191,3 @@ def test_one_wrong_gradient_among_good_ones_is_seen() -> None:
     rows = measured(Op.ATTENTION, replace(OPS[Op.ATTENTION], fused=hurt_the_values))
     assert rows[Phase.FORWARD].max_error < 1e-6
     assert rows[Phase.BACKWARD].max_error is None
-
-
-def test_a_failure_is_two_rows_and_the_next_version_is_measured() -> None:
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0")
-
-    for row in measure_fused(fail).values():
-        assert row.status is Status.OOM
-        assert row.failure.requested_bytes == 2 * 2**20
-        assert row.failure.where == "a label"
-        assert (row.measurement, row.kernels, row.must_move_bytes_per_s) == (None, (), None)
-    assert measure_fused(lambda x: F.gelu(x, approximate="tanh"))[Phase.FORWARD].status is Status.OK
-
-
-def test_flags_mean_a_grid() -> None:
-    assert parse(FusionArguments, "fusion", ["--device", "cpu"]).grid() == FusionGrid(
-        device=Device.CPU, batch_size=2, context_length=64, width=512, num_heads=2, d_head=16, passes=10
-    )
-    flags = "--device cpu --ops gelu --precisions fp32 bf16 --width 7 --passes 2"
-    arguments = parse(FusionArguments, "fusion", flags.split())
-    assert (arguments.grid().ops, arguments.grid().width, arguments.grid().passes) == ((Op.GELU,), 7, 2)
-    assert arguments.directory() == Path("data/fusion/fp32-bf16_cpu")

@@ -27,14 +27,15 @@ from cs336_systems.analysis.kernels.phases import (
     PHASES,
     Codes,
     LaunchPhase,
-    PhaseNames,
     PhasePlan,
     PhaseSource,
     Steps,
     Windows,
+    phase_of_name,
     phase_plan,
 )
 from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Trace
+from cs336_systems.ranges import PhaseNames
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
 """Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a scatter of gradients.
@@ -80,14 +81,6 @@ class Attribution:
     sources: Mapping[int, PhaseSource]
     """The evidence for the phases of each process that has kernels or copies, by process id."""
     notes: tuple[str, ...]
-
-    def module_path(self, index: int) -> tuple[str, ...]:
-        """Names of the ranges around and including range `index`, outermost first."""
-        path = []
-        while index >= 0:
-            path.append(self.trace.strings[self.trace.ranges.name[index]])
-            index = int(self.parent[index])
-        return tuple(reversed(path))
 
 
 def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
@@ -161,7 +154,7 @@ class _Modules:
 
     def __init__(self, trace: Trace, names: PhaseNames, plans: Iterable[PhasePlan], phases: _Phases) -> None:
         ranges = trace.ranges
-        outside = [name for name, phase in names.phases.items() if phase is not LaunchPhase.LOSS]
+        outside = [name for name, phase in phase_of_name(names).items() if phase is not LaunchPhase.LOSS]
         structure = trace.string_ids(*outside, names.step, names.warmup, names.measure)
         is_module = ranges.is_nested & ~np.isin(ranges.name, structure)
         for plan in plans:

@@ -9,6 +9,7 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Ints
 from cs336_systems.analysis.kernels.phases import Codes
+from cs336_systems.analysis.kernels.trace import of_names
 
 MAX_NAME = 8192
 """Characters of a name that are read. Real names are at most a few thousand long, and their beginning decides."""
@@ -327,7 +328,9 @@ def collective_of(name: str) -> Collective | None:
 
 def collective_codes(names: Ints, strings: Sequence[str]) -> Codes:
     """The collective of each kernel or copy, as an index into `COLLECTIVES`; NO_COLLECTIVE for others."""
-    used, index = np.unique(names, return_inverse=True)
-    kinds = [collective_of(strings[name]) for name in used.tolist()]
-    codes = [NO_COLLECTIVE if kind is None else COLLECTIVES.index(kind) for kind in kinds]
-    return np.array(codes, dtype=np.int8)[index]
+
+    def code(name: str) -> int:
+        kind = collective_of(name)
+        return NO_COLLECTIVE if kind is None else COLLECTIVES.index(kind)
+
+    return of_names(names, strings, code, np.int8)

@@ -31,9 +31,10 @@ from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, 
 from cs336_systems.analysis.kernels.attribution import Attribution, HostSteps, HostWindows, Selection, frame_of, totals
 from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, short_name
 from cs336_systems.analysis.kernels.host_calls import Host
+from cs336_systems.analysis.kernels.modules import RangeParts
 from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, IdleTimes
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Union
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Trace, Union
 
 Floats = NDArray[np.float64]
 
@@ -337,31 +338,27 @@ def _starts_its_launch(jobs: Jobs) -> Mask:
     return is_first
 
 
-def longest_gaps(gaps: Gaps, jobs: Jobs, attribution: Attribution, selection: Selection, host: Host) -> tuple[Gap, ...]:
+def longest_gaps(
+    gaps: Gaps, jobs: Jobs, parts: RangeParts, trace: Trace, selection: Selection, host: Host
+) -> Iterator[Gap]:
     """The NUM_GAPS longest idle times with a known cause, the longest first."""
     known = np.flatnonzero(gaps.cause != UNKNOWN_CAUSE)
     length = gaps.end_ns[known] - gaps.start_ns[known]
-    return tuple(
-        _gap(gaps, row, jobs, attribution, selection, host)
-        for row in known[np.argsort(-length, kind="stable")[:NUM_GAPS]].tolist()
-    )
-
-
-def _gap(gaps: Gaps, row: int, jobs: Jobs, attribution: Attribution, selection: Selection, host: Host) -> Gap:
-    step, start, end = int(gaps.step[row]), int(gaps.start_ns[row]), int(gaps.end_ns[row])
-    before, after = int(gaps.before[row]), int(gaps.after[row])
-    strings = attribution.trace.strings
-    return Gap(
-        step=step,
-        start_s=(start - int(selection.steps.start_ns[step])) / 1e9,
-        duration_s=(end - start) / 1e9,
-        phase=PHASES[gaps.phase[row]],
-        cause=CAUSES[gaps.cause[row]],
-        before=short_name(strings[jobs.name[before]]) if before >= 0 else "",
-        after=short_name(strings[jobs.name[after]]) if after >= 0 else "",
-        module=attribution.module_path(int(jobs.module[after])) if after >= 0 else (),
-        host_call=host.longest_call(int(selection.steps.process[step]), start, end),
-    )
+    longest = known[np.argsort(-length, kind="stable")[:NUM_GAPS]]
+    for row in map(int, longest):
+        step, start, end = int(gaps.step[row]), int(gaps.start_ns[row]), int(gaps.end_ns[row])
+        before, after = int(gaps.before[row]), int(gaps.after[row])
+        yield Gap(
+            step=step,
+            start_s=(start - int(selection.steps.start_ns[step])) / 1e9,
+            duration_s=(end - start) / 1e9,
+            phase=PHASES[gaps.phase[row]],
+            cause=CAUSES[gaps.cause[row]],
+            before=short_name(trace.strings[jobs.name[before]]) if before >= 0 else "",
+            after=short_name(trace.strings[jobs.name[after]]) if after >= 0 else "",
+            module=parts.names(int(parts.path[jobs.module[after]])) if after >= 0 else (),
+            host_call=host.longest_call(int(selection.steps.process[step]), start, end),
+        )
 
 
 def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -64,7 +65,7 @@ from cs336_systems.analysis.kernels.modules import (
 )
 from cs336_systems.analysis.kernels.nsys import NEEDED as NSYS_FILE
 from cs336_systems.analysis.kernels.nsys import export, read_nsys
-from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, check_names
+from cs336_systems.analysis.kernels.phases import PHASES, check_names
 from cs336_systems.analysis.kernels.step_profile import (
     IdleSpans,
     KernelTimes,
@@ -82,6 +83,8 @@ from cs336_systems.analysis.kernels.step_profile import (
 )
 from cs336_systems.analysis.kernels.trace import Trace
 from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.ranges import PhaseNames
+from cs336_systems.text import inert_line
 
 HEAD_BYTES = 100
 
@@ -145,7 +148,7 @@ def summarise(
         attention=attention,
         modules=by_module,
         idle=idle_times(gaps, num_devices),
-        gaps=longest_gaps(gaps, jobs, attribution, selection, host),
+        gaps=tuple(longest_gaps(gaps, jobs, parts, trace, selection, host)),
         host_calls=host_calls(host, selection),
         pictured=_picture(
             step,
@@ -171,19 +174,14 @@ def summarise(
 
 def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> Left:
     """The kernels in no profiled step."""
-    place = np.select([is_in_a_step, kernels["is_launched"]], ["warmup", "outside"], "no_launch")
+    places = ["warmup", "outside", "no_launch"]
+    place = np.select([is_in_a_step, kernels["is_launched"]], places[:2], places[2])
     is_left = kernels["step"] < 0
-    found = kernels[is_left].groupby(place[is_left])["duration_ns"].agg(["size", "sum"])
-    found = found.reindex(["warmup", "outside", "no_launch"], fill_value=0)
-    (warmup, warmup_ns), (outside, outside_ns), (no_launch, no_launch_ns) = found.to_numpy().tolist()
-    return Left(
-        warmup=warmup,
-        warmup_s=warmup_ns / 1e9,
-        outside=outside,
-        outside_s=outside_ns / 1e9,
-        no_launch=no_launch,
-        no_launch_s=no_launch_ns / 1e9,
-    )
+    found = kernels[is_left].groupby(place[is_left])["duration_ns"].agg(["size", "sum"]).reindex(places, fill_value=0)
+    values: dict[str, Any] = {}
+    for name, count, time_ns in found.itertuples():
+        values |= {name: count, f"{name}_s": time_ns / 1e9}
+    return Left(**values)
 
 
 def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_host: bool) -> Iterator[PhaseTimes]:
@@ -191,37 +189,28 @@ def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_hos
     time, is_copy = work["duration_ns"], work["is_copy"]
     work = work[["phase", "step"]].assign(
         launches=~is_copy,
-        kernel_ns=time.where(~is_copy, 0),
-        recomputed_ns=time.where(~is_copy & work["is_recomputed"], 0),
+        kernel_s=time.where(~is_copy, 0),
+        recomputed_s=time.where(~is_copy & work["is_recomputed"], 0),
         copies=is_copy,
-        copy_ns=time.where(is_copy, 0),
+        copy_s=time.where(is_copy, 0),
     )
-    windows = windows[["phase", "step", "busy_ns"]].assign(
+    windows = windows[["phase", "step"]].assign(
         windows=1,
-        wall_ns=windows["duration_ns"],
-        host_ns=windows["host_end_ns"] - windows["host_start_ns"],
+        busy_s=windows["busy_ns"],
+        wall_s=windows["duration_ns"],
+        host_s=windows["host_end_ns"] - windows["host_start_ns"],
     )
     every = pd.MultiIndex.from_product([range(len(PHASES)), range(num_steps)])
     sums = [rows.groupby(["phase", "step"]).sum().reindex(every, fill_value=0) for rows in (work, windows)]
     table = pd.concat(sums, axis=1)
-    for code, phase in enumerate(PHASES):
-        found = table.loc[code]
-        if found[["launches", "copies", "windows"]].to_numpy().any():
-            yield PhaseTimes(
-                phase=phase,
-                launches=tuple(found["launches"].tolist()),
-                kernel_s=_seconds(found["kernel_ns"]),
-                busy_s=_seconds(found["kernel_ns" if is_of_host else "busy_ns"]),
-                wall_s=_seconds(found["wall_ns"]),
-                host_s=_seconds(found["host_ns"]),
-                recomputed_s=_seconds(found["recomputed_ns"]),
-                copies=tuple(found["copies"].tolist()),
-                copy_s=_seconds(found["copy_ns"]),
-            )
-
-
-def _seconds(time_ns: "pd.Series[int]") -> tuple[float, ...]:
-    return tuple((time_ns / 1e9).tolist())
+    if is_of_host:
+        table["busy_s"] = table["kernel_s"]
+    is_used = table[["launches", "copies", "windows"]].any(axis=1).groupby(level=0).any()
+    of_times = table.columns.str.endswith("_s")
+    table = pd.concat([table.loc[:, ~of_times].drop(columns="windows"), table.loc[:, of_times] / 1e9], axis=1)
+    for code in np.flatnonzero(is_used).tolist():
+        columns: dict[str, Any] = {str(name): tuple(column.tolist()) for name, column in table.loc[code].items()}
+        yield PhaseTimes(phase=PHASES[code], **columns)
 
 
 def _process_notes(attribution: Attribution, selection: Selection) -> Iterator[str]:
@@ -242,7 +231,7 @@ def explain(
     """Explain the profile at `path`; with the run's `config`, attention has its FLOPs too.
 
     Of a run on several ranks, the profile is of the first, with the times of all. A report of nsys is first exported by
-    nsys. Raises ProfileError for a file that is no profile, UnknownRangeError for a range name in `phases` that the
+    nsys. Raises ProfileError for a file that is no profile, RangeNameError for a range name in `phases` that the
     file does not have, NsysError if nsys is needed and missing.
     """
     own_model = config is not None and config.model_factory is not None
@@ -252,7 +241,7 @@ def explain(
         attribution = attribute(trace, phases)
         profile = summarise(
             attribution,
-            source=path.name,
+            source=inert_line(path.name),  # a name may hold what no UTF-8 has
             model=config.model if config and not own_model else None,
             batch_size=config.batch_size if config and not own_model else None,
             names=attention,

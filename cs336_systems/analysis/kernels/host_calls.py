@@ -9,7 +9,7 @@ from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.kernels.attribution import Selection, frame_of, totals
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls
-from cs336_systems.analysis.kernels.trace import GroupNesting, Trace
+from cs336_systems.analysis.kernels.trace import GroupNesting, Strings, Trace, of_names
 
 # nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
@@ -65,19 +65,18 @@ class Host:
 
     def __init__(self, trace: Trace, selection: Selection) -> None:
         api = trace.api_calls
-        used, index = np.unique(api.name, return_inverse=True)
-        raw = [trace.strings[name] for name in used.tolist()]
-        ids = {name: number for number, name in enumerate(dict.fromkeys(map(call_name, raw)))}
-        self.names = tuple(ids)
+        called = Strings()
+        names = of_names(api.name, trace.strings, lambda name: called.id(call_name(name)), np.int64)
+        self.names = called.all
         launches, waits, kernels = (
-            np.array([is_one(name) for name in raw], dtype=np.bool_)[index]
+            of_names(api.name, trace.strings, is_one, np.bool_)
             for is_one in (is_launch, is_synchronisation, lambda name: _KERNEL.match(name) is not None)
         )
         copies, their_waits = _copies_awaited(trace, launches, waits)
         of_copy = waits & launches
         of_copy[copies] = of_copy[their_waits] = waits[copies] = True
         self.calls = Calls(
-            name=np.array([ids[call_name(name)] for name in raw], dtype=np.int64)[index],
+            name=names,
             process=selection.process_of(api.process),
             thread=api.thread,
             start_ns=api.start_ns,

@@ -21,6 +21,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     MatmulCounts,
     ModuleTimes,
 )
+from cs336_systems.analysis.kernels.trace import of_names
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.accounting import AttentionFlops, attention_backward_flops, attention_forward_flops
 from cs336_systems.ranges import Range
@@ -113,9 +114,7 @@ def range_parts(attribution: Attribution, names: AttentionNames) -> RangeParts:
 def _attention_ranges(attribution: Attribution, names: AttentionNames) -> PartCodes:
     """The part that each range is: scores, the softmax that follows them inside the same range, then the values."""
     ranges = attribution.trace.ranges
-    used, index = np.unique(ranges.name, return_inverse=True)
-    wanted = np.array([names.part(attribution.trace.strings[name]) for name in used.tolist()], dtype=np.int8)
-    label = wanted[index]
+    label = of_names(ranges.name, attribution.trace.strings, names.part, np.int8)
     rows = np.flatnonzero((label != NO_PART) & ranges.is_nested)
     rows = rows[np.lexsort((ranges.start_ns[rows], attribution.parent[rows], ranges.thread[rows]))]
     label = label[rows]
@@ -145,10 +144,7 @@ CLASSES = tuple(KernelClass)
 
 def kernel_classes(names: Ints, strings: Sequence[str]) -> Codes:
     """The class of each kernel, as an index into `CLASSES`."""
-    used, index = np.unique(names, return_inverse=True)
-    codes = {kind: code for code, kind in enumerate(CLASSES)}
-    kinds = np.array([codes[classify_kernel(strings[name])] for name in used.tolist()], dtype=np.int8)
-    return kinds[index]
+    return of_names(names, strings, lambda name: CLASSES.index(classify_kernel(name)), np.int8)
 
 
 def kernel_times(kernels: pd.DataFrame, strings: Sequence[str]) -> tuple[KernelTimes, ...]:
@@ -213,8 +209,7 @@ def with_roles(kernels: pd.DataFrame, attribution: Attribution, parts: RangePart
     `part`: the part of attention whose range contains the kernel; in backward, the part that the kernel differentiates.
     """
     strings, own_part = attribution.trace.strings, parts.part[kernels["module"]]
-    used, index = np.unique(kernels["name"], return_inverse=True)
-    is_matmul = np.array([is_matmul_itself(strings[name]) for name in used.tolist()], dtype=np.bool_)[index]
+    is_matmul = of_names(kernels["name"].to_numpy(), strings, is_matmul_itself, np.bool_)
     phase, in_step = kernels["phase"].to_numpy(), kernels["step"].to_numpy() >= 0
     in_forward, in_attention = phase == _FORWARD, own_part != NO_PART
 
@@ -288,16 +283,18 @@ def _softmax_of_backward(kernels: pd.DataFrame, parts: RangeParts) -> "pd.Series
 def matmul_counts(kernels: pd.DataFrame) -> Iterator[MatmulCounts]:
     """Matmuls by phase, for phases that have any."""
     for phase, matmuls in by_phase(kernels[kernels["role"] != NO_PART]):
-        is_linear, is_unknown = matmuls["role"] == LINEAR, matmuls["role"] == UNKNOWN
-        is_attention = ~is_linear & ~is_unknown
+        linear, unknown, attention = (
+            matmuls[chosen]
+            for chosen in (matmuls["role"] == LINEAR, matmuls["role"] == UNKNOWN, matmuls["role"] < LINEAR)
+        )
         yield MatmulCounts(
             phase=phase,
-            linear=int(is_linear.sum()),
-            linear_s=_seconds(matmuls[is_linear]),
-            attention=int(is_attention.sum()),
-            attention_s=_seconds(matmuls[is_attention]),
-            unknown=int(is_unknown.sum()),
-            unknown_s=_seconds(matmuls[is_unknown]),
+            linear=len(linear),
+            linear_s=_seconds(linear),
+            attention=len(attention),
+            attention_s=_seconds(attention),
+            unknown=len(unknown),
+            unknown_s=_seconds(unknown),
         )
 
 

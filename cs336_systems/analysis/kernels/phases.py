@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, joined
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Nesting, Ranges, Trace
-from cs336_systems.ranges import Range
+from cs336_systems.ranges import PhaseNames
 
 Codes = NDArray[np.int8]
 """Phases as indices into `PHASES`."""
@@ -41,47 +41,30 @@ class PhaseSource(StrEnum):
     NOTHING = "nothing"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseNames:
-    """Names of the ranges around phases and steps, which other programs choose freely."""
-
-    data: str = LaunchPhase.DATA
-    forward: str = Range.FORWARD
-    loss: str = Range.LOSS
-    backward: str = Range.BACKWARD
-    communication: str = Range.COMMUNICATION
-    optimizer: str = Range.OPTIMIZER
-    step: str = Range.STEP
-    warmup: str = Range.WARMUP
-    measure: str = Range.MEASURE
-
-    def __post_init__(self) -> None:
-        names = [getattr(self, field.name) for field in fields(self)]
-        if len(set(names)) < len(names):
-            raise ValueError(f"each phase needs a range name of its own, got {', '.join(names)}")
-
-    @property
-    def phases(self) -> Mapping[str, LaunchPhase]:
-        """The phase for each name."""
-        return {getattr(self, phase): phase for phase in PHASES if phase is not LaunchPhase.UNATTRIBUTED}
+def phase_of_name(names: PhaseNames) -> Mapping[str, LaunchPhase]:
+    """The phase for each name of a range around one."""
+    return {getattr(names, phase): phase for phase in PHASES if phase is not LaunchPhase.UNATTRIBUTED}
 
 
-class UnknownRangeError(ValueError):
-    """The file has no range of the name that the caller gave for a phase."""
+class RangeNameError(ValueError):
+    """The file has no range of the name that the caller gave for a phase, or two phases have one name."""
 
 
 def check_names(trace: Trace, names: PhaseNames) -> None:
-    """Raise UnknownRangeError for a name that the caller chose and no range of the trace has.
+    """Raise RangeNameError for a name of two phases, and for one that the caller chose and no range of the trace has.
 
     Default names need not occur, since a file may have no ranges at all.
     """
+    given = [getattr(names, field.name) for field in fields(PhaseNames)]
+    if len(set(given)) < len(given):
+        raise RangeNameError(f"each phase needs a range name of its own, got {', '.join(given)}")
     there = [trace.strings[name] for name in np.unique(trace.ranges.name)]
     usual = PhaseNames()
-    for field in fields(names):
+    for field in fields(PhaseNames):
         name = getattr(names, field.name)
         if name not in there and name != getattr(usual, field.name):
             found = ", ".join(there[:MAX_LISTED]) + (", ..." if len(there) > MAX_LISTED else "") or "none"
-            raise UnknownRangeError(
+            raise RangeNameError(
                 f"no range has the name {name!r} that was given for {field.name}; the names are: {found}"
             )
 
@@ -149,8 +132,8 @@ def _named(trace: Trace, rows: Ints, *names: str) -> Ints:
 def _plan_from_ranges(trace: Trace, process: int, rows: Ints, names: PhaseNames) -> PhasePlan:
     """The windows are the outermost phase ranges of the main thread; in a step, the time before forward is data."""
     ranges = trace.ranges
-    phases = _outermost(ranges, _named(trace, rows, *names.phases))
-    codes = {string: CODES[phase] for string, phase in names.phases.items()}
+    phases = _outermost(ranges, _named(trace, rows, *phase_of_name(names)))
+    codes = {string: CODES[phase] for string, phase in phase_of_name(names).items()}
     label = np.array([codes[trace.strings[name]] for name in ranges.name[phases].tolist()], dtype=np.int8)
     start, end = ranges.start_ns[phases], ranges.end_ns[phases]
     opened_inside = np.searchsorted(start, ranges.end_ns[rows]) - np.searchsorted(start, ranges.start_ns[rows], "right")

@@ -4,18 +4,20 @@
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 
 _DRIVERS_OWN = re.compile(r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?", re.ASCII)
 """Names of the CUDA driver's kernels that fill or copy memory."""
 
+Kind = TypeVar("Kind", bound=np.generic)
 MAX_TIME_NS = 2**61
 """Largest absolute time (seventy years), so that the difference of two times fits 64 bits."""
 
@@ -126,6 +128,13 @@ def durations(start: Ints, end: Ints, what: str) -> Ints:
     if length.sum(dtype=np.float64) > MAX_TIME_NS:
         raise ValueError(f"{what} last {length.sum(dtype=np.float64):.3g} ns together, more than {MAX_TIME_NS}")
     return length
+
+
+def of_names(names: Ints, strings: Sequence[str], value: Callable[[str], object], kind: type[Kind]) -> NDArray[Kind]:
+    """The value of each name's string, found once for each distinct name, as an array of this kind."""
+    used, index = np.unique(names, return_inverse=True)
+    values: NDArray[Kind] = np.array([value(strings[name]) for name in used.tolist()], dtype=kind)
+    return values[index]
 
 
 class Nesting:

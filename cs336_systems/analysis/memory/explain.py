@@ -134,7 +134,6 @@ class _Explanation:
             source=inert_line(self._snapshot.path.name),
             device=self._memory.device,
             num_steps=len({mark.step for mark in self._phases.marks}),
-            num_allocations=int(np.count_nonzero(~is_held)),
             held_bytes=int(allocations.num_bytes[is_held].sum()),
             peak=self._peak_moment(sums),
             peak_requested_bytes=int(self._replay.requested_bytes.max()),
@@ -171,23 +170,18 @@ class _Explanation:
         phases, moments = self._phases, self._phases.moments.tolist()
         for index, mark in enumerate(phases.marks[1:], start=1):
             if mark.name != START and mark.step == phases.marks[index - 1].step:
-                yield self._phase_memory(index, moments[index - 1], moments[index], is_finished=True)
+                yield self._phase_memory(index, moments[index - 1], moments[index])
         if phases.names[-1]:
-            yield self._phase_memory(len(moments), moments[-1], self._replay.failed_requests[-1], is_finished=False)
+            yield self._phase_memory(len(moments), moments[-1], self._replay.failed_requests[-1])
 
-    def _phase_memory(self, stretch: int, begin: int, end: int, *, is_finished: bool) -> PhaseMemory:
-        peak = begin + int(self._allocated[begin : end + 1].argmax())
-        begin_s, end_s, peak_s = times_s(self._memory.events, np.array([begin, end, peak])).tolist()
+    def _phase_memory(self, stretch: int, begin: int, end: int) -> PhaseMemory:
+        begin_s, end_s = times_s(self._memory.events, np.array([begin, end])).tolist()
         return PhaseMemory(
             step=self._phases.steps[stretch],
             phase=self._phases.names[stretch],
             begin_s=begin_s,
             end_s=end_s,
-            begin_bytes=int(self._allocated[begin]),
-            peak_bytes=int(self._allocated[peak]),
-            peak_s=peak_s,
-            end_bytes=int(self._allocated[end]),
-            is_finished=is_finished,
+            peak_bytes=int(self._allocated[begin : end + 1].max()),
         )
 
     def _moment(self, sums: LiveSums, moment: int, step: int, phase: str, mark: Mark | None) -> Moment:
@@ -224,7 +218,6 @@ class _Explanation:
         counts = np.bincount(self._memory.events.action, minlength=len(Action))
         failed = self._replay.failed_requests
         return AllocatorWork(
-            allocations=int(counts[Action.ALLOC]),
             events=len(self._memory.events),
             segments_allocated=int(counts[Action.SEGMENT_ALLOC] + counts[Action.SEGMENT_MAP]),
             segments_freed=int(counts[Action.SEGMENT_FREE] + counts[Action.SEGMENT_UNMAP]),

@@ -79,20 +79,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMemory:
-    """One phase of one step, from the boundary before it to its own. Its peak is over all events."""
+    """One phase of one step, from the boundary before it to its own, or to the request for which memory ran out."""
 
     step: int
     phase: str
     begin_s: float
     end_s: float
-    begin_bytes: Count
     peak_bytes: Count
     """The most that was allocated at any moment of the phase."""
-    peak_s: float
-    """When that was for the first time."""
-    end_bytes: Count
-    is_finished: bool
-    """False if memory ran out in the phase; its end is then the request that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +197,6 @@ class FailedRequest:
 class AllocatorWork:
     """What the allocator did during the recording."""
 
-    allocations: Count
     events: Count
     segments_allocated: Count
     segments_freed: Count
@@ -220,8 +213,6 @@ class MemoryProfile:
     device: int
     num_steps: Count
     """0 if the snapshot has no notes on steps."""
-    num_allocations: Count
-    """Allocations in use at some moment, without those held throughout the recording."""
     held_bytes: Count
     """Blocks held throughout the recording."""
     peak: Moment

@@ -14,18 +14,12 @@ from cs336_systems.report.compared import Compared
 from cs336_systems.report.formats import csv_of
 from cs336_systems.report.frame import order
 from cs336_systems.report.page.write import Block, Chapter, Closed, Page, PictureBlock, Prose, TableBlock
-from cs336_systems.report.results import KERNELS, MEMORY, Results
+from cs336_systems.report.results import KERNELS, MEMORY, Results, StudyResults
 from cs336_systems.report.section import Section, known, make_table
-from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.ladder import ladder_section
-from cs336_systems.report.sections.operators import attention_section, fusion_section
-from cs336_systems.report.sections.precision import precision_sections
 from cs336_systems.report.words import status_text
 from cs336_systems.studies.ceilings_files import Ceilings
-from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.operators import AttentionStudy, FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
-from cs336_systems.studies.step_parts import StepParts
 from cs336_systems.sweep.ladder import Rung
 from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
 from cs336_systems.text import counted, shortened
@@ -39,7 +33,7 @@ SUBJECTS = {
     "memory": MEMORY, "attention": "Attention alone", "fusion": "Fused operations",
     "ceilings": "What the machine reaches", "precision": "Precision", "comparisons": "A against B",
 }  # fmt: skip
-"""All subjects in the order of the page, by the fields of `Collection`; sweeps by what was profiled in them."""
+"""All subjects in the order of the page; sweeps are by what was profiled in them."""
 RUN = (
     Column("run", key="run", numeric=False, write=str), column("status"), column("step_mean_ms"),
     Column("warnings", key="warnings", numeric=False, write=str),
@@ -79,12 +73,7 @@ class Collection:
     comparisons: Mapping[Path, Compared] = field(default_factory=dict)
     """Verdicts on runs that `cs336 compare` measured, which are among the sweeps too, and on finished sweeps."""
     ladders: Mapping[Path, Climbed] = field(default_factory=dict)
-    ceilings: Mapping[Path, CeilingsStudy] = field(default_factory=dict)
-    parts: Mapping[Path, StepParts] = field(default_factory=dict)
-    """The parts of a step that are on the roofline of a directory of ceilings."""
-    attention: Mapping[Path, AttentionStudy] = field(default_factory=dict)
-    fusion: Mapping[Path, FusionStudy] = field(default_factory=dict)
-    precision: Mapping[Path, PrecisionStudy] = field(default_factory=dict)
+    studies: Mapping[Path, StudyResults] = field(default_factory=dict)
     unreadable: Mapping[Path, str] = field(default_factory=dict)
     """Why the results of a directory cannot be read."""
 
@@ -120,8 +109,7 @@ class Collection:
     @property
     def directories(self) -> list[Path]:
         """All directories with results that could be read, each once."""
-        kinds = self.sweeps, self.comparisons, self.ladders, self.ceilings, self.attention, self.fusion, self.precision
-        return sorted(set().union(*kinds))
+        return sorted({*self.sweeps, *self.comparisons, *self.ladders, *self.studies})
 
 
 def collection_page(collection: Collection, on_progress: Callable[[Path, int, int], object] = lambda *_: None) -> Page:
@@ -157,8 +145,10 @@ def collection_page(collection: Collection, on_progress: Callable[[Path, int, in
 
 def _subject(collection: Collection, directory: Path) -> str:
     """The subject that a directory belongs to; a sweep that also has profiles belongs to these."""
-    for name in SUBJECTS:
-        if directory in getattr(collection, name, {}):
+    if directory in collection.studies:
+        return collection.studies[directory].subject
+    for name in ("ladders", "comparisons"):
+        if directory in getattr(collection, name):
             return name
     profilers = {record.config.profiler for record in collection.sweeps[directory].records}
     if Profiler.MEMORY in profilers:
@@ -194,15 +184,8 @@ def _sections(collection: Collection, directory: Path) -> Mapping[str, Sequence[
     if (climbed := collection.ladders.get(directory)) is not None:
         found["Rungs"] = [ladder_section(climbed.rows)]
         found |= {title: own for title, own in climbed.results.sections.items() if title == KERNELS}
-    title = "Tables and pictures"
-    if (ceilings := collection.ceilings.get(directory)) is not None:
-        found[title] = ceilings_sections(ceilings, collection.parts.get(directory))
-    if (attention := collection.attention.get(directory)) is not None:
-        found[title] = [attention_section(attention)]
-    if (fusion := collection.fusion.get(directory)) is not None:
-        found[title] = [fusion_section(fusion)]
-    if (precision := collection.precision.get(directory)) is not None:
-        found[title] = precision_sections(precision)
+    if (study := collection.studies.get(directory)) is not None:
+        found["Tables and pictures"] = study.sections
     return {**found, **(collection.sweeps[directory].sections if directory in collection.sweeps else {})}
 
 
@@ -266,17 +249,16 @@ def _run(record: RunRecord) -> Row:
 def _source(collection: Collection, directory: Path) -> str:
     """Where the results come from: their place, device, software, commit and time, and the command that made them."""
     results = _results(collection, directory)
-    compared, precision = collection.comparisons.get(directory), collection.precision.get(directory)
+    compared = collection.comparisons.get(directory)
     records: Sequence[RunRecord] = results.records if results is not None else ()
     if compared is not None:
         records = [record for side in compared.records for record in side]
-    study = next((own[directory] for own in (collection.ceilings, collection.attention, collection.fusion)
-                  if directory in own), None)  # fmt: skip
+    study = collection.studies[directory].study if directory in collection.studies else None
     environments = [record.environment for record in records]
-    environments += [study.environment] if study is not None else []
+    environments += [getattr(study, "environment", None)]
     told = [str(collection.place(directory)), *_conditions([own for own in environments if own is not None])]
-    if precision is not None:
-        told += [*filter(None, [precision.gpu]), f"PyTorch {precision.torch}"]
+    if isinstance(study, PrecisionStudy):
+        told += [*filter(None, [study.gpu]), f"PyTorch {study.torch}"]
     times = sorted(record.started_at[:19] for record in records)
     told += [f"measured {' to '.join(dict.fromkeys((times[0], times[-1])))} UTC"] if times else []
     if command := command_in(collection.root / directory):

@@ -12,7 +12,6 @@ import importlib.resources
 import importlib.util
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +32,6 @@ TABLES = ("itables", "html/dt_bundle.js")
 """The package that sorts tables, and its file, which the page embeds."""
 LONGEST_LINE = 100_000
 """Most characters of a line of text."""
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +72,15 @@ class TableBlock:
         for number, row in enumerate(table.rows):
             values = table.values[number] if number < len(table.values) else {}
             cells = zip(table.headings, row, strict=True)
-            yield number in table.failed, [(text, _order(own, values, text)) for own, text in cells]
+            yield number in table.failed, [(text, _order(own, values)) for own, text in cells]
 
 
-def _order(heading: Column, values: Mapping[str, Any], text: str) -> str | None:
-    """The value below the heading, unrounded; where only its text is known, the number that begins it."""
+def _order(heading: Column, values: Mapping[str, Any]) -> str | None:
+    """The value below the heading, unrounded; empty if it is not known, and None for a text."""
     if not heading.numeric:
         return None
     value = values.get(heading.key)
-    if isinstance(value, int | float):
-        return "" if math.isnan(value) else f"{value:.8g}"
-    found = _NUMBER.match(text)
-    return f"{float(found[0].replace(',', '')):.8g}" if found else ""
+    return f"{value:.8g}" if isinstance(value, int | float) and not math.isnan(value) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

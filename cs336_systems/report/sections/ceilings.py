@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
@@ -24,10 +23,8 @@ from cs336_systems.report.sections.study import (
     doubts_of,
     end_of,
     promised_bandwidth,
-    write_study,
 )
 from cs336_systems.report.words import DOUBT, GIGA, MIB, TERA, ratio, significant
-from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import (
     PADDED,
     QUEUED_BYTES,
@@ -79,11 +76,6 @@ def ceilings_sections(study: CeilingsStudy, parts: StepParts | None = None) -> l
 
 def _section(name: str, tables: Sequence[Table], rows: Sequence[Row], pictures: Sequence[Chart] = ()) -> Section:
     return Section(name=name, tables=tuple(tables), rows=rows, keys=CSV_COLUMNS[name], pictures=pictures)
-
-
-def write_ceilings(study: CeilingsStudy, directory: Path, parts: StepParts | None = None) -> list[Path]:
-    """Write ceilings.json, each subject as tables, and plots/ into the directory, which is made; return the paths."""
-    return write_study(FILE_NAME, study, ceilings_sections(study, parts), directory, PICTURES)
 
 
 def _row(study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per_s: float = 1e3) -> Row:

@@ -1,7 +1,6 @@
 """A ladder for people: a row of values for each rung, tables of speed, of the gate and of counts, and a picture."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.analysis.compare import compare, process_means
@@ -330,11 +329,10 @@ def ladder_chart(rows: Rows, settings: str) -> Chart:
         x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", from_zero=True),
         bars=[_bar(row) for row in rows], curves=[means],
     )  # fmt: skip
-    has_both = any(row["step_mean_ms"] is not None and not row["is_credited"] for row in rows)
     return Chart(
         name="ladder", title="Time of a training step, rung by rung", settings=settings, panels=[panel],
         size=(max(5.5, 0.95 * len(rows) + 0.9), 4.2), legend=2,
-        styles=STYLES if has_both else {PASSED: replace(STYLES[PASSED], label="")},
+        styles=STYLES,
     )  # fmt: skip
 
 

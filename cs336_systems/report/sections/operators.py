@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Device, Phase, Precision
@@ -31,7 +30,6 @@ from cs336_systems.report.sections.study import (
     pivoted,
     promised_bandwidth,
     times_ms,
-    write_study,
 )
 from cs336_systems.report.words import DOUBT, GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
 from cs336_systems.studies.operators import (
@@ -291,11 +289,6 @@ def _gib(size_mib: float) -> str:
     return significant(size_mib * MIB / GIB)
 
 
-def write_attention(study: AttentionStudy, directory: Path) -> None:
-    """Write attention.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
-    write_study("attention.json", study, [attention_section(study)], directory)
-
-
 def attention_settings(study: AttentionStudy) -> str:
     """What all cells share, in words."""
     device = "" if study.environment is None else f", {study.environment.identity.device_name}"
@@ -465,8 +458,3 @@ def _panel(rows: Rows, op: str, phase: Phase, bandwidth: float | None) -> Panel:
         bars=bars,
         references=[Reference(value=time_ms, colour=FAILURE_COLOUR, name=LEAST) for time_ms in least],
     )
-
-
-def write_fusion(study: FusionStudy, directory: Path) -> None:
-    """Write fusion.json, results.csv .md .tex .typ and plots/ into the directory, which is made if need be."""
-    write_study("fusion.json", study, [fusion_section(study)], directory)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from cs336_systems.report.columns import column
 from cs336_systems.report.section import Section, make_table
-from cs336_systems.report.sections.study import across, pivoted, write_study
+from cs336_systems.report.sections.study import across, pivoted
 from cs336_systems.studies.precision_records import (
     Accumulation,
     NormalisedActivations,
@@ -67,8 +66,3 @@ def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
     """Quantities that are in fp32, or in the autocast type, in every row that has them."""
     others = {row.quantity for row in rows if row.dtype != ("fp32" if in_fp32 else row.precision)}
     return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]
-
-
-def write_precision(study: PrecisionStudy, directory: Path) -> None:
-    """Write precision.json, and `accumulation`, `layer_norm` and `dtypes` in every format, into the directory."""
-    write_study("precision.json", study, precision_sections(study), directory)

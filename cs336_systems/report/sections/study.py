@@ -2,15 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import Repeated, in_doubt
 from cs336_systems.costs.hardware import find_device
-from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column, Row
-from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.section import Section, Table
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, warning_counts
 
@@ -92,18 +89,3 @@ def across(name: str, cell: Column) -> Column:
 def all_tables(sections: Iterable[Section]) -> list[Table]:
     """The tables of these sections, one after the other."""
     return [table for section in sections for table in section.tables]
-
-
-def write_study(
-    name: str, study: object, sections: Iterable[Section], directory: Path, pictures: Iterable[str] = ()
-) -> list[Path]:
-    """Write the record of the study to the file `name`, each section, and their pictures to plots/; return the paths.
-
-    The directory is made if need be. Of the names `pictures`, files of those that no section has are removed.
-    """
-    files: dict[str, str | bytes] = {f"plots/{picture}.png": b"" for picture in pictures}
-    files[name] = encode_json(study)
-    for section in sections:
-        files |= texts_of(section)
-        files |= pngs_of(section)
-    return write_files(files, directory)

@@ -19,12 +19,13 @@ from cs336_systems.analysis.kernels import kineto as events_module
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
 from cs336_systems.analysis.kernels.kineto import BOOKKEEPING, read_kineto, self_times
-from cs336_systems.analysis.kernels.phases import PHASES, PhaseNames, PhaseSource
+from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
 from cs336_systems.analysis.kernels.trace import Trace
 from cs336_systems.config import Device, ModelConfig, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import Annotator, backward_ranges, own_names, set_annotator
+from cs336_systems.ranges import PhaseNames
 from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, events_of, write_trace
 from tests.analysis.kernels.tracing import (
     PROCESS,
@@ -33,6 +34,7 @@ from tests.analysis.kernels.tracing import (
     Span,
     ints,
     make_trace,
+    module_path,
     process_of,
     random_recording,
     training,
@@ -279,7 +281,7 @@ def test_phases_and_modules_of_a_cpu(recorded: tuple[Path, profile]) -> None:
         assert matmuls == {"forward": 7 * layers + 1, "backward": 14 * layers + 2}
         phases = {PHASES[code].value for code in found.kernels.phase[rows]}
         assert phases <= {"data", "forward", "backward", "optimizer", "unattributed"}
-        in_block = [row for row in rows if "ffn" in found.module_path(int(found.kernels.module[row]))]
+        in_block = [row for row in rows if "ffn" in module_path(found, int(found.kernels.module[row]))]
         assert {PHASES[found.kernels.phase[row]].value for row in in_block} == {"forward", "backward"}
     assert classify_kernel("aten::mm") is KernelClass.MATMUL
 

@@ -1,15 +1,13 @@
 """The pictured step: every kernel with its name, phase and times, against the recording and against the raw file."""
 
 import random
-import sqlite3
-from pathlib import Path
 
 import pytest
 
 from cs336_systems.analysis.kernels import explain as explaining
-from cs336_systems.analysis.kernels.explain import CELLS, MAX_IDLE, explain
+from cs336_systems.analysis.kernels.explain import CELLS, MAX_IDLE
 from cs336_systems.analysis.kernels.step_profile import StepProfile
-from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, ns, profile, training, write_export
+from tests.analysis.kernels.tracing import Call, Kernel, Recording, Span, ns, profile
 
 
 def kernels_of(found: StepProfile) -> list[tuple[object, ...]]:
@@ -60,26 +58,6 @@ def test_every_kernel_of_the_step_is_kept_as_it_was(seed: int) -> None:
     for stream in found.pictured.streams:
         assert list(stream.start_ns) == sorted(stream.start_ns)
     assert found.pictured.pieces == ()
-
-
-@pytest.mark.parametrize("registered", [False, True])
-def test_kernels_of_a_file_of_nsys_are_those_that_its_tables_have(registered: bool, tmp_path: Path) -> None:
-    path = write_export(tmp_path / "p.sqlite", training(5, step_range=True), registered=registered)
-    found = explain(path)
-    with sqlite3.connect(path) as db:
-        steps = db.execute(
-            "SELECT start, end FROM NVTX_EVENTS LEFT JOIN StringIds ON StringIds.id = textId "
-            "WHERE COALESCE(text, value) = 'step' ORDER BY end - start, start"
-        ).fetchall()
-        begin, end = steps[(len(steps) - 1) // 2]
-        raw = db.execute(
-            "SELECT k.streamId, k.start - ?, k.end - k.start, r.start - ?, s.value FROM CUPTI_ACTIVITY_KIND_KERNEL k "
-            "JOIN CUPTI_ACTIVITY_KIND_RUNTIME r USING (correlationId) JOIN StringIds s ON s.id = k.demangledName "
-            "WHERE r.start >= ? AND r.start < ? ORDER BY k.start",
-            (begin, begin, begin, end),
-        ).fetchall()
-    db.close()
-    assert [kernel[1:6] for kernel in kernels_of(found)] == raw
 
 
 def test_copies_of_the_step_are_kept_apart_from_its_kernels() -> None:

@@ -17,7 +17,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     write_profile,
 )
 from tests.analysis.kernels.tracing import Kernel, make_trace, random_recording, training
-from tests.report.sections.kernels.profiles import make_cpu_profile, make_inference, make_profile
+from tests.report.sections.kernels.profiles import make_cpu_profile, make_profile
 
 
 def make_pictured() -> StepProfile:
@@ -27,7 +27,7 @@ def make_pictured() -> StepProfile:
     return summarise(attribute(make_trace(made)), source="p.nsys-rep")
 
 
-@pytest.mark.parametrize("make", [make_profile, make_inference, make_cpu_profile, make_pictured])
+@pytest.mark.parametrize("make", [make_profile, make_cpu_profile, make_pictured])
 def test_what_was_written_is_read(make, tmp_path: Path) -> None:
     write_profile(make(), tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == make()

@@ -111,6 +111,14 @@ def profile(made: Recording | Trace, **changes) -> StepProfile:
     return summarise(attribute(make_trace(made) if isinstance(made, Recording) else made), source="test", **changes)
 
 
+def module_path(attribution: Attribution, index: int) -> tuple[str, ...]:
+    """Names of the ranges around and including a range, the outermost first."""
+    if index < 0:
+        return ()
+    around = module_path(attribution, int(attribution.parent[index]))
+    return (*around, attribution.trace.strings[attribution.trace.ranges.name[index]])
+
+
 def ns(seconds: float) -> int:
     return round(seconds * 1e9)
 

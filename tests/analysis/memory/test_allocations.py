@@ -218,17 +218,6 @@ def test_blocks_are_whole_beyond_the_largest_that_are_split(tmp_path: Path) -> N
     assert found.allocations.num_bytes.tolist() == [14 * MIB, 14 * MIB]
 
 
-def test_a_rest_of_exactly_one_mib_is_not_split_off(tmp_path: Path) -> None:
-    made = Allocator()
-    made.record()
-    first, _ = made.malloc(4 * MIB), made.malloc(4 * MIB)
-    made.free(first or 0)
-    made.free(made.malloc(3 * MIB) or 0)
-    found = replay_of(tmp_path / "s", snapshot_of(made))
-    check(found, made)
-    assert sorted(found.allocations.num_bytes.tolist()) == [4 * MIB] * 3
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_pairs_of_events_are_those_that_torch_finds(tmp_path: Path, seed: int) -> None:
     from torch.cuda._memory_viz import calc_active, filter_alloc_free_pairs

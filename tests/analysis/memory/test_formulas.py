@@ -46,25 +46,6 @@ def test_of_equal_sizes_the_function_and_then_the_shape_decide() -> None:
     assert formulas.sighted(size, (100, 256, 256), "float32", Role.ACTIVATION, "") == scores
 
 
-def test_of_equal_shapes_the_role_decides() -> None:
-    formulas = Formulas(ModelConfig(context_length=96, d_model=96, d_ff=200, num_layers=1, num_heads=3), 5)
-    assert formulas.sighted(96 * 96 * 4, (96, 96), "float32", Role.ACTIVATION, "") == "T x T x 4: mask"
-    assert formulas.sighted(96 * 96 * 4, (96, 96), "float32", Role.WEIGHT, "") == (
-        "d_model x d_model x 4: attention weight"
-    )
-
-
-def test_without_half_precision_nothing_has_two_bytes() -> None:
-    formulas = Formulas(XL_512, 4)
-    size = 4 * 512 * 1600 * 4
-    assert formulas.unsighted(size, Role.ACTIVATION, "", False) == (
-        "batch x T x d_model x 4: one vector of d_model for each token"
-    )
-    assert formulas.unsighted(size, Role.ACTIVATION, "", True).endswith(
-        "or 2 x batch x T x d_model x 2: queries and keys"
-    )
-
-
 @pytest.mark.parametrize("arch", Arch)
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_a_formula_multiplies_to_the_bytes(arch: Arch, batch_size: int) -> None:
@@ -78,13 +59,6 @@ def test_a_formula_multiplies_to_the_bytes(arch: Arch, batch_size: int) -> None:
             products = [option.split(":")[0].split(" x ") for option in explained.split(" or ")]
             assert all(math.prod(sizes.get(f) or int(f) for f in factors) == num_bytes for factors in products)
             assert candidate.formula(size).split(" x ") in products
-
-
-def test_a_storage_larger_than_the_tensor_seen_is_explained_by_its_bytes() -> None:
-    chunk_of_both = (5, 3, 29, 22)
-    assert Formulas(ODD, 5).sighted(2 * 5 * 29 * 66 * 4, chunk_of_both, "float32", Role.ACTIVATION, "scores") == (
-        "2 x batch x T x d_model x 4: scores"
-    )
 
 
 @pytest.mark.parametrize("shape", [(66, 130), (130, 66), (1, 130, 66)])

@@ -15,7 +15,7 @@ from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.page.chapters import SELF, Climbed, Collection, block_id, collection_page
 from cs336_systems.report.page.write import to_html, write_page
 from cs336_systems.report.progress import StatusLine
-from cs336_systems.report.results import Results
+from cs336_systems.report.results import Results, StudyResults
 from cs336_systems.report.sections.ladder import ladder_rows
 from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision_records import PrecisionStudy
@@ -47,10 +47,15 @@ def tiny(name="a"):
         },
         comparisons={Path("comparisons") / name: compare_sides(Sides(a="a", b="b"), [repeats[::2], repeats[1::2]])},
         ladders={Path("ladder") / name: climbed()},
-        ceilings={Path("ceilings") / name: ceilings.make_whole()},
-        attention={Path("attention") / name: make_study(make_result(make_cell()))},
-        fusion={Path("fusion") / name: make_fusion(make_row(), make_lost_row(op="softmax"))},
-        precision={Path("precision") / name: read_study(DATA / "precision/precision.json", PrecisionStudy)},
+        studies={
+            Path(kind) / name: StudyResults(study)
+            for kind, study in {
+                "ceilings": ceilings.make_whole(),
+                "attention": make_study(make_result(make_cell())),
+                "fusion": make_fusion(make_row(), make_lost_row(op="softmax")),
+                "precision": read_study(DATA / "precision/precision.json", PrecisionStudy),
+            }.items()
+        },
         unreadable={Path("attention/broken"): "attention.json: not a study"},
     )
 
@@ -92,7 +97,7 @@ def test_a_hostile_name_of_a_directory_adds_no_tag() -> None:
 
 
 def test_the_page_of_one_directory_has_no_prefix_and_is_open() -> None:
-    text = to_html(collection_page(Collection(root=Path("x/mine"), attention={SELF: attention()})))
+    text = to_html(collection_page(Collection(root=Path("x/mine"), studies={SELF: StudyResults(attention())})))
     assert "results.0.0" in Parsed(text).cells
     assert "Attention alone: mine" in text
     assert '<details class="chapter"' not in text
@@ -102,14 +107,15 @@ def test_the_page_of_one_directory_has_no_prefix_and_is_open() -> None:
     ("kind", "make", "words"),
     [
         ("ladders", climbed, [["fused", "16.0"], ["Not credited", "compile"]]),
-        ("attention", attention, [["as fast as naive", "flash 2.0"], ["naive runs out of memory", "context 2048"]]),
-        ("ceilings", ceilings.make_whole, [["FLOPs per byte", "fp32", "bf16"]]),
-        ("fusion", lambda: make_fusion(make_row(), make_row(version=Version.FUSED, times_s=(0.0005,))),
+        ("studies", attention, [["as fast as naive", "flash 2.0"], ["naive runs out of memory", "context 2048"]]),
+        ("studies", ceilings.make_whole, [["FLOPs per byte", "fp32", "bf16"]]),
+        ("studies", lambda: make_fusion(make_row(), make_row(version=Version.FUSED, times_s=(0.0005,))),
          [["gelu", "fused", "4.00"]]),
     ],
 )  # fmt: skip
 def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:
-    page = collection_page(Collection(root=Path("mine"), **{kind: {SELF: make()}}))
+    made = make() if kind == "ladders" else StudyResults(make())
+    page = collection_page(Collection(root=Path("mine"), **{kind: {SELF: made}}))
     first, text = page.chapters[0], to_html(page)
     assert first.title == "Findings"
     told = [sentence for block in first.blocks for sentence in block.paragraphs]

@@ -11,7 +11,8 @@ from PIL import Image
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Device
 from cs336_systems.report.plots.draw import figure_of
-from cs336_systems.report.sections.ceilings import ceilings_sections, parts_section, write_ceilings
+from cs336_systems.report.results import StudyResults
+from cs336_systems.report.sections.ceilings import ceilings_sections, parts_section
 from cs336_systems.report.sections.ceilings_plots import PHASE_COLOURS
 from cs336_systems.report.sections.study import all_tables
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Stream
@@ -221,7 +222,7 @@ def test_without_times_there_are_no_pictures():
 
 def test_everything_is_written_and_read_back(study, tmp_path):
     directory = tmp_path / "deep" / "er"
-    written = write_ceilings(study, directory)
+    written = StudyResults(study).write(directory)
     assert read_study(directory / "ceilings.json", CeilingsStudy) == study
     tables = ("results", "products", "bandwidth", "launches", "collectives")
     expected = {f"{name}.{ending}" for name in tables for ending in ("csv", "md", "tex", "typ")}
@@ -232,7 +233,7 @@ def test_everything_is_written_and_read_back(study, tmp_path):
         with Image.open(path) as image:
             image.verify()
             assert image.width >= 600
-    write_ceilings(replace(study, reductions=()), directory)
+    StudyResults(replace(study, reductions=())).write(directory)
     assert not (directory / "collectives.md").exists()
     assert not (directory / "plots" / "collectives.png").exists()
 

@@ -6,21 +6,19 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.config import Device, Phase
 from cs336_systems.record import Failure, Input, Status
 from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report.results import StudyResults
 from cs336_systems.report.sections.operators import (
     COLOURS,
     CSV_COLUMNS,
     ERROR_COLUMNS,
     FUSION_CSV_COLUMNS,
-    TITLES,
     attention_charts,
-    attention_lines,
     attention_rows,
     attention_section,
     fusion_section,
-    write_attention,
 )
 from cs336_systems.studies.operators import AttentionStudy, ExactError, Implementation, Quantity, Version
 from cs336_systems.studies.records import read_study
@@ -98,17 +96,6 @@ def test_an_implementation_without_any_kernel_is_a_sentence_and_no_column():
     assert [row[2] for row in attention_section(partly).tables[0].rows] == ["2.000 ± 0.010", "no kernel"]
 
 
-def test_without_an_allocator_there_is_no_memory_and_precisions_have_tables_of_their_own():
-    cells = [make_cell(precision=precision) for precision in (Precision.FP32, Precision.BF16)]
-    study = make_study(*(make_result(cell, saved_mib=None) for cell in cells), device_name=None)
-    tables = attention_section(study).tables
-    assert [table.title.split(", ")[:2] for table in tables] == [
-        [title, precision] for precision in ("fp32", "bf16") for title in TITLES.values()
-    ]
-    (row, _) = csv_rows(attention_section(study))
-    assert [row[name] for name in ("saved_mib", "peak_mib", "before_backward_mib", "device_name")] == [""] * 4
-
-
 def test_csv_has_every_value(study):
     rows = csv_rows(attention_section(study))
     assert tuple(rows[0]) == CSV_COLUMNS
@@ -127,16 +114,6 @@ def test_csv_has_every_value(study):
     assert (rows[2]["status"], rows[2]["requested_mib"], rows[2]["forward_mean_ms"]) == ("oom", "32", "")
 
 
-def test_lines_hold_known_points_and_failures(study):
-    rows = attention_rows(study)
-    naive, flash = attention_lines(rows, 64, "forward_mean_ms")
-    assert [(point.x, point.value) for point in naive.known] == [(512, pytest.approx(2)), (1024, pytest.approx(2))]
-    assert [(point.x, point.failure) for point in naive.failed] == [(2048, "out of memory")]
-    assert len(flash.known) == 3
-    closed_form, _ = attention_lines(rows, 64, "closed_form_mib")
-    assert [(point.x, point.value) for point in closed_form.points] == [(512, 2.5), (1024, 9), (2048, 34)]
-
-
 def test_pictures_say_what_they_show(study):
     forward, _, memory = (figure_of(chart) for chart in attention_charts(study, attention_rows(study)))
     assert {"naive: out of memory", "d_head 64", "time (ms)", "512", "2048"} <= set(texts(forward))
@@ -151,7 +128,7 @@ def test_pictures_say_what_they_show(study):
 
 
 def test_everything_is_written_and_read_back(study, tmp_path):
-    write_attention(study, tmp_path / "deep" / "er")
+    StudyResults(study).write(tmp_path / "deep" / "er")
     directory = tmp_path / "deep" / "er"
     assert read_study(directory / "attention.json", AttentionStudy) == study
     assert {path.name for path in directory.iterdir()} == {

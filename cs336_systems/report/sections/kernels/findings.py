@@ -4,7 +4,7 @@ All numbers are per step. A finding is reported only if it costs at least the sh
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from cs336_systems.analysis.advice import OF_PRECISION, Remedy, against_launches, remedies
@@ -160,10 +160,10 @@ class _Findings:
         if not calls.count:
             return ""
         host_s = sum(sum(phase.host_s) for phase in self.profile.phases)
+        kernel_s = self.kernel_s / max(num_launches(*self.profile.phases), 1)
         return (
             f" The CPU takes {_us(host_s / calls.count)} per launch, {_us(calls.total_s / calls.count)} of it in "
-            f"CUDA's own call; the median of {self.count(added(self.kernels).count, 'kernel')} runs "
-            f"{_us(_median_s(self.kernels))}."
+            f"CUDA's own call; a kernel runs {_us(kernel_s)} on average."
         )
 
     def bounds(self) -> Iterator[str]:
@@ -325,17 +325,6 @@ class _Findings:
                 f"{self.advice(Remedy.COMPILE)}."
             )
             yield moving_s, text
-
-
-def _median_s(kernels: Iterable[KernelTimes]) -> float:
-    """Median duration of all launches, each taken to last as long as the median of its kernel."""
-    ordered = sorted(kernels, key=lambda kernel: kernel.median_s)
-    middle = sum(kernel.count for kernel in ordered) / 2
-    for kernel in ordered:
-        middle -= kernel.count
-        if middle <= 0:
-            return kernel.median_s
-    return 0.0
 
 
 def _ms(time_s: float) -> str:

@@ -36,13 +36,12 @@ KEPT_FOLDERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEntry:
-    """One explained snapshot of any program; of a run of a sweep also its configuration, and the run unrecorded."""
+    """One explained snapshot of any program; of a run of a sweep also its configuration and its device."""
 
     profile: MemoryProfile
     config: RunConfig | None = None
     """None for a single snapshot, which has no columns of settings."""
-    plain: RunRecord | None = None
-    """The same run without a recording, if there is one."""
+    device_name: str | None = None
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -50,22 +49,9 @@ class MemoryEntry:
         return self.profile.work.out_of_memory > 0
 
     @property
-    def plain_peak_bytes(self) -> int | None:
-        """The allocator's own peak without a recording; None if it is not known, or is that of later steps."""
-        if self.config is None or self.plain is None or self.plain.memory is None:
-            return None
-        is_first_step = self.config.warmup_steps == 0 and self.config.measured_steps == 1  # later steps need more
-        return None if is_first_step and self.plain.config.warmup_steps else self.plain.memory.peak_allocated_bytes
-
-    @property
     def predicted_peak_bytes(self) -> int | None:
         """Predicted peak of the recorded steps; None if the configuration is unknown or has no prediction."""
         return None if self.config is None else predicted_peak_bytes(self.config)
-
-    @property
-    def device_name(self) -> str | None:
-        """Name of the device, from the run without a recording; None if there is no such run."""
-        return None if self.plain is None else self.plain.device_name
 
 
 def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:
@@ -73,21 +59,12 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
 
     A missing profile is left out, with a warning.
     """
-    plain = {_apart_from_steps(record.config): record for record in records if record.config.profiler is Profiler.NONE}
 
     def load(record: RunRecord) -> MemoryEntry:
-        return MemoryEntry(
-            config=record.config,
-            profile=read_memory_profile(memory_profile_path(record.config, directory / "runs")),
-            plain=plain.get(_apart_from_steps(record.config.unprofiled)),
-        )
+        profile = read_memory_profile(memory_profile_path(record.config, directory / "runs"))
+        return MemoryEntry(config=record.config, profile=profile, device_name=record.device_name)
 
     return load_entries(records, (Profiler.MEMORY,), load)
-
-
-def _apart_from_steps(config: RunConfig) -> tuple[RunConfig, bool]:
-    """What a recorded run and the same run without a recording share: all settings but the numbers of steps."""
-    return replace(config.configuration.without_graph, warmup_steps=0, measured_steps=1), config.cuda_graph
 
 
 def fields_of(part: "DataclassInstance") -> dict[str, Any]:

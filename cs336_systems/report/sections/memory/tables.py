@@ -108,7 +108,6 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
     columns = [
         in_unit("peak_allocated_bytes", unit),
         column("peak_phase", drop_order=3),
-        in_unit("plain_peak_allocated_bytes", unit),
         in_unit("predicted_peak_allocated_bytes", unit),
         in_unit("peak_reserved_bytes", unit),
         in_unit("residual_stream_bytes", MIB_CELL),
@@ -133,7 +132,6 @@ def _peak(entry: MemoryEntry) -> Iterator[Row]:
         "peak_allocated_gib": peak.allocated_bytes / GIB,
         "peak_allocated_bytes": peak.allocated_bytes,
         "peak_phase": peak.phase or None,
-        "plain_peak_allocated_bytes": entry.plain_peak_bytes,
         "predicted_peak_allocated_bytes": entry.predicted_peak_bytes,
         "rounding_bytes": profile.rounding_bytes_at_peak,
         "peak_requested_bytes": profile.peak_requested_bytes,

@@ -243,26 +243,6 @@ def make_profile(**changes):
     })  # fmt: skip
 
 
-def make_inference(**changes):
-    """Forward alone of `make_profile`, with nothing launched elsewhere; 14 kernels, 10 ms, 16 ms wall."""
-    whole = make_profile()
-    kept = {
-        name: tuple(row for row in getattr(whole, name) if row.phase is FORWARD)
-        for name in ("phases", "classes", "products", "attention", "modules", "idle", "gaps", "host_calls")
-    }
-    pictured = replace(
-        whole.pictured,
-        wall_s=0.008,
-        windows=tuple(window for window in whole.pictured.windows if window.phase is FORWARD),
-        pieces=tuple(piece for piece in whole.pictured.pieces if piece.phase is FORWARD),
-    )
-    left = Left(warmup=0, warmup_s=0.0, outside=0, outside_s=0.0, no_launch=0, no_launch_s=0.0)
-    return replace(whole, **{
-        **kept, "kernels": make_kernels({FORWARD: NAMES[FORWARD]}), "num_kernels": 14, "kernel_s": 0.010,
-        "left": left, "step_s": seconds(8, 8), "pictured": pictured, **changes,
-    })  # fmt: skip
-
-
 def make_times(phase, collective, launches, total_ms, exposed_ms):
     """Of two steps: pairs of numbers."""
     total_s, exposed_s = seconds(*total_ms), seconds(*exposed_ms)

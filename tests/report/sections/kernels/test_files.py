@@ -10,7 +10,7 @@ from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import sections_of, tables_of, tables_of_one, write_kernels
-from tests.report.sections.kernels.profiles import make_cpu_profile, make_entry, make_inference, make_profile
+from tests.report.sections.kernels.profiles import make_cpu_profile, make_entry, make_profile
 
 READABLE = ("csv", *WRITERS)
 OF_ANY = {f"{name}.{ending}" for name in ("phases", "classes", "attention") for ending in READABLE}
@@ -46,7 +46,7 @@ def test_tables_for_a_terminal_say_once_what_they_are_of():
     assert tables_of([]) == []
 
 
-@pytest.mark.parametrize("make", [make_profile, make_inference, make_cpu_profile])
+@pytest.mark.parametrize("make", [make_profile, make_cpu_profile])
 def test_share_columns_to_read_add_up(make):
     for table in tables_of_one(of_file(make), 100):
         for index, heading in enumerate(table.headings):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from cs336_systems.analysis.kernels.classes import KernelClass
@@ -25,7 +24,6 @@ from tests.report.sections.kernels.profiles import (
     make_call,
     make_classes,
     make_cpu_profile,
-    make_gap,
     make_idle,
     make_kernels,
     make_phase,
@@ -147,15 +145,13 @@ def test_the_cpu_is_the_limit_from_a_fifth_of_the_time(late_ms: float, is_limit:
 
 
 def test_the_cpu_is_the_limit_with_the_time_of_a_launch_and_of_a_kernel() -> None:
-    """44 ms of the host for 52 launches, whose calls take 0.27 ms; median over all 50 kernels."""
+    """44 ms of the host for 52 launches, whose calls take 0.27 ms, and 40 ms of 50 kernels."""
     profile = make_profile()
     profile = replace(profile, idle=(*profile.idle, make_idle(FORWARD, IdleCause.LATE_LAUNCH, 4, 7)))
     text = findings(profile)[0]
-    kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
-    median_s = np.median(np.repeat([k.median_s for k in kernels], [k.count for k in kernels]))
     assert text.startswith("The CPU is the limit: the GPU is busy 77.3 % of the step's 26.0 ms, and idle 26.0 %")
     assert "takes 846 µs per launch, 5.19 µs of it" in text
-    assert f"the median of 25 kernels runs {median_s * 1e6:.0f} µs" in text
+    assert "a kernel runs 800 µs on average" in text
     assert "In forward the CPU" not in said(profile), "the phase is no news where the step is limited"
 
 
@@ -188,13 +184,6 @@ def test_waits_are_counted_and_their_cause_is_asked_for(calls, words) -> None:
     _, text = findings(quiet(host_calls=waits, idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),)))
     assert all(word in text for word in words)
     assert ("torch.cuda.synchronize()" in text) is not (".item()" in text)
-
-
-def test_a_sleep_is_named_by_its_milliseconds() -> None:
-    gap = make_gap(0, 3, 30.4, FORWARD, IdleCause.HOST_PAUSE)
-    _, _, text = findings(quiet(idle=(make_idle(FORWARD, IdleCause.HOST_PAUSE, 2, 60.6),), gaps=(gap,)))
-    assert "idles 30.3 ms in forward" in text
-    assert f"the longest time, 30.4 ms, before {GEMM_A}." in text
 
 
 def test_a_hiccup_is_no_finding() -> None:

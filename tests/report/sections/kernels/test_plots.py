@@ -38,7 +38,6 @@ from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (
     FORWARD,
     make_cpu_profile,
-    make_inference,
     make_piece,
     make_profile,
     make_shared,
@@ -136,9 +135,8 @@ def test_an_empty_step_can_be_drawn() -> None:
             draw.to_png(figure)
 
 
-@pytest.mark.parametrize("make", [make_profile, make_inference], ids=["train", "inference"])
-def test_no_text_covers_another(make) -> None:
-    for figure in (draw_timeline(make()), draw_configurations([("small", make())] * 3)):
+def test_no_text_covers_another() -> None:
+    for figure in (draw_timeline(make_profile()), draw_configurations([("small", make_profile())] * 3)):
         assert overlaps(figure) == []
 
 

@@ -64,13 +64,10 @@ def make_moment(phase, time_ms, reserved, step=0, counted=True, rounding=(), **s
     )  # fmt: skip
 
 
-def make_phase(step, phase, times_ms, sizes, is_finished=True):
-    """Times of the begin, the peak and the end; what was allocated at each, in MiB."""
-    (begin_s, peak_s, end_s), (begin, peak, end) = ([time / 1e3 for time in times_ms], [n * MIB for n in sizes])
-    return PhaseMemory(
-        step=step, phase=phase, begin_s=begin_s, end_s=end_s, begin_bytes=begin, peak_bytes=peak, peak_s=peak_s,
-        end_bytes=end, is_finished=is_finished,
-    )  # fmt: skip
+def make_phase(step, phase, times_ms, peak):
+    """Times of the begin and the end; the peak in MiB."""
+    begin_s, end_s = (time / 1e3 for time in times_ms)
+    return PhaseMemory(step=step, phase=phase, begin_s=begin_s, end_s=end_s, peak_bytes=peak * MIB)
 
 
 def make_timeline(times_ms, reserved, **sizes):
@@ -137,9 +134,9 @@ def make_boundaries(step, begin_ms):
 
 def make_phases(step, begin_ms):
     return (
-        make_phase(step, "forward", (begin_ms, begin_ms + 10, begin_ms + 10), (310, 710, 710)),
-        make_phase(step, "backward", (begin_ms + 10, begin_ms + 13, begin_ms + 20), (710, 780, 410)),
-        make_phase(step, "optimizer", (begin_ms + 20, begin_ms + 25, begin_ms + 30), (410, 415, 310)),
+        make_phase(step, "forward", (begin_ms, begin_ms + 10), 710),
+        make_phase(step, "backward", (begin_ms + 10, begin_ms + 20), 780),
+        make_phase(step, "optimizer", (begin_ms + 20, begin_ms + 30), 415),
     )
 
 
@@ -150,7 +147,6 @@ def make_memory(**changes):
         source="small.pickle",
         device=0,
         num_steps=2,
-        num_allocations=1234,
         held_bytes=310 * MIB,
         peak=make_moment("backward", 13, 900, counted=False, parameters=100, optimizer_state=200, gradients=40,
                          saved=380, temporary=50, held=10, rounding={"temporary": 3}),
@@ -166,7 +162,7 @@ def make_memory(**changes):
             held=[10] * 13, parameters=[100] * 13, optimizer_state=[200] * 13,
             **{name: [*values, *values, 0] for name, values in moves.items()},
         ),
-        work=AllocatorWork(allocations=1200, events=3600, segments_allocated=0, segments_freed=0, out_of_memory=0,
+        work=AllocatorWork(events=3600, segments_allocated=0, segments_freed=0, out_of_memory=0,
                            first_failure=None),
         outside_bytes=700 * MIB,
         residual_stream_bytes=6553600,
@@ -183,7 +179,7 @@ def make_inference(**changes):
         peak_requested_bytes=160 * MIB,
         peak_reserved_bytes=200 * MIB,
         boundaries=(make_moment("start", 0, 200, parameters=100), make_moment("forward", 10, 200, parameters=100)),
-        phases=(make_phase(0, "forward", (0, 6, 10), (100, 160, 100)),),
+        phases=(make_phase(0, "forward", (0, 10), 160),),
         largest=(make_like(30, 4, 2),),
         at_peak=(make_like(30, 4, 2),),
         blocks=(),
@@ -220,8 +216,8 @@ def make_oom(**changes):
     )  # fmt: skip
     whole = make_memory(
         boundaries=make_memory().boundaries[:5],
-        phases=(*make_phases(0, 0), make_phase(1, "forward", (30, 35, 35), (310, 530, 530), is_finished=False)),
-        work=AllocatorWork(allocations=700, events=2100, segments_allocated=9, segments_freed=4, out_of_memory=2,
+        phases=(*make_phases(0, 0), make_phase(1, "forward", (30, 35), 530)),
+        work=AllocatorWork(events=2100, segments_allocated=9, segments_freed=4, out_of_memory=2,
                            first_failure=failure),
     )  # fmt: skip
     return replace(whole, **changes)

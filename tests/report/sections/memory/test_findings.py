@@ -37,9 +37,9 @@ def first_steps():
     peak = make_moment("backward", 43, 900, 1, counted=False, parameters=100, optimizer_state=200, gradients=40,
                        saved=380, temporary=50, held=10)  # fmt: skip
     phases = (
-        make_phase(0, "forward", (0, 10, 10), (110, 510, 510)),
-        make_phase(0, "backward", (10, 13, 20), (510, 580, 210)),
-        make_phase(0, "optimizer", (20, 29, 30), (210, 415, 310)),
+        make_phase(0, "forward", (0, 10), 510),
+        make_phase(0, "backward", (10, 20), 580),
+        make_phase(0, "optimizer", (20, 30), 415),
     )
     return make_memory(
         peak=peak, phases=(*phases, *make_phases(1, 30)), boundaries=(*early, end, *make_boundaries(1, 30))

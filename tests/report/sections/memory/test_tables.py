@@ -25,7 +25,7 @@ from cs336_systems.report.sections.memory.tables import (
     sections_of,
     write_memory,
 )
-from tests.report.making import HOSTILE, make_config, make_record
+from tests.report.making import HOSTILE, make_config
 from tests.report.reading import column, csv_rows
 from tests.report.sections.memory.profiles import (
     LOGITS,
@@ -49,10 +49,9 @@ def alone(profile):
     return [MemoryEntry(profile=profile)]
 
 
-def entry(profile=None, size="small", context_length=128, plain_bytes=None, **fields):
+def entry(profile=None, size="small", context_length=128, **fields):
     config = make_config(size, context_length, profiler=Profiler.MEMORY, **fields)
-    plain = None if plain_bytes is None else make_record(config.unprofiled, (0.03,), peak_bytes=plain_bytes)
-    return MemoryEntry(config=config, profile=profile or make_memory(), plain=plain)
+    return MemoryEntry(config=config, profile=profile or make_memory())
 
 
 def mixed_profile():
@@ -64,7 +63,7 @@ def mixed_profile():
 def grid():
     """Inference and training at two contexts; training runs out of memory at the longer one, but not in bf16."""
     return [
-        entry(make_inference(), mode=Mode.INFERENCE), entry(plain_bytes=781 * MIB),
+        entry(make_inference(), mode=Mode.INFERENCE), entry(),
         entry(mixed_profile(), precision=Precision.BF16),
         entry(make_inference(), context_length=512, mode=Mode.INFERENCE), entry(make_oom(), context_length=512),
     ]  # fmt: skip
@@ -157,7 +156,6 @@ def test_peaks_of_every_run() -> None:
         ("512", "inference", "fp32", "ok"), ("512", "train", "fp32", "oom"),
     ]  # fmt: skip
     assert [int(row["peak_allocated_bytes"]) / MIB for row in found] == [160, 780, 390, 160, 780]
-    assert [row["plain_peak_allocated_bytes"] for row in found] == ["", str(781 * MIB), "", "", ""]
     predicted = [int(row["predicted_peak_allocated_bytes"]) / 2**30 for row in found]
     # what plain runs took on one H200 (data/e2e_benchmark)
     assert predicted == pytest.approx([0.5509, 2.0677, 2.1201, 0.6648, 3.9967], rel=0.01)
@@ -218,12 +216,9 @@ def test_what_ran_out_of_memory_is_no_result() -> None:
     assert not any("less than the run needs" in note for note in categories.notes)
 
 
-def test_the_first_step_is_compared_with_nothing_that_came_later() -> None:
+def test_the_first_step_has_a_prediction_of_its_own() -> None:
     """The measured first step of xl at context 512 in fp32 peaked at 30.18 GiB on one H200, later ones at 41.72."""
-    config = make_config("xl", 512, profiler=Profiler.MEMORY, warmup_steps=0, measured_steps=1)
-    steady = make_record(make_config("xl", 512), (0.7,), peak_bytes=round(41.72 * 2**30))
-    (row,) = csv_rows(peaks([MemoryEntry(config=config, profile=make_memory(), plain=steady)]))
-    assert row["plain_peak_allocated_bytes"] == ""
+    (row,) = csv_rows(peaks([entry(size="xl", context_length=512, warmup_steps=0, measured_steps=1)]))
     assert int(row["predicted_peak_allocated_bytes"]) / 2**30 == pytest.approx(30.18, abs=0.005)
 
 
