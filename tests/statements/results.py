@@ -140,11 +140,6 @@ def share_of_adamw() -> float:
 # Where the time goes
 
 
-@claim(RESULTS, r"each class of kernel in the step, (\w+) configurations")
-def profiled_configurations() -> Sequence[Value]:
-    return (len(some(linked(RESULTS, "nsys_profiles/train/phases.csv"), phase="step")),)
-
-
 @claim(RESULTS, r"the GPU is busy ([\d.]+) % of the step's ([\d.]+) ms, and idle ([\d.]+) %")
 def idle_in_small() -> Sequence[Value]:
     step = one(linked(RESULTS, "nsys_profiles/train/phases.csv"), size="small", context_length=128, phase="step")
@@ -162,12 +157,6 @@ def idle_in_small() -> Sequence[Value]:
 def peak_gib(precision: str, mode: str, context: int = 512) -> float:
     rows = table("memory_profiles/h200/results.csv")
     return number(one(rows, size="xl", context_length=context, mode=mode, precision=precision), "peak_allocated_gib")
-
-
-@claim(RESULTS, r"Memory over (\w+) training steps of xl")
-def steps_of_the_recordings() -> Sequence[Value]:
-    (steps,) = {row["measured_steps"] for row in linked(RESULTS, "memory_profiles/h200/results.csv")}
-    return (float(steps),)
 
 
 @claim(
