@@ -270,7 +270,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     records = [each for each in load_records_or_warn(directory / "runs") if each.config.configuration in own]
     profiled = load_profiled(records, directory)
     rows = ladder_rows(ladder, records, profiled, beside)
-    return Climbed(rungs=ladder, results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
+    return Climbed(results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
 
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:
