@@ -22,7 +22,7 @@ from cs336_systems.model.annotate import current_path
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.fast.weights import Weight
 from cs336_systems.parallel.fully_sharded import FSDP
-from cs336_systems.parallel.sharded_weights import CopyFSDP, ShardedMasterAdamW
+from cs336_systems.parallel.sharded_weights import OwnsWeights
 from cs336_systems.ranges import Range
 
 MAX_EVENTS = 1_000_000
@@ -233,10 +233,10 @@ def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
 
 def _named_weights(step: TrainingStep) -> Iterable[tuple[str, Weight]]:
     """The weights of the fast model; on several ranks those that this rank updates."""
-    if isinstance(step.way, CopyFSDP):
-        return step.way.named_weights
-    if isinstance(step.optimizer, ShardedMasterAdamW):
-        return step.optimizer.named_weights
+    owners: tuple[object, ...] = (step.way, step.optimizer)
+    for owner in owners:
+        if isinstance(owner, OwnsWeights):
+            return owner.named_weights
     names: dict[Tensor, str] = {parameter: name for name, parameter in step.model.named_parameters()}
     weights = step.model.weights if isinstance(step.model, FastLM) else ()
     return [(names[weight.master], weight) for weight in weights]

@@ -124,7 +124,7 @@ ALIGNMENT_BYTES = 128
 
 
 class FSDP(nn.Module):
-    """A module whose matrices are sharded over the ranks.
+    """A module whose matrices are sharded over the ranks. It must call its blocks, not only the layers in them.
 
     Its parameters are the shards, which have one axis, under the names of the whole ones. `compute_dtype` is the type
     in which matrices are gathered, multiplied and have their gradients averaged; shards, their gradients and so the
@@ -160,8 +160,6 @@ class FSDP(nn.Module):
         self._seen: list[_Unit] = []
         self._in_backward = False
         self._reducing: _Unit | None = None
-        self._open: _Unit | None = None
-        """A unit that was gathered when one of its layers was called, as the model does not call the unit's module."""
         *self._parts, self._whole = self._units
         for unit in self._parts:
             self._watch(unit)
@@ -178,7 +176,6 @@ class FSDP(nn.Module):
             output = self.module(*inputs, **named_inputs)
         finally:
             self._whole.uninstall()
-            self._close()
         if not torch.is_grad_enabled():
             self._free_all()
         elif not self._exchange.averages:
@@ -193,7 +190,6 @@ class FSDP(nn.Module):
             unit.reduce()
             unit.wait_for_gradients()
         self._reducing = None
-        self._close()
         self._free_all()
         self._exchange.receive()
         for unit in self._units:
@@ -213,9 +209,6 @@ class FSDP(nn.Module):
         module.register_forward_hook(
             lambda _module, _inputs, output: self._after_forward(unit, output), always_call=True
         )
-        for layer in unit.layers:
-            layer.register_forward_pre_hook(lambda _module, _inputs: self._before_layer(unit))
-            layer.register_forward_hook(lambda _module, _inputs, output: self._after_layer(unit, output))
 
     def _call(self, unit: "_Unit", compiled: Callable[..., Any], *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         self._before_forward(unit)
@@ -258,23 +251,7 @@ class FSDP(nn.Module):
                     return rows
         return None
 
-    def _before_layer(self, unit: "_Unit") -> None:
-        if not unit.is_installed:
-            self._before_forward(unit)
-            self._open = unit
-
-    def _after_layer(self, unit: "_Unit", output: Any) -> None:  # noqa: ANN401
-        if unit is self._open and not self._in_backward:
-            self._gather_for_backward(unit, output)
-
-    def _close(self) -> None:
-        """End the unit that one of its layers began, because the model has gone on to another unit."""
-        unit, self._open = self._open, None
-        if unit is not None:
-            self._after_forward(unit, None)
-
     def _before_forward(self, unit: "_Unit") -> None:
-        self._close()
         unit.gather()
         unit.install()
         if self._in_backward:  # a checkpoint computes the unit again
@@ -290,9 +267,6 @@ class FSDP(nn.Module):
             return
         if not self._order or unit is not self._order[-1] or not torch.is_grad_enabled():
             unit.free()  # backward begins with the last unit, so that stays
-        self._gather_for_backward(unit, output)
-
-    def _gather_for_backward(self, unit: "_Unit", output: Any) -> None:  # noqa: ANN401
         for tensor in _graded(output):
             tensor.register_hook(lambda _gradient, unit=unit: self._before_backward(unit))
 
@@ -338,11 +312,6 @@ class _Sharded:
         # `data` has a version counter of its own, so to autograd another gather is no change of saved tensors
         self.full.data = self.shaped(whole.data)
         self.put(self.shard)
-
-    @property
-    def owners(self) -> Iterator[nn.Module]:
-        """The modules that have the parameter."""
-        return (slot.owner for slot in self._slots)
 
     def shaped(self, whole: Tensor) -> Tensor:
         """The parts of all ranks in the parameter's shape."""
@@ -456,7 +425,7 @@ class _Unit:
         self._num_trained, self._num_graded = len(trained), 0
         self._gathering: list[Started] = []
         self._reducing: list[Started] = []
-        self._is_there = self.is_installed = False
+        self._is_there = False
         for sharded in trained:
             sharded.full.register_post_accumulate_grad_hook(self._count)
 
@@ -486,21 +455,13 @@ class _Unit:
                 flat.free()
             self._is_there = False
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The modules in the unit that have its parameters, besides the unit's own module."""
-        owners = dict.fromkeys(owner for each in self.sharded for owner in each.owners)
-        return [each for each in owners if each is not self.module]
-
     def install(self) -> None:
         """Let the module compute with the whole parameters."""
-        self.is_installed = True
         for each in self.sharded:
             each.put(each.full)
 
     def uninstall(self) -> None:
         """Let the module have the shards as its parameters."""
-        self.is_installed = False
         for each in self.sharded:
             each.put(each.shard)
 

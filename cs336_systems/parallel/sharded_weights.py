@@ -84,7 +84,47 @@ def leaves_of(model: FastLM, *, shares: bool) -> list[Leaf]:
     ]
 
 
-class ShardedMasterAdamW(MasterAdamW):
+class _Owned:
+    """The weights of a pack that this rank updates: all of them whole, or its part of them as one weight."""
+
+    def __init__(self, pack: Pack, weights: list[Weight]) -> None:
+        """`pack` is as it was before its masters were freed."""
+        self.weights = weights
+        self._names, self._shapes = pack.names, [weight.master.shape for weight in pack.weights]
+
+    def named_weights(self) -> Iterator[tuple[str, Weight]]:
+        """The weights by name; a single part of several weights is named after all of them."""
+        names = self._names if len(self._names) == len(self.weights) else [" + ".join(self._names)]
+        return zip(names, self.weights, strict=True)
+
+    @torch.no_grad()
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """All masters of the pack whole, by name."""
+        values: Sequence[Tensor] = [weight.values() for weight in self.weights]
+        if values[0].shape != self._shapes[0]:
+            sizes = [shape.numel() for shape in self._shapes]
+            [flat] = gathered([values[0].contiguous()])
+            values = flat[: sum(sizes)].split(sizes)
+        for name, shape, value in zip(self._names, self._shapes, values, strict=True):
+            yield name, value.view(shape).clone()
+
+
+class OwnsWeights:
+    """Something that updates this rank's part of the weights."""
+
+    _owned: list[_Owned]
+
+    @property
+    def named_weights(self) -> Iterator[tuple[str, Weight]]:
+        """What this rank updates, by the names of the parameters that it is, or is a part of."""
+        return (named for owned in self._owned for named in owned.named_weights())
+
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """All masters whole, by their names in the model; every rank must call it."""
+        return {name: master for owned in self._owned for name, master in owned.gather()}
+
+
+class ShardedMasterAdamW(OwnsWeights, MasterAdamW):
     """MasterAdamW of this rank's part of all matrices; each rank also updates every vector.
 
     Every rank updates the whole of a matrix that cannot be split into aligned parts, one for each rank. Raises
@@ -131,40 +171,6 @@ class ShardedMasterAdamW(MasterAdamW):
             self._update(weights, number)
             self._exchange.start(exchanged)
         self._exchange.finish()
-
-    @property
-    def named_weights(self) -> Iterator[tuple[str, Weight]]:
-        """What this rank updates, by the names of the parameters that it is, or is a part of."""
-        return (named for owned in self._owned for named in owned.named_weights())
-
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """All masters whole, by their names in the model; every rank must call it."""
-        return {name: master for owned in self._owned for name, master in owned.gather()}
-
-
-class _Owned:
-    """The weights of a pack that this rank updates: all of them whole, or its part of them as one weight."""
-
-    def __init__(self, pack: Pack, weights: list[Weight]) -> None:
-        """`pack` is as it was before its masters were freed."""
-        self.weights = weights
-        self._names, self._shapes = pack.names, [weight.master.shape for weight in pack.weights]
-
-    def named_weights(self) -> Iterator[tuple[str, Weight]]:
-        """The weights by name; a single part of several weights is named after all of them."""
-        names = self._names if len(self._names) == len(self.weights) else [" + ".join(self._names)]
-        return zip(names, self.weights, strict=True)
-
-    @torch.no_grad()
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """All masters of the pack whole, by name."""
-        values: Sequence[Tensor] = [weight.values() for weight in self.weights]
-        if values[0].shape != self._shapes[0]:
-            sizes = [shape.numel() for shape in self._shapes]
-            [flat] = gathered([values[0].contiguous()])
-            values = flat[: sum(sizes)].split(sizes)
-        for name, shape, value in zip(self._names, self._shapes, values, strict=True):
-            yield name, value.view(shape).clone()
 
 
 class _Gathers:
@@ -262,7 +268,7 @@ def _buckets(own: Sequence[list[Weight]], exchanged: Sequence[list[Tensor]]) -> 
     return buckets
 
 
-class CopyFSDP(FSDP):
+class CopyFSDP(OwnsWeights, FSDP):
     """FSDP of a module that contains the fast model; `model.weights` become this rank's parts, and whole vectors.
 
     Of masters that the model does not read itself only this rank's part is kept; the model's own tensors become empty.
@@ -280,15 +286,6 @@ class CopyFSDP(FSDP):
             if is_cut and not pack.is_read:
                 pack.free_masters()
         model.weights = tuple(weight for owned in self._owned for weight in owned.weights)
-
-    @property
-    def named_weights(self) -> Iterator[tuple[str, Weight]]:
-        """What this rank updates, by the names of the parameters that it is, or is a part of."""
-        return (named for owned in self._owned for named in owned.named_weights())
-
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """All masters whole, by their names in the model; every rank must call it."""
-        return {name: master for owned in self._owned for name, master in owned.gather()}
 
 
 def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[Unit]:

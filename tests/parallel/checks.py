@@ -23,7 +23,6 @@ from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.ways import TorchDDP, TorchFSDP
 from tests.measure.allocator import make_up_allocator
 from tests.parallel.fast import config_of, sent_by
-from tests.parallel.models import blocks_apart
 
 SHAPE = {"vocab_size": 37, "context_length": 8, "d_model": 24, "d_ff": 40, "num_layers": 3, "num_heads": 2}
 STEPS, BATCH = 10, 6
@@ -62,8 +61,6 @@ class WithSpareParameters(nn.Module):
 def make_model(kind, seed, dtype):
     torch.manual_seed(seed)
     arch = Arch.GPT2 if kind == "gpt2" else Arch.CS336
-    if kind == "apart":
-        return blocks_apart(SHAPE["vocab_size"]).to(dtype)
     model = TransformerLM(ModelConfig(arch=arch, **SHAPE)).to(dtype)
     return WithSpareParameters(model).to(dtype) if kind == "spare" else model
 

@@ -88,25 +88,6 @@ def good(vocab_size: int) -> nn.Module:
     return Faulty(lambda: None, vocab_size)
 
 
-class BlocksApart(nn.Module):
-    """A model whose blocks are never called: it calls the layers in them."""
-
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
-        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}) for _ in range(3))
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block["down"](block["up"](x).relu())
-        return self.head(x)
-
-
-def blocks_apart(vocab_size: int) -> nn.Module:
-    return BlocksApart(vocab_size)
-
-
 def killed(vocab_size: int) -> nn.Module:
     return Faulty(_kill, vocab_size)
 

@@ -55,12 +55,6 @@ def test_ten_steps_on_two_ranks_are_ten_with_the_whole_batch(two, way, kind, opt
         assert distance(found, alone(two, kind, optimizer, torch.float32)) < 1e-6
 
 
-def test_blocks_that_are_never_called_themselves(two):
-    expected = alone(two, "apart", "adamw", torch.float64)
-    for found in each_rank(two, "fsdp", "apart", "adamw", torch.float64):
-        assert distance(found, expected) < 1e-12
-
-
 def test_compiled_blocks_are_gathered_outside_of_what_is_compiled(two):
     for found in each_rank(two, "fsdp", "cs336", "adamw", torch.float32, False, True):
         assert distance(found, alone(two, "cs336", "adamw", torch.float32)) < 1e-6
