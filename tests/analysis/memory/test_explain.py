@@ -191,7 +191,7 @@ def test_peaks_of_phases_are_those_of_all_events(tmp_path: Path) -> None:
         lost += phase.peak_bytes not in {total for at, total in points if phase.begin_s <= at <= phase.end_s}
     assert lost, "points of the timeline would do, and this test shows nothing"
     totals = np.array(profile.timeline.num_bytes).sum(axis=0)
-    assert len(totals) <= MAX_POINTS
+    assert len(totals) <= MAX_POINTS + len(program.marks) + 1, "and where phases end"
     assert totals.max() == max(allocated) == profile.peak.allocated_bytes
 
 
