@@ -142,16 +142,8 @@ def logits_in_bf16(vocab_size: int) -> nn.Module:
     return nn.Sequential(nn.Embedding(vocab_size, vocab_size), To(torch.bfloat16))
 
 
-def logits_in_float64(vocab_size: int) -> nn.Module:
-    return nn.Sequential(nn.Embedding(vocab_size, vocab_size), To(torch.float64))
-
-
 def not_a_module(vocab_size: int) -> list[int]:
     return [vocab_size]
-
-
-def one_logit_too_many(vocab_size: int) -> nn.Module:
-    return nn.Embedding(vocab_size, vocab_size + 1)
 
 
 class To(nn.Module):

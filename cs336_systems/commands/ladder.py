@@ -46,7 +46,7 @@ from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.record import RunRecord, Status, load_records
+from cs336_systems.record import Status, load_records
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.ladder import (
     GATE_STEPS,
@@ -244,7 +244,7 @@ def _measure(
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
-    """The name to show for each configuration: that of its rung, and for other runs what they are for."""
+    """All configurations of a ladder, each with its name: that of its rung, or for other runs what they are for."""
     names = {rung.config: rung.name for rung in ladder}
     names |= {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
     again = reference(ladder[0])
@@ -266,10 +266,11 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     from cs336_systems.report.sections.ladder import ladder_rows
 
     ladder = read_ladder(directory / LADDER_FILE)
-    records = _of_ladder(ladder, load_records_or_warn(directory / "runs"))
+    own = _names(ladder)  # the directory may have runs of ladders with other flags
+    records = [each for each in load_records_or_warn(directory / "runs") if each.config.configuration in own]
     profiled = load_profiled(records, directory)
     rows = ladder_rows(ladder, records, profiled, beside)
-    return Climbed(rungs=ladder, results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
+    return Climbed(results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
 
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:
@@ -295,12 +296,6 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
             print()
     print_line(f"results: {directory}")
     print_line(f"page: {page}")
-
-
-def _of_ladder(ladder: Sequence[Rung], records: Sequence[RunRecord]) -> list[RunRecord]:
-    """The records of the rungs and of the reference. The directory may have others, of ladders with other flags."""
-    wanted = {reference(ladder[0]), *(config for rung in ladder for config in (rung.config, reason_run(rung)))}
-    return [record for record in records if record.config.configuration in wanted]
 
 
 @contextlib.contextmanager

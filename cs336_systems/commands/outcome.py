@@ -130,13 +130,10 @@ def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:
     for profiler in dict.fromkeys(config.profiler for config in profiled):
         paths = (raw_profile_path(config, runs) for config in profiled if config.profiler is profiler)
         found = [path for path in paths if path.is_file()]
-        if not found:
-            continue
-        folder, viewer = found[0].parent, VIEWERS[profiler]
-        if len(found) == 1:
-            print_line(f"{folder.name.removesuffix('s')}: {found[0]} (open it with {viewer})")
-        else:
-            print_line(f"{folder.name}: {folder} (open one with {viewer})")
+        if found:
+            folder = found[0].parent
+            where = found[0] if len(found) == 1 else folder
+            print_line(f"{folder.name}: {where} (open with {VIEWERS[profiler]})")
 
 
 _CLOSED = (errno.EPIPE, errno.EIO)

@@ -88,8 +88,8 @@ class Compared:
     @property
     def verdicts(self) -> list[tuple[str, float | None]]:
         """The verdict on each configuration that both sides have, and B's step over A's; None if it is not known."""
-        rows = self.section.rows
-        return [(str(row["verdict"]), row["ratio"]) for row in rows if row["verdict"] not in (ONLY_A, ONLY_B)]  # type: ignore[misc]
+        rows: Sequence[Mapping[str, Any]] = self.section.rows
+        return [(row["verdict"], row["ratio"]) for row in rows if row["verdict"] not in (ONLY_A, ONLY_B)]
 
     @property
     def json(self) -> dict[str, Any]:

@@ -130,9 +130,7 @@ class FakeSweep:
         for config in configs:
             listener.finished(self._record(config, configs[0]))
         records, _ = load_records(directory / "runs")
-        return Outcome(
-            records=tuple(records), measured=tuple(records), interrupted=self.interrupted, wall_s=1.0, slots=1
-        )
+        return Outcome(records=tuple(records), measured=tuple(records), interrupted=self.interrupted)
 
     def _record(self, config: RunConfig, first: RunConfig) -> RunRecord:
         if self.first_fails and config.configuration == first:

@@ -7,7 +7,7 @@ from cs336_systems.config import Parallel
 from cs336_systems.costs.accounting import component_flops
 from cs336_systems.record import RunRecord
 from tests.statements.documents import Row, Value, claim, linked, one, some, table, table_claim
-from tests.statements.results import README, RESULTS, mean_ms, number, records
+from tests.statements.results import RESULTS, mean_ms, number, records
 
 PROFILED, FAST = "parallel/kineto_profiles/xl", "parallel/e2e_benchmark/xl_fast"
 GPT2, WHOLE = "parallel/e2e_benchmark/gpt2_fast", "parallel/e2e_benchmark/whole_batch"
@@ -21,26 +21,26 @@ def steps(document: str, directory: str) -> tuple[dict[str, str], ...]:
     return linked(document, f"{directory}/results.csv")
 
 
-@table_claim(README, "| way | step (ms) | collectives (ms)")
+@table_claim(RESULTS, "| way | step (ms) | collectives (ms)")
 def ways() -> Sequence[Row]:
     columns = {"step": "step_mean_ms", "collectives": "collective_mean_ms", "exposed": "exposed_mean_ms"}
     return [
         {"way": row["parallel"], "peak (GiB)": number(row, "peak_allocated_gib")}
         | {f"{name} (ms)": float(row[key]) if row[key] else "" for name, key in columns.items()}
-        for row in some(steps(README, PROFILED), shard_optimizer=False)
+        for row in some(steps(RESULTS, PROFILED), shard_optimizer=False)
     ]
 
 
-@claim(README, r"backward takes ([\d.]+) ms longer than on one GPU, so that `ddp-overlap` gains ([\d.]+) ms")
+@claim(RESULTS, r"backward takes ([\d.]+) ms longer than on one GPU, so that `ddp-overlap` gains ([\d.]+) ms")
 def price_of_overlapping() -> Sequence[Value]:
-    found = steps(README, PROFILED)
+    found = steps(RESULTS, PROFILED)
     overlap, flat = (one(found, parallel=way, shard_optimizer=False) for way in ("ddp-overlap", "ddp-flat"))
     longer_ms = number(overlap, "backward_mean_ms") - number(alone(PROFILED), "backward_mean_ms")
     return longer_ms, number(flat, "step_mean_ms") - number(overlap, "step_mean_ms")
 
 
 @claim(
-    README, r"--shard-optimizer` takes ([\d.]+ ± [\d.]+) ms a step, and one GPU alone, .* itself, ([\d.]+ ± [\d.]+):"
+    RESULTS, r"--shard-optimizer` takes ([\d.]+ ± [\d.]+) ms a step, and one GPU alone, .* itself, ([\d.]+ ± [\d.]+):"
 )
 def fastest_way() -> Sequence[Value]:
     fastest = min(table(f"{FAST}/results.csv"), key=lambda row: number(row, "step_mean_ms"))

@@ -367,21 +367,8 @@ def lose_the_last_block(step):
         parameter.requires_grad_(False)
 
 
-def double_the_rate(step):
-    for group in step.optimizer.param_groups:
-        group["lr"] *= 2
-
-
-def count_the_padding(step):
-    """Logits of 0 for the surplus of a padded vocabulary take part in the loss."""
-    step.trainable.criterion = lambda logits, targets, _vocab_size: torch.nn.functional.cross_entropy(
-        torch.nn.functional.pad(logits, (0, -logits.shape[-1] % 128)).flatten(0, 1), targets.flatten()
-    )
-
-
 FAULTS = (
     see_the_future, shift_the_targets, never_update, keep_old_gradients, scale_gradients_down, lose_the_last_block,
-    double_the_rate, count_the_padding,
 )  # fmt: skip
 
 

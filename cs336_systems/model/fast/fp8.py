@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.config import FP8_MULTIPLE
 from cs336_systems.model.fast.operators import operator
 
 DTYPE = torch.float8_e4m3fn
@@ -50,17 +48,15 @@ def fp8_linear(
 ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
     """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; backward's two matmuls likewise.
 
-    `largest` has magnitudes of x, and `weight_unit` is the weight's unit; None if not known. Unless d_in, d_out and the
-    number of rows of x are multiples of 16, the layer computes in the weight's type. x and the weight are saved for
-    backward in fp8: half the bytes of bf16, and cast only once.
+    `largest` has magnitudes of x, and `weight_unit` is the weight's unit; None if not known. d_in, d_out and the number
+    of rows of x must be multiples of 16 on a GPU, as the configuration sees to. x and the weight are saved for backward
+    in fp8: half the bytes of bf16, and cast only once.
 
     With `tags` the second result is a tag, which must be given to the only operation that reads the first. As the tag's
     gradient, that operation's backward returns the unit of the result's gradient, which this layer computes otherwise.
     """
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
-    if any(size % FP8_MULTIPLE for size in (*rows.shape, len(weight))):
-        return F.linear(x, weight, bias), x.new_empty(1, dtype=torch.float32) if tags else None
     result, tag = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, largest, weight_unit, tags, torch.is_grad_enabled()
     )

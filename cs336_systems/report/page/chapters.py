@@ -20,7 +20,6 @@ from cs336_systems.report.sections.ladder import ladder_section
 from cs336_systems.report.words import status_text
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.precision_records import PrecisionStudy
-from cs336_systems.sweep.ladder import Rung
 from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
 from cs336_systems.text import counted, shortened
 
@@ -56,9 +55,8 @@ def block_id(directory: Path, name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climbed:
-    """A ladder that was run: its rungs, the records and profiles of them, and a row of values for each rung."""
+    """A ladder that was run: the records and profiles of its rungs, and a row of values for each rung."""
 
-    rungs: tuple[Rung, ...]
     results: Results
     rows: tuple[Row, ...]
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
-from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
@@ -32,7 +31,6 @@ from cs336_systems.studies.ceilings_records import (
     Launch,
     ProductCell,
     ProductPrecision,
-    Stream,
     TimedRow,
 )
 from cs336_systems.studies.step_parts import ALL_KERNELS, StepPart, StepParts
@@ -238,25 +236,29 @@ def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]
 
 def ceilings_of(study: CeilingsStudy) -> list[Row]:
     """The fastest cell of each kind that has a time; of passes over memory the largest, which fits no cache."""
-    products, streams = timed(product_rows(study)), timed(stream_rows(study))
-    by_precision = [[row for row in products if row["precision"] is name] for name in study.product_ceilings]
-    by_stream = [[row for row in streams if row["stream"] is stream] for stream in Stream]
-    best = [max(rows, key=lambda row: row["tflops_per_s"]) for rows in by_precision]
-    largest = [max(rows, key=lambda row: row["moved_mib"]) for rows in by_stream if rows]
-    collectives: dict[tuple[str, int], Row] = {}
-    for row in sorted(timed(collective_rows(study)), key=lambda row: row["bus_gb_per_s"]):
-        collectives[row["collective"], row["world_size"]] = row  # the fastest is the last
-    order = list(Collective)
+    best = _largest(product_rows(study), "tflops_per_s", "precision")
+    streams = _largest(stream_rows(study), "moved_mib", "stream")
+    collectives = _largest(collective_rows(study), "bus_gb_per_s", "world_size", "collective")
     return [
         *(_ceiling(row, f"{row['precision']} product", "tflops_per_s", "TFLOP/s", row["shape"]) for row in best),
-        *(_ceiling(row, f"{row['stream']} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"])) for row in largest),
+        *(_ceiling(row, f"{row['stream']} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"])) for row in streams),
         *(_ceiling(row, row["launched"], "median_us", "µs") for row in timed(launch_rows(study))),
         *(
             _ceiling(row, f"{row['collective']} among {row['world_size']} (bus)", "bus_gb_per_s", "GB/s",
                      _mib(row["tensor_mib"]))
-            for row in sorted(collectives.values(), key=lambda row: (row["world_size"], order.index(row["collective"])))
+            for row in collectives
         ),
     ]  # fmt: skip
+
+
+def _largest(rows: Sequence[Row], key: str, *group: str) -> list[Row]:
+    """Of the rows with a time, the one with the largest value under `key` for each combination of values of `group`."""
+    found: dict[tuple[object, ...], Row] = {}
+    for row in timed(rows):
+        kind = tuple(row[name] for name in group)
+        if kind not in found or row[key] > found[kind][key]:
+            found[kind] = row
+    return list(found.values())
 
 
 def _ceiling(row: Row, name: str, key: str, unit: str, reached_at: str = "") -> Row:
@@ -327,9 +329,9 @@ def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
 
 
 def _part(study: CeilingsStudy, run: str, part: StepPart) -> Row:
-    """Row of a part. With attention counted as causal, a part has half of the FLOPs, and half of the share or more:
+    """Row of a part, with its share of the roof with attention counted as causal too; None for other parts.
 
-    fewer FLOPs per byte also lower the roof if memory sets it.
+    Half of the FLOPs give half of the share, or more: fewer FLOPs per byte also lower the roof if memory sets it.
     """
     highest, ceiling = study.roof(part.precision, part.intensity), study.product_ceiling(part.precision)
     causal = None if part.causal_flops is None else replace(part, flops=part.causal_flops)

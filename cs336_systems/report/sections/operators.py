@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 from cs336_systems.analysis.warnings import PASSES
-from cs336_systems.config import Device, Phase, Precision
+from cs336_systems.config import Device, Phase
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.plots.charts import (
@@ -347,22 +348,23 @@ def _chart(study: AttentionStudy, rows: Rows, name: str, title: str, y: Axis, ke
 
 def fusion_section(study: FusionStudy) -> Section:
     """A table for each precision and direction; the values have a row for each version and direction."""
-    rows = fusion_rows(study)
-    groups: dict[tuple[Precision, Phase], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: PHASES.index(row["phase"])):
-        groups.setdefault((row["precision"], row["phase"]), []).append(row)
+    rows, tables = fusion_rows(study), []
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
-    tables = []
-    for precision, phase in sorted(groups, key=lambda group: precisions.index(group[0])):
-        own = groups[precision, phase]
+    for precision, phase in product(precisions, PHASES):
+        own = [row for row in rows if (row["precision"], row["phase"]) == (precision, phase)]
+        if not own:
+            continue
         findings = list(_savings(own))
         title = f"Fusion op by op, {phase}, {precision}, {fusion_settings(study)}"
         failures = [f"{row['op']} {row['version']}: {row['error']}" for row in own if row["error"] is not None]
         notes = [*_fusion_notes(study, own), *findings, *failures]
-        tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes,
-                                 lambda row: row["status"] is not Status.OK, findings))  # fmt: skip
+        tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes, _has_failed, findings))
     charts = [fusion_chart(study, [row for row in rows if row["precision"] is name]) for name in precisions]
     return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS, pictures=charts)
+
+
+def _has_failed(row: Row) -> bool:
+    return row["status"] is not Status.OK
 
 
 def fusion_settings(study: FusionStudy) -> str:

@@ -64,7 +64,7 @@ def climbed():
     """0.8 s for the first rung and 0.05 s for the last; `compile` is off by half of the fall."""
     rungs = make_ladder()
     records = make_records(rungs, losses={"compile": shifted(0.5)})
-    return Climbed(rungs=rungs, results=Results(records=records), rows=tuple(ladder_rows(rungs, records, [])))
+    return Climbed(results=Results(records=records), rows=tuple(ladder_rows(rungs, records, [])))
 
 
 def attention():
