@@ -8,15 +8,13 @@ from types import MappingProxyType
 import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.config import UNSIZED, Precision, RunConfig
-from cs336_systems.costs.hardware import find_device
+from cs336_systems.config import UNSIZED, RunConfig
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.columns import Row, column, three_digits
 from cs336_systems.report.frame import (
     RESULTS,
     SHARED,
     SPEED_UPS,
-    apart_from,
     codes_of,
     describe,
     over_warmup,
@@ -31,9 +29,7 @@ from cs336_systems.report.words import (
     DOUBTED_FORECAST,
     SHIPPED,
     between,
-    mean_and_std,
     milliseconds,
-    significant,
     status_text,
     warning_counts,
 )
@@ -64,8 +60,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
     notes = [
         *([OFFERED] if any(config.model_factory and config.size != UNSIZED for config in frame.index) else []),
         "Times are mean ± standard deviation over the measured steps of a process.",
-        *interval_notes(frame["processes"]),
-        *mfu_notes(frame),
+        *too_few_note(frame["processes"]),
         *([SHIPPED] if frame["prediction_is_shipped"].any() else []),
         *([DOUBTED_FORECAST] if frame["prediction_is_doubted"].any() else []),
         *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
@@ -99,13 +94,13 @@ def _table(
 
 
 def step_findings(frame: pd.DataFrame) -> list[str]:
-    """Sentences on what limits steps or ended them, speed-ups, the best checkpoints, and steps far from their forecast.
+    """Sentences on what limits steps or ended them, speed-ups, and steps far from their forecast.
 
     Of rows that differ only in warm-up, the one with the most counts. Each number has the name of its row.
     """
     rows = rows_of(steady(frame))
     timed = [row for row in rows if row["step_mean_ms"]]
-    return [*_limits(rows), *_speed_ups(timed), *_checkpoints(timed), *_off_forecast(timed)]
+    return [*_limits(rows), *_speed_ups(timed), *_off_forecast(timed)]
 
 
 def _limits(rows: Sequence[Row]) -> Iterator[str]:
@@ -133,18 +128,6 @@ def _speed_ups(rows: Sequence[Row]) -> Iterator[str]:
             doubt = f"; in {number} of {len(own)} a time is in doubt ({DOUBT})" if number else ""
             gains = between(by_name(own, itemgetter(key)), three_digits)
             yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."
-
-
-def _checkpoints(rows: Sequence[Row]) -> Iterator[str]:
-    """For each configuration in several groups of checkpointed blocks: the one with the least peak."""
-    groups: dict[object, list[Row]] = {}
-    for row in rows:
-        if row["peak_allocated_gib"]:
-            groups.setdefault(apart_from(row["config"], "checkpoint_blocks"), []).append(row)
-    best = [min(own, key=itemgetter("peak_allocated_gib")) for own in groups.values() if len(own) > 1]
-    for name, row in zip(_names(best), best, strict=True):
-        peak, time = significant(row["peak_allocated_gib"], 3), mean_and_std(row["step_mean_ms"], row["step_std_ms"])
-        yield f"{name}: the least peak, {peak} GiB, is with checkpoint_blocks {row['checkpoint_blocks']} ({time} ms)."
 
 
 def _off_forecast(rows: Sequence[Row]) -> Iterator[str]:
@@ -182,34 +165,9 @@ def results_section(frame: pd.DataFrame, of_profiles: Mapping[RunConfig, Row] = 
     return Section(name="results", tables=tables, rows=rows, keys=keys, pictures=list(step_charts(frame)))
 
 
-def interval_notes(counts: Iterable[int]) -> list[str]:
-    """Notes on the confidence interval: how many processes it is over, and why two processes give none."""
-    numbers = sorted(set(counts))
-    enough = [count for count in numbers if count >= FEWEST]
-    number = " to ".join(str(count) for count in dict.fromkeys(enough[:1] + enough[-1:]))
-    interval = [f"95 % interval: of the mean step, over the means of {number} fresh processes."] if enough else []
-    return [*interval, *too_few_note(numbers)]
-
-
 def too_few_note(counts: Iterable[int]) -> list[str]:
     """A note for rows of two processes, which have no interval, on how to get one."""
     return [f"Two processes are too few for an interval: use --repeats {FEWEST} or more."] if 2 in set(counts) else []
-
-
-def mfu_notes(frame: pd.DataFrame) -> list[str]:
-    """A note on the peaks that MFU refers to, if precisions differ; with their values, if all runs have one device."""
-    timed = frame[frame["mfu"].notna()]
-    precisions = [precision for precision in Precision if precision in set(timed["precision"])]
-    if len(precisions) < 2:
-        return []
-    names = timed["device_name"].unique()
-    device = find_device(names[0]) if len(names) == 1 else None
-    each = [f"{name} {device.peak_flops_per_s[name] / 1e12:g}" for name in precisions] if device else []
-    peaks = f" ({', '.join(each)} TFLOP/s)" if each else ""
-    return [
-        f"MFU: of the peak that the data sheet promises at the row's own precision{peaks}. A faster step in another "
-        "precision has a lower MFU where that peak rises by more than the speed."
-    ]
 
 
 def warning_notes(codes: Sequence[str | None], rows: str = "rows") -> list[str]:

@@ -48,26 +48,6 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
     assert float(first["tokens_per_s"]) == pytest.approx(4 * 128 / 0.1)
 
 
-def test_mfu_of_several_precisions_is_explained_by_their_peaks(grid):
-    """Between two rows of equal FLOPs, MFU changes by the speed-up over the ratio of the peaks."""
-    frame = to_frame(grid)
-    (note,) = [note for note in results_table(frame).notes if "MFU" in note]
-    peaks = {name: float(peak) for name, peak in re.findall(r"(fp32|bf16) ([\d.]+)", note)}
-    rows = frame[(frame["size"] == "small") & (frame["context_length"] == 128)].set_index("precision")
-    speed_up = rows["step_mean_ms"]["fp32"] / rows["step_mean_ms"]["bf16"]
-    assert rows["mfu"]["bf16"] / rows["mfu"]["fp32"] == pytest.approx(speed_up * peaks["fp32"] / peaks["bf16"])
-    elsewhere = [make_record(make_config(batch_size=1), (0.1,), device_name="NVIDIA H100 PCIe")]
-    (note,) = [note for note in results_table(to_frame([*grid, *elsewhere])).notes if "MFU" in note]
-    assert "TFLOP/s" not in note, "each device has peaks of its own"
-
-
-def test_mfu_of_one_precision_needs_no_explanation(grid):
-    one = [record for record in grid if record.config.precision is Precision.BF16]
-    unknown = [replace(record, environment=None) for record in grid]
-    for records in (one, unknown):
-        assert not any("MFU" in note for note in results_table(to_frame(records)).notes)
-
-
 def test_selection_shows_what_varies_and_says_the_rest_once(grid):
     table = results_table(to_frame(grid))
     assert names(table) == [
@@ -247,17 +227,6 @@ def test_what_limits_steps_or_ended_them_is_counted_and_named() -> None:
     assert numbers(bound) == [9, 10, *(2**n for n in range(7, 15)), 1]
     assert numbers(ended) == [1, 10, 2**16]
     assert step_findings(to_frame(records[:1])) == [], "the only run has its warning beside it"
-
-
-def test_the_checkpoints_of_the_least_peak_are_told_with_their_time() -> None:
-    measured = {0: (1.0, 8), 1: (1.6, 5), 2: (1.5, 4), 4: (1.7, 6)}
-    records = [
-        make_record(make_config("xl", checkpoint_blocks=blocks), (time_s,), peak_bytes=peak * 2**30)
-        for blocks, (time_s, peak) in measured.items()
-    ]
-    (text,) = step_findings(to_frame(records))
-    assert numbers(text) == [128, 4, 2, 1500]
-    assert step_findings(to_frame(records[:1])) == []
 
 
 def test_a_step_far_from_its_forecast_is_told_with_both_times_and_its_warnings() -> None:
