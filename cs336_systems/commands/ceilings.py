@@ -30,9 +30,11 @@ from cs336_systems.studies.ceilings_records import (
     Shape,
 )
 from cs336_systems.studies.records import read_study
-from cs336_systems.sweep.store import make_writable
+from cs336_systems.sweep.store import make_writable, time_stamp
+from cs336_systems.text import print_aside
 
 if TYPE_CHECKING:
+    from cs336_systems.report.progress import StatusLine
     from cs336_systems.studies.step_parts import StepParts
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
@@ -141,9 +143,12 @@ def run(arguments: CeilingsArguments) -> int:
     make_writable(directory)
     from cs336_systems.studies.runner import run_study
 
-    study = show_study(
-        lambda status: earlier or run_study(grid, status), directory, as_json=arguments.json, parts=parts
-    )
+    def measure(status: "StatusLine") -> CeilingsStudy:
+        study = earlier or run_study(grid, status)
+        _keep_earlier(directory / FILE_NAME, study)
+        return study
+
+    study = show_study(measure, directory, as_json=arguments.json, parts=parts)
     _keep_step(step, directory)
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 
@@ -178,6 +183,14 @@ def _earlier_step(directory: Path) -> ProfiledStep | None:
     if not path.is_file():
         return None
     return read_json(path, ProfiledStep, "the step on a roofline", version=1, error=RecordError)
+
+
+def _keep_earlier(present: Path, study: CeilingsStudy) -> None:
+    """Copy the study that is there, if it differs, to a file beside it that is named after the time, and say so."""
+    if present.is_file() and (data := present.read_bytes()) != encode_json(study):
+        kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
+        write_atomically(kept, data)
+        print_aside(f"the earlier ceilings are kept in {kept}")
 
 
 def _keep_step(step: ProfiledStep | None, directory: Path) -> None:

@@ -86,7 +86,8 @@ class AttentionArguments(StudyArguments):
 
     --own flash:FlashAttention adds yours, from flash.py in this directory; examples/flex_attention.py of the
     repository is one. Where it is over 10 times as far from float64 as PyTorch's kernel, it is marked WRONG, its times
-    are in no table, and the exit status is 1. The course's grid for it:
+    are in no table, and the exit status is 1. Without a backward (NotImplementedError) only forward is timed. The
+    course's grid for it:
     --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 --context-lengths 128 256 512 1024 2048 4096
     8192 16384 32768 65536.
     """

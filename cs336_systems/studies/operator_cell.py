@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.measure.clock import Clock, EventClock, HostClock
-from cs336_systems.measure.failure import classify
+from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.model.own import load_callable
 from cs336_systems.model.transformer import naive_attention
@@ -65,6 +65,11 @@ _BACKENDS = {
 }
 _NO_KERNEL = r"No available kernel|No viable backend|No (valid )?execution plans"
 """Errors by which PyTorch and cuDNN report that no allowed kernel takes such inputs."""
+_NEEDS_GPU = (
+    r"0 active drivers|cannot be accessed from Triton|No module named 'triton'|Torch not compiled with CUDA|"
+    r"Found no NVIDIA driver|No CUDA GPUs are available"
+)
+"""Errors of Triton and of PyTorch where a kernel for a GPU is loaded without one, or called with tensors of a CPU."""
 _NO_NEW_VALUES = ("aten.empty", "aten.new_empty", "aten._unsafe_view")
 """Allocations, and a view that its schema does not declare as one: these read and write nothing."""
 
@@ -78,11 +83,15 @@ class Inputs:
 
 
 class Passes:
-    """Forward and backward of a function on sets of inputs that take turns. Gradients are returned, not accumulated."""
+    """Forward and backward of a function on sets of inputs that take turns. Gradients are returned, not accumulated.
+
+    Forward alone once `has_backward` is set to False; there are no gradients then.
+    """
 
     def __init__(self, function: OpFunction, *sets: Inputs) -> None:
         self._function = function
         self.sets = sets
+        self.has_backward = True
 
     def forward(self, turn: int = 0) -> Tensor:
         """Output for the set of inputs of this turn."""
@@ -90,6 +99,8 @@ class Passes:
 
     def backward(self, output: Tensor, turn: int = 0) -> tuple[Tensor, ...]:
         """Gradients of all inputs of this turn."""
+        if not self.has_backward:
+            return ()
         inputs = self.sets[turn % len(self.sets)]
         return torch.autograd.grad(output, inputs.forward, inputs.upstream)
 
@@ -103,8 +114,9 @@ class Passes:
         clock.start()
         output = self.forward()
         clock.lap(Phase.FORWARD)
-        self.backward(output)
-        clock.lap(Phase.BACKWARD)
+        if self.has_backward:
+            self.backward(output)
+            clock.lap(Phase.BACKWARD)
         return clock.stop().phases_s
 
 
@@ -200,8 +212,15 @@ def load_own(name: str) -> Callable[..., Any]:
 
 
 def measure_attention(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
-    """Each row with its times and memory. Raises whatever running it raises."""
-    return [measure_cell(grid, row.cell) for row in rows]
+    """Each row with its times and memory; unavailable where the user's own needs a GPU. Raises what running raises."""
+    try:
+        return [measure_cell(grid, row.cell) for row in rows]
+    except Exception as error:
+        is_own = rows[0].cell.implementation is Implementation.OWN
+        if not (is_own and grid.device is Device.CPU and re.search(_NEEDS_GPU, str(error))):
+            raise
+        failure = Failure(message=f"needs a GPU: {str(error).splitlines()[0]}")
+        return [replace(row, status=Status.UNAVAILABLE, failure=failure) for row in rows]
 
 
 def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: OpFunction | None = None) -> CellResult:
@@ -213,13 +232,18 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: OpFunction
     inputs = _inputs_of(grid, cell)
     passes = Passes(attention or make_attention(grid, cell), inputs)
     run = partial(passes.timed, EventClock() if grid.device is Device.CUDA else HostClock())
+    failure = None
     started = perf_counter()
     if cell.implementation is Implementation.OWN:
         output = passes.forward()
         if fault := fault_of(output, inputs):
             failure = Failure(message=f"{grid.own} {fault}", where=cell.label)
             return CellResult(cell=cell, status=Status.INVALID, failure=failure)
-        passes.backward(output)
+        try:
+            passes.backward(output)
+        except NotImplementedError as error:
+            failure = describe(error, Status.CRASHED, cell.label, grid.device)
+            passes.has_backward = False
     elif reason := _why_unavailable(run):
         return CellResult(cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=reason))
     first_pass_s = perf_counter() - started
@@ -229,6 +253,7 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: OpFunction
     result = CellResult(
         cell=cell,
         status=Status.OK,
+        failure=failure,
         measurements=tuple(Measurement(phase, tuple(time[phase] for time in times)) for phase in times[0]),
         first_pass_s=first_pass_s,
         memory=_memory(passes) if grid.device is Device.CUDA else None,
@@ -337,10 +362,10 @@ def exact_attention(inputs: Inputs, *, causal: bool) -> tuple[Tensor, Tensor, Te
 
 
 def exact_errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[ExactError, ...]:
-    """How far the output and the gradients of queries, keys and values are from those in float64."""
+    """How far the output, and the gradients of queries, keys and values if there are any, are from those in float64."""
     return tuple(
         ExactError(quantity=quantity, max_error=distance([(tensor, right)]), max_exact=float(right.abs().max()))
-        for quantity, tensor, right in zip(Quantity, found, exact, strict=True)
+        for quantity, tensor, right in zip(Quantity, found, exact, strict=False)
     )
 
 

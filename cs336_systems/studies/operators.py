@@ -218,8 +218,9 @@ class CellResult(Row):
     cell: AttentionCell
     status: Status
     failure: Failure | None = None
+    """Why the cell failed; with status ok, why the user's own has no times of backward."""
     measurements: tuple[Measurement, ...] = ()
-    """Times of forward and of backward. Those of an invalid cell are kept, and belong in no table."""
+    """Times of forward and, if there is one, of backward. Those of an invalid cell are kept, and belong in no table."""
     first_pass_s: float | None = None
     """First forward and backward by the host's clock, which includes compiling, loading libraries and autotuning."""
     memory: CellMemory | None = None

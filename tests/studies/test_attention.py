@@ -3,6 +3,7 @@
 import csv
 import math
 import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,13 @@ from cs336_systems.measure.inputs import source_digest
 from cs336_systems.record import Status
 from cs336_systems.report.sections.operators import attention_rows
 from cs336_systems.studies import operator_cell
-from cs336_systems.studies.cell import make_generator
+from cs336_systems.studies.cell import attempt, make_generator
 from cs336_systems.studies.operator_cell import (
     exact_attention,
     full_attention,
     make_attention,
     make_inputs,
+    measure_attention,
     measure_cell,
 )
 from cs336_systems.studies.operators import (
@@ -156,10 +158,13 @@ def test_a_published_kernel_is_right_in_every_shape() -> None:
     assert judged > 60
 
 
-@pytest.mark.parametrize(("name", "status"), [("right", 0), ("without_the_mask", 1)])
+@pytest.mark.parametrize(
+    ("name", "status"), [("right", 0), ("without_the_mask", 1), ("ForwardAlone", 0), ("WrongForwardAlone", 1)]
+)
 def test_the_command_marks_a_wrong_function_and_leaves_its_times_out(
     name: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A function without a backward is timed, and judged, by its forward."""
     flags = ["--device", "cpu", "--d-heads", "4", "--context-lengths", "8", "--passes", "2", "--causal", "--name", "n"]
     flags += ["--implementations", "naive", "--own", f"tests.own_kernels:{name}", "--output", str(tmp_path)]
     assert main(["attention", *flags]) == status
@@ -167,7 +172,47 @@ def test_the_command_marks_a_wrong_function_and_leaves_its_times_out(
         _, row = csv.DictReader(file)
     assert bool(row["forward_mean_ms"]) is (status == 0)
     assert row["status"] == ("ok" if status == 0 else "invalid")
-    assert ("WRONG" in capsys.readouterr().out) is (status == 1)
+    shown = capsys.readouterr().out
+    assert ("WRONG" in shown) is (status == 1)
+    assert bool(row["backward_mean_ms"]) is bool(row["together_mean_ms"]) is (name == "right")
+    assert bool(row["dv_relative_error"]) is (not name.endswith("ForwardAlone"))
+    if name == "ForwardAlone":
+        assert row["error"] == f"NotImplementedError: backward is next week's exercise ({line_with('next week')})"
+        assert "no backward" in shown
+        assert float(row["output_relative_error"]) < ROUNDING
+
+
+TRITON = """
+import triton
+from triton.language import load, store
+
+@triton.jit
+def kernel(x): store(x, load(x))
+
+def flash(q, k, v, is_causal): kernel[(1,)](q)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        (TRITON, Status.UNAVAILABLE),
+        ("raise ImportError(\"No module named 'triton'\")", Status.UNAVAILABLE),
+        ("def flash(*_): raise AssertionError('Torch not compiled with CUDA enabled')", Status.UNAVAILABLE),
+        ("import triton_of_a_gpu", Status.CRASHED),
+    ],
+    ids=["triton", "no triton", "no cuda", "another module"],
+)
+def test_a_kernel_for_a_gpu_is_said_to_need_one(
+    source: str, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernel_here.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "kernel_here", raising=False)
+    grid = replace(SMALL, own="kernel_here:flash")
+    (row,), _ = attempt(grid, grid.groups()[0][0], measure_attention)
+    assert row.status is status
+    assert row.failure.message.startswith("needs a GPU: ") is (status is Status.UNAVAILABLE)
 
 
 @pytest.mark.parametrize(

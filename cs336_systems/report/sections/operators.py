@@ -119,14 +119,15 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
 
 
 def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
-    """How a cell of the user's own function ended, where that was not well: the error with the place in the file."""
+    """How a cell of the user's own ended, or why it has no backward: the error with the place in the file."""
     if result.cell.implementation is not Implementation.OWN or result.failure is None:
         return {}
     place = place_in(study.grid.own or "", result.failure)
     error = result.failure.message
     if place and place not in error:  # that of a syntax error has it
         error += f" ({place})"
-    return {"error": error} | ({"ended": "WRONG"} if result.status is Status.INVALID else {})
+    ended = {Status.INVALID: "WRONG", Status.OK: "no backward"}
+    return {"error": error} | ({"ended": ended[result.status]} if result.status in ended else {})
 
 
 def attention_section(study: AttentionStudy) -> Section:
