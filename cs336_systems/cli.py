@@ -1,12 +1,11 @@
 """The command line: argv goes to a command, and how the command ends becomes an exit status (commands/outcome.py)."""
 
+import difflib
 import functools
 import importlib
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Annotated, Any
 
 from cs336_systems import __version__
 from cs336_systems.analysis.kernels.nsys import NsysError
@@ -16,15 +15,32 @@ from cs336_systems.interrupt import LINE
 from cs336_systems.sweep.locks import LockedError
 from cs336_systems.text import print_aside
 
-COMMANDS = (
-    "benchmark", "sweep", "kernels", "memory", "account", "scale", "precision", "fusion", "attention",
-    "ceilings", "ladder", "compare", "report",
-)  # fmt: skip
-"""The subcommands of `cs336`."""
+GROUPS = {
+    "Measure": {
+        "benchmark": "Time one training step: forward, backward, optimizer.",
+        "sweep": "Time a grid of steps, and write tables, pictures and a page.",
+        "compare": "Say which of two configurations, or sweeps, is faster.",
+        "ladder": "Go from fp32 to the fastest known step, one change at a time.",
+        "attention": "Time attention alone, PyTorch's kernels and your own.",
+        "fusion": "Time GELU, softmax, RMSNorm and attention, fused and written out.",
+        "precision": "Show what accumulation, layer norm and autocast do to precision.",
+        "ceilings": "Measure what this machine reaches: matmuls, memory, launches.",
+    },
+    "Explain": {
+        "kernels": "Say where the time of profiled steps went; files of any program.",
+        "memory": "Say where the memory of recorded steps went; files of any program.",
+        "report": "Write tables, pictures and pages of finished runs again.",
+    },
+    "Foretell": {
+        "account": "Say what a step costs without running it, and whether it fits.",
+        "scale": "Predict a step that many GPUs share.",
+    },
+}
+"""The subcommands of `cs336`, by what they are for."""
+COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 MODULES = dict.fromkeys(("precision", "fusion", "attention"), "study")
 """The module of commands/ that has a command, if not that of its name; it is imported only when it is called."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
-VERSION_HELP = "cs336 --version prints the version of this program."
 
 
 def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
@@ -60,14 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
-    import tyro
-
-    from cs336_systems.commands.flags import parse
-
-    subcommands = [Annotated[_arguments(name), tyro.conf.subcommand(name)] for name in COMMANDS]
-    command: Any = functools.reduce(operator.or_, subcommands)
-    parse(command, "cs336", words, f"{QUESTION}\n\n{VERSION_HELP}")  # prints the help or the error, and exits
-    raise UsageError(f"needed a command: {', '.join(COMMANDS)}")
+    if words and words[0] not in ("-h", "--help", "--help-all"):
+        close = difflib.get_close_matches(words[0].lower(), COMMANDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UsageError(f"cs336 has no command {words[0]!r}{hint} (cs336 --help lists them)")
+    print(f"usage: cs336 COMMAND [FLAGS]\n\n{QUESTION}")
+    for title, group in GROUPS.items():
+        print(f"\n{title}")
+        for name, line in group.items():
+            print(f"  {name:<11}{line}")
+    print("\ncs336 COMMAND --help explains a command, --help-all all of its flags; cs336 --version names the version.")
+    return OK if words else USAGE
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:

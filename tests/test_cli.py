@@ -84,10 +84,15 @@ def test_help_is_for_people(command: Callable[[Sequence[str]], int], capsys: pyt
 def test_every_command_is_listed_and_starts(capsys: pytest.CaptureFixture[str]) -> None:
     """The modules of commands/ that have a function to run are the commands."""
     files = (ROOT / "cs336_systems" / "commands").glob("*.py")
-    commands = {path.stem for path in files if "\ndef run(" in path.read_text()}
+    modules = {path.stem for path in files if "\ndef run(" in path.read_text()}
     assert status_of(cli.main, ["--help"]) == 0
-    (listed,) = re.findall(r"^usage: [^{]*\{([^}]*)\}", capsys.readouterr().out)
-    assert set(re.findall(r"\w+", listed)) == commands
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 25, "fits a screen"
+    assert max(map(len, lines)) < 110
+    listed = re.findall(r"(?m)^  (\w+) ", "\n".join(lines))
+    assert {cli.MODULES.get(name, name) for name in listed} == modules
+    assert status_of(cli.main, ["Sweeps"]) == 2
+    assert "did you mean sweep?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

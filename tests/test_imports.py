@@ -71,32 +71,6 @@ assert compiler in sys.modules and not any(steps), steps
     passes(code, tmp_path)
 
 
-def test_no_garbage_is_collected_while_torch_is_imported_nor_among_it_later(tmp_path: Path) -> None:
-    code = """
-import gc
-SMALL = ["--device", "cpu", "--vocab-size", "11", "--context-length", "8", "--d-model", "8", "--num-heads", "2"]
-early = []
-
-def collecting(phase, info):
-    if "torch" in sys.modules and not hasattr(sys.modules.get("cs336_systems.measure.run"), "measure"):
-        early.append(info)
-
-gc.callbacks.append(collecting)
-assert cli.benchmark([*SMALL, "--warmup-steps", "0", "--measured-steps", "1", "--json"]) == 0
-import torch
-assert not early, len(early)
-assert gc.isenabled()
-assert not [each for each in gc.get_objects() if each is torch.nn.Module.__dict__ or each is torch.nn.Module]
-frozen = gc.get_freeze_count()
-garbage = []
-garbage.append(garbage)
-del garbage
-assert cli.benchmark([*SMALL, "--warmup-steps", "0", "--measured-steps", "1", "--json"]) == 0
-assert gc.get_freeze_count() <= frozen, "what later runs leave can be collected"
-"""
-    passes(code, tmp_path)
-
-
 def test_a_sweep_imports_what_writes_its_tables_before_anything_is_measured(tmp_path: Path) -> None:
     code = """
 from cs336_systems.sweep.run import Loop

@@ -17,11 +17,11 @@ FOLDERS = ("costs", "analysis", "model", "parallel", "measure", "sweep", "studie
 """From the bottom up: each imports from itself, from those before it, and from BASE."""
 BASE = ("", "interrupt", "text", "files", "ranges", "settings", "config", "record")
 """Modules of the package root that every folder may import, from the bottom up."""
-TOP = ("cli", "start", "__main__")
+TOP = ("watched", "cli", "start", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
-ELSEWHERE = ("sweep.worker", "sweep.ranks", "sweep.cluster")
-"""Modules of such a folder that run in the processes that measure, or in one that needs Ray."""
+ELSEWHERE = ("sweep.worker", "sweep.ranks", "sweep.cluster", "watched")
+"""Modules of such a place that run in the processes that measure or train, or in one that needs Ray."""
 
 
 @cache
@@ -67,7 +67,8 @@ def within(names: Iterator[str]) -> set[str]:
 
 @cache
 def imported(module: str) -> frozenset[str]:
-    return frozenset(within(imports(ast.parse(modules()[module].read_text()), at_top=False)))
+    found = within(imports(ast.parse(modules()[module].read_text()), at_top=False))
+    return frozenset(found - {"watched"} if not module else found)  # the package itself offers `watch`, on demand
 
 
 def test_imports_go_down() -> None:

@@ -34,7 +34,6 @@ from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import RunRecord, encode_record, write_record
 from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
-from cs336_systems.sweep.process import importing_torch
 from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
@@ -140,8 +139,7 @@ def run(arguments: BenchmarkArguments) -> int:
 def _measure(config: RunConfig, profile: Path | None, status: "StatusLine") -> RunRecord:
     """Measure in this process."""
     status("importing PyTorch")
-    with importing_torch():
-        from cs336_systems.measure.run import measure
+    from cs336_systems.measure.run import measure
 
     here = Path.cwd()
     record = measure(config, profile=profile, say=status)

@@ -1,7 +1,6 @@
 """`cs336 compare`: which of two configurations, or of each two of two sweeps, is faster."""
 
 import functools
-import hashlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.analysis.compare import Verdict, interleave, without_profiled
+from cs336_systems.analysis.compare import Verdict, interleave
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.flags import (
     MeasuringArguments,
@@ -19,12 +18,10 @@ from cs336_systems.commands.flags import (
     checked_name,
     explain_cpu_fallback,
     parse,
-    resolve_device,
     unset,
 )
 from cs336_systems.commands.outcome import (
     FAILED,
-    INTERRUPTED,
     OK,
     PrintJson,
     UsageError,
@@ -34,10 +31,10 @@ from cs336_systems.commands.outcome import (
     load_records_or_warn,
 )
 from cs336_systems.commands.results import PAGE_FILE, write_collection_page
-from cs336_systems.commands.sweep import SweepArguments, measure_all
-from cs336_systems.config import Device, Profiler, RunConfig
+from cs336_systems.commands.sweep import measure_all
+from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.record import RunRecord, load_records
+from cs336_systems.record import load_records
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import counted, print_aside, print_line
@@ -53,11 +50,8 @@ class CompareArguments(MeasuringArguments):
 
     A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their runs are
     interleaved A B B A, every one a fresh process, and the verdict rests on the means of the processes. Or they
-    are directories of finished sweeps.
-
-    Of two sweeps each configuration has a row with its own verdict. Rows are matched by all settings but those in
-    which the sweeps differ throughout. To measure two sweeps interleaved, give the flags of benchmark_sweep.py in
-    quotes, such as "--sizes small medium --precisions bf16", or two directories and --measure.
+    are directories of finished sweeps: each configuration has a row with its own verdict. Rows are matched by all
+    settings but those in which the sweeps differ throughout.
 
     What is measured, and with --name what was measured before, is written as tables and as a page (index.html), which
     `cs336 report` makes again.
@@ -67,8 +61,6 @@ class CompareArguments(MeasuringArguments):
     """Flags in quotes, or the directory of a sweep."""
     b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
     """What to compare it with."""
-    measure: Switch = False
-    """Measure the configurations of two directories again, interleaved, instead of comparing what is there."""
     fail_if_slower: Annotated[float | None, unset("PERCENT", "no limit")] = None
     """End with status 1 if the verdict on any configuration is that B is slower, by more than this."""
     repeats: int = 5
@@ -96,51 +88,43 @@ def run(arguments: CompareArguments) -> int:
 
 
 def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
-    from cs336_systems.report.compared import Sides, compare_paths, records_at, seen_from
+    from cs336_systems.report.compared import Sides, compare_paths, seen_from
 
     names = (arguments.a, arguments.b)
-    are_records = both_on_disk(*names)
     shown = [name.strip().encode(errors="backslashreplace").decode() for name in names]  # JSON has no lone surrogates
     sides = Sides(a=shown[0], b=shown[1], allow_mixed=arguments.allow_mixed)
-    if are_records and not arguments.measure:
-        directory = None if arguments.name is None else arguments.output / "comparisons" / _plain(arguments.name)
-        a, b = map(Path, names)
-        here = directory or Path()
-        sides = replace(sides, records=(seen_from(here, a), seen_from(here, b)))
-        compared = checked(functools.partial(compare_paths, sides, (a, b)))
-        _show(compared, directory, print_json)
-        return _guard(compared, arguments.fail_if_slower)
-    if are_records:
-        grids = grids_of_records([checked(functools.partial(records_at, Path(name))) for name in names])
-    else:
-        grids = grids_of_flags(names)
-    return _measure(arguments, sides, pairs(grids, arguments.allow_mixed), print_json)
+    if not both_on_disk(*names):
+        return _measure(arguments, sides, configs_of(names), print_json)
+    directory = None if arguments.name is None else arguments.output / "comparisons" / _plain(arguments.name)
+    a, b = map(Path, names)
+    here = directory or Path()
+    sides = replace(sides, records=(seen_from(here, a), seen_from(here, b)))
+    compared = checked(functools.partial(compare_paths, sides, (a, b)))
+    _show(compared, directory, print_json)
+    return _guard(compared, arguments.fail_if_slower)
 
 
 def _measure(
-    arguments: CompareArguments,
-    sides: "Sides",
-    found: Sequence[tuple[RunConfig, RunConfig]],
-    print_json: PrintJson | None,
+    arguments: CompareArguments, sides: "Sides", configs: Sequence[RunConfig], print_json: PrintJson | None
 ) -> int:
-    """Measure the pairs of configurations alternately, and compare them."""
+    """Measure the configurations of A and B alternately, and compare them."""
     from cs336_systems.report.compared import by_parity, compare_sides
 
-    name = name_of(found) if arguments.name is None else _plain(arguments.name)
+    a, b = configs
+    name = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else _plain(arguments.name)
     directory = arguments.output / "e2e_benchmark" / name
     if not arguments.fresh:
-        _refuse_another(found, directory)
+        _refuse_another(configs, directory)
     # Even repeats are A and odd ones B, so that A can be compared with A.
     order = [(side, 2 * repeat + side) for side, repeat in interleave(2, arguments.repeats)]
-    configs = [replace(pair[side], repeat=repeat) for pair in found for side, repeat in order]
-    status = measure_all(configs, directory, arguments)
-    if status == INTERRUPTED or (status != OK and len(found) == 1):
+    runs = [replace(configs[side], repeat=repeat) for side, repeat in order]
+    if (status := measure_all(runs, directory, arguments)) != OK:
         return status
-    keys = {config.key for config in configs}
+    keys = {config.key for config in runs}
     records = [record for record in load_records(directory / "runs")[0] if record.key in keys]
     compared = checked(functools.partial(compare_sides, sides, by_parity(records)))
     _show(compared, directory, print_json)
-    return max(status, _guard(compared, arguments.fail_if_slower))
+    return _guard(compared, arguments.fail_if_slower)
 
 
 def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | None) -> None:
@@ -201,13 +185,13 @@ def _plain(name: str) -> str:
     return checked(functools.partial(checked_name, name))
 
 
-def _refuse_another(pairs: Sequence[tuple[RunConfig, RunConfig]], directory: Path) -> None:
+def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:
     """Raise UsageError if the directory has records of another comparison: they were not interleaved with these runs.
 
     Even repeats are A's and odd ones B's.
     """
     for record in load_records_or_warn(directory / "runs") if directory.is_dir() else ():
-        if record.config.configuration not in {pair[record.config.repeat % 2].configuration for pair in pairs}:
+        if record.config.configuration != configs[record.config.repeat % 2].configuration:
             raise UsageError(
                 f"{directory} holds another comparison ({record.config.label} is in it): both sides are measured "
                 "alternately, so none of its times can stand for one of them; choose another --name, or --fresh"
@@ -219,10 +203,6 @@ def is_side(word: str, words: Sequence[str]) -> bool:
     own = {"--help", *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
     alone = words[0] == "compare" and word.startswith("--") and word.partition("=")[0].replace("_", "-") not in own
     return word.startswith("-") and (" " in word or alone)
-
-
-GRID_FLAGS = {*SweepArguments.settings} - {*BenchmarkArguments.settings}
-"""Flags that a sweep has and a single run does not."""
 
 
 def both_on_disk(a: str, b: str) -> bool:
@@ -243,67 +223,15 @@ def _exists(text: str) -> bool:
         return False
 
 
-def grids_of_flags(sides: Sequence[str]) -> list[Sequence[RunConfig]]:
-    """The configurations of both sides; flags of a sweep on one make both of them sweeps."""
-    words = [checked(functools.partial(shlex.split, side)) for side in sides]
-    flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for own in words for word in own}
-    asked = [_asked(side, own, bool(flags & GRID_FLAGS)) for side, own in zip(sides, words, strict=True)]
-    grids: list[Sequence[RunConfig]] = [
-        checked(each.plan).configs if isinstance(each, SweepArguments) else [checked(each.config)] for each in asked
-    ]
+def configs_of(sides: Sequence[str]) -> list[RunConfig]:
+    """The configuration that the flags of each side name; raise UsageError for a profiler, and for flags of output."""
+    asked = [parse(BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, side))) for side in sides]
+    configs = [checked(each.config) for each in asked]
+    for side, each, config in zip(sides, asked, configs, strict=True):
+        if config.profiler is not Profiler.NONE:
+            raise UsageError(f"{side.strip()}: a profiler makes a run slower; compare runs without one")
+        if each.json or each.output != BenchmarkArguments.output:
+            raise UsageError(f"{side.strip()}: a side has no output of its own; leave out --json and --output")
     for device in dict.fromkeys(each.step.device for each in asked):
         explain_cpu_fallback(device)
-    return grids
-
-
-def _asked(side: str, words: Sequence[str], is_sweep: bool) -> SweepArguments | BenchmarkArguments:
-    """Parse the flags of a side; raise UsageError for flags of `compare` itself."""
-    asked: SweepArguments | BenchmarkArguments
-    own: list[tuple[object, str]]
-    if is_sweep:
-        asked = sweep = parse(SweepArguments, "benchmark_sweep.py", words)
-        own = [(sweep, name) for name in ("repeats", "name", "output", "dry_run", "json")]
-        own += [(sweep.measuring, each.name) for each in fields(sweep.measuring)]
-    else:
-        asked = parse(BenchmarkArguments, "benchmark.py", words)
-        own = [(asked, "json"), (asked, "output")]
-    if given := [name for flags, name in own if getattr(flags, name) != getattr(type(flags), name)]:
-        named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(
-            f"{side.strip()}: a side is configurations and no more; leave out {named}, or give it to compare"
-        )
-    return asked
-
-
-def grids_of_records(sides: Sequence[Sequence[RunRecord]]) -> list[Sequence[RunConfig]]:
-    """The configurations of both sides; raise UsageError where they need a GPU that is not here."""
-    grids = [[*dict.fromkeys(record.config.configuration for record in without_profiled(side))] for side in sides]
-    if any(config.device is Device.CUDA for grid in grids for config in grid):
-        checked(functools.partial(resolve_device, "cuda"))
-    return [*grids]
-
-
-def pairs(grids: Sequence[Sequence[RunConfig]], allow_mixed: bool) -> list[tuple[RunConfig, RunConfig]]:
-    """The configurations that are on both sides, in A's order; others are named on standard error."""
-    a, b = grids
-    if any(config.profiler is not Profiler.NONE for config in (*a, *b)):
-        raise UsageError("a profiler makes a run slower; compare runs without one")
-    if len(a) == len(b) == 1:
-        return [(a[0], b[0])]
-    from cs336_systems.report.compared import matched
-    from cs336_systems.report.identity import settings_of
-
-    settings = ([settings_of(config) for config in grid] for grid in grids)
-    matching = checked(functools.partial(matched, *settings, allow_mixed=allow_mixed))
-    for config in (*(a[index] for index in matching.only_a), *(b[index] for index in matching.only_b)):
-        print_aside(f"note: {config.label} is not measured: only one side has it")
-    return [(a[i], b[j]) for i, j in matching.pairs]
-
-
-def name_of(pairs: Sequence[tuple[RunConfig, RunConfig]]) -> str:
-    """Name of the directory for records of these pairs: the same for the same comparison, and only for it."""
-    if len(pairs) == 1:
-        ((a, b),) = pairs
-        return f"compare_{a.size}_{a.digest}_{b.digest}"
-    digests = (hashlib.sha256("".join(config.digest for config in side).encode()) for side in zip(*pairs, strict=True))
-    return f"compare_sweeps_{'_'.join(digest.hexdigest()[:10] for digest in digests)}"
+    return configs

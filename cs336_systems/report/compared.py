@@ -177,7 +177,7 @@ def comparison_section(
     for name, rows in zip("AB", found, strict=True):
         if len({row["config"] for row in rows}) < len(rows):
             raise ValueError(f"{name} has the same configuration on several devices; keep each device's runs apart")
-    matching = matched(*([_settings(row) for row in rows] for rows in found), allow_mixed=allow_mixed)
+    matching = _matched(*([_settings(row) for row in rows] for rows in found), allow_mixed=allow_mixed)
     times = [_times(side) for side in sides]
     a, b = found
     rows = [
@@ -197,7 +197,7 @@ def comparison_section(
     return Section(name="comparison", tables=(table,), rows=rows, keys=keys)
 
 
-def matched(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], *, allow_mixed: bool = False) -> Matching:
+def _matched(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], *, allow_mixed: bool = False) -> Matching:
     """Match the configurations of two sweeps; raise ValueError where none match, or some after another warm-up."""
     matching = match(a, b)
     if not matching.pairs:

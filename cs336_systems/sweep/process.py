@@ -10,7 +10,7 @@ import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -29,24 +29,6 @@ FORKER_VARIABLE = "CS336_FORKER"
 _SAFE_PATH = "set by cs336"
 """Any value has the same effect."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-@contextlib.contextmanager
-def importing_torch() -> Iterator[None]:
-    """Import PyTorch in this context without garbage collections, and keep what is imported out of later ones.
-
-    Each collection would traverse all of PyTorch's objects. Does nothing if PyTorch has already been imported, because
-    garbage that exists by then would be kept too.
-    """
-    if "torch" in sys.modules:
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def die_with_forker(signal_number: int) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -267,16 +267,6 @@ def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
 
 
 def _of_rank(rank: int, record: RunRecord) -> RankRecord:
-    return RankRecord(
-        rank=rank,
-        measurements=record.measurements,
-        warmup_times_s=record.warmup_times_s,
-        host_times_s=record.host_times_s,
-        host_phases=record.host_phases,
-        losses=record.losses,
-        memory=record.memory,
-        moments=record.moments,
-        telemetry=record.telemetry,
-        device_uuid=record.environment.device_uuid if record.environment else None,
-        warnings=record.warnings,
-    )
+    shared = {each.name for each in fields(RankRecord)} & {each.name for each in fields(RunRecord)}
+    device_uuid = record.environment.device_uuid if record.environment else None
+    return RankRecord(rank=rank, device_uuid=device_uuid, **{name: getattr(record, name) for name in shared})

@@ -16,12 +16,11 @@ from cs336_systems.analysis.compare import (
     interleave,
     least_difference,
     match,
-    process_means,
     refuse_unlike,
     without_profiled,
 )
-from cs336_systems.config import SIZES, Phase, Profiler, RunConfig
-from cs336_systems.record import Identity, Input, Measurement, RunRecord, Status, load_records
+from cs336_systems.config import Phase, Profiler
+from cs336_systems.record import Identity, Input, Measurement, load_records
 from tests.committed import committed_runs
 from tests.report.making import make_config, make_record
 
@@ -132,21 +131,6 @@ def test_interleave_gives_every_configuration_the_same_mean_position(num_configs
     assert sorted(order) == [(config, repeat) for config in range(num_configs) for repeat in range(repeats)]
     positions = [[at for at, (config, _) in enumerate(order) if config == wanted] for wanted in range(num_configs)]
     assert len({sum(at) for at in positions}) == 1
-
-
-def test_process_means_are_those_of_runs_that_ended_well() -> None:
-    config = RunConfig(size="tiny", model=SIZES["tiny"])
-
-    def record(status: Status, *measurements: Measurement) -> RunRecord:
-        return RunRecord(config=config, status=status, started_at="2026-01-01T00:00:00Z", measurements=measurements)
-
-    records = [
-        record(Status.OK, Measurement(Phase.FORWARD, (1.0, 2.0)), Measurement(Phase.STEP, (4.0, 6.0))),
-        record(Status.OOM),
-        record(Status.OK, Measurement(Phase.STEP, (7.0,))),
-    ]
-    assert process_means(records) == [5.0, 7.0]
-    assert process_means(records, Phase.FORWARD) == [1.5]
 
 
 @pytest.mark.parametrize("processes", [3, 5, 10])

@@ -10,9 +10,10 @@ import pytest
 
 from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, Profiler, RunConfig
 from cs336_systems.costs.communication import sent_bytes
-from cs336_systems.record import Status, WarningCode, read_record
+from cs336_systems.record import Measurement, RunRecord, Status, WarningCode, read_record
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.keep import Listener
+from cs336_systems.sweep.ranks import merge
 from cs336_systems.sweep.run import run_sweep
 from tests.faults.harness import eventually, processes_in
 from tests.parallel.models import SLEEP_S
@@ -187,3 +188,21 @@ def test_each_rank_has_a_profile(tmp_path):
         f"{config.key}.json.gz",
         f"rank1_{config.key}.json.gz",
     ]
+
+
+def record_of_rank(steps_s, host_s):
+    return RunRecord(
+        config=ALONE, status=Status.OK, started_at="2026-01-02T03:04:05+00:00",
+        measurements=tuple(Measurement(phase, steps_s) for phase in (Phase.FORWARD, Phase.COMMUNICATION, Phase.STEP)),
+        host_times_s=host_s, host_phases=(Measurement(Phase.FORWARD, host_s),),
+    )  # fmt: skip
+
+
+def test_the_host_s_time_for_a_phase_is_that_of_the_rank_whose_time_on_the_device_it_is():
+    """The second rank takes longer for the second step, the first for the others, with hosts that do not."""
+    merged = merge(
+        [record_of_rank((0.3, 0.1, 0.3), (0.01, 0.02, 0.03)), record_of_rank((0.2, 0.4, 0.2), (0.04, 0.05, 0.06))]
+    )
+    assert merged.measurement(Phase.FORWARD) == Measurement(Phase.FORWARD, (0.3, 0.4, 0.3))
+    assert merged.host_phases == (Measurement(Phase.FORWARD, (0.01, 0.05, 0.03)),)
+    assert [own.host_phases[0].times_s for own in merged.ranks] == [(0.01, 0.02, 0.03), (0.04, 0.05, 0.06)]

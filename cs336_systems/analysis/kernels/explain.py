@@ -16,7 +16,6 @@ import pandas as pd
 from cs336_systems.analysis.columns import GZIP_MAGIC, SQLITE_MAGIC, Mask, ProfileError, groups, read_head, what_it_is
 from cs336_systems.analysis.kernels.attribution import (
     Attribution,
-    AttributionError,
     HostSteps,
     Selection,
     attribute,
@@ -87,6 +86,10 @@ from cs336_systems.ranges import PhaseNames
 from cs336_systems.text import inert_line
 
 HEAD_BYTES = 100
+
+
+class AttributionError(AssertionError):
+    """The parts do not add up to the whole, which is a bug of this program, not a fault of the file."""
 
 
 def read_trace(path: Path) -> Trace:

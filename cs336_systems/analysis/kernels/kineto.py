@@ -310,7 +310,6 @@ class _Session:
             thread=columns["thread"],
             start_ns=batch.start_ns,
             end_ns=batch.start_ns + batch.duration_ns,
-            is_open=np.zeros(len(batch), dtype=np.bool_),
             is_nested=np.ones(len(batch), dtype=np.bool_),
         )
 

@@ -313,7 +313,7 @@ def attention_times(
         if len(found := in_phase[in_phase["part"] == code])
     }
     scores = by_part.get((LaunchPhase.FORWARD, AttentionPart.SCORES), kernels[:0])
-    flops, notes = _flops(model, batch_size, len(np.unique(parts.part_range[scores["module"]])))
+    flops = _flops(model, batch_size, len(np.unique(parts.part_range[scores["module"]])))
     rows = []
     for (phase, part), of_part in by_part.items():
         matmuls = of_part[of_part["role"] != NO_PART]
@@ -328,9 +328,8 @@ def attention_times(
         )
         rows.append(row)
     has_softmax, has_its_backward = ((phase, AttentionPart.SOFTMAX) in by_part for phase in _DIRECTIONS)
-    if has_softmax and not has_its_backward and (kernels["phase"] == _BACKWARD).any():
-        notes = (_NO_SOFTMAX, *notes)
-    return tuple(rows), notes
+    is_unknown = has_softmax and not has_its_backward and (kernels["phase"] == _BACKWARD).any()
+    return tuple(rows), (_NO_SOFTMAX,) if is_unknown else ()
 
 
 _NO_SOFTMAX = (
@@ -341,22 +340,19 @@ _NO_SOFTMAX = (
 
 def _flops(
     model: ModelConfig | None, batch_size: int | None, num_scores: int
-) -> tuple[dict[tuple[LaunchPhase, AttentionPart], int], tuple[str, ...]]:
-    """FLOPs of all passes in the steps. The number of passes is that of ranges around scores over that of layers."""
-    if model is None or batch_size is None or not num_scores:
-        return {}, ()
-    if num_scores % model.num_layers:
-        return {}, (
-            f"The model has {model.num_layers} layers, and forward has {num_scores} ranges around attention's scores: "
-            "it is another model's trace, so attention's FLOPs are not known.",
-        )
-    passes = num_scores // model.num_layers
-    by_phase: dict[LaunchPhase, AttentionFlops] = {
+) -> dict[tuple[LaunchPhase, AttentionPart], int]:
+    """FLOPs of all passes in the steps; empty if they are not known, as of another model than the traced one.
+
+    The number of passes is that of ranges around scores over that of layers.
+    """
+    if model is None or batch_size is None or num_scores % model.num_layers:
+        return {}
+    of_pass: dict[LaunchPhase, AttentionFlops] = {
         LaunchPhase.FORWARD: attention_forward_flops(model, batch_size),
         LaunchPhase.BACKWARD: attention_backward_flops(model, batch_size),
     }
     return {
-        (phase, part): passes * count
-        for phase, flops in by_phase.items()
+        (phase, part): num_scores // model.num_layers * count
+        for phase, flops in of_pass.items()
         for part, count in zip(PARTS, (flops.scores, flops.softmax, flops.values), strict=True)
-    }, ()
+    }

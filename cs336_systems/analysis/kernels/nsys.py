@@ -198,7 +198,6 @@ class _Export:
             thread=thread,
             start_ns=start,
             end_ns=end,
-            is_open=is_open != 0,
             is_nested=kind == push_pop,
         )
         return chosen(ranges, (kind == push_pop) | (kind == start_end))

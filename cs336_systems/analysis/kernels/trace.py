@@ -52,7 +52,6 @@ class Ranges(Columns):
     start_ns: Ints
     end_ns: Ints
     """End of the range; the end of the trace for a range that is still open."""
-    is_open: Mask
     is_nested: Mask
     """Pushed and popped on one thread; other ranges may start and end on any thread of the process."""
 
@@ -88,10 +87,6 @@ class Trace:
     """No device was traced: the `kernels` are operators of the host, without the time of operators inside them."""
     notes: tuple[str, ...] = ()
     """Sentences about what the file lacks."""
-
-    def __post_init__(self) -> None:
-        if len(self._ids) < len(self.strings):
-            raise ValueError(f"strings must be distinct, got {len(self.strings)} of which {len(self._ids)} differ")
 
     @cached_property
     def _ids(self) -> Mapping[str, int]:

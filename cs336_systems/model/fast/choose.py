@@ -4,8 +4,12 @@ Shape, batch, mode, steps, seed, device and data stay as they are. The result is
 `cs336 ladder` checks.
 """
 
+import functools
 import importlib.metadata
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -121,7 +125,7 @@ def has_bf16(device_name: str | None) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether this package is installed in a tested version."""
+    """Whether this package is installed in a tested version, and can be imported with all that it imports."""
     return why_unusable(package) is None
 
 
@@ -130,9 +134,19 @@ def why_unusable(package: str) -> str | None:
     found, tested = version_of(package), VERSIONS[package]
     if found is None:
         return "is not installed"
-    return (
-        None if f"{found}.".startswith(f"{tested}.") else f"is installed in version {found}, and was tested in {tested}"
-    )
+    if not f"{found}.".startswith(f"{tested}."):
+        return f"is installed in version {found}, and was tested in {tested}"
+    return import_failure(f"{__package__}.{IMPORTED_BY[package]}")
+
+
+@functools.cache
+def import_failure(module: str) -> str | None:
+    """Why the module cannot be imported, by the last line of a process that tried: it takes seconds and needs torch."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", "-c", f"import os, {module}; os._exit(0)"]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    said = done.stderr.splitlines() or [f"its process ended with status {done.returncode}"]
+    return f"cannot be imported: {said[-1]}" if done.returncode else None
 
 
 def check_packages(config: RunConfig) -> None:

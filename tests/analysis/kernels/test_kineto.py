@@ -90,7 +90,6 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int, zipped: bool) -> No
     for column in ("start_ns", "end_ns"):
         assert np.array_equal(getattr(read.ranges, column) - BASE_NS, getattr(expected.ranges, column)), column
     assert read.ranges.is_nested.all()
-    assert not read.ranges.is_open.any()
     for kind in ("kernels", "ranges"):
         assert names(read, getattr(read, kind).name) == names(expected, getattr(expected, kind).name)
     # threads are numbered anew, one to one

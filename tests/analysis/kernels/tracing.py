@@ -92,7 +92,6 @@ def make_trace(recording: Recording) -> Trace:
             thread=ints([s.thread for s in spans]),
             start_ns=ints([s.start_ns for s in spans]),
             end_ns=ints([max(last, s.start_ns) if s.end_ns is None else s.end_ns for s in spans]),
-            is_open=np.array([s.end_ns is None for s in spans], dtype=np.bool_),
             is_nested=np.array([s.is_nested for s in spans], dtype=np.bool_),
         ),
         api_calls=ApiCalls(

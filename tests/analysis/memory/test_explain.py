@@ -165,18 +165,6 @@ def test_the_timeline_follows_the_truth(training: Training, explained: MemoryPro
     assert line.time_s[-1] == pytest.approx((events[-1]["time_us"] - events[0]["time_us"]) / 1e6)
 
 
-def test_a_long_timeline_keeps_the_peaks(tmp_path: Path) -> None:
-    program = Program()
-    program.record()
-    use_at_random(program, random.Random(3), 4000)
-    profile = explain_memory(write(tmp_path / "long.pickle", snapshot_of(program)))
-    truth = [t.allocated for t in program.truth]
-    totals = np.array(profile.timeline.num_bytes).sum(axis=0)
-    assert len(truth) > 2 * MAX_POINTS
-    assert len(totals) <= MAX_POINTS + 1
-    assert totals.max() == max(truth) == profile.peak.allocated_bytes
-
-
 def test_peaks_of_phases_are_those_of_all_events(tmp_path: Path) -> None:
     """There are far more events than points of the timeline, so the peak of a phase may lie between points."""
     program, rng = Program(is_expandable=True), random.Random(4)
@@ -202,6 +190,9 @@ def test_peaks_of_phases_are_those_of_all_events(tmp_path: Path) -> None:
         points = zip(profile.timeline.time_s, np.array(profile.timeline.num_bytes).sum(axis=0).tolist(), strict=True)
         lost += phase.peak_bytes not in {total for at, total in points if phase.begin_s <= at <= phase.end_s}
     assert lost, "points of the timeline would do, and this test shows nothing"
+    totals = np.array(profile.timeline.num_bytes).sum(axis=0)
+    assert len(totals) <= MAX_POINTS + len(program.marks) + 1, "and where phases end"
+    assert totals.max() == max(allocated) == profile.peak.allocated_bytes
 
 
 def test_each_block_saves_each_storage_once_and_nothing_that_is_shared(

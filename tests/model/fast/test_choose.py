@@ -26,7 +26,9 @@ from cs336_systems.costs.hardware import DEVICES
 from cs336_systems.model.fast import choose
 from cs336_systems.model.fast.choose import (
     FLASH_4,
+    OF_PACKAGE,
     QUACK,
+    VERSIONS,
     best_sdpa_backend,
     check_packages,
     describe_fast,
@@ -34,6 +36,7 @@ from cs336_systems.model.fast.choose import (
     has_bf16,
     is_installed,
     missing_packages,
+    why_unusable,
 )
 
 H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
@@ -127,6 +130,7 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     asked = {each.name: each.specifier for each in map(Requirement, project["optional-dependencies"]["fused"])}
     near = {QUACK: ("0.6.5", "0.6.9", "0.5.9", "0.7.0"), FLASH_4: ("4.0.0b36", "4.0.0b35", "4.0.0b37", "4.0.0")}
+    monkeypatch.setattr(choose, "import_failure", lambda _: None)
     for package, version in ((package, version) for package, versions in near.items() for version in versions):
         monkeypatch.setattr(importlib.metadata, "version", lambda name, known=(package, version): dict([known])[name])
         assert is_installed(package) is asked[package].contains(version, prereleases=True), version
@@ -255,3 +259,30 @@ def test_a_missing_package_is_named_and_refused_where_asked_for(monkeypatch):
         with pytest.raises(ValueError, match=rf"^--{name.replace('_', '-')} needs {package}.*pip install"):
             check_packages(config)
         check_packages(replace(config, device=Device.CPU, cuda_graph=False))
+
+
+@pytest.mark.parametrize(
+    ("package", "path", "source", "said"),
+    [
+        (QUACK, "quack/activation.py", "import cutlass", "No module named 'cutlass'"),
+        (FLASH_4, "flash_attn/cute/interface.py", "raise ImportError('libcute.so: no such file')", "libcute.so"),
+    ],
+)
+def test_a_half_installed_package_is_done_without(package, path, source, said, tmp_path, monkeypatch):
+    """Its name and version are there, and only importing it tells that what it imports is not."""
+    for parent in [*(tmp_path / path).parents][: path.count("/")]:
+        parent.mkdir(parents=True, exist_ok=True)
+        (parent / "__init__.py").touch()
+    (tmp_path / path).write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(choose, "version_of", lambda name: VERSIONS[name] if name == package else None)
+    monkeypatch.setattr(choose, "is_installed", is_installed)
+    choose.import_failure.cache_clear()
+    assert said in why_unusable(package)
+    fast = fastest(make("xl"), H200)
+    assert (fast.fused_activations, fast.packed_attention) == (False, False)
+    assert any(said in note for note in missing_packages(fast, H200))
+    setting = next(name for name, needed in OF_PACKAGE.items() if needed == package)
+    with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} needs {package}.*{said}"):
+        check_packages(replace(fast, **{setting: True}))
+    choose.import_failure.cache_clear()

@@ -1,4 +1,6 @@
-"""Tables for a terminal and files of one trace and of several."""
+"""Tables of one hand-made profile (see profiles.py) and of several, for a terminal and as files."""
+
+from dataclasses import replace
 
 import pytest
 from matplotlib.image import imread
@@ -9,8 +11,32 @@ from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Explained
-from cs336_systems.report.sections.kernels.files import sections_of, tables_of, tables_of_one, write_kernels
-from tests.report.sections.kernels.profiles import make_cpu_profile, make_entry, make_profile
+from cs336_systems.report.sections.kernels.files import (
+    MAX_MODULES,
+    collapsed,
+    host_calls_section,
+    idle_section,
+    kernels_section,
+    modules_section,
+    sections_of,
+    tables_of,
+    tables_of_one,
+    write_kernels,
+)
+from cs336_systems.report.words import MAX_LABEL, label
+from tests.report.reading import column, csv_rows
+from tests.report.sections.kernels.profiles import (
+    FORWARD,
+    GEMM_A,
+    GEMM_B,
+    NAMES,
+    make_cpu_profile,
+    make_entry,
+    make_kernel,
+    make_module,
+    make_profile,
+    numbers,
+)
 
 READABLE = ("csv", *WRITERS)
 OF_ANY = {f"{name}.{ending}" for name in ("phases", "classes", "attention") for ending in READABLE}
@@ -78,3 +104,142 @@ def test_sections_of_several_traces(tmp_path):
     assert [picture.name for section in sections for picture in section.pictures] == expected
     Results(records=[], kernels=entries[:1]).write(tmp_path, StatusLine())
     assert imread(tmp_path / "plots" / "small_ctx_128_timeline.png").ndim == 3
+
+
+# kernels
+
+
+def test_top_kernels_by_hand():
+    whole, forward, backward, optimizer = kernels_section(make_profile(), 2).tables
+    assert column(whole, "kernel") == [GEMM_A, "vectorized_elementwise_kernel<mul>"]
+    assert column(whole, "share") == ["35.0", "27.5"]  # 14 and 11 of 40 ms
+    assert column(whole, "total") == ["7.000", "5.500"]
+    assert column(whole, "count") == ["8", "10"]
+    # 14 ms in 16 launches
+    assert [column(whole, name)[0] for name in ("mean", "median", "min", "max", "std")] == [
+        "875.0", "787.5", "437.5", "1,750", "87.50"
+    ]  # fmt: skip
+    assert column(whole, "class") == ["matrix product", "element-wise"]
+    assert "Shown are 2 of 7 different kernels, 62.5 % of the time." in whole.notes
+    assert column(forward, "total") == ["3.000", "1.500"]
+    assert column(backward, "share") == ["40.0", "40.0"]  # of backward's 20 ms
+    assert column(optimizer, "count") == ["8", "2"]
+    assert [table.title for table in (whole, forward)] == [
+        "Kernels of a whole step, by GPU time", "Kernels of forward, by GPU time"
+    ]  # fmt: skip
+
+
+def test_a_single_launch_has_no_deviation_and_a_count_may_be_a_fraction():
+    kernels = (make_kernel(GEMM_A, 1, 3.0, stdev_s=None), make_kernel(GEMM_B, 3, 1.0))
+    (table,) = kernels_section(make_profile(kernels=kernels), 10).tables
+    assert column(table, "std") == ["", "33.33"]
+    assert column(table, "count") == ["0.50", "1.50"]
+    assert "Shown are" not in " ".join(table.notes)
+
+
+def test_kernels_csv_has_all_with_their_whole_names():
+    section = kernels_section(make_profile(), 1)
+    assert len(csv_rows(section)) == 7 + 3 + 4 + 2
+    assert {row["name"] for row in csv_rows(section)} == {name for found in NAMES.values() for name, *_ in found}
+    for phase in ("step", "forward", "backward", "optimizer"):
+        assert sum(numbers(section, "share", phase=phase)) == pytest.approx(1)
+    assert sum(numbers(section, "total_ms_per_step", phase="step")) == pytest.approx(20)
+    cutlass = [row for row in csv_rows(section) if row["name"] == GEMM_B]
+    assert [(row["phase"], row["count"], row["mean_ms"]) for row in cutlass] == [
+        ("step", "4", "2"), ("backward", "4", "2")
+    ]  # fmt: skip
+
+
+def test_a_label_keeps_the_start_and_the_end():
+    assert label("x" * MAX_LABEL) == "x" * MAX_LABEL
+    long = label("start" + "x" * 8000 + "end")
+    assert (len(long), long[:6], long[-4:]) == (MAX_LABEL, "startx", "xend")
+    assert long.count("…") == 1
+
+
+# modules
+
+
+def test_modules_by_hand():
+    (table,) = modules_section(make_profile()).tables
+    found = {row[0]: row[1:] for row in table.rows}
+    # forward, backward, optimizer, share, kernels
+    assert found["outside of all ranges"] == ("", "1.000", "5.000", "30.0", "11")
+    assert found["block.* > ffn"] == ("1.500", "4.000", "", "27.5", "4")
+    assert found["block.* > attention"] == ("", "5.000", "", "25.0", "5")
+    assert found["block.* > attention > attention.scores"] == ("1.250", "", "", "6.2", "2")
+    section = modules_section(make_profile())
+    assert sum(numbers(section, "share")) == pytest.approx(1)
+    assert sum(numbers(section, "total_ms_per_step")) == pytest.approx(20)
+    assert sum(
+        float(row["share"]) for row in csv_rows(section) if row["module"].endswith("> attention > attention.values")
+    ) == pytest.approx(0.0375)
+
+
+@pytest.mark.parametrize(
+    ("name", "star"),
+    [("block.31", "block.*"), ("layers.3", "layers.*"), ("TransformerBlock_3", "TransformerBlock_*"), ("h.11", "h.*"),
+     ("Layer 2", "Layer *"), ("fc1", "fc1"), ("ln_2", "ln_2"), ("block", "block"), ("block.3.ffn", "block.3.ffn"),
+     ("gather layers.3", "gather layers.*"), ("scatter lm_head", "scatter lm_head"),
+     ("FSDP::all_gather (model.layers.3)", "FSDP::all_gather (model.layers.*)")],
+)  # fmt: skip
+def test_only_numbers_of_blocks_become_stars(name, star):
+    assert collapsed(("model", name, "ffn")) == ("model", star, "ffn")
+
+
+def test_many_modules_are_cut_to_read_and_kept_as_csv():
+    modules = tuple(make_module((f"part_{chr(97 + i)}",), FORWARD, 2, 1) for i in range(MAX_MODULES + 5))
+    section = modules_section(make_profile(modules=modules))
+    (table,) = section.tables
+    assert len(table.rows) == MAX_MODULES
+    assert table.notes[-1] == "Shown are 20 of 25 modules, 80.0 % of the time."
+    assert len(csv_rows(section)) == 25
+
+
+# idle times and the host
+
+
+def test_idle_times_by_hand():
+    section = idle_section(make_profile(), 3)
+    table, gaps = section.tables
+    assert column(table, "phase")[:2] == ["forward", "backward"]
+    assert column(table, "cause")[:2] == ["late launch", "host waited"]
+    assert column(table, "idle") == ["2.500", "1.500", "0.7500", "0.5000", "0.4000", "0.2500", "5.900"]
+    assert column(table, "of wall") == ["9.6", "5.8", "2.9", "1.9", "1.5", "1.0", "22.7"]  # of 52 ms
+    assert column(table, "times") == ["5", "1", "2", "0.50", "4", "1", "13.50"]
+    assert column(table, "each") == ["500.0", "1,500", "375.0", "1,000", "100.0", "250.0", "437.0"]
+    # what is not busy is idle
+    assert sum(numbers(section, "share_of_wall")) == pytest.approx(1 - 40.2 / 52)
+    assert column(gaps, "idle") == ["1.600", "1.400", "1.000"]
+    assert column(gaps, "at") == ["14.00", "14.00", "3.000"]
+    assert column(gaps, "module") == ["block.0 > ffn", "outside of all ranges", "block.1 > ffn"]
+    assert column(gaps, "host was in") == ["cudaStreamSynchronize", "cudaStreamSynchronize", "no CUDA call"]
+
+
+def test_gaps_at_the_ends_of_a_step_are_named():
+    whole = make_profile()
+    gaps = (replace(whole.gaps[0], before="", start_s=0.0), whole.gaps[3])
+    _, table = idle_section(replace(whole, gaps=gaps), 10).tables
+    assert column(table, "before it")[0] == "start of the step"
+    assert column(table, "after it")[1] == "end of the step"
+    assert column(table, "at") == ["0", "24.75"]
+
+
+def test_host_calls_by_hand():
+    section = host_calls_section(make_profile(), 3)
+    (table,) = section.tables
+    assert column(table, "phase") == ["backward", "unattributed", "optimizer"]
+    assert column(table, "function") == ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaLaunchKernel"]
+    assert column(table, "time") == ["1.500", "0.5000", "0.05000"]
+    assert column(table, "calls") == ["1", "1", "10"]
+    assert column(table, "waits") == ["yes", "yes", ""]
+    assert len(csv_rows(section)) == 7
+    assert csv_rows(section)[-1] == {
+        "phase": "forward", "function": "cudaGetDevice", "is_launch": "False", "is_wait": "False",
+        "count_per_step": "2", "total_ms_per_step": "0.001", "mean_ms": "0.0005",
+    }  # fmt: skip
+
+
+def test_a_file_without_calls_of_the_host_has_no_table_of_them():
+    profile = make_profile(host_calls=(), idle=(), gaps=())
+    assert host_calls_section(profile, 3).tables == idle_section(profile, 3).tables == ()

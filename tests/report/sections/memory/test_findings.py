@@ -97,11 +97,6 @@ def test_what_is_held_until_later_has_its_places() -> None:
     assert "held until later, while" not in said(make_memory())
 
 
-def test_a_small_part_of_a_large_cache_is_no_finding() -> None:
-    large = make_moment("backward", 13, 9000, saved=8000)  # 1,000 of 9,000 MiB are 11 %
-    assert "reserved" not in said(make_memory(peak=large))
-
-
 def test_the_first_step_is_not_what_a_run_needs() -> None:
     assert (
         "The optimizer's state, 200.0 MiB, appears during the recording: step 0 peaks at 580.0 MiB, step 1 at "
