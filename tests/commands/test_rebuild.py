@@ -118,6 +118,6 @@ def test_results_lie_at_most_three_folders_deep(tmp_path: Path) -> None:
     assert results_below(DATA / "e2e_benchmark/train") == [DATA / "e2e_benchmark/train"]
     assert {path.parent.name for path in results_below(DATA)} == {
         "published", "e2e_benchmark", "nsys_profiles", "kineto_profiles", "memory_profiles", "ladder", "attention",
-        "fusion", "ceilings", "comparisons",
+        "fusion", "ceilings",
     }  # fmt: skip
     assert results_below(DATA.parent / "tests") == []

@@ -103,24 +103,6 @@ def test_gpus_hidden_on_purpose_need_no_word(
     assert "note:" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_slice_that_is_not_found_is_not_replaced_by_the_cpu(
-    driver: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-99")
-    assert COMMANDS[name]() == 2
-    captured = capsys.readouterr()
-    assert "CUDA_VISIBLE_DEVICES=MIG-99 names none of the GPUs here" in captured.err
-    assert "--device cpu" in captured.err
-    assert list(tmp_path.iterdir()) == []
-    if name == "benchmark":
-        assert cli.benchmark([*SMALL, "--context-length", "8", "--device", "cpu"]) == 0
-
-
 @pytest.mark.parametrize("visible", [None, "0", "MIG-aa", "MIG-aa01"])
 def test_a_slice_is_a_gpu_to_auto(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None

@@ -42,7 +42,10 @@ ALONG = {
 CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer"}
 """Settings with named values, whose points no line joins; tables list them in the order in which they are declared."""
 TIME = ("time (ms), mean ± std", "step_mean_ms", "step_std_ms")
-SHOWN = {WARMUP: (TIME, ("first measured step (ms)", "first_step_ms", ""), ("std/mean", "step_cv", ""))}
+SHOWN = {
+    CONTEXT: (TIME,),
+    WARMUP: (TIME, ("first measured step (ms)", "first_step_ms", ""), ("std/mean", "step_cv", "")),
+}
 USUAL = (TIME, ("peak of memory (GiB)", "peak_allocated_gib", ""))
 """What a picture over a setting shows, a row of panels for each: name of the axis, column of values, of deviations."""
 WIDEST = 15.0
