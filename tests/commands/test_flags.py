@@ -728,7 +728,7 @@ BY_PARSER = {
     ],
     "sweep": ["--sizes", "--repeats 0", "--repeats 1001", "--timeout-s 0", "--timeout-s nan"],
     "main": [
-        "report", "report 'nothing here'", "report 'nul\0'", "report . ..", "no-such-command", "",
+        "report", "report 'nothing here'", "report 'nul\0'", "report . ..", "no-such-command",
         "account --parallel fsdp", "compare '--size tiny' '--size ../../x'", "compare '--size tiny' '--d-model 0'",
         "compare '--size tiny' '--no-such-flag 1'", "compare '--size tiny' not/a/path", "compare '--size tiny' /",
         *(f"compare '--size tiny' '--size tiny' {flag}" for flag in (
