@@ -1,0 +1,490 @@
+"""Traces a step: the tensors that it makes and frees and the operations that it launches, as a Tape.
+
+Nothing here knows the model. The step's real code runs with meta tensors, which have shapes and types and no data; code
+that asks sees them on a CUDA device. Where PyTorch's CUDA kernels or its autocast do otherwise than its meta kernels,
+the tables below say so, each entry with its place in PyTorch's source (2.11).
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from cs336_systems.config import Phase
+from cs336_systems.costs.tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey
+
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+"""PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and autograd's.
+
+Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on an H200 are right to the byte.
+"""
+GPU = torch.device("cuda", 0)
+HALF = (torch.bfloat16, torch.float16)
+
+# ---- what autocast does on CUDA (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32)
+
+IN_LOW_PRECISION = frozenset(
+    "linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addbmm baddbmm addmv addr einsum chain_matmul multi_dot "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu "
+    "scaled_dot_product_attention".split()
+)
+IN_FP32 = frozenset(
+    "softmax log_softmax layer_norm group_norm nll_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss kl_div "
+    "cosine_similarity exp log log2 log10 log1p expm1 reciprocal rsqrt pow __pow__ __rpow__ norm logsumexp cumsum "
+    "cumprod softplus binary_cross_entropy_with_logits".split()
+)
+
+# ---- operators that CUDA has and meta decomposes
+
+_library = torch.library.Library("cs336_trace", "DEF")
+_library.define("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)")
+_library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor weight) -> (Tensor, Tensor)")
+_library.impl("rms_norm", lambda x, weight: (torch.empty_like(x), _scale_of(x, weight)), "Meta")
+_library.impl("rms_norm_backward", lambda _, x, __, weight: (torch.empty_like(x), torch.empty_like(weight)), "Meta")
+
+
+def _scale_of(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim()), dtype=torch.float32)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """_fused_rms_norm of CUDA saves its input and 1 / rms (aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        out, scale = torch.ops.cs336_trace.rms_norm(x, weight)
+        ctx.save_for_backward(x, scale, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.cs336_trace.rms_norm_backward(gradient, *ctx.saved_tensors)
+
+
+def _rms_norm(call: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
+    """Fused unless the types differ (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp)."""
+    if weight is None or weight.dtype != x.dtype:
+        return call(x, shape, weight, eps)
+    return _RMSNorm.apply(x, weight)
+
+
+def _attention(
+    call: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> Tensor:
+    """Flash or cuDNN in half precision, else the efficient kernel, else math (cuda/sdp_utils.cpp).
+
+    cuDNN saves what flash does.
+    """
+    cuda, ops = torch.backends.cuda, torch.ops.aten
+    if not more.get("enable_gqa"):
+        if q.dtype in HALF and attn_mask is None and (cuda.flash_sdp_enabled() or cuda.cudnn_sdp_enabled()):
+            return ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=more.get("scale"))[0]
+        if cuda.mem_efficient_sdp_enabled():
+            has_gradient = torch.is_grad_enabled() and q.requires_grad
+            return ops._scaled_dot_product_efficient_attention(
+                q, k, v, attn_mask, has_gradient, dropout_p, is_causal, scale=more.get("scale")
+            )[0]
+    return call(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **more)
+
+
+def _cross_entropy(
+    call: Callable[..., Tensor],
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Under autocast the log-softmax has the logits' type, and the likelihood is taken in fp32 (LossNLL.cpp)."""
+    if not torch.is_autocast_enabled("cuda") or label_smoothing or target.is_floating_point():
+        return call(x, target, weight, reduction, ignore_index, label_smoothing)
+    log_softmax = torch.log_softmax(x, min(1, x.dim() - 1), x.dtype)
+    return torch._C._nn.nll_loss_nd(log_softmax.float(), target, weight, reduction, ignore_index)
+
+
+def _softmax(call: Callable[..., Tensor], x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """From fp16 to fp32 in one kernel, from bf16 by a copy (softmax in aten/src/ATen/native/SoftMax.cpp)."""
+    if torch.is_autocast_enabled("cuda") and dtype is None:
+        dtype = torch.float32
+    if x.dtype is torch.float16 and dtype is torch.float32:
+        return torch.ops.aten._softmax(x, dim, True)
+    return call(x, dim, dtype=dtype)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm, "scaled_dot_product_attention": _attention, "cross_entropy_loss": _cross_entropy,
+    "softmax": _softmax,
+}  # fmt: skip
+_PLACES = {torch.Tensor.device.__get__: GPU, torch.Tensor.is_cuda.__get__: True, torch.Tensor.is_meta.__get__: False}
+"""What code that asks for a tensor's place gets to know."""
+
+
+class _OnGpu(TorchFunctionMode):
+    """Shows meta tensors as CUDA's, makes CUDA's on meta, and does what autocast does on CUDA."""
+
+    def __init__(self, copied: Callable[[Tensor], None]) -> None:
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        """Autocast's cache: parameters and their copies, by the parameter's id."""
+        self._copied = copied
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _PLACES:
+            return _PLACES[function] if args[0].device.type == "meta" else function(*args)
+        name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
+        args = tuple(_moved(each) for each in args)
+        if "device" in kwargs:
+            kwargs["device"] = _moved(kwargs["device"])
+        if name == "cuda":
+            return args[0].to("meta")
+        if torch.is_autocast_enabled("cuda"):
+            if name in IN_LOW_PRECISION:
+                args, kwargs = self._cast(args, kwargs, torch.get_autocast_dtype("cuda"))
+            elif name in IN_FP32 and name != "softmax" and kwargs.get("dtype") is None:
+                args, kwargs = self._cast(args, kwargs, torch.float32)
+        instead = _FUNCTIONS.get(name)
+        return function(*args, **kwargs) if instead is None else instead(function, *args, **kwargs)
+
+    def _cast(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(self._cast_one(each, dtype) for each in args), {
+            name: self._cast_one(each, dtype) for name, each in kwargs.items()
+        }
+
+    def _cast_one(self, x: Any, dtype: torch.dtype) -> Any:
+        """Copies of leaves in low precision are kept until autocast ends (cached_cast in autocast_mode.cpp)."""
+        if isinstance(x, (list, tuple)):
+            return type(x)(self._cast_one(each, dtype) for each in x)
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype in (torch.float64, dtype):
+            return x
+        is_kept = dtype in HALF and x.is_leaf and x.requires_grad and x.dtype is torch.float32 and not x._is_view()
+        if not is_kept:
+            return x.to(dtype)
+        if id(x) not in self.copies:
+            self.copies[id(x)] = (x, x.to(dtype))
+            self._copied(self.copies[id(x)][1])
+        return self.copies[id(x)][1]
+
+
+def _moved(device: Any) -> Any:
+    is_gpu = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    return torch.device("meta") if is_gpu else device
+
+
+# ---- what is recorded
+
+SILENT = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
+"""Operations beside views that launch no kernel."""
+MATMULS = frozenset("mm addmm bmm baddbmm".split())
+
+
+class Trace:
+    """Collects what is dispatched; `tape()` makes a Tape of it."""
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self.axes, self.names = axes, Names(axes)
+        self.made: list[list[Any]] = []
+        """Of each tensor by its handle: category or None, label, shape, bytes per element, stream; phase."""
+        self.events: list[int] = []
+        self.launches: list[int] = []
+        self.steps: list[list[tuple[Phase, int, int]]] = []
+        self.phase: Phase | None = None
+        self._operations: dict[OperationKey, int] = {}
+        self._views = 0
+        self._handles: dict[int, int] = {}
+        """Handles of storages that exist, by their address."""
+        self._watches: dict[int, Any] = {}
+        self._threads: set[str] = set()
+        """Threads that have cuBLAS's workspace."""
+        self._paths: list[str] = []
+        self._names: dict[int, str] = {}
+
+    # phases
+
+    def begin(self, phase: Phase) -> None:
+        """Begin a phase of a step; forward begins a step."""
+        self._views = 0
+        self.phase = phase
+        if phase is Phase.FORWARD:
+            self.steps.append([])
+        if self.steps:
+            self.steps[-1].append((phase, len(self.events), len(self.launches)))
+
+    def note(self, category: Category, tensors: Iterable[Tensor]) -> None:
+        """Say what these tensors are for."""
+        for tensor in tensors:
+            if (handle := self._handles.get(tensor.untyped_storage()._cdata)) is not None:
+                self.made[handle][0] = category
+
+    # modules
+
+    def enter(self, module: Any, _: Any) -> None:
+        if not self._paths and id(module) not in self._names:
+            self._names = {id(each): re.sub(r"(^|\.)\d+", r"\1*", name) for name, each in module.named_modules()}
+        self._paths.append(self._names.get(id(module), self._paths[-1] if self._paths else ""))
+
+    def leave(self, module: Any, _: Any, out: Any) -> None:
+        self._paths.pop()
+        if not self._paths:
+            self.note(Category.LOSS, (each for each in tree_iter(out) if isinstance(each, Tensor)))
+
+    # tensors
+
+    def tensor(self, storage: torch.UntypedStorage, label: str, element_bytes: int, shape: str | None = None) -> int:
+        key = storage._cdata
+        if (known := self._handles.get(key)) is not None:
+            return known
+        handle = self._handles[key] = self.add(None, label, storage.nbytes(), element_bytes, shape)
+        self._watches[key] = weakref.ref(storage, lambda _: self._forget(key))
+        return handle
+
+    def _forget(self, key: int) -> None:
+        self.events.append(~self._handles.pop(key))
+        del self._watches[key]
+
+    def add(self, category: Category | None, label: str, num_bytes: int, element_bytes: int, shape: str | None) -> int:
+        handle = len(self.made)
+        shape = self.bytes_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
+        self.made.append([category, label, *shape, "", self.phase, bool(self._paths)])
+        self.events.append(handle)
+        return handle
+
+    def workspace(self, label: str, shape: str, element_bytes: int) -> None:
+        """A tensor that exists only within a kernel."""
+        self.events.append(~self.add(Category.TEMPORARIES, label, 0, element_bytes, shape))
+
+    def bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
+        """Bytes as a shape and the bytes of its elements, with as many axes in the shape as there are."""
+        of_elements, of_bytes = self.names.product(num_bytes // element_bytes), self.names.product(num_bytes)
+        if num_bytes % element_bytes == 0 and _count_axes(of_elements) >= _count_axes(of_bytes):
+            return of_elements, element_bytes
+        number, *axes = of_bytes.split()
+        return " ".join(axes), int(number)
+
+    def moved(self, tensor: Tensor) -> tuple[str, int]:
+        """The shape of a tensor, in which axes that are expanded count once, and its bytes per element."""
+        count = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        return self.bytes_of(count * tensor.element_size(), tensor.element_size())
+
+    # operations
+
+    def launch(self, make: str, *arguments: Any) -> None:
+        key = (self._views, make, *arguments)
+        self.launches.append(self._operations.setdefault(key, len(self._operations)))
+        self._views = 0
+
+    def record(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        outs = [each for each in tree_iter(out) if isinstance(each, Tensor) and each.is_meta]
+        ins = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor) and each.is_meta]
+        if not outs and not ins:
+            return
+        name = function.name().split("::")[1].split(".")[0]
+        node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD else None
+        label = f"{name} in {self._paths[-1]}" if self._paths else name if node is None else f"{name} of {node.name()}"
+        known = len(self.made)
+        if name == "_scaled_dot_product_efficient_attention":  # pads the sums (cuda/attention.cu)
+            batch, heads, queries, _ = outs[0].shape
+            padded = f"{self.names.product(batch * heads)} {self.names.product(queries)}^32"
+            self.tensor(outs[1].untyped_storage(), label, 4, padded)
+            outs = outs[:2]  # seeds are on the host
+        handles = [self.tensor(each.untyped_storage(), label, each.element_size()) for each in outs]
+        if all(handle < known for handle in handles) and not name.endswith("_") and outs:
+            self._views += 1
+            return
+        if name in SILENT:
+            self._views += 1
+            return
+        _KERNELS.get(name, _pass)(self, name, ins, outs, args)
+
+    def tape(self) -> Tape:
+        """The tape of all that was recorded."""
+        gone = {~event: at for at, event in enumerate(self.events) if event < 0}
+        ends = [(step[at][1], step[at + 1][1]) for step in self.steps for at in range(len(step) - 1) if step[at][0] is Phase.FORWARD]
+        kinds: dict[TensorKey, int] = {}
+        tensors = []
+        for handle, (category, label, shape, element_bytes, stream, phase, in_module) in enumerate(self.made):
+            if category is None:
+                category = self._category(handle, phase, in_module, gone, ends)
+            key = (category, label, shape, element_bytes, stream)
+            tensors.append(kinds.setdefault(key, len(kinds)))
+        tape = Tape(self.axes, list(kinds), list(self._operations))
+        tape.tensors, tape.events, tape.launches, tape.steps = tensors, [*self.events], [*self.launches], self.steps
+        return tape
+
+    def _category(self, handle: int, phase: Phase | None, in_module: bool, gone: Any, ends: Any) -> Category:
+        if phase is None:
+            return Category.BUFFERS
+        if phase is Phase.OPTIMIZER:
+            return Category.OPTIMIZER_WORKSPACE
+        if in_module and phase is not Phase.FORWARD:
+            return Category.ACTIVATIONS
+        if phase is Phase.FORWARD:
+            if not in_module:
+                return Category.LOSS
+            return Category.ACTIVATIONS
+        return Category.TEMPORARIES
+
+    def claim_workspace(self) -> None:
+        """Make cuBLAS's workspace at the first matmul of a thread; it is never freed."""
+        thread = "backward" if self.phase is Phase.BACKWARD else "forward"
+        if thread not in self._threads:
+            self._threads.add(thread)
+            self.add(Category.LIBRARY_WORKSPACE, "cuBLAS workspace", 0, 1, str(CUBLAS_WORKSPACE_BYTES))
+
+
+def _moves(trace: Trace, tensors: Iterable[Tensor]) -> tuple[tuple[str, int], ...]:
+    return tuple(map(trace.moved, tensors))
+
+
+def _count_axes(shape: str) -> int:
+    return sum(not word.isdigit() for word in shape.split())
+
+
+def _pass(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    """Any operation without an entry: one kernel that reads its arguments and writes its results."""
+    outs = outs or ins[:1]
+    how = Pass.COPY
+    widest = max((each.element_size() for each in ins), default=8)
+    if "softmax" in name and "log" not in name:
+        how = Pass.SOFTMAX
+    elif name == "masked_fill_":
+        how = Pass.MASKED
+    elif name in ("clone", "copy_", "_to_copy") and ins and ins[-1].stride() != outs[0].stride():
+        how = Pass.STRIDED
+    elif outs and outs[0].element_size() > widest:
+        how = Pass.WIDEN
+    trace.launch("passes", _moves(trace, [*ins, *outs]), how)
+
+
+def _matmul(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    a, b = ins[-2:]
+    product = trace.names.product
+    transposed = [x.stride(-2) == 1 and x.shape[-2] > 1 for x in (a, b)]
+    form = Form.FORWARD if transposed[1] else Form.WEIGHT if transposed[0] else Form.INPUT
+    batch = product(a.shape[0]) if a.dim() == 3 else "1"
+    trace.launch(
+        "matmul", form, product(a.shape[-2]), product(a.shape[-1]), product(b.shape[-1]), a.element_size(), batch
+    )
+    trace.claim_workspace()
+
+
+def _fused_attention(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    is_backward = name.endswith("backward")
+    q, k = ins[1:3] if is_backward else ins[:2]
+    product = trace.names.product
+    heads = product(q.shape[0] * q.shape[1])
+    if is_backward:
+        # flash sums the queries' gradient in fp32; the efficient kernel multiplies output and gradient
+        rows = f"{product(q.shape[0])} {product(q.shape[1])} {product(q.shape[2])}^128"
+        trace.workspace("row sums of output x gradient", rows, 4)
+        flash = f"{rows} {product(q.shape[3])}^32"
+        trace.workspace("workspace of fused attention", flash if q.dtype in HALF else product(q.numel()), 4)
+    trace.launch(
+        "attention", Form.ATTENTION_BACKWARD if is_backward else Form.ATTENTION, product(q.shape[2]),
+        product(q.shape[3]), product(k.shape[2]), q.element_size(), heads, (product(q.numel()),) * (8 if is_backward else 4),
+    )  # fmt: skip
+
+
+def _softmax_backward(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    """CUDA multiplies gradient and output first (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu)."""
+    trace.workspace("gradient x softmax", trace.names.product(outs[0].numel()), ins[0].element_size())
+    _pass(trace, name, ins, outs, args)
+
+
+def _norm_backward(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    """One kernel for the gradient of the input, one for those of the parameters (cuda/layer_norm_kernel.cu)."""
+    trace.launch("passes", _moves(trace, [*ins[:2], outs[0]]), Pass.COPY)
+    trace.launch("passes", _moves(trace, ins[:2]), Pass.COPY, 1, 0)
+
+
+def _foreach(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    lists = [each for each in args if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
+    if not lists or not lists[0][0].is_meta:
+        return
+    shapes = tuple(trace.names.product(each.numel()) for each in lists[0])
+    trace.launch("foreach", len(lists) + 1, lists[0][0].element_size(), shapes)
+
+
+def _fused_adamw(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    trace.launch("adamw", 28, tuple(trace.names.product(each.numel()) for each in args[0]))
+
+
+_KERNELS: dict[str, Callable[..., None]] = dict.fromkeys(MATMULS, _matmul) | {
+    "_scaled_dot_product_flash_attention": _fused_attention,
+    "_scaled_dot_product_flash_attention_backward": _fused_attention,
+    "_scaled_dot_product_efficient_attention": _fused_attention,
+    "_scaled_dot_product_efficient_attention_backward": _fused_attention,
+    "_softmax_backward_data": _softmax_backward,
+    "rms_norm_backward": _norm_backward,
+    "native_layer_norm_backward": _norm_backward,
+    "_fused_adamw_": _fused_adamw,
+    **{f"_foreach_{each}": _foreach for each in (
+        "mul_", "add_", "lerp_", "addcmul_", "sqrt", "div_", "addcdiv_", "sub_", "neg", "reciprocal_")},
+}  # fmt: skip
+
+
+class _Recorder(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else PyTorch would import its compiler, for 2 s
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self._trace.record(function, args, kwargs or {}, out)
+        return out
+
+
+@contextmanager
+def tracing(axes: Mapping[str, int]) -> Iterator[Trace]:
+    """While open, all that runs is recorded, as if it ran on a GPU."""
+    trace = Trace(axes)
+    mode = _OnGpu(lambda copy: trace.note(Category.WEIGHT_COPIES, [copy]))
+    clear = torch.clear_autocast_cache
+
+    def clear_copies() -> None:
+        clear()
+        mode.copies.clear()
+
+    def never(*_: object) -> bool:
+        return False
+
+    initialisers = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
+    hooks = [
+        modules.register_module_forward_pre_hook(trace.enter),
+        modules.register_module_forward_hook(trace.leave, always_call=True),
+    ]
+    with (
+        mock.patch.multiple(F, has_torch_function=never, has_torch_function_unary=never, has_torch_function_variadic=never),
+        mock.patch.multiple(nn.init, **dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)),
+        mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_copies),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
+        mock.patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
+        _Recorder(trace),
+        mode,
+    ):
+        try:
+            yield trace
+        finally:
+            for hook in hooks:
+                hook.remove()
