@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.accounting import state_bytes
-from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
+from cs336_systems.costs.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.forecast.step import StepTape, as_costed, tape_of
 from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
 from cs336_systems.costs.forecast.ways import WAYS

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from cs336_systems.config import Phase
-from cs336_systems.costs.forecast.allocator import round_up
+from cs336_systems.costs.allocator import round_up
 
 
 class Category(StrEnum):

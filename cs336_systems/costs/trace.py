@@ -10,12 +10,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,6 +152,10 @@ class _OnGpu(TorchFunctionMode):
         if function in _PLACES:
             return _PLACES[function] if args[0].device.type == "meta" else function(*args)
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
+        if function is torch.Tensor.backward:
+            return self._backward(*args, **kwargs)
+        if function is torch.device:
+            return function(*args, **kwargs)
         args = tuple(_moved(each) for each in args)
         if "device" in kwargs:
             kwargs["device"] = _moved(kwargs["device"])
@@ -162,6 +168,13 @@ class _OnGpu(TorchFunctionMode):
                 args, kwargs = self._cast(args, kwargs, torch.float32)
         instead = _FUNCTIONS.get(name)
         return function(*args, **kwargs) if instead is None else instead(function, *args, **kwargs)
+
+    def _backward(
+        self, x: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """The method, which runs what backward computes again in this mode too."""
+        with self:
+            torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
     def _cast(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(self._cast_one(each, dtype) for each in args), {
@@ -213,6 +226,7 @@ class Trace:
         self._watches: dict[int, Any] = {}
         self._threads: set[str] = set()
         """Threads that have cuBLAS's workspace."""
+        self.calls: list[Any] = []
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
 
@@ -312,6 +326,16 @@ class Trace:
             self._views += 1
             return
         _KERNELS.get(name, _pass)(self, name, ins, outs, args)
+
+    def collective(self, function: Any, args: Any) -> Any:
+        """A collective among ranks that are not there, which takes no time and changes nothing."""
+        sizes = [each.nbytes for each in tree_iter(args) if isinstance(each, Tensor)]
+        self.calls.append((self.phase, function.name(), sizes))
+        work = FakeWork().boxed()
+        returns = [each.type.str() for each in function._schema.returns]
+        tensors = [each for each in args if isinstance(each, (list, Tensor))]
+        made = [work if "Work" in kind else tensors[0] for kind in returns]
+        return made[0] if len(made) == 1 else tuple(made)
 
     def tape(self) -> Tape:
         """The tape of all that was recorded."""
@@ -440,6 +464,29 @@ _KERNELS: dict[str, Callable[..., None]] = dict.fromkeys(MATMULS, _matmul) | {
 }  # fmt: skip
 
 
+class _Stream:
+    """Stands for a CUDA stream, event or the context of one."""
+
+    device = GPU
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...
+    def record_event(self, *_: Any) -> "_Stream":
+        return self
+
+    wait_stream = wait_event = record = wait = synchronize = record_event
+
+
+_CUDA: dict[str, Any] = {
+    "Stream": _Stream, "Event": _Stream, "stream": _Stream, "current_stream": _Stream, "current_device": lambda: 0,
+    "device_count": lambda: 2**20, "can_device_access_peer": lambda *_: True, "is_bf16_supported": lambda *_, **__: True,
+    "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
+    "get_device_capability": lambda *_: (9, 0),
+}  # fmt: skip
+"""torch.cuda of a Hopper GPU, as far as steps ask for it."""
+
+
 class _Recorder(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -450,6 +497,8 @@ class _Recorder(TorchDispatchMode):
         self._trace = trace
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            return self._trace.collective(function, args)
         out = function(*args, **(kwargs or {}))
         self._trace.record(function, args, kwargs or {}, out)
         return out
@@ -479,7 +528,8 @@ def tracing(axes: Mapping[str, int]) -> Iterator[Trace]:
         mock.patch.multiple(nn.init, **dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)),
         mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_copies),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
-        mock.patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
+        mock.patch.multiple(torch.cuda, **_CUDA),
+        mock.patch("torch.compile", lambda model=None, **_: (lambda it: it) if model is None else model),
         _Recorder(trace),
         mode,
     ):

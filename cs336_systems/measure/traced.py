@@ -1,6 +1,14 @@
 """Traces the real step of a configuration: run as `python -m cs336_systems.measure.traced`."""
 
-from cs336_systems.config import Mode, Phase, RunConfig
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from cs336_systems.config import Phase, RunConfig
 from cs336_systems.costs.tape import Category, Tape
 from cs336_systems.costs.trace import Trace, tracing
 from cs336_systems.measure.step import TrainingStep
@@ -27,13 +35,34 @@ class _Clock:
         return None
 
 
+@contextlib.contextmanager
+def _one_of(config: RunConfig) -> Iterator[None]:
+    if not config.is_shared:
+        yield
+        return
+    from cs336_systems.parallel import data_parallel, exchange
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.ranks)
+    try:
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.object(dist, "get_backend", lambda *_: "nccl"))
+            patches.enter_context(mock.patch.object(dist, "broadcast_object_list", lambda objects, src: None))
+            patches.enter_context(mock.patch.object(data_parallel, "check_same_gradients", lambda names, parameters: None))
+            for module in (data_parallel, exchange):
+                patches.enter_context(mock.patch.object(module, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)]))
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
 def traced(config: RunConfig, axes) -> Tape:
-    with tracing(axes) as trace:
+    with tracing(axes) as trace, _one_of(config):
         step = TrainingStep(config)
         step.scaler = None
         trace.note(Category.PARAMETERS, step.model.parameters())
         clock = _Clock(trace, step)
         for _ in range(2):
             step(clock)
-    tape = trace.tape()
+        tape = trace.tape()
+        tape.calls = trace.calls
     return tape

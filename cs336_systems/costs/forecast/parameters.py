@@ -3,7 +3,7 @@
 from math import prod
 
 from cs336_systems.config import Arch, ModelConfig, RunConfig
-from cs336_systems.costs.forecast.allocator import round_up
+from cs336_systems.costs.allocator import round_up
 
 WEIGHTS = {
     "q": "d_model d_model",
