@@ -8,7 +8,7 @@ the tables below say so, each entry with its place in PyTorch's source (2.11).
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,8 +153,6 @@ class _OnGpu(TorchFunctionMode):
         if function in _PLACES:
             return _PLACES[function] if args[0].device.type == "meta" else function(*args)
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
-        if function is torch.Tensor.backward:
-            return self._backward(*args, **kwargs)
         if function is torch.device:
             return function(*args, **kwargs)
         args = tuple(_moved(each) for each in args)
@@ -168,13 +167,6 @@ class _OnGpu(TorchFunctionMode):
                 args, kwargs = self._cast(args, kwargs, torch.float32)
         instead = _FUNCTIONS.get(name)
         return function(*args, **kwargs) if instead is None else instead(function, *args, **kwargs)
-
-    def _backward(
-        self, x: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-    ) -> None:
-        """The method, which runs what backward computes again in this mode too."""
-        with self:
-            torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
     def _cast(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(self._cast_one(each, dtype) for each in args), {
@@ -221,12 +213,14 @@ class Trace:
         self.phase: Phase | None = None
         self._operations: dict[OperationKey, int] = {}
         self._views = 0
-        self._handles: dict[int, int] = {}
+        self._handles: dict[int, int | None] = {}
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
         self._threads: set[str] = set()
         """Threads that have cuBLAS's workspace."""
         self.calls: list[Any] = []
+        self.main_stream = self.stream = _Stream()
+        self._streams: dict[int, str] = {}
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
 
@@ -247,6 +241,22 @@ class Trace:
             if (handle := self._handles.get(tensor.untyped_storage()._cdata)) is not None:
                 self.made[handle][0] = category
 
+    # streams
+
+    @contextmanager
+    def on_stream(self, stream: object) -> Iterator[None]:
+        """While open, tensors are made on this stream; None stands for the one that is in use."""
+        before, self.stream = self.stream, self.stream if stream is None else stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def _name_of_stream(self) -> str:
+        if self.stream is self.main_stream:
+            return ""
+        return self._streams.setdefault(id(self.stream), f"stream {len(self._streams) + 1}")
+
     # modules
 
     def enter(self, module: Any, _: Any) -> None:
@@ -261,22 +271,34 @@ class Trace:
 
     # tensors
 
-    def tensor(self, storage: torch.UntypedStorage, label: str, element_bytes: int, shape: str | None = None) -> int:
+    def tensor(self, storage: torch.UntypedStorage, label: str, element_bytes: int, shape: str | None = None) -> int | None:
+        """The handle of a storage; None if it is empty."""
         key = storage._cdata
-        if (known := self._handles.get(key)) is not None:
-            return known
-        handle = self._handles[key] = self.add(None, label, storage.nbytes(), element_bytes, shape)
-        self._watches[key] = weakref.ref(storage, lambda _: self._forget(key))
-        return handle
+        if key not in self._handles:
+            self._watches[key] = weakref.ref(storage, lambda _: self._forget(key))
+            size = storage.nbytes()
+            self._handles[key] = self.add(None, label, size, element_bytes, shape) if size else None
+        return self._handles[key]
 
     def _forget(self, key: int) -> None:
-        self.events.append(~self._handles.pop(key))
-        del self._watches[key]
+        self._drop(key)
+        del self._handles[key], self._watches[key]
+
+    def _drop(self, key: int) -> None:
+        if (handle := self._handles[key]) is not None:
+            self.events.append(~handle)
+
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Note that a storage is emptied, or filled again, as those of sharded parameters are."""
+        key = storage._cdata
+        if key in self._handles:
+            self._drop(key)
+            self._handles[key] = self.add(Category.GATHERED, "resized storage", num_bytes, 1, None) if num_bytes else None
 
     def add(self, category: Category | None, label: str, num_bytes: int, element_bytes: int, shape: str | None) -> int:
         handle = len(self.made)
         shape = self.bytes_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
-        self.made.append([category, label, *shape, "", self.phase, bool(self._paths)])
+        self.made.append([category, label, *shape, self._name_of_stream(), self.phase, bool(self._paths)])
         self.events.append(handle)
         return handle
 
@@ -319,7 +341,7 @@ class Trace:
             self.tensor(outs[1].untyped_storage(), label, 4, padded)
             outs = outs[:2]  # seeds are on the host
         handles = [self.tensor(each.untyped_storage(), label, each.element_size()) for each in outs]
-        if all(handle < known for handle in handles) and not name.endswith("_") and outs:
+        if all(handle is None or handle < known for handle in handles) and not name.endswith("_") and outs:
             self._views += 1
             return
         if name in SILENT:
@@ -465,21 +487,20 @@ _KERNELS: dict[str, Callable[..., None]] = dict.fromkeys(MATMULS, _matmul) | {
 
 
 class _Stream:
-    """Stands for a CUDA stream, event or the context of one."""
+    """Stands for a CUDA stream or event."""
 
     device = GPU
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: Any) -> None: ...
-    def record_event(self, *_: Any) -> "_Stream":
+
+    def wait(self, *_: Any) -> "_Stream":
         return self
 
-    wait_stream = wait_event = record = wait = synchronize = record_event
+    wait_stream = wait_event = record = record_event = synchronize = wait
 
 
 _CUDA: dict[str, Any] = {
-    "Stream": _Stream, "Event": _Stream, "stream": _Stream, "current_stream": _Stream, "current_device": lambda: 0,
+    "Stream": _Stream, "Event": _Stream, "current_device": lambda: 0,
     "device_count": lambda: 2**20, "can_device_access_peer": lambda *_: True, "is_bf16_supported": lambda *_, **__: True,
     "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
     "get_device_capability": lambda *_: (9, 0),
@@ -497,8 +518,18 @@ class _Recorder(TorchDispatchMode):
         self._trace = trace
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # tensors are meta here
+            return self._run(function, types, args, kwargs)
+
+    def _run(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(issubclass(each, FakeTensor) for each in types):  # with which DTensor finds how results are sharded
+            return function(*args, **(kwargs or {}))
+        if any(each not in (Tensor, nn.Parameter) for each in types):
+            return NotImplemented  # such as DTensor, whose operations on its parts come here next
         if function.namespace == "c10d":
             return self._trace.collective(function, args)
+        if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]  # there is no data to copy to the host
         out = function(*args, **(kwargs or {}))
         self._trace.record(function, args, kwargs or {}, out)
         return out
@@ -518,21 +549,31 @@ def tracing(axes: Mapping[str, int]) -> Iterator[Trace]:
     def never(*_: object) -> bool:
         return False
 
+    resize_storage = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        resize_storage(storage, num_bytes)
+        trace.resize(storage, num_bytes)
+
     initialisers = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     hooks = [
         modules.register_module_forward_pre_hook(trace.enter),
         modules.register_module_forward_hook(trace.leave, always_call=True),
     ]
     with (
-        mock.patch.multiple(F, has_torch_function=never, has_torch_function_unary=never, has_torch_function_variadic=never),
         mock.patch.multiple(nn.init, **dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)),
         mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_copies),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
-        mock.patch.multiple(torch.cuda, **_CUDA),
+        mock.patch.multiple(torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream),
         mock.patch("torch.compile", lambda model=None, **_: (lambda it: it) if model is None else model),
-        _Recorder(trace),
-        mode,
+        mock.patch("torch.UntypedStorage.resize_", resize),
+        ExitStack() as patches,
     ):
+        for module in (F, torch._tensor, torch.autograd, torch.functional):
+            for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
+                patches.enter_context(mock.patch.object(module, name, never))
+        patches.enter_context(_Recorder(trace))
+        patches.enter_context(mode)
         try:
             yield trace
         finally:

@@ -14,6 +14,7 @@ from cs336_systems.costs.trace import Trace, tracing
 from cs336_systems.measure.step import TrainingStep
 
 
+RANK=0
 class _Clock:
     def __init__(self, trace: Trace, step: TrainingStep) -> None:
         self._trace, self._phases = trace, iter(())
@@ -35,6 +36,23 @@ class _Clock:
         return None
 
 
+def _done(tensor):
+    future = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+class Started:
+    """A collective that keeps its tensors until it is waited for, as NCCL's do."""
+
+    def __init__(self, work, *tensors) -> None:
+        self._work, self._tensors = work, tensors
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensors = ()
+
+
 @contextlib.contextmanager
 def _one_of(config: RunConfig) -> Iterator[None]:
     if not config.is_shared:
@@ -42,14 +60,18 @@ def _one_of(config: RunConfig) -> Iterator[None]:
         return
     from cs336_systems.parallel import data_parallel, exchange
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=config.ranks)
     try:
         with contextlib.ExitStack() as patches:
             patches.enter_context(mock.patch.object(dist, "get_backend", lambda *_: "nccl"))
             patches.enter_context(mock.patch.object(dist, "broadcast_object_list", lambda objects, src: None))
             patches.enter_context(mock.patch.object(data_parallel, "check_same_gradients", lambda names, parameters: None))
+            patches.enter_context(mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *_: None))
             for module in (data_parallel, exchange):
                 patches.enter_context(mock.patch.object(module, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)]))
+            gather, scatter = exchange.start_gather, exchange.Collectives.scatter
+            patches.enter_context(mock.patch.object(exchange, "start_gather", lambda *tensors: [Started(work, *tensors) for work in gather(*tensors)]))
+            patches.enter_context(mock.patch.object(exchange.Collectives, "scatter", lambda *arguments: Started(scatter(*arguments), *arguments)))
             yield
     finally:
         dist.destroy_process_group()
@@ -59,9 +81,11 @@ def traced(config: RunConfig, axes) -> Tape:
     with tracing(axes) as trace, _one_of(config):
         step = TrainingStep(config)
         step.scaler = None
+        if isinstance(ddp := getattr(step.way, "module", None), torch.nn.parallel.DistributedDataParallel):
+            ddp.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer()))
         trace.note(Category.PARAMETERS, step.model.parameters())
         clock = _Clock(trace, step)
-        for _ in range(2):
+        for _ in range(4 if config.parallel.value == 'ddp' else 2):
             step(clock)
         tape = trace.tape()
         tape.calls = trace.calls
