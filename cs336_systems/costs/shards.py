@@ -47,7 +47,7 @@ def updated_elements(config: RunConfig) -> dict[str, int]:
     kept = kept_elements(config)
     if not config.shard_optimizer:
         return kept
-    return {name: kept[name] for name in _largest_share(kept, config.ranks)}
+    return {name: kept[name] for name in _shares(kept, config.ranks)[1]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,8 @@ def units(config: RunConfig) -> list[Unit]:
     ]
 
 
-def _largest_share(counts: Mapping[str, int], ranks: int) -> tuple[str, ...]:
-    """The parameters that a sharded optimizer gives to the rank that gets most.
+def _shares(counts: Mapping[str, int], ranks: int) -> tuple[int, tuple[str, ...]]:
+    """The rank to which a sharded optimizer gives most, and the parameters that it gets.
 
     Each parameter goes to the rank that has the fewest elements so far, as in `parallel/sharded_optimizer.py`.
     """
@@ -116,7 +116,13 @@ def _largest_share(counts: Mapping[str, int], ranks: int) -> tuple[str, ...]:
         owner = totals.index(min(totals))
         owned[owner].append(name)
         totals[owner] += count
-    return tuple(owned[totals.index(max(totals))])
+    largest = totals.index(max(totals))
+    return largest, tuple(owned[largest])
+
+
+def largest_rank(config: RunConfig) -> int:
+    """The rank that keeps most: the one to which a sharded optimizer gives most; all others keep equally much."""
+    return _shares(kept_elements(config), config.ranks)[0] if config.shard_optimizer else 0
 
 
 def _aligned(lengths: Sequence[int], element_bytes: int) -> int:

@@ -8,7 +8,7 @@ the tables below say so, each entry with its place in PyTorch's source (2.11).
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -349,6 +349,10 @@ class Trace:
             return
         _KERNELS.get(name, _pass)(self, name, ins, outs, args)
 
+    def triton(self, kernel: Any, tensors: Sequence[Tensor]) -> None:
+        """A kernel in Triton, which reads or writes each of its tensors once."""
+        self.launch("passes", _moves(self, tensors), Pass.COPY)
+
     def collective(self, function: Any, args: Any) -> Any:
         """A collective among ranks that are not there, which takes no time and changes nothing."""
         sizes = [each.nbytes for each in tree_iter(args) if isinstance(each, Tensor)]
@@ -500,7 +504,7 @@ class _Stream:
 
 
 _CUDA: dict[str, Any] = {
-    "Stream": _Stream, "Event": _Stream, "current_device": lambda: 0,
+    "Stream": _Stream, "Event": _Stream, "current_device": lambda: 0, "is_current_stream_capturing": lambda: True,
     "device_count": lambda: 2**20, "can_device_access_peer": lambda *_: True, "is_bf16_supported": lambda *_, **__: True,
     "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
     "get_device_capability": lambda *_: (9, 0),
@@ -555,6 +559,10 @@ def tracing(axes: Mapping[str, int]) -> Iterator[Trace]:
         resize_storage(storage, num_bytes)
         trace.resize(storage, num_bytes)
 
+    def run_triton(kernel: Any, *tensors: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            trace.triton(kernel, [each for each in (*tensors, *named.values()) if isinstance(each, Tensor)])
+
     initialisers = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     hooks = [
         modules.register_module_forward_pre_hook(trace.enter),
@@ -569,6 +577,8 @@ def tracing(axes: Mapping[str, int]) -> Iterator[Trace]:
         mock.patch("torch.UntypedStorage.resize_", resize),
         ExitStack() as patches,
     ):
+        with suppress(ImportError):
+            patches.enter_context(mock.patch("triton.runtime.jit.JITFunction.run", run_triton))
         for module in (F, torch._tensor, torch.autograd, torch.functional):
             for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
                 patches.enter_context(mock.patch.object(module, name, never))

@@ -1,51 +1,115 @@
-"""Traces the real step of a configuration: run as `python -m cs336_systems.measure.traced`."""
+"""Traces the real step of a configuration; as a process of its own it reads what is asked and prints the tapes.
 
-import contextlib
-from collections.abc import Iterator
+`python -m cs336_systems.measure.traced --ship` rewrites the tapes that come with the program.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import Tensor
 
-from cs336_systems.config import Phase, RunConfig
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    Device,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    RunConfig,
+)
+from cs336_systems.costs.shards import largest_rank
 from cs336_systems.costs.tape import Category, Tape
 from cs336_systems.costs.trace import Trace, tracing
+from cs336_systems.costs.traces import Asked, encoded, ship
+from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.step import TrainingStep
 
+STEPS = 2
+"""Steps until the steady state: the optimizer makes its state in the first."""
+STEPS_OF_DDP = 4
+"""PyTorch's DDP replaces its buckets in the third step, when the order of the gradients is known."""
 
-RANK=0
+
+def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
+    """The tape of the steps of one rank, the one that keeps most, until the steady state."""
+    with tracing(axes) as trace, _one_of_the_ranks(config), _with_chunks(trace):
+        step = TrainingStep(config, rank=largest_rank(config) if config.is_shared else 0)
+        step.scaler = None  # it would read a value; its scalars are left out
+        _average_at_once(step)
+        trace.note(Category.PARAMETERS, step.model.parameters())
+        for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
+            step(_Clock(trace, step))  # type: ignore[arg-type]
+        return trace.tape()
+
+
 class _Clock:
+    """Notes the phases of a step, in the place of their times, and what tensors are for."""
+
     def __init__(self, trace: Trace, step: TrainingStep) -> None:
-        self._trace, self._phases = trace, iter(())
-        self._step = step
+        self._trace, self._step = trace, step
+        self._next = iter([*(phase for phase in step.config.phases if phase is not Phase.DATA), Phase.STEP])
 
     def start(self) -> None:
-        self._phases = iter([*self._step.config.phases[1:], Phase.STEP])
-        self._trace.begin(Phase.FORWARD)
+        self._trace.begin(next(self._next))
 
     def lap(self, phase: Phase) -> None:
-        parameters = [*self._step.model.parameters()]
-        self._trace.note(Category.GRADIENTS, (each.grad for each in parameters if each.grad is not None))
-        if phase is Phase.OPTIMIZER and self._step.optimizer is not None:
-            state = self._step.optimizer.state.values()
-            self._trace.note(Category.OPTIMIZER_STATE, (x for each in state for x in each.values() if hasattr(x, "untyped_storage")))
-        self._trace.begin(next(self._phases))
+        trace, optimizer = self._trace, self._step.optimizer
+        gradients = [each.grad for each in self._step.model.parameters()]
+        trace.note(Category.GRADIENTS, (each for each in gradients if each is not None))
+        if phase is Phase.OPTIMIZER and optimizer is not None:
+            states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
+            trace.note(Category.OPTIMIZER_STATE, (each for each in states if isinstance(each, Tensor)))
+        trace.begin(next(self._next))
 
-    def stop(self):
+    def stop(self) -> StepTimes | None:
         return None
 
 
-def _done(tensor):
-    future = torch.futures.Future()
-    future.set_result(tensor)
-    return future
+@contextmanager
+def _one_of_the_ranks(config: RunConfig) -> Iterator[None]:
+    """Be one of several ranks, of which the others are not there."""
+    if not config.is_shared:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from cs336_systems.parallel import data_parallel, exchange
+
+    gather, scatter = exchange.start_gather, exchange.Collectives.scatter
+    instead: list[tuple[object, str, object]] = [
+        (dist, "get_backend", lambda *_: "nccl"),
+        (dist, "broadcast_object_list", lambda objects, src: None),
+        (data_parallel, "check_same_gradients", lambda names, parameters: None),
+        *((each, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)])
+          for each in (data_parallel, exchange)),
+        (exchange, "start_gather", lambda *tensors: [_Started(work, *tensors) for work in gather(*tensors)]),
+        (exchange.Collectives, "scatter", lambda *each: _Started(scatter(*each), *each)),
+        (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
+    ]  # fmt: skip
+    dist.init_process_group("fake", store=FakeStore(), rank=largest_rank(config), world_size=config.ranks)
+    try:
+        with ExitStack() as patches:
+            for where, name, what in instead:
+                patches.enter_context(mock.patch.object(where, name, what))
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
-class Started:
+class _Started:
     """A collective that keeps its tensors until it is waited for, as NCCL's do."""
 
-    def __init__(self, work, *tensors) -> None:
+    def __init__(self, work: Any, *tensors: object) -> None:  # noqa: ANN401
         self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
@@ -53,40 +117,70 @@ class Started:
         self._tensors = ()
 
 
-@contextlib.contextmanager
-def _one_of(config: RunConfig) -> Iterator[None]:
-    if not config.is_shared:
+def _average_at_once(step: TrainingStep) -> None:
+    """Let PyTorch's DDP average its buckets without a process group; NCCL keeps a bucket until the next is sent."""
+    ddp, kept = getattr(step.way, "module", None), []
+
+    def averaged(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        kept[:] = [bucket.buffer()]
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
+        ddp.register_comm_hook(None, averaged)
+
+
+@contextmanager
+def _with_chunks(trace: Trace) -> Iterator[None]:
+    """The fast model's AdamW finds its tensors by their addresses; here it says how many bytes it moves."""
+    try:
+        from cs336_systems.model.fast import adamw_kernel
+    except ImportError:  # without Triton
         yield
         return
-    from cs336_systems.parallel import data_parallel, exchange
 
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=config.ranks)
-    try:
-        with contextlib.ExitStack() as patches:
-            patches.enter_context(mock.patch.object(dist, "get_backend", lambda *_: "nccl"))
-            patches.enter_context(mock.patch.object(dist, "broadcast_object_list", lambda objects, src: None))
-            patches.enter_context(mock.patch.object(data_parallel, "check_same_gradients", lambda names, parameters: None))
-            patches.enter_context(mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *_: None))
-            for module in (data_parallel, exchange):
-                patches.enter_context(mock.patch.object(module, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)]))
-            gather, scatter = exchange.start_gather, exchange.Collectives.scatter
-            patches.enter_context(mock.patch.object(exchange, "start_gather", lambda *tensors: [Started(work, *tensors) for work in gather(*tensors)]))
-            patches.enter_context(mock.patch.object(exchange.Collectives, "scatter", lambda *arguments: Started(scatter(*arguments), *arguments)))
-            yield
-    finally:
-        dist.destroy_process_group()
+    class Chunked:
+        def __init__(
+            self, masters: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
+            copies: Sequence[Tensor], *_: object,
+        ) -> None:  # fmt: skip
+            is_split = masters[0].dtype is torch.int16
+            both = [*masters, *firsts, *seconds, *(copies if is_split else ())]
+            self._tensors = [*both, *both, *(() if is_split else copies)]
+
+        def __call__(self, gradients: Sequence[Sequence[Tensor]], *_: object, **__: object) -> None:
+            trace.triton(self, [*self._tensors, *itertools.chain.from_iterable(gradients)])
+
+        def upload(self) -> None: ...
+
+    with mock.patch.object(adamw_kernel, "ChunkedAdamW", Chunked):
+        yield
 
 
-def traced(config: RunConfig, axes) -> Tape:
-    with tracing(axes) as trace, _one_of(config):
-        step = TrainingStep(config)
-        step.scaler = None
-        if isinstance(ddp := getattr(step.way, "module", None), torch.nn.parallel.DistributedDataParallel):
-            ddp.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer()))
-        trace.note(Category.PARAMETERS, step.model.parameters())
-        clock = _Clock(trace, step)
-        for _ in range(4 if config.parallel.value == 'ddp' else 2):
-            step(clock)
-        tape = trace.tape()
-        tape.calls = trace.calls
-    return tape
+def trace_all(asked: Asked) -> dict[str, bytes]:
+    """The tapes that are asked for, by name, as they are kept."""
+    return {name: encoded(traced(config, axes)) for name, (config, axes) in asked.items()}
+
+
+def _shipped() -> Iterable[RunConfig]:
+    for size, model in SIZES.items():
+        for attention, precision, mode, optimizer in itertools.product(
+            Attention, (Precision.FP32, Precision.BF16), Mode, OptimizerKind
+        ):
+            yield RunConfig(
+                size=size, model=replace(model, attention=attention), precision=precision, mode=mode,
+                optimizer=optimizer, device=Device.CUDA,
+            )  # fmt: skip
+
+
+def main() -> None:
+    """Print what is asked for, or rewrite what is shipped."""
+    if "--ship" in sys.argv:
+        ship([*_shipped()])
+    else:
+        sys.stdout.buffer.write(msgspec.json.encode(trace_all(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked))))
+
+
+if __name__ == "__main__":
+    main()
