@@ -14,9 +14,8 @@ from itertools import accumulate, pairwise
 from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.accounting import state_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
-from cs336_systems.costs.forecast.step import StepTape, as_costed, tape_of
-from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
-from cs336_systems.costs.forecast.ways import WAYS
+from cs336_systems.costs.tape import REPEATED, Category, Tape, TensorSpec, phases_of
+from cs336_systems.costs.traces import as_costed, is_at_hand, tape_of
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran out of memory."""
@@ -111,7 +110,7 @@ def host_bytes(config: RunConfig) -> int | None:
     """
     if config.device is not Device.CPU or config.model_factory is not None:
         return None
-    found = predict_memory(config)
+    found = predict_memory(config) if is_predictable(config) and is_at_hand(config) else None
     of_rank = state_bytes(config).parameters if found is None else found.peak.allocated_bytes
     return config.ranks * of_rank
 
@@ -203,9 +202,12 @@ def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
     """
     if not is_predictable(config):
         return None
-    step = StepTape(config)
-    handles = set(step.save_one_block().values())
-    parts = _parts(Counter(map(step.tape.spec, handles)))
+    tape = tape_of(replace(config, checkpoint_blocks=0))
+    _, (begin, end), _ = phases_of(tape, -1)[0]
+    freed = {~event for event in tape.events[begin:end] if event < 0}
+    made = [event for event in tape.events[begin:end] if event >= 0 and event not in freed]
+    saved = Counter(spec for spec in map(tape.spec, made) if REPEATED in spec.label)
+    parts = _parts(Counter({spec: count // config.model.num_layers for spec, count in saved.items()}))
     return tuple(sorted(parts, key=lambda part: -part.size_bytes))
 
 
@@ -213,7 +215,7 @@ def is_predictable(config: RunConfig) -> bool:
     """Whether the step's tensors, and so its memory, are known from its configuration."""
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
-    is_plain = config.model_factory is None and config.parallel in WAYS and config == config.without_shortcuts
+    is_plain = config.model_factory is None and config == config.without_shortcuts
     return is_plain and not refused and config.model.num_layers <= MAX_LAYERS
 
 
@@ -227,8 +229,7 @@ def peaks_by_half(config: RunConfig) -> list[int] | None:
         return None
     tape = tape_of(config)
     levels = _levels_without_rests(tape)
-    begins = [begin for _, begin, _ in tape.steps[-1]]
-    of_phases = [levels[begin : end + 1] for begin, end in pairwise([*begins, len(tape.events)])]
+    of_phases = [levels[begin : end + 1] for _, (begin, end), _ in phases_of(tape, -1)]
     halves = [half for each in of_phases for half in (each[: len(each) // 2], each[len(each) // 2 :])]
     return [max(half, default=0) for half in halves]
 

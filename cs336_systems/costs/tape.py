@@ -5,10 +5,11 @@ so that one tape serves all sizes of a model with as many layers.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache, cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -111,6 +112,8 @@ class Operation:
     """Number of views before the operation, and of other calls; each takes the host about as long as a launch."""
 
 
+REPEATED = ".*"
+"""Stands in a label for the number of a module in a list of modules."""
 ROUNDED = re.compile(r"([A-Za-z_]+|\d+)\^(\d+)")
 """A size rounded up to a multiple, such as `T^128`."""
 
@@ -121,8 +124,12 @@ class Names:
 
     axes: Mapping[str, int]
 
-    def product(self, number: int) -> str:
-        """The number as a product of axes, which must be coprime, and of the integer that is left."""
+    @cached_property
+    def product(self) -> Callable[[int], str]:
+        """Writes a number as a product of axes, which must be coprime, and of the integer that is left."""
+        return cache(self._product)
+
+    def _product(self, number: int) -> str:
         names, left = [], number
         for name, size in self.axes.items():
             while size > 1 and left and left % size == 0:

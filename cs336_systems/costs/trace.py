@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from cs336_systems.config import Phase
 from cs336_systems.costs.tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey
@@ -195,6 +194,16 @@ def _moved(device: Any) -> Any:
 
 # ---- what is recorded
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The meta tensors in a value, or in lists and tuples of values."""
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
 SILENT = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operations beside views that launch no kernel."""
 MATMULS = frozenset("mm addmm bmm baddbmm".split())
@@ -218,7 +227,6 @@ class Trace:
         self._watches: dict[int, Any] = {}
         self._threads: set[str] = set()
         """Threads that have cuBLAS's workspace."""
-        self.calls: list[Any] = []
         self.main_stream = self.stream = _Stream()
         self._streams: dict[int, str] = {}
         self._paths: list[str] = []
@@ -267,7 +275,8 @@ class Trace:
     def leave(self, module: Any, _: Any, out: Any) -> None:
         self._paths.pop()
         if not self._paths:
-            self.note(Category.LOSS, (each for each in tree_iter(out) if isinstance(each, Tensor)))
+            with torch._C.DisableTorchFunction():
+                self.note(Category.LOSS, _tensors(out))
 
     # tensors
 
@@ -327,8 +336,7 @@ class Trace:
         self._views = 0
 
     def record(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
-        outs = [each for each in tree_iter(out) if isinstance(each, Tensor) and each.is_meta]
-        ins = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor) and each.is_meta]
+        outs, ins = [*_tensors(out)], [*_tensors((args, *kwargs.values()))]
         if not outs and not ins:
             return
         name = function.name().split("::")[1].split(".")[0]
@@ -355,8 +363,6 @@ class Trace:
 
     def collective(self, function: Any, args: Any) -> Any:
         """A collective among ranks that are not there, which takes no time and changes nothing."""
-        sizes = [each.nbytes for each in tree_iter(args) if isinstance(each, Tensor)]
-        self.calls.append((self.phase, function.name(), sizes))
         work = FakeWork().boxed()
         returns = [each.type.str() for each in function._schema.returns]
         tensors = [each for each in args if isinstance(each, (list, Tensor))]

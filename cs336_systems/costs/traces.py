@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from cs336_systems.config import Arch, Device, Precision, RunConfig
+from cs336_systems.costs.shards import axes
 from cs336_systems.costs.tape import Tape
 from cs336_systems.files import write_atomically
 
@@ -40,15 +41,6 @@ WITHOUT_COST = (
 def as_costed(config: RunConfig) -> RunConfig:
     """The configuration without the settings that change no forecast of a step."""
     return replace(config, size="").with_defaults(*WITHOUT_COST)
-
-
-def axes(config: RunConfig) -> dict[str, int]:
-    """Sizes of the axes that occur in formulas."""
-    model = config.model
-    return {
-        "batch": config.batch_size, "heads": model.num_heads, "T": model.context_length,
-        "vocabulary": model.vocab_size, "d_ff": model.d_ff, "d_head": model.d_head,
-    }  # fmt: skip
 
 
 def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:

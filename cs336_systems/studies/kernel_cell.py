@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cs336_systems.config import Precision
-from cs336_systems.costs.forecast.tape import Form, Pass
+from cs336_systems.costs.tape import Form, Pass
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.studies import cell
 from cs336_systems.studies.ceilings_records import CeilingsGrid

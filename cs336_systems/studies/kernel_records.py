@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
-from cs336_systems.costs.forecast.fast import is_fast_step
-from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Kind, Pass
-from cs336_systems.costs.time import operations
+from cs336_systems.costs.tape import MATMULS_OF, Form, Kind, Pass
+from cs336_systems.costs.time import is_fast_step, operations
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import Count
 from cs336_systems.studies.loops import TimedRow, Timing

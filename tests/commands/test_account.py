@@ -15,7 +15,7 @@ from cs336_systems.commands.account import AccountArguments, device_meant
 from cs336_systems.commands.flags import parse
 from cs336_systems.config import SIZES, Precision
 from cs336_systems.costs.accounting import component_flops, count_parameters
-from cs336_systems.costs.forecast.tape import Category
+from cs336_systems.costs.tape import Category
 from cs336_systems.costs.hardware import DEVICES, find_device
 from cs336_systems.costs.memory import predict_memory
 from cs336_systems.costs.ranks_time import predicted_time

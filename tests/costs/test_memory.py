@@ -29,7 +29,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.costs.accounting import count_parameters
-from cs336_systems.costs.forecast.tape import Category
+from cs336_systems.costs.tape import Category
 from cs336_systems.costs.memory import (
     CUDA_CONTEXT_BYTES,
     fits,

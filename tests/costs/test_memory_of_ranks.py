@@ -16,9 +16,8 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.costs.accounting import state_bytes
-from cs336_systems.costs.forecast.parameters import parameter_shapes
 from cs336_systems.costs.forecast.step import StepTape
-from cs336_systems.costs.forecast.tape import Category
+from cs336_systems.costs.tape import Category
 from cs336_systems.costs.memory import predict_memory, residual_stream_bytes
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM

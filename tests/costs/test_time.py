@@ -28,7 +28,7 @@ from cs336_systems.config import (
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.forecast.step import SAVED_OF_BLOCK, SAVED_OF_FUSED_ATTENTION
-from cs336_systems.costs.forecast.tape import MATMULS_OF
+from cs336_systems.costs.tape import MATMULS_OF
 from cs336_systems.costs.time import (
     Launch,
     Limit,

@@ -8,7 +8,7 @@ import torch
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.calls import Collective
-from cs336_systems.costs.forecast.tape import Form
+from cs336_systems.costs.tape import Form
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Status, WarningCode
