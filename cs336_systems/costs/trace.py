@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -208,14 +208,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 SILENT = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operations beside views that launch no kernel."""
+LOOKUPS = frozenset("embedding index index_select gather".split())
 MATMULS = frozenset("mm addmm bmm baddbmm".split())
 
 
 class Trace:
     """Collects what is dispatched; `tape()` makes a Tape of it."""
 
-    def __init__(self, axes: Mapping[str, int]) -> None:
+    def __init__(self, axes: Mapping[str, int], kernels: Mapping[str, "Kernel"] = MappingProxyType({})) -> None:
         self.axes, self.names = axes, Names(axes)
+        self.kernels = {**_KERNELS, **kernels}
+        """Functions that note what an operation launches, by its name; _pass notes that of all others."""
         self.made: list[list[Any]] = []
         """Of each tensor by its handle: category or None, label, shape, bytes per element, stream; phase."""
         self.events: list[int] = []
@@ -364,10 +367,14 @@ class Trace:
         if name in SILENT:
             self._views += 1
             return
-        _KERNELS.get(name, _pass)(self, name, ins, outs, args)
+        self.kernels.get(name, _pass)(self, name, ins, outs, args)
 
-    def triton(self, kernel: Any, tensors: Sequence[Tensor]) -> None:
-        """A kernel in Triton, which reads or writes each of its tensors once."""
+    def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
+        """A kernel in Triton; one without an entry reads or writes each of its tensors once."""
+        self.kernels.get(name, lambda *_: self.moves(tensors))(self, name, tensors, (), named)
+
+    def moves(self, tensors: Sequence[Tensor]) -> None:
+        """Launch a kernel that reads or writes these tensors, each as often as it is given."""
         self.launch("passes", _moves(self, tensors), Pass.COPY)
 
     def collective(self, function: Any, args: Any) -> Any:
@@ -406,6 +413,17 @@ class Trace:
             return Category.ACTIVATIONS
         return Category.TEMPORARIES
 
+    def matmul(self, form: Form, sides: tuple[int, int, int], element_bytes: int, batch: int = 1) -> None:
+        """Launch a matmul, or a batch of them, of (rows, inner) by (inner, columns) matrices."""
+        self.launch("matmul", form, *map(self.names.product, sides), element_bytes, self.names.product(batch))
+        self.claim_workspace()
+
+    def attention(self, form: Form, batch: int, sides: tuple[int, int, int], element_bytes: int) -> None:
+        """Launch fused attention of so many heads in all, with the sides of its scores."""
+        tensors = 4 if form is Form.ATTENTION else 8
+        moved = (self.names.product(batch * sides[0] * sides[1]),) * tensors
+        self.launch("attention", form, *map(self.names.product, sides), element_bytes, self.names.product(batch), moved)
+
     def claim_workspace(self) -> None:
         """Make cuBLAS's workspace at the first matmul of a thread; it is never freed."""
         thread = "backward" if self.phase is Phase.BACKWARD else "forward"
@@ -425,6 +443,11 @@ def _count_axes(shape: str) -> int:
 def _pass(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
     """Any operation without an entry: one kernel that reads its arguments and writes its results."""
     outs = outs or ins[:1]
+    if name in LOOKUPS:
+        ins = outs  # of what they read from, as many elements as they write
+    elif name.startswith("nll_loss"):
+        ins = ()  # they read or write one element of each row, and backward writes zeros
+    ins = [*{id(each): each for each in ins}.values()]
     how = Pass.COPY
     widest = max((each.element_size() for each in ins), default=8)
     if "softmax" in name and "log" not in name:
@@ -440,37 +463,40 @@ def _pass(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor]
 
 def _matmul(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
     a, b = ins[-2:]
-    product = trace.names.product
-    transposed = [x.stride(-2) == 1 and x.shape[-2] > 1 for x in (a, b)]
-    form = Form.FORWARD if transposed[1] else Form.WEIGHT if transposed[0] else Form.INPUT
-    batch = product(a.shape[0]) if a.dim() == 3 else "1"
-    trace.launch(
-        "matmul", form, product(a.shape[-2]), product(a.shape[-1]), product(b.shape[-1]), a.element_size(), batch
-    )
-    trace.claim_workspace()
+    is_transposed = [x.stride(-2) == 1 and x.shape[-2] > 1 for x in (a, b)]
+    form = Form.FORWARD if is_transposed[1] else Form.WEIGHT if is_transposed[0] else Form.INPUT
+    sides = a.shape[-2], a.shape[-1], b.shape[-1]
+    trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
 
 
-def _fused_attention(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
-    is_backward = name.endswith("backward")
-    q, k = ins[1:3] if is_backward else ins[:2]
-    product = trace.names.product
-    heads = product(q.shape[0] * q.shape[1])
-    if is_backward:
-        # flash sums the queries' gradient in fp32; the efficient kernel multiplies output and gradient
-        rows = f"{product(q.shape[0])} {product(q.shape[1])} {product(q.shape[2])}^128"
-        trace.workspace("row sums of output x gradient", rows, 4)
-        flash = f"{rows} {product(q.shape[3])}^32"
-        trace.workspace("workspace of fused attention", flash if q.dtype in HALF else product(q.numel()), 4)
-    trace.launch(
-        "attention", Form.ATTENTION_BACKWARD if is_backward else Form.ATTENTION, product(q.shape[2]),
-        product(q.shape[3]), product(k.shape[2]), q.element_size(), heads, (product(q.numel()),) * (8 if is_backward else 4),
+def _attention_kernel(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    q, k = ins[:2]
+    trace.attention(Form.ATTENTION, q.shape[0] * q.shape[1], (q.shape[2], q.shape[3], k.shape[2]), q.element_size())
+
+
+def _attention_backward_kernel(
+    trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any
+) -> None:
+    """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel multiplies output and
+    gradient (cuda/attention_backward.cu). cuDNN's workspace is not documented; that of flash is assumed.
+    """
+    q, k = ins[1:3]
+    batch, heads, queries, d_head = q.shape
+    rows = f"{trace.names.product(batch * heads)} {trace.names.product(queries)}^128"
+    trace.workspace("row sums of output x gradient", rows, 4)
+    padded = f"{rows} {trace.names.product(d_head)}^32"
+    trace.workspace(
+        "workspace of fused attention", padded if q.dtype in HALF else trace.names.product(q.numel()), 4
     )  # fmt: skip
+    trace.attention(Form.ATTENTION_BACKWARD, batch * heads, (queries, d_head, k.shape[2]), q.element_size())
 
 
 def _softmax_backward(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
     """CUDA multiplies gradient and output first (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu)."""
-    trace.workspace("gradient x softmax", trace.names.product(outs[0].numel()), ins[0].element_size())
-    _pass(trace, name, ins, outs, args)
+    gradient, output = ins[:2]
+    trace.workspace("gradient x softmax", *trace.moved(gradient))
+    trace.launch("passes", _moves(trace, [gradient, output, gradient]), Pass.COPY)
+    trace.launch("passes", _moves(trace, [gradient, output, outs[0]]), Pass.COPY, 1, 0)
 
 
 def _norm_backward(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
@@ -491,11 +517,13 @@ def _fused_adamw(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[
     trace.launch("adamw", 28, tuple(trace.names.product(each.numel()) for each in args[0]))
 
 
-_KERNELS: dict[str, Callable[..., None]] = dict.fromkeys(MATMULS, _matmul) | {
-    "_scaled_dot_product_flash_attention": _fused_attention,
-    "_scaled_dot_product_flash_attention_backward": _fused_attention,
-    "_scaled_dot_product_efficient_attention": _fused_attention,
-    "_scaled_dot_product_efficient_attention_backward": _fused_attention,
+Kernel = Callable[[Trace, str, Sequence[Tensor], Sequence[Tensor], Any], None]
+"""Notes what an operation launches, from its name, its tensors, its results and all of its arguments."""
+_KERNELS: dict[str, Kernel] = dict.fromkeys(MATMULS, _matmul) | {
+    "_scaled_dot_product_flash_attention": _attention_kernel,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_efficient_attention": _attention_kernel,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
     "_softmax_backward_data": _softmax_backward,
     "rms_norm_backward": _norm_backward,
     "native_layer_norm_backward": _norm_backward,
@@ -562,9 +590,9 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def tracing(axes: Mapping[str, int]) -> Iterator[Trace]:
-    """While open, all that runs is recorded, as if it ran on a GPU."""
-    trace = Trace(axes)
+def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProxyType({})) -> Iterator[Trace]:
+    """While open, all that runs is recorded, as if it ran on a GPU; `kernels` are those of own operators, by name."""
+    trace = Trace(axes, kernels)
     mode = _OnGpu(lambda copy: trace.note(Category.WEIGHT_COPIES, [copy]))
     clear = torch.clear_autocast_cache
 
@@ -583,7 +611,7 @@ def tracing(axes: Mapping[str, int]) -> Iterator[Trace]:
 
     def run_triton(kernel: Any, *tensors: Any, grid: Any, warmup: bool, **named: Any) -> None:
         with torch._C.DisableTorchFunction():
-            trace.triton(kernel, [each for each in (*tensors, *named.values()) if isinstance(each, Tensor)])
+            trace.triton(kernel.__name__, [*_tensors((*tensors, *named.values()))], named)
 
     initialisers = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     hooks = [

@@ -28,7 +28,7 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.costs.shards import largest_rank
-from cs336_systems.costs.tape import Category, Tape
+from cs336_systems.costs.tape import Category, Form, Tape
 from cs336_systems.costs.trace import Trace, tracing
 from cs336_systems.costs.traces import Asked, encoded, ship
 from cs336_systems.measure.clock import StepTimes
@@ -42,7 +42,7 @@ STEPS_OF_DDP = 4
 
 def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     """The tape of the steps of one rank, the one that keeps most, until the steady state."""
-    with tracing(axes) as trace, _one_of_the_ranks(config), _with_chunks(trace):
+    with tracing(axes, OF_FAST) as trace, _one_of_the_ranks(config), _with_chunks(trace):
         step = TrainingStep(config, rank=largest_rank(config) if config.is_shared else 0)
         step.scaler = None  # it would read a value; its scalars are left out
         _average_at_once(step)
@@ -50,6 +50,45 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
             step(_Clock(trace, step))  # type: ignore[arg-type]
         return trace.tape()
+
+
+def _expand(trace: Trace, _: str, ins: Sequence[Tensor], __: object, ___: object) -> None:
+    x, weight = ins[:2]
+    trace.matmul(Form.FORWARD, (*x.shape, len(weight)), x.element_size())
+
+
+def _contract_backward(trace: Trace, _: str, ins: Sequence[Tensor], __: object, ___: object) -> None:
+    gradient, weight = ins[:2]
+    trace.matmul(Form.INPUT, (*gradient.shape, weight.shape[1]), gradient.element_size())
+
+
+def _attend(trace: Trace, _: str, ins: Sequence[Tensor], __: object, args: Any) -> None:
+    batch, seq, width = ins[0].shape
+    heads = args[1]
+    trace.attention(Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), ins[0].element_size())
+
+
+def _attend_backward(trace: Trace, _: str, ins: Sequence[Tensor], __: object, args: Any) -> None:
+    """Then a pass turns q and k back, or adds up the gradient of a bias."""
+    gradient, packed = ins[:2]
+    batch, seq, width = packed.shape
+    heads = args[5]
+    trace.attention(Form.ATTENTION_BACKWARD, batch * heads, (seq, width // 3 // heads, seq), packed.element_size())
+    trace.moves([gradient] * (2 if args[4] is None else 4))
+
+
+def _losses(trace: Trace, _: str, tensors: Sequence[Tensor], __: object, named: Any) -> None:
+    """Logits become their own gradients."""
+    trace.moves([*tensors, *(tensors[:1] if named["WRITE_GRADIENTS"] else ())])
+
+
+OF_FAST = {
+    "expand": _expand, "contract_backward": _contract_backward, "attend": _attend, "attend_backward": _attend_backward,
+    "lookup": lambda trace, _, __, outs, ___: trace.moves([*outs, *outs]),
+    "_cross_entropy_losses": _losses,
+    "_cross_entropy_scale": lambda trace, _, tensors, *__: trace.moves(tensors[1:]),  # leaves logits alone if it is 1
+}  # fmt: skip
+"""Operators and Triton kernels of the fast model that do otherwise than read and write each of their tensors once."""
 
 
 class _Clock:
@@ -133,9 +172,9 @@ def _average_at_once(step: TrainingStep) -> None:
 
 @contextmanager
 def _with_chunks(trace: Trace) -> Iterator[None]:
-    """The fast model's AdamW finds its tensors by their addresses; here it says how many bytes it moves."""
+    """Let the fast model run without its packages. Its AdamW finds tensors by their addresses, and here says them."""
     try:
-        from cs336_systems.model.fast import adamw_kernel
+        from cs336_systems.model.fast import adamw_kernel, model
     except ImportError:  # without Triton
         yield
         return
@@ -150,11 +189,14 @@ def _with_chunks(trace: Trace) -> Iterator[None]:
             self._tensors = [*both, *both, *(() if is_split else copies)]
 
         def __call__(self, gradients: Sequence[Sequence[Tensor]], *_: object, **__: object) -> None:
-            trace.triton(self, [*self._tensors, *itertools.chain.from_iterable(gradients)])
+            trace.moves([*self._tensors, *itertools.chain.from_iterable(gradients)])
 
         def upload(self) -> None: ...
 
-    with mock.patch.object(adamw_kernel, "ChunkedAdamW", Chunked):
+    with (
+        mock.patch.object(adamw_kernel, "ChunkedAdamW", Chunked),
+        mock.patch.object(model, "check_device", lambda *_: None),
+    ):
         yield
 
 
