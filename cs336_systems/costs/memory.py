@@ -1,6 +1,6 @@
 """Peak memory of a training step, predicted from the configuration alone, without a GPU and without torch.
 
-`forecast/` lists the tensors that the step makes and frees, each with its formula, and a simulated caching allocator
+The step's tape lists the tensors that it makes and frees, each with its formula, and a simulated caching allocator
 places them. So the prediction includes what PyTorch counts: rounding, remainders of blocks that it does not split,
 segments. No constant is fitted; assumptions are stated where they are used.
 """
@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
-from cs336_systems.costs.accounting import state_bytes
+from cs336_systems.config import Device, Parallel, Phase, Precision, RunConfig, SdpaBackend
+from cs336_systems.costs.accounting import count_parameters, state_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
+from cs336_systems.costs.shards import AHEAD, FP32_BYTES, REST, kept_elements, units
 from cs336_systems.costs.tape import REPEATED, Category, Tape, TensorSpec, phases_of
 from cs336_systems.costs.traces import as_costed, is_at_hand, tape_of
 
@@ -79,8 +80,8 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     None for what is not predicted: the user's own model, compiled models and other shortcuts (cast_once, ...), flash
     and cuDNN attention without half precision, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
     (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in
-    half precision and the efficient kernel in fp32. Left out: scalars of GradScaler and of fused attention, buffers
-    inside of kernels, a data loader's batch in flight.
+    half precision and the efficient kernel in fp32. Left out: scalars of GradScaler, buffers inside of kernels but those
+    that trace.py names, a data loader's batch in flight.
     """
     if not is_predictable(config):
         return None
@@ -223,15 +224,36 @@ def peaks_by_half(config: RunConfig) -> list[int] | None:
     """The most bytes of tensors in each half of each phase of a steady step; None if that is not predicted.
 
     Each grows linearly with the number of layers; the peak of the step does not, because its moment changes. Remainders
-    of blocks that the allocator does not split off, under 1 MiB each, are left out.
+    of blocks that the allocator does not split off, under 1 MiB each, are left out. Of a rank of PyTorch's DDP and of
+    fsdp the tensors are those of one process, its state shared out in closed form: so any number of ranks is predicted.
     """
     if not is_predictable(config):
         return None
-    tape = tape_of(config)
-    levels = _levels_without_rests(tape)
+    tape = tape_of(replace(config, parallel=Parallel.NONE, ranks=1))
+    shares, more_bytes = _shared_out(config)
+    sizes = [round(shares.get(spec.category, 1) * _rounded(spec.size_bytes)) for spec in tape.specs]
+    levels = _levels(tape, [sizes[kind] for kind in tape.tensors])
     of_phases = [levels[begin : end + 1] for _, (begin, end), _ in phases_of(tape, -1)]
     halves = [half for each in of_phases for half in (each[: len(each) // 2], each[len(each) // 2 :])]
-    return [max(half, default=0) for half in halves]
+    return [max(half, default=0) + more_bytes for half in halves]
+
+
+def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
+    """The share of each category that a rank keeps, and what it keeps in addition: buckets, or gathered units.
+
+    A unit's whole gradients stay until those of the next unit are ready.
+    """
+    parameters = count_parameters(config.model)
+    if not config.is_shared:
+        return {}, 0
+    if config.parallel is Parallel.DDP:
+        return {Category.GRADIENTS: 0.0}, FP32_BYTES * parameters
+    share = sum(kept_elements(config).values()) / parameters
+    sizes = sorted((unit.element_bytes * unit.gathered_elements for unit in units(config)), reverse=True)
+    rest = next(unit for unit in units(config) if unit.name == REST)
+    gathered = sum(sizes[: AHEAD + 1]) + 2 * sizes[0] + rest.element_bytes * rest.gathered_elements
+    kept = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE, Category.OPTIMIZER_WORKSPACE)
+    return {**dict.fromkeys(kept, share), Category.WEIGHT_COPIES: 0.0}, gathered
 
 
 class _Replay:

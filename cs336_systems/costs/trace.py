@@ -212,6 +212,10 @@ LOOKUPS = frozenset("embedding index index_select gather".split())
 MATMULS = frozenset("mm addmm bmm baddbmm".split())
 
 
+class TraceError(ValueError):
+    """The step does something that cannot be traced without data."""
+
+
 class Trace:
     """Collects what is dispatched; `tape()` makes a Tape of it."""
 
@@ -237,6 +241,11 @@ class Trace:
         self._streams: dict[int, str] = {}
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
+
+    @property
+    def place(self) -> str:
+        """The module that runs, for messages."""
+        return f"{self._paths[-1]}: " if self._paths and self._paths[-1] else ""
 
     # phases
 
@@ -584,7 +593,16 @@ class _Recorder(TorchDispatchMode):
             return self._trace.collective(function, args)
         if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0]  # there is no data to copy to the host
-        out = args[0] if _is_in_place(function) else function(*args, **(kwargs or {}))
+        try:
+            if not _is_in_place(function):
+                out = function(*args, **(kwargs or {}))
+            else:
+                out = args[0] if function._schema.returns else None
+        except (RuntimeError, NotImplementedError) as error:
+            raise TraceError(
+                f"{self._trace.place}{function.name()} needs the values of a tensor or is not known without them, so the "
+                f"step cannot be traced; its parameters and optimizer state can be counted nevertheless ({error})"
+            ) from error
         self._trace.record(function, args, kwargs or {}, out)
         return out
 

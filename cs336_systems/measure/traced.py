@@ -34,6 +34,10 @@ from cs336_systems.costs.traces import Asked, encoded, ship
 from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.step import TrainingStep
 
+PARTIAL_ROWS = 264
+"""Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (sums_kernel.py)."""
+MAX_SUMS = 4
+"""Most gradients of vectors that one kernel of the fast model computes beside that of its input."""
 STEPS = 2
 """Steps until the steady state: the optimizer makes its state in the first."""
 STEPS_OF_DDP = 4
@@ -57,9 +61,10 @@ def _expand(trace: Trace, _: str, ins: Sequence[Tensor], __: object, ___: object
     trace.matmul(Form.FORWARD, (*x.shape, len(weight)), x.element_size())
 
 
-def _contract_backward(trace: Trace, _: str, ins: Sequence[Tensor], __: object, ___: object) -> None:
+def _contract_backward(trace: Trace, _: str, ins: Sequence[Tensor], outs: Sequence[Tensor], __: object) -> None:
     gradient, weight = ins[:2]
     trace.matmul(Form.INPUT, (*gradient.shape, weight.shape[1]), gradient.element_size())
+    _add_sums(trace, outs[1].numel())
 
 
 def _attend(trace: Trace, _: str, ins: Sequence[Tensor], __: object, args: Any) -> None:
@@ -68,13 +73,32 @@ def _attend(trace: Trace, _: str, ins: Sequence[Tensor], __: object, args: Any) 
     trace.attention(Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), ins[0].element_size())
 
 
-def _attend_backward(trace: Trace, _: str, ins: Sequence[Tensor], __: object, args: Any) -> None:
-    """Then a pass turns q and k back, or adds up the gradient of a bias."""
+def _attend_backward(trace: Trace, _: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    """Then a pass turns q and k back, or two add up the gradient of a bias."""
     gradient, packed = ins[:2]
     batch, seq, width = packed.shape
     heads = args[5]
     trace.attention(Form.ATTENTION_BACKWARD, batch * heads, (seq, width // 3 // heads, seq), packed.element_size())
     trace.moves([gradient] * (2 if args[4] is None else 4))
+    _add_sums(trace, outs[1].numel())
+
+
+def _with_sums(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    """A pass, and a kernel that adds up partial sums over rows for the gradients of vectors."""
+    trace.moves([*ins, *outs])
+    _add_sums(trace, sum(each.numel() for each in outs if 1 < each.numel() <= MAX_SUMS * ins[0].shape[-1]))
+
+
+def _add_sums(trace: Trace, count: int) -> None:
+    if count:
+        trace.moves([torch.empty(PARTIAL_ROWS, count, device="meta")])
+
+
+def _lookup_backward(trace: Trace, _: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+    """Zeros, to which each token's gradient is added."""
+    gradient = max(ins, key=lambda each: each.nbytes)
+    trace.moves(outs)
+    trace.moves([gradient, gradient, gradient])
 
 
 def _losses(trace: Trace, _: str, tensors: Sequence[Tensor], __: object, named: Any) -> None:
@@ -84,6 +108,7 @@ def _losses(trace: Trace, _: str, tensors: Sequence[Tensor], __: object, named: 
 
 OF_FAST = {
     "expand": _expand, "contract_backward": _contract_backward, "attend": _attend, "attend_backward": _attend_backward,
+    "add_norm_backward": _with_sums, "bias_gelu_backward": _with_sums, "lookup_backward": _lookup_backward,
     "lookup": lambda trace, _, __, outs, ___: trace.moves([*outs, *outs]),
     "_cross_entropy_losses": _losses,
     "_cross_entropy_scale": lambda trace, _, tensors, *__: trace.moves(tensors[1:]),  # leaves logits alone if it is 1
