@@ -362,7 +362,8 @@ class Trace:
             return
         name = function.name().split("::")[1].split(".")[0]
         node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD else None
-        label = f"{name} in {self._paths[-1]}" if self._paths else name if node is None else f"{name} of {node.name()}"
+        word = name.strip("_")
+        label = f"{word} in {self._paths[-1]}" if self._paths else word if node is None else f"{word} of {node.name()}"
         known = len(self.made)
         if name == "_scaled_dot_product_efficient_attention":  # pads the sums (cuda/attention.cu)
             batch, heads, queries, _ = outs[0].shape
@@ -594,10 +595,10 @@ class _Recorder(TorchDispatchMode):
         if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0]  # there is no data to copy to the host
         try:
-            if not _is_in_place(function):
-                out = function(*args, **(kwargs or {}))
-            else:
+            if _is_in_place(function) and next(_tensors(args), None) is not None:
                 out = args[0] if function._schema.returns else None
+            else:
+                out = function(*args, **(kwargs or {}))
         except (RuntimeError, NotImplementedError) as error:
             raise TraceError(
                 f"{self._trace.place}{function.name()} needs the values of a tensor or is not known without them, so the "

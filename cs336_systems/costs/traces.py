@@ -33,7 +33,6 @@ PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "vocabulary": 29, "d_ff": 8 * 2
 """Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
 WITHOUT_COST = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
-    "cuda_graph",
 )  # fmt: skip
 """Settings that change no operation and no tensor. Configurations that differ only in these share one tape."""
 
@@ -45,7 +44,7 @@ def as_costed(config: RunConfig) -> RunConfig:
 
 def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     """The configuration that is traced in place of this one, and the axes that can be told apart in its sizes."""
-    config = replace(as_costed(config), device=Device.CUDA)
+    config = replace(as_costed(config), device=Device.CUDA).without_graph
     model = replace(config.model, rope_theta=1.0)
     if config.precision is Precision.TF32:
         config = replace(config, precision=Precision.FP32)

@@ -46,7 +46,7 @@ STEPS_OF_DDP = 4
 
 def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     """The tape of the steps of one rank, the one that keeps most, until the steady state."""
-    with tracing(axes, OF_FAST) as trace, _one_of_the_ranks(config), _with_chunks(trace):
+    with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config), _with_chunks(trace):
         step = TrainingStep(config, rank=largest_rank(config) if config.is_shared else 0)
         step.scaler = None  # it would read a value; its scalars are left out
         _average_at_once(step)
@@ -140,7 +140,7 @@ class _Clock:
 
 
 @contextmanager
-def _one_of_the_ranks(config: RunConfig) -> Iterator[None]:
+def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
     """Be one of several ranks, of which the others are not there."""
     if not config.is_shared:
         yield
