@@ -80,8 +80,8 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     None for what is not predicted: the user's own model, compiled models and other shortcuts (cast_once, ...), flash
     and cuDNN attention without half precision, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
     (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in
-    half precision and the efficient kernel in fp32. Left out: scalars of GradScaler, buffers inside of kernels but those
-    that trace.py names, a data loader's batch in flight.
+    half precision and the efficient kernel in fp32. Left out: scalars of GradScaler, buffers inside of kernels that
+    trace.py does not name, a data loader's batch in flight.
     """
     if not is_predictable(config):
         return None

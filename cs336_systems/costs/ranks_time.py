@@ -12,7 +12,6 @@ from cs336_systems.config import Parallel, Phase, RunConfig
 from cs336_systems.costs.calls import Call, Collective, call_of
 from cs336_systems.costs.communication import AVERAGING, calls, gradient_groups, unit_bytes
 from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.tape import Kind, Operation
 from cs336_systems.costs.links import Links, measured_links
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.shards import (
@@ -25,6 +24,7 @@ from cs336_systems.costs.shards import (
     parameter_elements,
     parameter_shapes,
 )
+from cs336_systems.costs.tape import Kind, Operation
 from cs336_systems.costs.time import Limit, TimePrediction, has_known_kernels, operations, replay_operations, step_time
 
 SPEED_BESIDE = 0.5

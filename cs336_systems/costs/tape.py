@@ -1,7 +1,7 @@
 """What a step does, as a list: tensors that it makes and frees, and operations in the order in which it launches them.
 
-`trace.py` writes such a tape from the real step. Sizes stand in it as products of named axes, such as `batch T d_model`,
-so that one tape serves all sizes of a model with as many layers.
+`trace.py` writes such a tape from the real step. Sizes stand in it as products of named axes, such as `batch T
+d_model`, so that one tape serves all sizes of a model with as many layers.
 """
 
 import re
@@ -186,7 +186,9 @@ class Tape:
     def _spec(self, category: Category, label: str, shape: str, element_bytes: int, stream: str) -> TensorSpec:
         formula = " x ".join([*shape.split(), str(element_bytes)])
         size_bytes = self.names.size(shape) * element_bytes
-        return TensorSpec(category=Category(category), label=label, formula=formula, size_bytes=size_bytes, stream=stream)
+        return TensorSpec(
+            category=Category(category), label=label, formula=formula, size_bytes=size_bytes, stream=stream
+        )
 
     def spec(self, handle: int) -> TensorSpec:
         """The kind of a tensor."""

@@ -24,8 +24,8 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.accounting import count_parameters, updated_parameters
+from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.tape import Kind, Operation, Pass, phases_of
 from cs336_systems.costs.traces import as_costed, tape_of

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401 (modes and hooks get whatever PyTorch passes)
 """Traces a step: the tensors that it makes and frees and the operations that it launches, as a Tape.
 
 Nothing here knows the model. The step's real code runs with meta tensors, which have shapes and types and no data; code
@@ -8,8 +9,9 @@ the tables below say so, each entry with its place in PyTorch's source (2.11).
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from math import prod
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -39,14 +41,64 @@ HALF = (torch.bfloat16, torch.float16)
 # ---- what autocast does on CUDA (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32)
 
 IN_LOW_PRECISION = frozenset(
-    "linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addbmm baddbmm addmv addr einsum chain_matmul multi_dot "
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu "
-    "scaled_dot_product_attention".split()
+    [
+        "linear",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "mm",
+        "bmm",
+        "mv",
+        "addmm",
+        "addbmm",
+        "baddbmm",
+        "addmv",
+        "addr",
+        "einsum",
+        "chain_matmul",
+        "multi_dot",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "prelu",
+        "scaled_dot_product_attention",
+    ]
 )
 IN_FP32 = frozenset(
-    "softmax log_softmax layer_norm group_norm nll_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss kl_div "
-    "cosine_similarity exp log log2 log10 log1p expm1 reciprocal rsqrt pow __pow__ __rpow__ norm logsumexp cumsum "
-    "cumprod softplus binary_cross_entropy_with_logits".split()
+    [
+        "softmax",
+        "log_softmax",
+        "layer_norm",
+        "group_norm",
+        "nll_loss",
+        "nll_loss_nd",
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "kl_div",
+        "cosine_similarity",
+        "exp",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "expm1",
+        "reciprocal",
+        "rsqrt",
+        "pow",
+        "__pow__",
+        "__rpow__",
+        "norm",
+        "logsumexp",
+        "cumsum",
+        "cumprod",
+        "softplus",
+        "binary_cross_entropy_with_logits",
+    ]
 )
 
 # ---- operators that CUDA has and meta decomposes
@@ -76,7 +128,9 @@ class _RMSNorm(torch.autograd.Function):
         return torch.ops.cs336_trace.rms_norm_backward(gradient, *ctx.saved_tensors)
 
 
-def _rms_norm(call: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
+def _rms_norm(
+    call: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
+) -> Tensor:
     """Fused unless the types differ (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp)."""
     if weight is None or weight.dtype != x.dtype:
         return call(x, shape, weight, eps)
@@ -196,6 +250,7 @@ def _moved(device: Any) -> Any:
 
 # ---- what is recorded
 
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The meta tensors in a value, or in lists and tuples of values."""
     if isinstance(value, Tensor):
@@ -206,20 +261,38 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-SILENT = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
+SILENT = frozenset(
+    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"]
+)
 """Operations beside views that launch no kernel."""
-LOOKUPS = frozenset("embedding index index_select gather".split())
-MATMULS = frozenset("mm addmm bmm baddbmm".split())
+LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
+MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 
 
 class TraceError(ValueError):
     """The step does something that cannot be traced without data."""
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation that was dispatched, or a kernel in Triton that was launched."""
+
+    name: str
+    ins: Sequence[Tensor]
+    """The tensors among its arguments."""
+    outs: Sequence[Tensor]
+    args: Any
+    """All arguments of an operation in order, and those of a kernel in Triton that have names."""
+
+
+Kernel = Callable[["Trace", Call], None]
+"""Notes what a call launches."""
+
+
 class Trace:
     """Collects what is dispatched; `tape()` makes a Tape of it."""
 
-    def __init__(self, axes: Mapping[str, int], kernels: Mapping[str, "Kernel"] = MappingProxyType({})) -> None:
+    def __init__(self, axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProxyType({})) -> None:
         self.axes, self.names = axes, Names(axes)
         self.kernels = {**_KERNELS, **kernels}
         """Functions that note what an operation launches, by its name; _pass notes that of all others."""
@@ -287,7 +360,7 @@ class Trace:
             self._names = {id(each): re.sub(r"(^|\.)\d+", r"\1*", name) for name, each in module.named_modules()}
         self._paths.append(self._names.get(id(module), self._paths[-1] if self._paths else ""))
 
-    def leave(self, module: Any, _: Any, out: Any) -> None:
+    def leave(self, _: Any, __: Any, out: Any) -> None:
         self._paths.pop()
         if not self._paths:
             with torch._C.DisableTorchFunction():
@@ -295,7 +368,9 @@ class Trace:
 
     # tensors
 
-    def tensor(self, storage: torch.UntypedStorage, label: str, element_bytes: int, shape: str | None = None) -> int | None:
+    def tensor(
+        self, storage: torch.UntypedStorage, label: str, element_bytes: int, shape: str | None = None
+    ) -> int | None:
         """The handle of a storage; None if it is empty."""
         key = storage._cdata
         if key not in self._handles:
@@ -317,7 +392,9 @@ class Trace:
         key = storage._cdata
         if key in self._handles:
             self._drop(key)
-            self._handles[key] = self.add(Category.GATHERED, "resized storage", num_bytes, 1, None) if num_bytes else None
+            self._handles[key] = (
+                self.add(Category.GATHERED, "resized storage", num_bytes, 1, None) if num_bytes else None
+            )
 
     def add(self, category: Category | None, label: str, num_bytes: int, element_bytes: int, shape: str | None) -> int:
         handle = len(self.made)
@@ -377,11 +454,11 @@ class Trace:
         if name in SILENT:
             self._views += 1
             return
-        self.kernels.get(name, _pass)(self, name, ins, outs, args)
+        self.kernels.get(name, _pass)(self, Call(name, ins, outs, args))
 
     def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
         """A kernel in Triton; one without an entry reads or writes each of its tensors once."""
-        self.kernels.get(name, lambda *_: self.moves(tensors))(self, name, tensors, (), named)
+        self.kernels.get(name, lambda *_: self.moves(tensors))(self, Call(name, tensors, (), named))
 
     def moves(self, tensors: Sequence[Tensor]) -> None:
         """Launch a kernel that reads or writes these tensors, each as often as it is given."""
@@ -397,31 +474,14 @@ class Trace:
 
     def tape(self) -> Tape:
         """The tape of all that was recorded."""
-        gone = {~event: at for at, event in enumerate(self.events) if event < 0}
-        ends = [(step[at][1], step[at + 1][1]) for step in self.steps for at in range(len(step) - 1) if step[at][0] is Phase.FORWARD]
         kinds: dict[TensorKey, int] = {}
         tensors = []
-        for handle, (category, label, shape, element_bytes, stream, phase, in_module) in enumerate(self.made):
-            if category is None:
-                category = self._category(handle, phase, in_module, gone, ends)
-            key = (category, label, shape, element_bytes, stream)
+        for category, label, shape, element_bytes, stream, phase, in_module in self.made:
+            key = (category or _category(phase, in_module), label, shape, element_bytes, stream)
             tensors.append(kinds.setdefault(key, len(kinds)))
-        tape = Tape(self.axes, list(kinds), list(self._operations))
+        tape = Tape(self.axes, [*kinds], [*self._operations])
         tape.tensors, tape.events, tape.launches, tape.steps = tensors, [*self.events], [*self.launches], self.steps
         return tape
-
-    def _category(self, handle: int, phase: Phase | None, in_module: bool, gone: Any, ends: Any) -> Category:
-        if phase is None:
-            return Category.BUFFERS
-        if phase is Phase.OPTIMIZER:
-            return Category.OPTIMIZER_WORKSPACE
-        if in_module and phase is not Phase.FORWARD:
-            return Category.ACTIVATIONS
-        if phase is Phase.FORWARD:
-            if not in_module:
-                return Category.LOSS
-            return Category.ACTIVATIONS
-        return Category.TEMPORARIES
 
     def matmul(self, form: Form, sides: tuple[int, int, int], element_bytes: int, batch: int = 1) -> None:
         """Launch a matmul, or a batch of them, of (rows, inner) by (inner, columns) matrices."""
@@ -442,6 +502,17 @@ class Trace:
             self.add(Category.LIBRARY_WORKSPACE, "cuBLAS workspace", 0, 1, str(CUBLAS_WORKSPACE_BYTES))
 
 
+def _category(phase: Phase | None, in_module: bool) -> Category:
+    """What a tensor is for, by when it was made, if nobody has said."""
+    if phase is None:
+        return Category.BUFFERS
+    if phase is Phase.OPTIMIZER:
+        return Category.OPTIMIZER_WORKSPACE
+    if in_module:
+        return Category.ACTIVATIONS
+    return Category.LOSS if phase is Phase.FORWARD else Category.TEMPORARIES
+
+
 def _moves(trace: Trace, tensors: Iterable[Tensor]) -> tuple[tuple[str, int], ...]:
     return tuple(map(trace.moved, tensors))
 
@@ -450,9 +521,9 @@ def _count_axes(shape: str) -> int:
     return sum(not word.isdigit() for word in shape.split())
 
 
-def _pass(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+def _pass(trace: Trace, call: Call) -> None:
     """Any operation without an entry: one kernel that reads its arguments and writes its results."""
-    outs = outs or ins[:1]
+    name, ins, outs = call.name, call.ins, call.outs or call.ins[:1]
     if name in LOOKUPS:
         ins = outs  # of what they read from, as many elements as they write
     elif name.startswith("nll_loss"):
@@ -471,26 +542,24 @@ def _pass(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor]
     trace.launch("passes", _moves(trace, [*ins, *outs]), how)
 
 
-def _matmul(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
-    a, b = ins[-2:]
+def _matmul(trace: Trace, call: Call) -> None:
+    a, b = call.ins[-2:]
     is_transposed = [x.stride(-2) == 1 and x.shape[-2] > 1 for x in (a, b)]
     form = Form.FORWARD if is_transposed[1] else Form.WEIGHT if is_transposed[0] else Form.INPUT
     sides = a.shape[-2], a.shape[-1], b.shape[-1]
     trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
 
 
-def _attention_kernel(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
-    q, k = ins[:2]
+def _attention_kernel(trace: Trace, call: Call) -> None:
+    q, k = call.ins[:2]
     trace.attention(Form.ATTENTION, q.shape[0] * q.shape[1], (q.shape[2], q.shape[3], k.shape[2]), q.element_size())
 
 
-def _attention_backward_kernel(
-    trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any
-) -> None:
+def _attention_backward_kernel(trace: Trace, call: Call) -> None:
     """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel multiplies output and
     gradient (cuda/attention_backward.cu). cuDNN's workspace is not documented; that of flash is assumed.
     """
-    q, k = ins[1:3]
+    q, k = call.ins[1:3]
     batch, heads, queries, d_head = q.shape
     rows = f"{trace.names.product(batch * heads)} {trace.names.product(queries)}^128"
     trace.workspace("row sums of output x gradient", rows, 4)
@@ -501,34 +570,33 @@ def _attention_backward_kernel(
     trace.attention(Form.ATTENTION_BACKWARD, batch * heads, (queries, d_head, k.shape[2]), q.element_size())
 
 
-def _softmax_backward(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+def _softmax_backward(trace: Trace, call: Call) -> None:
     """CUDA multiplies gradient and output first (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu)."""
-    gradient, output = ins[:2]
+    gradient, output = call.ins[:2]
     trace.workspace("gradient x softmax", *trace.moved(gradient))
     trace.launch("passes", _moves(trace, [gradient, output, gradient]), Pass.COPY)
-    trace.launch("passes", _moves(trace, [gradient, output, outs[0]]), Pass.COPY, 1, 0)
+    trace.launch("passes", _moves(trace, [gradient, output, call.outs[0]]), Pass.COPY, 1, 0)
 
 
-def _norm_backward(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+def _norm_backward(trace: Trace, call: Call) -> None:
     """One kernel for the gradient of the input, one for those of the parameters (cuda/layer_norm_kernel.cu)."""
-    trace.launch("passes", _moves(trace, [*ins[:2], outs[0]]), Pass.COPY)
-    trace.launch("passes", _moves(trace, ins[:2]), Pass.COPY, 1, 0)
+    trace.launch("passes", _moves(trace, [*call.ins[:2], call.outs[0]]), Pass.COPY)
+    trace.launch("passes", _moves(trace, call.ins[:2]), Pass.COPY, 1, 0)
 
 
-def _foreach(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
-    lists = [each for each in args if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
-    if not lists or not lists[0][0].is_meta:
-        return
-    shapes = tuple(trace.names.product(each.numel()) for each in lists[0])
-    trace.launch("foreach", len(lists) + 1, lists[0][0].element_size(), shapes)
+def _foreach(trace: Trace, call: Call) -> None:
+    """A pass over lists of tensors, of which one may be given twice."""
+    lists = {id(each[0]): each for each in call.args if isinstance(each, (list, tuple)) and [*_tensors(each)]}
+    if lists:
+        first = next(iter(lists.values()))
+        shapes = tuple(trace.names.product(each.numel()) for each in first)
+        trace.launch("foreach", len(lists) + 1, first[0].element_size(), shapes)
 
 
-def _fused_adamw(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
-    trace.launch("adamw", 28, tuple(trace.names.product(each.numel()) for each in args[0]))
+def _fused_adamw(trace: Trace, call: Call) -> None:
+    trace.launch("adamw", 28, tuple(trace.names.product(each.numel()) for each in call.args[0]))
 
 
-Kernel = Callable[[Trace, str, Sequence[Tensor], Sequence[Tensor], Any], None]
-"""Notes what an operation launches, from its name, its tensors, its results and all of its arguments."""
 _KERNELS: dict[str, Kernel] = dict.fromkeys(MATMULS, _matmul) | {
     "_scaled_dot_product_flash_attention": _attention_kernel,
     "_scaled_dot_product_flash_attention_backward": _attention_backward_kernel,
@@ -558,7 +626,8 @@ class _Stream:
 
 _CUDA: dict[str, Any] = {
     "Stream": _Stream, "Event": _Stream, "current_device": lambda: 0, "is_current_stream_capturing": lambda: True,
-    "device_count": lambda: 2**20, "can_device_access_peer": lambda *_: True, "is_bf16_supported": lambda *_, **__: True,
+    "device_count": lambda: 2**20, "can_device_access_peer": lambda *_: True,
+    "is_bf16_supported": lambda *_, **__: True,
     "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
     "get_device_capability": lambda *_: (9, 0),
 }  # fmt: skip
@@ -601,8 +670,8 @@ class _Recorder(TorchDispatchMode):
                 out = function(*args, **(kwargs or {}))
         except (RuntimeError, NotImplementedError) as error:
             raise TraceError(
-                f"{self._trace.place}{function.name()} needs the values of a tensor or is not known without them, so the "
-                f"step cannot be traced; its parameters and optimizer state can be counted nevertheless ({error})"
+                f"{self._trace.place}{function.name()} needs the values of a tensor, or fails without them, so "
+                f"the step cannot be traced; its parameters and optimizer state can be counted nevertheless ({error})"
             ) from error
         self._trace.record(function, args, kwargs or {}, out)
         return out
@@ -628,7 +697,7 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
         resize_storage(storage, num_bytes)
         trace.resize(storage, num_bytes)
 
-    def run_triton(kernel: Any, *tensors: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    def run_triton(kernel: Any, *tensors: Any, **named: Any) -> None:
         with torch._C.DisableTorchFunction():
             trace.triton(kernel.__name__, [*_tensors((*tensors, *named.values()))], named)
 

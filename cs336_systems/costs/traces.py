@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from cs336_systems.files import write_atomically
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
-"""Tapes of the presets' steps; `python -m cs336_systems.measure.traced --ship` rewrites them."""
+"""Tapes of the published steps; `python -m cs336_systems.measure.traced --ship data/published` rewrites them."""
 TRACER = "cs336_systems.measure.traced"
 PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
 """Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
@@ -51,10 +51,8 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     if config != config.without_shortcuts:  # kernels of the fast model are chosen by sizes
         return replace(config, model=model), {}
     own = axes(config)
-    if config.is_shared:  # parts of parameters are padded
-        names = {"batch"} if model.arch is Arch.GPT2 else {"batch", "T"}
-    else:
-        names = {*PRIMES}
+    of_rank = {"batch"} if model.arch is Arch.GPT2 else {"batch", "T"}  # parts of parameters are padded
+    names = of_rank if config.is_shared else {*PRIMES}
     sizes = {name: PRIMES[name] if name in names and size > 1 else size for name, size in own.items()}
     model = replace(
         model, num_heads=sizes["heads"], context_length=sizes["T"], vocab_size=sizes["vocabulary"],
@@ -160,8 +158,10 @@ Asked = dict[str, tuple[RunConfig, dict[str, int]]]
 """What is to be traced, by the name of its tape: the configuration, and the axes that can be told apart in it."""
 
 
-def ship(configs: Iterable[RunConfig]) -> None:
-    """Write the archive of these steps' tapes."""
+def ship(configs: Sequence[RunConfig]) -> None:
+    """Write the archive of these steps' tapes, all traced anew."""
+    _shipped.cache_clear()
+    SHIPPED.unlink(missing_ok=True)
     prepare(configs)
     names = sorted({_name(traced_as(config)[0]) for config in configs})
     with zipfile.ZipFile(SHIPPED, "w") as archive:

@@ -1,13 +1,14 @@
 """Traces the real step of a configuration; as a process of its own it reads what is asked and prints the tapes.
 
-`python -m cs336_systems.measure.traced --ship` rewrites the tapes that come with the program.
+`python -m cs336_systems.measure.traced --ship data/published` rewrites the tapes that come with the program.
 """
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,12 +28,15 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
+from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.shards import largest_rank
 from cs336_systems.costs.tape import Category, Form, Tape
-from cs336_systems.costs.trace import Trace, tracing
+from cs336_systems.costs.time import is_fast_step
+from cs336_systems.costs.trace import Call, Trace, tracing
 from cs336_systems.costs.traces import Asked, encoded, ship
 from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.step import TrainingStep
+from cs336_systems.record import read_record
 
 PARTIAL_ROWS = 264
 """Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (sums_kernel.py)."""
@@ -52,41 +56,42 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         _average_at_once(step)
         trace.note(Category.PARAMETERS, step.model.parameters())
         for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
-            step(_Clock(trace, step))  # type: ignore[arg-type]
+            step(_Clock(trace, step))
         return trace.tape()
 
 
-def _expand(trace: Trace, _: str, ins: Sequence[Tensor], __: object, ___: object) -> None:
-    x, weight = ins[:2]
-    trace.matmul(Form.FORWARD, (*x.shape, len(weight)), x.element_size())
+def _expand(trace: Trace, call: Call) -> None:
+    x, weight = call.ins[:2]
+    rows, inner = x.shape
+    trace.matmul(Form.FORWARD, (rows, inner, len(weight)), x.element_size())
 
 
-def _contract_backward(trace: Trace, _: str, ins: Sequence[Tensor], outs: Sequence[Tensor], __: object) -> None:
-    gradient, weight = ins[:2]
-    trace.matmul(Form.INPUT, (*gradient.shape, weight.shape[1]), gradient.element_size())
-    _add_sums(trace, outs[1].numel())
+def _contract_backward(trace: Trace, call: Call) -> None:
+    gradient, weight = call.ins[:2]
+    rows, inner = gradient.shape
+    trace.matmul(Form.INPUT, (rows, inner, weight.shape[1]), gradient.element_size())
+    _add_sums(trace, call.outs[1].numel())
 
 
-def _attend(trace: Trace, _: str, ins: Sequence[Tensor], __: object, args: Any) -> None:
-    batch, seq, width = ins[0].shape
-    heads = args[1]
-    trace.attention(Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), ins[0].element_size())
+def _attend(trace: Trace, call: Call) -> None:
+    (batch, seq, width), heads = call.ins[0].shape, call.args[1]
+    trace.attention(Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), call.ins[0].element_size())
 
 
-def _attend_backward(trace: Trace, _: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+def _attend_backward(trace: Trace, call: Call) -> None:
     """Then a pass turns q and k back, or two add up the gradient of a bias."""
-    gradient, packed = ins[:2]
-    batch, seq, width = packed.shape
-    heads = args[5]
+    gradient, packed, *_ = call.ins
+    (batch, seq, width), rotations, heads = packed.shape, call.args[4], call.args[5]
     trace.attention(Form.ATTENTION_BACKWARD, batch * heads, (seq, width // 3 // heads, seq), packed.element_size())
-    trace.moves([gradient] * (2 if args[4] is None else 4))
-    _add_sums(trace, outs[1].numel())
+    trace.moves([gradient] * (2 if rotations is None else 4))
+    _add_sums(trace, call.outs[1].numel())
 
 
-def _with_sums(trace: Trace, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+def _with_sums(trace: Trace, call: Call) -> None:
     """A pass, and a kernel that adds up partial sums over rows for the gradients of vectors."""
-    trace.moves([*ins, *outs])
-    _add_sums(trace, sum(each.numel() for each in outs if 1 < each.numel() <= MAX_SUMS * ins[0].shape[-1]))
+    trace.moves([*call.ins, *call.outs])
+    most = MAX_SUMS * call.ins[0].shape[-1]
+    _add_sums(trace, sum(each.numel() for each in call.outs if 1 < each.numel() <= most))
 
 
 def _add_sums(trace: Trace, count: int) -> None:
@@ -94,24 +99,24 @@ def _add_sums(trace: Trace, count: int) -> None:
         trace.moves([torch.empty(PARTIAL_ROWS, count, device="meta")])
 
 
-def _lookup_backward(trace: Trace, _: str, ins: Sequence[Tensor], outs: Sequence[Tensor], args: Any) -> None:
+def _lookup_backward(trace: Trace, call: Call) -> None:
     """Zeros, to which each token's gradient is added."""
-    gradient = max(ins, key=lambda each: each.nbytes)
-    trace.moves(outs)
+    gradient = max(call.ins, key=lambda each: each.nbytes)
+    trace.moves(call.outs)
     trace.moves([gradient, gradient, gradient])
 
 
-def _losses(trace: Trace, _: str, tensors: Sequence[Tensor], __: object, named: Any) -> None:
+def _losses(trace: Trace, call: Call) -> None:
     """Logits become their own gradients."""
-    trace.moves([*tensors, *(tensors[:1] if named["WRITE_GRADIENTS"] else ())])
+    trace.moves([*call.ins, *(call.ins[:1] if call.args["WRITE_GRADIENTS"] else ())])
 
 
 OF_FAST = {
     "expand": _expand, "contract_backward": _contract_backward, "attend": _attend, "attend_backward": _attend_backward,
     "add_norm_backward": _with_sums, "bias_gelu_backward": _with_sums, "lookup_backward": _lookup_backward,
-    "lookup": lambda trace, _, __, outs, ___: trace.moves([*outs, *outs]),
+    "lookup": lambda trace, call: trace.moves([*call.outs, *call.outs]),
     "_cross_entropy_losses": _losses,
-    "_cross_entropy_scale": lambda trace, _, tensors, *__: trace.moves(tensors[1:]),  # leaves logits alone if it is 1
+    "_cross_entropy_scale": lambda trace, call: trace.moves(call.ins[1:]),  # leaves logits alone if it is 1
 }  # fmt: skip
 """Operators and Triton kernels of the fast model that do otherwise than read and write each of their tensors once."""
 
@@ -135,8 +140,8 @@ class _Clock:
             trace.note(Category.OPTIMIZER_STATE, (each for each in states if isinstance(each, Tensor)))
         trace.begin(next(self._next))
 
-    def stop(self) -> StepTimes | None:
-        return None
+    def stop(self) -> StepTimes:
+        return StepTimes(step_s=0.0, host_s=0.0, phases_s={})
 
 
 @contextmanager
@@ -152,8 +157,8 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
     gather, scatter = exchange.start_gather, exchange.Collectives.scatter
     instead: list[tuple[object, str, object]] = [
         (dist, "get_backend", lambda *_: "nccl"),
-        (dist, "broadcast_object_list", lambda objects, src: None),
-        (data_parallel, "check_same_gradients", lambda names, parameters: None),
+        (dist, "broadcast_object_list", lambda *_, **__: None),
+        (data_parallel, "check_same_gradients", lambda *_: None),
         *((each, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)])
           for each in (data_parallel, exchange)),
         (exchange, "start_gather", lambda *tensors: [_Started(work, *tensors) for work in gather(*tensors)]),
@@ -220,7 +225,7 @@ def _with_chunks(trace: Trace) -> Iterator[None]:
 
     with (
         mock.patch.object(adamw_kernel, "ChunkedAdamW", Chunked),
-        mock.patch.object(model, "check_device", lambda *_: None),
+        mock.patch.object(model, "check_device", return_value=None),
     ):
         yield
 
@@ -230,23 +235,44 @@ def trace_all(asked: Asked) -> dict[str, bytes]:
     return {name: encoded(traced(config, axes)) for name, (config, axes) in asked.items()}
 
 
-def _shipped() -> Iterable[RunConfig]:
-    for size, model in SIZES.items():
-        for attention, precision, mode, optimizer in itertools.product(
-            Attention, (Precision.FP32, Precision.BF16), Mode, OptimizerKind
-        ):
-            yield RunConfig(
-                size=size, model=replace(model, attention=attention), precision=precision, mode=mode,
-                optimizer=optimizer, device=Device.CUDA,
-            )  # fmt: skip
+def _shipped(published: Path) -> Iterator[RunConfig]:
+    """Steps whose tapes come with the program: measured ones, alone and shared; and those of the smallest presets."""
+    for path in sorted(published.glob("*/**/runs/*.json")):
+        config = read_record(path).config
+        yield config
+        yield replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+    for size, attention, precision, mode in itertools.product(
+        ("tiny", "small"), Attention, (Precision.FP32, Precision.BF16), Mode
+    ):
+        yield RunConfig(
+            size=size, model=replace(SIZES[size], attention=attention), precision=precision, mode=mode,
+            device=Device.CUDA,
+        )  # fmt: skip
+    alone = {"small": tuple(Parallel)[1:], "xl": tuple(Parallel)[1:], "2.7B": (Parallel.FSDP,)}
+    for size, ways in alone.items():
+        for way, shards in itertools.product(ways, (False, True)):
+            if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):
+                yield RunConfig(
+                    size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA),
+                    precision=Precision.BF16, device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way,
+                    ranks=2, shard_optimizer=shards,
+                )  # fmt: skip
 
 
 def main() -> None:
-    """Print what is asked for, or rewrite what is shipped."""
+    """Print the tapes that are asked for, or rewrite those that are shipped."""
     if "--ship" in sys.argv:
-        ship([*_shipped()])
+        every = _shipped(Path(sys.argv[-1]))
+        ship(
+            [
+                config
+                for config in every
+                if is_predictable(config) or (config.model_factory is None and is_fast_step(config))
+            ]
+        )
     else:
-        sys.stdout.buffer.write(msgspec.json.encode(trace_all(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked))))
+        asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+        sys.stdout.buffer.write(msgspec.json.encode(trace_all(asked)))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import msgspec
 from cs336_systems.config import SIZES, Device, Precision
 from cs336_systems.costs.calls import Collective, sent_share
 from cs336_systems.costs.curves import Curves, Matmul
-from cs336_systems.costs.tape import Pass
 from cs336_systems.costs.shards import FP32_BYTES
+from cs336_systems.costs.tape import Pass
 from cs336_systems.files import CEILINGS
 from cs336_systems.record import Count, Environment, Status
 from cs336_systems.settings import ByDevice, Setting, check

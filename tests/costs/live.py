@@ -64,7 +64,7 @@ def tape_bytes(config: RunConfig) -> tuple[list[int], int]:
     """Bytes that were added on the tape after each phase of the last step, and at its peak."""
     tape = tape_of(config)
     now, peak, after = 0, 0, []
-    for phase, (begin, end), _ in phases_of(tape, -1):
+    for _, (begin, end), _ in phases_of(tape, -1):
         for event in tape.events[begin:end]:
             spec = tape.spec(max(event, ~event))
             now += spec.size_bytes if event >= 0 else -spec.size_bytes

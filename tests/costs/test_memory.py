@@ -29,7 +29,6 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.costs.accounting import count_parameters
-from cs336_systems.costs.tape import Category
 from cs336_systems.costs.memory import (
     CUDA_CONTEXT_BYTES,
     fits,
@@ -41,6 +40,7 @@ from cs336_systems.costs.memory import (
     residual_stream_bytes,
     saved_by_block,
 )
+from cs336_systems.costs.tape import Category
 from cs336_systems.measure.precision import autocast
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.record import RunRecord, Status, read_record

@@ -8,8 +8,8 @@ import torch
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.calls import Collective
-from cs336_systems.costs.tape import Form
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.costs.tape import Form
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.sections.ceilings.tables import promised_flops
