@@ -16,7 +16,7 @@ from cs336_systems.costs.accounting import count_parameters, state_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, REST, kept_elements, units
 from cs336_systems.costs.tape import REPEATED, Category, Tape, TensorSpec, phases_of
-from cs336_systems.costs.traces import as_costed, is_at_hand, tape_of
+from cs336_systems.costs.traces import as_costed, has_tape, is_at_hand, tape_of
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran out of memory."""
@@ -107,11 +107,13 @@ def host_bytes(config: RunConfig) -> int | None:
     """Memory that all ranks of a run on the CPU need at least; None for a run on a GPU and for a user's own model.
 
     The CPU holds the same tensors as a GPU does. Its allocator, its kernels' own buffers and PyTorch itself, all left
-    out, took 0 to 20 % more where it was measured. Of a step with shortcuts only the parameters count.
+    out, took 0 to 20 % more where it was measured. Of a step with shortcuts, or whose tape is not at hand, only the
+    parameters count: a run is not delayed by tracing it.
     """
     if config.device is not Device.CPU or config.model_factory is not None:
         return None
-    found = predict_memory(config) if is_predictable(config) and is_at_hand(config) else None
+    is_known = config.model_factory is None and is_at_hand(config)
+    found = predict_memory(config) if is_known else None
     of_rank = state_bytes(config).parameters if found is None else found.peak.allocated_bytes
     return config.ranks * of_rank
 
@@ -217,7 +219,7 @@ def is_predictable(config: RunConfig) -> bool:
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
     is_plain = config.model_factory is None and config == config.without_shortcuts
-    return is_plain and not refused and config.model.num_layers <= MAX_LAYERS
+    return is_plain and not refused and config.model.num_layers <= MAX_LAYERS and has_tape(config)
 
 
 def peaks_by_half(config: RunConfig) -> list[int] | None:

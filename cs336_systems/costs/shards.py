@@ -30,11 +30,11 @@ AHEAD = 2
 
 
 def axes(config: RunConfig) -> dict[str, int]:
-    """Sizes of the axes that occur in formulas; d_model is heads x d_head."""
+    """Sizes of the axes that occur in formulas; d_model is heads x d_head, and a batch is cut from T+1 tokens."""
     model = config.model
     return {
         "batch": config.batch_size, "heads": model.num_heads, "T": model.context_length,
-        "vocabulary": model.vocab_size, "d_ff": model.d_ff, "d_head": model.d_head,
+        "T+1": model.context_length + 1, "vocabulary": model.vocab_size, "d_ff": model.d_ff, "d_head": model.d_head,
     }  # fmt: skip
 
 

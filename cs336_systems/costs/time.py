@@ -16,6 +16,7 @@ from sys import maxsize
 from cs336_systems.config import (
     PACKED_MULTIPLE,
     Attention,
+    Device,
     Mode,
     OptimizerKind,
     Parallel,
@@ -28,7 +29,7 @@ from cs336_systems.costs.accounting import count_parameters, updated_parameters
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.tape import Kind, Operation, Pass, phases_of
-from cs336_systems.costs.traces import as_costed, tape_of
+from cs336_systems.costs.traces import as_costed, has_tape, prepare, tape_of
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""
@@ -144,11 +145,24 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     return _step_time(as_costed(config), curves)
 
 
+def prepare_forecasts(configs: Iterable[RunConfig]) -> None:
+    """Trace the steps of which forecasts will be asked for, in one process; later each would be traced by its own."""
+    found = []
+    for config in configs:
+        if config.device is Device.CUDA and config.model_factory is None:
+            alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+            found += [each for each in (config, alone) if each == each.without_shortcuts or is_fast_step(each)]
+            found.append(config.without_shortcuts)
+    prepare(found)
+
+
 def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
     """Whether the kernels of a step, on each rank, are known from its configuration, and curves have their times."""
     is_math = config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
-    is_known = is_predictable(config.without_graph) or (config.model_factory is None and is_fast_step(config))
+    is_known = is_predictable(config.without_graph) or (
+        config.model_factory is None and is_fast_step(config) and has_tape(config)
+    )
     return not refused and is_known and has_large_matmuls(config, curves)
 
 
@@ -210,7 +224,7 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     Those of a rank are those of one process, but that its optimizer updates its share.
     """
     tape = tape_of(replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False))
-    found = {
+    found: dict[Phase, list[Operation]] = {
         phase: [tape.operations[number] for number in tape.launches[first:stop]]
         for phase, _, (first, stop) in phases_of(tape, -1)
         if phase is not Phase.STEP and first < stop
@@ -218,7 +232,7 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     if config.is_shared and Phase.OPTIMIZER in found:
         share = updated_parameters(config) / count_parameters(config.model)
         part = cache(lambda each: replace(each, moved_bytes=round(share * each.moved_bytes)))
-        found[Phase.OPTIMIZER] = [part(each) for each in found[Phase.OPTIMIZER]]
+        found[Phase.OPTIMIZER] = [*map(part, found[Phase.OPTIMIZER])]
     return found
 
 

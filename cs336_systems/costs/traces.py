@@ -29,7 +29,7 @@ PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
 """Tapes of the published steps; `python -m cs336_systems.measure.traced --ship data/published` rewrites them."""
 TRACER = "cs336_systems.measure.traced"
-PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
+PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "T+1": 1014, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
 """Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
 WITHOUT_COST = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
@@ -51,7 +51,7 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     if config != config.without_shortcuts:  # kernels of the fast model are chosen by sizes
         return replace(config, model=model), {}
     own = axes(config)
-    of_rank = {"batch"} if model.arch is Arch.GPT2 else {"batch", "T"}  # parts of parameters are padded
+    of_rank = {"batch"} if model.arch is Arch.GPT2 else {"batch", "T", "T+1"}  # parts of parameters are padded
     names = of_rank if config.is_shared else {*PRIMES}
     sizes = {name: PRIMES[name] if name in names and size > 1 else size for name, size in own.items()}
     model = replace(
@@ -62,26 +62,26 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
 
 
 def tape_of(config: RunConfig) -> Tape:
-    """The steps of a run until the steady state."""
-    key, _ = traced_as(config)
-    if (tape := _tape(key)) is None:
-        prepare([config])
-        tape = _tape(key)
-        assert tape is not None
+    """The steps of a run until the steady state, of a configuration that has a tape."""
+    prepare([config])
+    kept = _kept(_name(traced_as(config)[0]))
+    assert kept, f"{config.label} cannot be traced"
+    tape = _decoded(kept)
     return tape.resized({name: size for name, size in axes(config).items() if name in tape.names.axes})
+
+
+def has_tape(config: RunConfig) -> bool:
+    """Whether the step is traced, or can be: it is traced now if need be."""
+    prepare([config])
+    return bool(_kept(_name(traced_as(config)[0])))
 
 
 def is_at_hand(config: RunConfig) -> bool:
     """Whether the tape is there without tracing."""
-    return _kept(_name(traced_as(config)[0])) is not None
+    return bool(_kept(_name(traced_as(config)[0])))
 
 
-def _tape(key: RunConfig) -> Tape | None:
-    kept = _kept(_name(key))
-    return None if kept is None else _decoded(kept)
-
-
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _decoded(kept: bytes) -> Tape:
     tape = Tape.from_json(json.loads(lzma.decompress(kept)))
     tape.repeat()
@@ -106,7 +106,9 @@ def _kept(name: str) -> bytes | None:
         with zipfile.ZipFile(SHIPPED) as archive:
             return archive.read(name)
     path = _cache() / name
-    return path.read_bytes() if path.is_file() else None
+    if not path.is_file():
+        return None
+    return _traced.setdefault(name, path.read_bytes())
 
 
 @cache
@@ -146,12 +148,14 @@ def prepare(configs: Iterable[RunConfig]) -> None:
         done = subprocess.run(command, input=msgspec.json.encode(asked), capture_output=True, check=False)
         if done.returncode:
             raise RuntimeError(f"tracing a step failed: {done.stderr.decode(errors='replace')[-2000:]}")
+        sys.stderr.write(done.stderr.decode(errors="replace"))
         made = msgspec.json.decode(done.stdout, type=dict[str, bytes])
     _traced.update(made)
     with contextlib.suppress(OSError):  # without a cache they are traced again
         _cache().mkdir(parents=True, exist_ok=True)
         for name, data in made.items():
-            write_atomically(_cache() / name, data)
+            if data:
+                write_atomically(_cache() / name, data)
 
 
 Asked = dict[str, tuple[RunConfig, dict[str, int]]]

@@ -231,8 +231,15 @@ def _with_chunks(trace: Trace) -> Iterator[None]:
 
 
 def trace_all(asked: Asked) -> dict[str, bytes]:
-    """The tapes that are asked for, by name, as they are kept."""
-    return {name: encoded(traced(config, axes)) for name, (config, axes) in asked.items()}
+    """The tapes that are asked for, by name, as they are kept; empty for steps that cannot be traced, which are named."""
+    made = {}
+    for name, (config, axes) in asked.items():
+        try:
+            made[name] = encoded(traced(config, axes))
+        except (ValueError, RuntimeError, ImportError) as error:
+            made[name] = b""
+            print(f"{config.label}: no forecast: {str(error).splitlines()[0]}", file=sys.stderr)
+    return made
 
 
 def _shipped(published: Path) -> Iterator[RunConfig]:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
 from cs336_systems.costs.tape import MATMULS_OF, Form, Kind, Pass
-from cs336_systems.costs.time import is_fast_step, operations
+from cs336_systems.costs.time import is_fast_step, operations, prepare_forecasts
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import Count
 from cs336_systems.studies.loops import TimedRow, Timing
@@ -62,12 +63,17 @@ def kernel_cells(
     presets: Sequence[str], contexts: Sequence[int], precisions: Sequence[Precision], batch_size: int, timing: Timing
 ) -> Iterator[KernelCell]:
     """The matmuls and the attention kernels of training steps of these sizes, each once."""
-    found = dict.fromkeys(
-        (precision, each.form, each.batch, *each.sides)
+    configs = {
+        (precision, preset, context_length): _configs(preset, context_length, precision, batch_size)
         for precision in precisions
         for preset in presets
         for context_length in contexts
-        for config in _configs(preset, context_length, precision, batch_size)
+    }
+    prepare_forecasts(chain.from_iterable(configs.values()))
+    found = dict.fromkeys(
+        (precision, each.form, each.batch, *each.sides)
+        for (precision, _, _), alike in configs.items()
+        for config in alike
         for of_phase in operations(config).values()
         for each in of_phase
         if each.kind in (Kind.MATMUL, Kind.ATTENTION)
