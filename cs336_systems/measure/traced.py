@@ -231,7 +231,7 @@ def _with_chunks(trace: Trace) -> Iterator[None]:
 
 
 def trace_all(asked: Asked) -> dict[str, bytes]:
-    """The tapes that are asked for, by name, as they are kept; empty for steps that cannot be traced, which are named."""
+    """The tapes that are asked for, by name, as they are kept; empty for steps that cannot be traced."""
     made = {}
     for name, (config, axes) in asked.items():
         try:

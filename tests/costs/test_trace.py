@@ -110,7 +110,7 @@ def test_a_tape_with_names_has_the_sizes_of_one_that_was_traced_with_them(precis
     assert [named.spec(each).size_bytes for each in range(len(named.tensors))] == pytest.approx(
         [plain.spec(each).size_bytes for each in range(len(plain.tensors))], abs=16  # tokens before they are cut
     )  # fmt: skip
-    assert named.events == plain.events
+    assert sorted(named.events) == sorted(plain.events), "of what one statement frees, the order may differ"
     moved = [[tape.operations[each].moved_bytes for each in tape.launches[20:]] for tape in (named, plain)]
     assert moved[0] == moved[1]
 
