@@ -56,8 +56,10 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
         _average_at_once(step)
         trace.note(Category.PARAMETERS, step.model.parameters())
         for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
-            step(_Clock(trace, step))
-        return trace.tape()
+            _, loss = step(_Clock(trace, step))  # kept until the next step has its own, as in a measured run
+        tape = trace.tape()
+        del loss
+        return tape
 
 
 def _expand(trace: Trace, call: Call) -> None:
@@ -188,9 +190,9 @@ class _Started:
 
 def _average_at_once(step: TrainingStep) -> None:
     """Let PyTorch's DDP average its buckets without a process group; NCCL keeps a bucket until the next is sent."""
-    ddp, kept = getattr(step.way, "module", None), []
+    ddp, kept = getattr(step.way, "module", None), list[Tensor]()
 
-    def averaged(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def averaged(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
         kept[:] = [bucket.buffer()]
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
