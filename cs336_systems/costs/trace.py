@@ -118,23 +118,21 @@ class _RMSNorm(torch.autograd.Function):
     """_fused_rms_norm of CUDA saves its input and 1 / rms (aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Any:
         out, scale = torch.ops.cs336_trace.rms_norm(x, weight)
         ctx.save_for_backward(x, scale, weight)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return torch.ops.cs336_trace.rms_norm_backward(gradient, *ctx.saved_tensors)
 
 
-def _rms_norm(
-    call: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
-) -> Tensor:
+def _rms_norm(call: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Any:
     """Fused unless the types differ (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp)."""
     if weight is None or weight.dtype != x.dtype:
         return call(x, shape, weight, eps)
-    return _RMSNorm.apply(x, weight)
+    return _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
 
 
 def _attention(
@@ -146,7 +144,7 @@ def _attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     **more: Any,
-) -> Tensor:
+) -> Any:
     """Flash or cuDNN in half precision, else the efficient kernel, else math (cuda/sdp_utils.cpp).
 
     cuDNN saves what flash does.
@@ -171,15 +169,15 @@ def _cross_entropy(
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Tensor:
+) -> Any:
     """Under autocast the log-softmax has the logits' type, and the likelihood is taken in fp32 (LossNLL.cpp)."""
     if not torch.is_autocast_enabled("cuda") or label_smoothing or target.is_floating_point():
         return call(x, target, weight, reduction, ignore_index, label_smoothing)
     log_softmax = torch.log_softmax(x, min(1, x.dim() - 1), x.dtype)
-    return torch._C._nn.nll_loss_nd(log_softmax.float(), target, weight, reduction, ignore_index)
+    return torch._C._nn.nll_loss_nd(log_softmax.float(), target, weight, reduction, ignore_index)  # type: ignore[arg-type]
 
 
-def _softmax(call: Callable[..., Tensor], x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _softmax(call: Callable[..., Tensor], x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     """From fp16 to fp32 in one kernel, from bf16 by a copy (softmax in aten/src/ATen/native/SoftMax.cpp)."""
     if torch.is_autocast_enabled("cuda") and dtype is None:
         dtype = torch.float32
@@ -192,7 +190,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm, "scaled_dot_product_attention": _attention, "cross_entropy_loss": _cross_entropy,
     "softmax": _softmax,
 }  # fmt: skip
-_PLACES = {torch.Tensor.device.__get__: GPU, torch.Tensor.is_cuda.__get__: True, torch.Tensor.is_meta.__get__: False}
+_PLACES = {
+    vars(torch._C.TensorBase)[name].__get__: shown
+    for name, shown in (("device", GPU), ("is_cuda", True), ("is_meta", False))
+}
 """What code that asks for a tensor's place gets to know."""
 
 
@@ -340,7 +341,7 @@ class Trace:
     # streams
 
     @contextmanager
-    def on_stream(self, stream: object) -> Iterator[None]:
+    def on_stream(self, stream: Any) -> Iterator[None]:
         """While open, tensors are made on this stream; None stands for the one that is in use."""
         before, self.stream = self.stream, self.stream if stream is None else stream
         try:
@@ -398,8 +399,8 @@ class Trace:
 
     def add(self, category: Category | None, label: str, num_bytes: int, element_bytes: int, shape: str | None) -> int:
         handle = len(self.made)
-        shape = self.bytes_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
-        self.made.append([category, label, *shape, self._name_of_stream(), self.phase, bool(self._paths)])
+        size = self.bytes_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
+        self.made.append([category, label, *size, self._name_of_stream(), self.phase, bool(self._paths)])
         self.events.append(handle)
         return handle
 
@@ -458,7 +459,10 @@ class Trace:
 
     def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
         """A kernel in Triton; one without an entry reads or writes each of its tensors once."""
-        self.kernels.get(name, lambda *_: self.moves(tensors))(self, Call(name, tensors, (), named))
+        if name in self.kernels:
+            self.kernels[name](self, Call(name, tensors, (), named))
+        else:
+            self.moves(tensors)
 
     def moves(self, tensors: Sequence[Tensor]) -> None:
         """Launch a kernel that reads or writes these tensors, each as often as it is given."""
@@ -597,7 +601,8 @@ def _fused_adamw(trace: Trace, call: Call) -> None:
     trace.launch("adamw", 28, tuple(trace.names.product(each.numel()) for each in call.args[0]))
 
 
-_KERNELS: dict[str, Kernel] = dict.fromkeys(MATMULS, _matmul) | {
+_KERNELS: Mapping[str, Kernel] = {
+    **dict.fromkeys(MATMULS, _matmul),
     "_scaled_dot_product_flash_attention": _attention_kernel,
     "_scaled_dot_product_flash_attention_backward": _attention_backward_kernel,
     "_scaled_dot_product_efficient_attention": _attention_kernel,
@@ -647,7 +652,7 @@ class _Recorder(TorchDispatchMode):
         return False  # else PyTorch would import its compiler, for 2 s
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -702,12 +707,13 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
             trace.triton(kernel.__name__, [*_tensors((*tensors, *named.values()))], named)
 
     initialisers = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
+    harmless: dict[str, Any] = dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)
     hooks = [
         modules.register_module_forward_pre_hook(trace.enter),
         modules.register_module_forward_hook(trace.leave, always_call=True),
     ]
     with (
-        mock.patch.multiple(nn.init, **dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)),
+        mock.patch.multiple(nn.init, **harmless),
         mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_copies),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
         mock.patch.multiple(torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream),

@@ -133,7 +133,7 @@ class _Clock:
     def start(self) -> None:
         self._trace.begin(next(self._next))
 
-    def lap(self, phase: Phase) -> None:
+    def lap(self, phase: Phase, end: object = None) -> None:  # noqa: ARG002 (of the protocol)
         trace, optimizer = self._trace, self._step.optimizer
         gradients = [each.grad for each in self._step.model.parameters()]
         trace.note(Category.GRADIENTS, (each for each in gradients if each is not None))
@@ -192,7 +192,7 @@ def _average_at_once(step: TrainingStep) -> None:
     """Let PyTorch's DDP average its buckets without a process group; NCCL keeps a bucket until the next is sent."""
     ddp, kept = getattr(step.way, "module", None), list[Tensor]()
 
-    def averaged(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    def averaged(_: object, bucket: Any) -> torch.futures.Future[Tensor]:  # noqa: ANN401 (GradBucket, which has no types)
         kept[:] = [bucket.buffer()]
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
