@@ -229,9 +229,10 @@ def peaks_by_half(config: RunConfig) -> list[int] | None:
     of blocks that the allocator does not split off, under 1 MiB each, are left out. Of a rank of PyTorch's DDP and of
     fsdp the tensors are those of one process, its state shared out in closed form: so any number of ranks is predicted.
     """
-    if not is_predictable(config):
+    alone = replace(config, parallel=Parallel.NONE, ranks=1)
+    if not is_predictable(alone):
         return None
-    tape = tape_of(replace(config, parallel=Parallel.NONE, ranks=1))
+    tape = tape_of(alone)
     shares, more_bytes = _shared_out(config)
     sizes = [round(shares.get(spec.category, 1) * _rounded(spec.size_bytes)) for spec in tape.specs]
     levels = _levels(tape, [sizes[kind] for kind in tape.tensors])

@@ -103,7 +103,8 @@ def compute_time(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> Ti
 
     Tensor ranks share out every operation evenly, norms and the residual stream by positions (Korthikanti et al. 2022).
     """
-    if not is_predictable(config) or not has_known_kernels(config, curves):
+    alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+    if not is_predictable(alone) or not has_known_kernels(alone, curves):
         return None
     found = operations(config)
     share = cache(lambda each: _share(each, tensor_ranks))  # only few of the thousands of operations differ

@@ -192,7 +192,7 @@ def _average_at_once(step: TrainingStep) -> None:
     """Let PyTorch's DDP average its buckets without a process group; NCCL keeps a bucket until the next is sent."""
     ddp, kept = getattr(step.way, "module", None), list[Tensor]()
 
-    def averaged(_: object, bucket: Any) -> torch.futures.Future[Tensor]:  # noqa: ANN401 (GradBucket, which has no types)
+    def averaged(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         kept[:] = [bucket.buffer()]
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
