@@ -242,9 +242,9 @@ def peaks_by_half(config: RunConfig) -> list[int] | None:
 
 
 def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
-    """The share of each category that a rank keeps, and what it keeps in addition: buckets, or gathered units.
+    """The share of each category that a rank keeps, and what it keeps in addition: buckets, or gathered blocks.
 
-    A unit's whole gradients stay until those of the next unit are ready.
+    The gathered embedding, which is there before the first block and after the last, is left out.
     """
     parameters = count_parameters(config.model)
     if not config.is_shared:
@@ -252,9 +252,8 @@ def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
     if config.parallel is Parallel.DDP:
         return {Category.GRADIENTS: 0.0}, FP32_BYTES * parameters
     share = sum(kept_elements(config).values()) / parameters
-    sizes = sorted((unit.element_bytes * unit.gathered_elements for unit in units(config)), reverse=True)
-    rest = next(unit for unit in units(config) if unit.name == REST)
-    gathered = sum(sizes[: AHEAD + 1]) + 2 * sizes[0] + rest.element_bytes * rest.gathered_elements
+    sizes = {unit.name: unit.element_bytes * unit.gathered_elements for unit in units(config)}
+    gathered = (AHEAD + 1) * max(size for name, size in sizes.items() if name.isdigit()) + sizes[REST]
     kept = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE, Category.OPTIMIZER_WORKSPACE)
     return {**dict.fromkeys(kept, share), Category.WEIGHT_COPIES: 0.0}, gathered
 
