@@ -167,7 +167,7 @@ def test_each_block_more_in_a_checkpoint_costs_what_a_block_saves() -> None:
     kept = {blocks: peak.bytes_of(Category.ACTIVATIONS) for blocks, peak in peaks.items()}
     assert kept[2] - kept[1] == pytest.approx(block_bytes, rel=0.02)
     assert kept[4] - kept[1] == pytest.approx(3 * block_bytes, rel=0.02)
-    assert kept[48] == kept[0]
+    assert kept[48] == pytest.approx(kept[0], rel=0.02)
     assert peaks[1].allocated_bytes < 0.25 * peaks[0].allocated_bytes
 
 
