@@ -8,7 +8,7 @@ from math import dist, exp, log
 
 from cs336_systems.config import Precision
 from cs336_systems.costs.calls import Collective
-from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Pass
+from cs336_systems.costs.tape import MATMULS_OF, Form, Pass
 
 ALIGNMENT = 8
 """Sides that are not multiples of this keep cuBLAS from its fast kernels: 16 bytes in half precision (NVIDIA's guide

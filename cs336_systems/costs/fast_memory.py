@@ -15,9 +15,8 @@ from cs336_systems.costs.accounting import (
     parameters_by_component,
     split_parameters,
 )
-from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
-from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES
+from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES
 
 LOSS_TOKENS = 8192
 """Tokens whose logits are computed at once if memory is scarce. Every part of the tokens reads and writes the head's
@@ -26,7 +25,7 @@ USABLE, USABLE_FIXED = 0.92, 0.85
 """Shares of the memory beside the CUDA context that tensors may take, in expandable segments and in fixed ones.
 
 NCCL and workspaces need 1 to 2 GiB. The rest is lost to fragmentation: the 8B step with selective checkpoints, replayed
-on the simulated allocator (forecast/allocator.py), loses 6 GiB in expandable segments, and 16 GiB in fixed ones. With
+on the simulated allocator (allocator.py), loses 6 GiB in expandable segments, and 16 GiB in fixed ones. With
 fixed segments that step fits an H200 neither in the simulation nor when it was tried.
 """
 

@@ -1,6 +1,6 @@
 """Peak memory of a training step, predicted from the configuration alone, without a GPU and without torch.
 
-`forecast/` lists the tensors that the step makes and frees, each with its formula, and a simulated caching allocator
+The step's tape lists the tensors that it makes and frees, each with its formula, and a simulated caching allocator
 places them. So the prediction includes what PyTorch counts: rounding, remainders of blocks that it does not split,
 segments. No constant is fitted; assumptions are stated where they are used.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from cs336_systems.config import Device, Phase, Precision, RunConfig, SdpaBackend
-from cs336_systems.costs.accounting import state_bytes
-from cs336_systems.costs.forecast.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
-from cs336_systems.costs.forecast.step import StepTape, as_costed, tape_of
-from cs336_systems.costs.forecast.tape import Category, Tape, TensorSpec
-from cs336_systems.costs.forecast.ways import WAYS
+from cs336_systems.config import Device, Parallel, Phase, Precision, RunConfig, SdpaBackend
+from cs336_systems.costs.accounting import count_parameters, state_bytes
+from cs336_systems.costs.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
+from cs336_systems.costs.shards import AHEAD, FP32_BYTES, REST, kept_elements, units
+from cs336_systems.costs.tape import REPEATED, Category, Tape, TensorSpec, phases_of
+from cs336_systems.costs.traces import as_costed, has_tape, is_at_hand, tape_of
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran out of memory."""
@@ -80,8 +80,8 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     None for what is not predicted: the user's own model, compiled models and other shortcuts (cast_once, ...), flash
     and cuDNN attention without half precision, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
     (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in
-    half precision and the efficient kernel in fp32. Left out: scalars of GradScaler and of fused attention, buffers
-    inside of kernels, a data loader's batch in flight.
+    half precision and the efficient kernel in fp32. Left out: scalars of GradScaler, buffers inside of kernels that
+    trace.py does not name, a data loader's batch in flight.
     """
     if not is_predictable(config):
         return None
@@ -107,11 +107,13 @@ def host_bytes(config: RunConfig) -> int | None:
     """Memory that all ranks of a run on the CPU need at least; None for a run on a GPU and for a user's own model.
 
     The CPU holds the same tensors as a GPU does. Its allocator, its kernels' own buffers and PyTorch itself, all left
-    out, took 0 to 20 % more where it was measured. Of a step with shortcuts only the parameters count.
+    out, took 0 to 20 % more where it was measured. Of a step with shortcuts, or whose tape is not at hand, only the
+    parameters count: a run is not delayed by tracing it.
     """
     if config.device is not Device.CPU or config.model_factory is not None:
         return None
-    found = predict_memory(config)
+    is_known = config.model_factory is None and is_at_hand(config)
+    found = predict_memory(config) if is_known else None
     of_rank = state_bytes(config).parameters if found is None else found.peak.allocated_bytes
     return config.ranks * of_rank
 
@@ -203,9 +205,12 @@ def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
     """
     if not is_predictable(config):
         return None
-    step = StepTape(config)
-    handles = set(step.save_one_block().values())
-    parts = _parts(Counter(map(step.tape.spec, handles)))
+    tape = tape_of(replace(config, checkpoint_blocks=0))
+    _, (begin, end), _ = phases_of(tape, -1)[0]
+    freed = {~event for event in tape.events[begin:end] if event < 0}
+    made = [event for event in tape.events[begin:end] if event >= 0 and event not in freed]
+    saved = Counter(spec for spec in map(tape.spec, made) if REPEATED in spec.label)
+    parts = _parts(Counter({spec: count // config.model.num_layers for spec, count in saved.items()}))
     return tuple(sorted(parts, key=lambda part: -part.size_bytes))
 
 
@@ -213,24 +218,44 @@ def is_predictable(config: RunConfig) -> bool:
     """Whether the step's tensors, and so its memory, are known from its configuration."""
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
-    is_plain = config.model_factory is None and config.parallel in WAYS and config == config.without_shortcuts
-    return is_plain and not refused and config.model.num_layers <= MAX_LAYERS
+    is_plain = config.model_factory is None and config == config.without_shortcuts
+    return is_plain and not refused and config.model.num_layers <= MAX_LAYERS and has_tape(config)
 
 
 def peaks_by_half(config: RunConfig) -> list[int] | None:
     """The most bytes of tensors in each half of each phase of a steady step; None if that is not predicted.
 
     Each grows linearly with the number of layers; the peak of the step does not, because its moment changes. Remainders
-    of blocks that the allocator does not split off, under 1 MiB each, are left out.
+    of blocks that the allocator does not split off, under 1 MiB each, are left out. Of a rank of PyTorch's DDP and of
+    fsdp the tensors are those of one process, its state shared out in closed form: so any number of ranks is predicted.
     """
-    if not is_predictable(config):
+    alone = replace(config, parallel=Parallel.NONE, ranks=1)
+    if not is_predictable(alone):
         return None
-    tape = tape_of(config)
-    levels = _levels_without_rests(tape)
-    begins = [begin for _, begin, _ in tape.steps[-1]]
-    of_phases = [levels[begin : end + 1] for begin, end in pairwise([*begins, len(tape.events)])]
+    tape = tape_of(alone)
+    shares, more_bytes = _shared_out(config)
+    sizes = [round(shares.get(spec.category, 1) * _rounded(spec.size_bytes)) for spec in tape.specs]
+    levels = _levels(tape, [sizes[kind] for kind in tape.tensors])
+    of_phases = [levels[begin : end + 1] for _, (begin, end), _ in phases_of(tape, -1)]
     halves = [half for each in of_phases for half in (each[: len(each) // 2], each[len(each) // 2 :])]
-    return [max(half, default=0) for half in halves]
+    return [max(half, default=0) + more_bytes for half in halves]
+
+
+def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
+    """The share of each category that a rank keeps, and what it keeps in addition: buckets, or gathered blocks.
+
+    The gathered embedding, which is there before the first block and after the last, is left out.
+    """
+    parameters = count_parameters(config.model)
+    if not config.is_shared:
+        return {}, 0
+    if config.parallel is Parallel.DDP:
+        return {Category.GRADIENTS: 0.0}, FP32_BYTES * parameters
+    share = sum(kept_elements(config).values()) / parameters
+    sizes = {unit.name: unit.element_bytes * unit.gathered_elements for unit in units(config)}
+    gathered = (AHEAD + 1) * max(size for name, size in sizes.items() if name.isdigit()) + sizes[REST]
+    kept = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE, Category.OPTIMIZER_WORKSPACE)
+    return {**dict.fromkeys(kept, share), Category.WEIGHT_COPIES: 0.0}, gathered
 
 
 class _Replay:

@@ -12,12 +12,19 @@ from cs336_systems.config import Parallel, Phase, RunConfig
 from cs336_systems.costs.calls import Call, Collective, call_of
 from cs336_systems.costs.communication import AVERAGING, calls, gradient_groups, unit_bytes
 from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.forecast.parameters import parameter_shapes
-from cs336_systems.costs.forecast.tape import Kind, Operation
-from cs336_systems.costs.forecast.ways import AHEAD
 from cs336_systems.costs.links import Links, measured_links
 from cs336_systems.costs.memory import is_predictable
-from cs336_systems.costs.shards import FP32_BYTES, HEAD, LOOKUP, REST, factor_bytes, parameter_elements
+from cs336_systems.costs.shards import (
+    AHEAD,
+    FP32_BYTES,
+    HEAD,
+    LOOKUP,
+    REST,
+    factor_bytes,
+    parameter_elements,
+    parameter_shapes,
+)
+from cs336_systems.costs.tape import Kind, Operation
 from cs336_systems.costs.time import Limit, TimePrediction, has_known_kernels, operations, replay_operations, step_time
 
 SPEED_BESIDE = 0.5
@@ -96,7 +103,8 @@ def compute_time(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> Ti
 
     Tensor ranks share out every operation evenly, norms and the residual stream by positions (Korthikanti et al. 2022).
     """
-    if not is_predictable(config) or not has_known_kernels(config, curves):
+    alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+    if not is_predictable(alone) or not has_known_kernels(alone, curves):
         return None
     found = operations(config)
     share = cache(lambda each: _share(each, tensor_ranks))  # only few of the thousands of operations differ

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cs336_systems.config import Arch, Parallel, Precision, RunConfig
-from cs336_systems.costs.forecast.parameters import axes, elements, parameter_shapes
+from cs336_systems.config import Arch, ModelConfig, Parallel, Precision, RunConfig
+from cs336_systems.costs.tape import Names
 
 FP32_BYTES, HALF_BYTES = 4, 2
 """Bytes of an element in fp32, and in bf16 or fp16."""
@@ -14,6 +14,56 @@ ALIGNMENT_BYTES = 128
 """Parameters of a unit begin at multiples of this, in `parallel/fully_sharded.py`."""
 
 
+WEIGHTS = {
+    "q": "d_model d_model",
+    "k": "d_model d_model",
+    "v": "d_model d_model",
+    "output": "d_model d_model",
+    "w1": "d_ff d_model",
+    "w2": "d_model d_ff",
+    "w3": "d_ff d_model",
+    "lm_head": "vocabulary d_model",
+}
+"""Shapes of the linear layers' weights, (d_out, d_in)."""
+AHEAD = 2
+"""Units that fsdp gathers ahead of the one that computes."""
+
+
+def axes(config: RunConfig) -> dict[str, int]:
+    """Sizes of the axes that occur in formulas; d_model is heads x d_head, and a batch is cut from T+1 tokens."""
+    model = config.model
+    return {
+        "batch": config.batch_size, "heads": model.num_heads, "T": model.context_length,
+        "T+1": model.context_length + 1, "vocabulary": model.vocab_size, "d_ff": model.d_ff, "d_head": model.d_head,
+    }  # fmt: skip
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, str]:
+    """Shape of every parameter by its name, in the order in which the model makes and the optimizer updates them.
+
+    A parameter of a block begins with the block's index. The head of gpt2 is the embedding.
+    """
+    gpt2 = model.arch is Arch.GPT2
+    shapes = {"embedding": WEIGHTS["lm_head"]}
+    if gpt2:
+        shapes["positions"] = "T d_model"
+
+    def add(name: str, shape: str) -> None:
+        shapes[name] = shape
+        if gpt2:
+            shapes[f"{name}.bias"] = shape.split()[0]
+
+    for index in range(model.num_layers):
+        for norm, linear in (("ln1", ("q", "k", "v", "output")), ("ln2", ("w1", "w2") if gpt2 else ("w1", "w2", "w3"))):
+            add(f"{index}.{norm}", "d_model")
+            for name in linear:
+                add(f"{index}.{name}", WEIGHTS[name])
+    add("ln_final", "d_model")
+    if not gpt2:
+        shapes["lm_head"] = WEIGHTS["lm_head"]
+    return shapes
+
+
 def factor_bytes(precision: Precision) -> int:
     """Bytes per element of a matmul's factors."""
     return HALF_BYTES if precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
@@ -21,8 +71,8 @@ def factor_bytes(precision: Precision) -> int:
 
 def parameter_elements(config: RunConfig) -> dict[str, int]:
     """Elements of every parameter, by its name."""
-    sizes = axes(config)
-    return {name: elements(shape, sizes) for name, shape in parameter_shapes(config.model).items()}
+    names = Names(axes(config))
+    return {name: names.size(shape) for name, shape in parameter_shapes(config.model).items()}
 
 
 def kept_elements(config: RunConfig) -> dict[str, int]:
@@ -35,9 +85,9 @@ def kept_elements(config: RunConfig) -> dict[str, int]:
         for unit in units(config):
             counts |= dict(zip(unit.counts, unit.lengths, strict=True))
     elif config.parallel is Parallel.FSDP2:
-        sizes = axes(config)
+        names = Names(axes(config))
         for name, shape in parameter_shapes(config.model).items():
-            rows = sizes[shape.split()[0]]
+            rows = names.size(shape.split()[0])
             counts[name] = -(-rows // config.ranks) * (counts[name] // rows)
     return counts
 
@@ -47,7 +97,7 @@ def updated_elements(config: RunConfig) -> dict[str, int]:
     kept = kept_elements(config)
     if not config.shard_optimizer:
         return kept
-    return {name: kept[name] for name in _largest_share(kept, config.ranks)}
+    return {name: kept[name] for name in _shares(kept, config.ranks)[1]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +155,8 @@ def units(config: RunConfig) -> list[Unit]:
     ]
 
 
-def _largest_share(counts: Mapping[str, int], ranks: int) -> tuple[str, ...]:
-    """The parameters that a sharded optimizer gives to the rank that gets most.
+def _shares(counts: Mapping[str, int], ranks: int) -> tuple[int, tuple[str, ...]]:
+    """The rank to which a sharded optimizer gives most, and the parameters that it gets.
 
     Each parameter goes to the rank that has the fewest elements so far, as in `parallel/data_parallel.py`.
     """
@@ -116,7 +166,13 @@ def _largest_share(counts: Mapping[str, int], ranks: int) -> tuple[str, ...]:
         owner = totals.index(min(totals))
         owned[owner].append(name)
         totals[owner] += count
-    return tuple(owned[totals.index(max(totals))])
+    largest = totals.index(max(totals))
+    return largest, tuple(owned[largest])
+
+
+def largest_rank(config: RunConfig) -> int:
+    """The rank that keeps most: the one to which a sharded optimizer gives most; all others keep equally much."""
+    return _shares(kept_elements(config), config.ranks)[0] if config.shard_optimizer else 0
 
 
 def _aligned(lengths: Sequence[int], element_bytes: int) -> int:

@@ -1,6 +1,6 @@
 """Time of a step, predicted from its configuration and from the measured ceilings of a device, without torch.
 
-`forecast/` lists the operations of the step, with the FLOPs and bytes of each. A kernel takes the time of a similar one
+The step's tape has its operations, with the sizes and bytes of each. A kernel takes the time of a similar one
 in the measured ceilings. The host launches kernels in order into a queue, from which the device takes them.
 """
 
@@ -9,16 +9,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
-from itertools import chain, pairwise
+from itertools import chain
 from statistics import fmean, median
 from sys import maxsize
 
-from cs336_systems.config import Attention, Phase, Precision, RunConfig, SdpaBackend
+from cs336_systems.config import (
+    PACKED_MULTIPLE,
+    Attention,
+    Device,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
+from cs336_systems.costs.accounting import count_parameters, updated_parameters
 from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.forecast.fast import fast_tape, is_fast_step
-from cs336_systems.costs.forecast.step import as_costed, tape_of
-from cs336_systems.costs.forecast.tape import Kind, Operation, Pass
 from cs336_systems.costs.memory import is_predictable
+from cs336_systems.costs.tape import Kind, Operation, Pass, phases_of
+from cs336_systems.costs.traces import as_costed, has_tape, prepare, tape_of
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""
@@ -134,12 +145,38 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     return _step_time(as_costed(config), curves)
 
 
+def prepare_forecasts(configs: Iterable[RunConfig]) -> None:
+    """Trace the steps of which forecasts will be asked for, in one process; later each would be traced by its own."""
+    found = []
+    for config in configs:
+        if config.device is Device.CUDA and config.model_factory is None:
+            alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+            found += [each for each in (config, alone) if each == each.without_shortcuts or is_fast_step(each)]
+            found.append(config.without_shortcuts)
+    prepare(found)
+
+
 def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
     """Whether the kernels of a step, on each rank, are known from its configuration, and curves have their times."""
     is_math = config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
-    is_known = is_predictable(config.without_graph) or (config.model_factory is None and is_fast_step(config))
+    is_known = is_predictable(config.without_graph) or (
+        config.model_factory is None and is_fast_step(config) and has_tape(config)
+    )
     return not refused and is_known and has_large_matmuls(config, curves)
+
+
+def is_fast_step(config: RunConfig) -> bool:
+    """Whether the step has everything that `--fast` chooses, but no checkpoints; then its kernels are known."""
+    model = config.model
+    settings = (
+        config.fused_blocks, config.fused_loss, config.compile_blocks, config.cuda_graph,
+        config.mode is not Mode.TRAIN or config.optimizer is OptimizerKind.FUSED,
+        model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,
+        model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0,
+    )  # fmt: skip
+    others = config.fp8, config.checkpoint_blocks, config.loss_chunks > 1, config.update_in_backward
+    return all(settings) and not any(others)
 
 
 def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
@@ -182,14 +219,21 @@ def _as_graph(launches: Sequence[Launch], launch_s: float) -> list[Launch]:
 
 
 def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
-    """Operations of each phase of a step in the steady state."""
-    tape = fast_tape(config) if config.fused_blocks else tape_of(config.without_graph)
-    phases = [(phase, begin) for phase, _, begin in tape.steps[-1]]
-    return {
-        phase: [tape.operations[number] for number in tape.launches[begin:end]]
-        for (phase, begin), (_, end) in pairwise([*phases, (Phase.STEP, len(tape.launches))])
-        if begin < end
+    """Operations of each phase of a step in the steady state.
+
+    Those of a rank are those of one process, but that its optimizer updates its share.
+    """
+    tape = tape_of(replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False))
+    found: dict[Phase, list[Operation]] = {
+        phase: [tape.operations[number] for number in tape.launches[first:stop]]
+        for phase, _, (first, stop) in phases_of(tape, -1)
+        if phase is not Phase.STEP and first < stop
     }
+    if config.is_shared and Phase.OPTIMIZER in found:
+        share = updated_parameters(config) / count_parameters(config.model)
+        part = cache(lambda each: replace(each, moved_bytes=round(share * each.moved_bytes)))
+        found[Phase.OPTIMIZER] = [*map(part, found[Phase.OPTIMIZER])]
+    return found
 
 
 def host_calls(config: RunConfig) -> int:

@@ -15,7 +15,7 @@ from cs336_systems.costs.accounting import mfu, step_flops
 from cs336_systems.costs.communication import calls, time_s
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.costs.ranks_time import predicted_time
-from cs336_systems.costs.time import TimePrediction
+from cs336_systems.costs.time import TimePrediction, prepare_forecasts
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.report.identity import SHAPE, SHORTCUTS, identities, identity, settings_of, shared_settings
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
@@ -87,6 +87,7 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     """
     groups = _repeats(records)
     configs = [group[0].config.configuration for group in groups]
+    prepare_forecasts(configs)
     rows = [_row(group, ceilings) for group in groups]
     for name, settings in SPEED_UPS.items():
         keys = [apart_from(config, *settings) for config in configs]

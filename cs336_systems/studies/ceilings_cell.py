@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cs336_systems.config import FP8_MULTIPLE, Device, ModelConfig, Phase, Precision, RunConfig
-from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Pass
+from cs336_systems.costs.tape import MATMULS_OF, Form, Pass
 from cs336_systems.costs.time import host_calls
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.measure.run import measure as measure_run

@@ -16,10 +16,9 @@ from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
 from cs336_systems.costs.calls import Collective, sent_share
 from cs336_systems.costs.curves import Curves, Matmul
-from cs336_systems.costs.forecast.fast import is_fast_step
-from cs336_systems.costs.forecast.tape import MATMULS_OF, Form, Kind, Pass
 from cs336_systems.costs.shards import FP32_BYTES
-from cs336_systems.costs.time import operations
+from cs336_systems.costs.tape import MATMULS_OF, Form, Kind, Pass
+from cs336_systems.costs.time import is_fast_step, operations, prepare_forecasts
 from cs336_systems.files import CEILINGS
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
@@ -330,12 +329,17 @@ def kernel_cells(
     presets: Sequence[str], contexts: Sequence[int], precisions: Sequence[Precision], batch_size: int
 ) -> Iterator[KernelCell]:
     """The matmuls and the attention kernels of training steps of these sizes, each once."""
-    found = dict.fromkeys(
-        (precision, each.form, each.batch, *each.sides)
+    configs = [
+        (precision, config)
         for precision in precisions
         for preset in presets
         for context_length in contexts
         for config in _configs(preset, context_length, precision, batch_size)
+    ]
+    prepare_forecasts([config for _, config in configs])
+    found = dict.fromkeys(
+        (precision, each.form, each.batch, *each.sides)
+        for precision, config in configs
         for of_phase in operations(config).values()
         for each in of_phase
         if each.kind in (Kind.MATMUL, Kind.ATTENTION)

@@ -15,10 +15,10 @@ from cs336_systems.commands.account import AccountArguments, device_meant
 from cs336_systems.commands.flags import parse
 from cs336_systems.config import SIZES, Precision
 from cs336_systems.costs.accounting import component_flops, count_parameters
-from cs336_systems.costs.forecast.tape import Category
 from cs336_systems.costs.hardware import DEVICES, find_device
 from cs336_systems.costs.memory import predict_memory
 from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.costs.tape import Category
 from cs336_systems.costs.time import Limit
 from cs336_systems.files import encode_json
 from cs336_systems.measure import nvml

@@ -1,23 +1,17 @@
 """Bytes of the tensors that a step keeps, on a tape and as real tensors on the CPU."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from cs336_systems.config import Parallel, Phase, RunConfig
-from cs336_systems.costs.forecast.step import StepTape
-from cs336_systems.costs.forecast.tape import Category, Tape
+from cs336_systems.config import Phase, RunConfig
+from cs336_systems.costs.tape import phases_of
+from cs336_systems.costs.traces import tape_of
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.parallel import data_parallel, exchange
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -47,8 +41,7 @@ class LiveBytes(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
-                # of a tensor that is spread over ranks, the part that is here
-                self._watch(getattr(tensor, "_local_tensor", tensor).untyped_storage())
+                self._watch(tensor.untyped_storage())
         return out
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
@@ -56,19 +49,6 @@ class LiveBytes(TorchDispatchMode):
             self._sizes[key] = 0
             self._note(storage)
             weakref.finalize(storage, self._forget, key)
-
-    @contextmanager
-    def of_resized(self) -> Iterator[None]:
-        """Also count what resizing a storage adds or takes away, which no operator does."""
-        resize = torch.UntypedStorage.resize_
-
-        def note(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
-            self._note(storage)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.UntypedStorage, "resize_", note)
-            yield
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         if (key := storage._cdata) in self._sizes:
@@ -80,43 +60,29 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def tape_bytes(config: RunConfig, steps: int = 2) -> tuple[int, list[int], int]:
-    """Bytes on the tape when the last step begins; what was added after each of its phases, and at its peak."""
-    step = StepTape(config)
-    step.set_up()
-    for _ in range(steps - 1):
-        step.run()
-    start = sum(_signed_bytes(step.tape, event) for event in step.tape.events)
-    step.run()
+def tape_bytes(config: RunConfig) -> tuple[list[int], int]:
+    """Bytes that were added on the tape after each phase of the last step, and at its peak."""
+    tape = tape_of(config)
     now, peak, after = 0, 0, []
-    for (_, begin, _), (_, end, _) in pairwise(step.tape.steps[-1]):
-        for event in step.tape.events[begin:end]:
-            now += _signed_bytes(step.tape, event)
+    for _, (begin, end), _ in phases_of(tape, -1):
+        for event in tape.events[begin:end]:
+            spec = tape.spec(max(event, ~event))
+            now += spec.size_bytes if event >= 0 else -spec.size_bytes
             peak = max(peak, now)
         after.append(now)
-    return start, after, peak
+    return after[:-1], peak
 
 
-def _signed_bytes(tape: Tape, event: int) -> int:
-    spec = tape.spec(max(event, ~event))
-    if spec.category is Category.LIBRARY_WORKSPACE:
-        return 0
-    return spec.size_bytes if event >= 0 else -spec.size_bytes
-
-
-def real_bytes(config: RunConfig, steps: int = 2, rank: int = 0) -> tuple[int, list[int], int]:
+def real_bytes(config: RunConfig, steps: int = 2) -> tuple[list[int], int]:
     """The same as tape_bytes of real tensors on the CPU."""
-    with LiveBytes() as live, live.of_resized():
-        step = TrainingStep(config, rank=rank)
+    with LiveBytes() as live:
+        step = TrainingStep(config)
         for _ in range(steps):
             start, after, live.peak = live.now, [], live.now
             loss = step.forward(step.batches())
             after.append(live.now - start)
             if Phase.BACKWARD in config.phases:
                 step.backward(loss)
-                after.append(live.now - start)
-            if step.way is not None:
-                step.way.finish_gradient_synchronization()
                 after.append(live.now - start)
             if Phase.OPTIMIZER in config.phases:
                 step.update()
@@ -125,53 +91,7 @@ def real_bytes(config: RunConfig, steps: int = 2, rank: int = 0) -> tuple[int, l
             step.model.zero_grad(set_to_none=True)
             kept = loss.detach()  # noqa: F841 (as the caller of a step keeps it during the next)
             del loss
-        return start, after, peak
-
-
-class Started:
-    """A collective that keeps its tensors until it is waited for, as NCCL's do."""
-
-    def __init__(self, work, *tensors) -> None:
-        self._work, self._tensors = work, tensors
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._tensors = ()
-
-
-@contextmanager
-def one_of(ranks: int, rank: int, way: Parallel) -> Iterator[None]:
-    """Be one of several ranks, of which the others are not there: collectives return at once what they were given.
-
-    PyTorch's DistributedDataParallel needs real ones, but holds the same whatever the number of ranks is: 1.
-    """
-    if way is Parallel.DDP:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(data_parallel, "check_same_gradients", lambda names, parameters: None)
-            patch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
-            for module in (data_parallel, exchange):
-                patch.setattr(module, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(ranks)])
-            gather, scatter = exchange.start_gather, exchange.Collectives.scatter
-            patch.setattr(
-                exchange, "start_gather", lambda *tensors: [Started(work, *tensors) for work in gather(*tensors)]
-            )
-            patch.setattr(exchange.Collectives, "scatter", lambda *arguments: Started(scatter(*arguments), *arguments))
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
-def order_of_gradients(config: RunConfig) -> list[str]:
-    """Names of the parameters in the order in which a real backward has made their gradients."""
-    step, order = TrainingStep(config), []
-    for name, each in step.model.named_parameters():
-        each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-    step.backward(step.forward(step.batches()))
-    return order
+        return after, peak
 
 
 def use_tensors_of_a_gpu(patch: pytest.MonkeyPatch) -> None:

@@ -210,9 +210,8 @@ def flops_by_module(counter: FlopCounterMode) -> Counter[str]:
 @pytest.mark.parametrize("size", ["small", "gpt2"])
 def test_presets_are_as_torch_counts_them(size, monkeypatch) -> None:
     """At their full size, by tensors without contents."""
-    monkeypatch.setattr(
-        "cs336_systems.model.transformer.initialise", lambda model, config: None
-    )  # which looks at what it draws
+    for name in ("_initialise_cs336", "_initialise_gpt2"):  # which look at what they draw
+        monkeypatch.setattr(f"cs336_systems.model.transformer.{name}", lambda *_: None)
     config = run_config(SIZES[size], batch_size=2)
     with FakeTensorMode():
         model = TransformerLM(config.model)

@@ -19,11 +19,12 @@ from cs336_systems.config import (
 from cs336_systems.costs.calls import Call, Collective
 from cs336_systems.costs.communication import calls, gradient_order, time_s
 from cs336_systems.costs.copies import leaves
-from cs336_systems.costs.forecast.parameters import parameter_shapes
+from cs336_systems.costs.shards import parameter_shapes
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.measure.traced import one_of_the_ranks
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.sharded_weights import leaves_of
-from tests.costs.live import one_of, order_of_gradients
 
 MIB = 2**20
 OURS = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP, Parallel.DDP_PUSH, Parallel.FSDP]
@@ -32,6 +33,15 @@ OURS = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DD
 def shared(way: Parallel, arch: Arch = Arch.CS336, **settings) -> RunConfig:
     model = ModelConfig(arch=arch, vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=3, num_heads=3)
     return RunConfig(size="custom", model=model, parallel=way, ranks=3, **settings)
+
+
+def order_of_gradients(config: RunConfig) -> list[str]:
+    """Names of the parameters in the order in which a real backward has made their gradients."""
+    step, order = TrainingStep(config), []
+    for name, each in step.model.named_parameters():
+        each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    step.backward(step.forward(step.batches()))
+    return order
 
 
 @pytest.mark.parametrize("arch", Arch)
@@ -53,7 +63,7 @@ def test_leaves_are_those_of_the_fast_model(arch) -> None:
     """Layers that read the same tensor are packed."""
     model = ModelConfig(arch=arch, vocab_size=37, context_length=10, d_model=32, d_ff=48, num_layers=3, num_heads=1)
     config = RunConfig(size="custom", model=model, parallel=Parallel.DDP_FLAT, ranks=2, **FAST)
-    with one_of(2, 0, Parallel.DDP_FLAT):
+    with one_of_the_ranks(config):
         real = leaves_of(FastLM(TransformerLM(model), config), shares=True)
     assert sorted((leaf.num_bytes, leaf.element_bytes) for leaf in leaves(config)) == sorted(
         (leaf.tensor.nbytes, leaf.tensor.itemsize) for leaf in real

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
-from cs336_systems.costs.forecast.tape import Form, Kind, Pass
+from cs336_systems.costs.tape import Form, Kind, Pass
 from cs336_systems.costs.time import operations, step_time
 from cs336_systems.studies.ceilings_cell import make_fused_attention, make_matmul, make_pass, measure_kernel
 from cs336_systems.studies.ceilings_files import Ceilings

@@ -12,8 +12,8 @@ import pytest
 
 from cs336_systems import record as record_module
 from cs336_systems.config import OptimizerKind, Phase, Precision
-from cs336_systems.costs.forecast.tape import Kind
 from cs336_systems.costs.ranks_time import HOST_SPREAD
+from cs336_systems.costs.tape import Kind
 from cs336_systems.costs.time import Limit, operations, step_time
 from cs336_systems.record import Measurement, WarningCode
 from cs336_systems.report.formats import texts_of

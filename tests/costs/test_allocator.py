@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cs336_systems.costs.forecast.allocator import (
+from cs336_systems.costs.allocator import (
     MIB,
     Block,
     CachingAllocator,

@@ -1,1 +1,0 @@
-"""Forecast of a training step's memory: its tensors one by one, and the allocator that places them."""

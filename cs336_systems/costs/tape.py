@@ -1,0 +1,304 @@
+"""What a step does, as a list: tensors that it makes and frees, and operations in the order in which it launches them.
+
+`trace.py` writes such a tape from the real step. Sizes stand in it as products of named axes, such as `batch T
+d_model`, so that one tape serves all sizes of a model with as many layers.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache, cached_property
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from cs336_systems.config import Phase
+from cs336_systems.costs.allocator import round_up
+
+
+class Category(StrEnum):
+    """Purpose of a tensor on the device. Tables list the categories in this order."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GATHERED = "gathered parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    WEIGHT_COPIES = "autocast weight copies"
+    ACTIVATIONS = "activations"
+    LOSS = "logits and loss"
+    TEMPORARIES = "temporaries"
+    OPTIMIZER_WORKSPACE = "optimizer workspace"
+    LIBRARY_WORKSPACE = "library workspace"
+    UNSPLIT = "unsplit rest of blocks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorSpec:
+    """One kind of tensor, with its bytes as a number and as a formula. A tape has one object for equal tensors."""
+
+    category: Category
+    label: str
+    formula: str
+    """Names of axes and the element size, such as `batch x heads x T x T x 4`."""
+    size_bytes: int
+    stream: str = ""
+    """CUDA stream on which the tensor is made, if not the main one; the allocator keeps memory apart by stream."""
+
+
+class Kind(StrEnum):
+    """What an operation does, which decides the ceiling that gives its time."""
+
+    MATMUL = "matmul"
+    ATTENTION = "fused attention"
+    PASS = "pass over memory"
+    ADAMW = "fused AdamW"
+
+
+class Form(StrEnum):
+    """Memory layout of a matmul's factors, or a kernel of fused attention."""
+
+    FORWARD = "forward"
+    """x W^T, as in a linear layer: the second factor is transposed."""
+    INPUT = "input"
+    """g W, the gradient of a layer's input: no factor is transposed."""
+    WEIGHT = "weight"
+    """g^T x, the gradient of a layer's weight: the first factor is transposed."""
+    ATTENTION = "attention"
+    """Causal attention as one kernel, with the sides of its scores."""
+    ATTENTION_BACKWARD = "attention backward"
+
+
+MATMULS_OF = {Form.ATTENTION: 2, Form.ATTENTION_BACKWARD: 5}
+"""Matmuls in fused attention: scores and values; in backward the scores again, and two gradients of each (Dao 2023)."""
+
+
+class Pass(StrEnum):
+    """Memory access pattern of a kernel, which decides its bandwidth."""
+
+    COPY = "copy"
+    """Contiguous, with results of the same type or a narrower one."""
+    WIDEN = "widen"
+    """Contiguous, with results of a wider type, for which PyTorch's kernels do not vectorise their loads."""
+    STRIDED = "strided"
+    """Reads and writes in different orders, as when heads and positions are transposed."""
+    MASKED = "masked"
+    """Writes in place where a mask is set, which all heads share."""
+    SOFTMAX = "softmax"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operation:
+    """One PyTorch operator: one kernel, or several equal ones. A tape has one object for equal operations."""
+
+    kind: Kind
+    how: Pass = Pass.COPY
+    form: Form = Form.FORWARD
+    moved_bytes: int = 0
+    """Bytes that each kernel reads and writes, if nothing is read twice."""
+    sides: tuple[int, int, int] = (0, 0, 0)
+    """Rows, inner side and columns of a matmul, or of the scores of fused attention."""
+    batch: int = 1
+    """Number of matmuls in a batched one; for attention, heads of all sequences."""
+    element_bytes: int = 4
+    """Bytes per element of a matmul's factors."""
+    launches: int = 1
+    """Number of kernels, one after the other."""
+    calls: int = 1
+    """Number of operations that the host dispatches."""
+    views: int = 0
+    """Number of views before the operation, and of other calls; each takes the host about as long as a launch."""
+
+
+REPEATED = ".*"
+"""Stands in a label for the number of a module in a list of modules."""
+ROUNDED = re.compile(r"([A-Za-z_]+|\d+)\^(\d+)")
+"""A size rounded up to a multiple, such as `T^128`."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Named axes with their sizes, in the order in which formulas name them."""
+
+    axes: Mapping[str, int]
+
+    @cached_property
+    def product(self) -> Callable[[int], str]:
+        """Writes a number as a product of axes, which must be coprime, and of the integer that is left."""
+        return cache(self._product)
+
+    def _product(self, number: int) -> str:
+        names, left = [], number
+        for name, size in self.axes.items():
+            while size > 1 and left and left % size == 0:
+                names.append(name)
+                left //= size
+        while "heads" in names and "d_head" in names:
+            names.remove("heads")
+            names[names.index("d_head")] = "d_model"
+        return " ".join([*([str(left)] if left != 1 or not names else []), *names])
+
+    def size(self, shape: str) -> int:
+        """Number of elements of a shape, which consists of names of axes and numbers."""
+        return prod(map(self._factor, shape.split()))
+
+    def _factor(self, word: str) -> int:
+        if (match := ROUNDED.fullmatch(word)) is not None:
+            return round_up(self._factor(match[1]), int(match[2]))
+        if word == "d_model" and "d_model" not in self.axes:
+            return self.axes["heads"] * self.axes["d_head"]
+        return int(word) if word.isdigit() else self.axes[word]
+
+
+TensorKey = tuple[Category, str, str, int, str]
+"""Category, label, shape, bytes per element and stream of a kind of tensor."""
+OperationKey = tuple[Any, ...]
+"""Views before the operation, the name of the method of _Maker that makes it, and that method's arguments."""
+
+
+class Tape:
+    """Tensors and operations of some steps, of few kinds, which are numbered because layers repeat."""
+
+    def __init__(self, axes: Mapping[str, int], kinds: Sequence[TensorKey], makes: Sequence[OperationKey]) -> None:
+        self.kinds, self.makes = kinds, makes
+        self.tensors: list[int] = []
+        """The number of each tensor's kind, by its handle: tensors are numbered in the order in which they are made."""
+        self.events: list[int] = []
+        """A handle when its tensor is made, its complement (~handle) when it is freed."""
+        self.launches: list[int] = []
+        """The number of each operation, in the order of their launches."""
+        self.steps: list[list[tuple[Phase, int, int]]] = []
+        """The phases of each step, with the numbers of events and of launches before them; STEP is between two steps"""
+        self._set(axes)
+
+    def _set(self, axes: Mapping[str, int]) -> None:
+        self.names = Names(axes)
+        self.specs = [self._spec(*key) for key in self.kinds]
+        """Each kind of tensor by its number."""
+        self.operations = [
+            replace(getattr(_Maker(self.names), make)(*arguments), views=views)
+            for views, make, *arguments in self.makes
+        ]
+        """Each operation by its number."""
+
+    def _spec(self, category: Category, label: str, shape: str, element_bytes: int, stream: str) -> TensorSpec:
+        formula = " x ".join([*shape.split(), str(element_bytes)])
+        size_bytes = self.names.size(shape) * element_bytes
+        return TensorSpec(
+            category=Category(category), label=label, formula=formula, size_bytes=size_bytes, stream=stream
+        )
+
+    def spec(self, handle: int) -> TensorSpec:
+        """The kind of a tensor."""
+        return self.specs[self.tensors[handle]]
+
+    def resized(self, axes: Mapping[str, int]) -> "Tape":
+        """The same tensors and operations for other sizes of the axes."""
+        other = copy(self)
+        other._set(axes)
+        return other
+
+    def repeat(self) -> None:
+        """Append a repetition of the last step, which frees what the step before has left, and leaves the like."""
+        _, begin, first = self.steps[-1][0]
+        events, launches = self.events[begin:], self.launches[first:]
+        start, end = min(event for event in events if event >= 0), len(self.tensors)
+        freed = {~event for event in self.events if event < 0}
+        old = sorted(~event for event in events if event < 0 and ~event < start)
+        new = [handle for handle in range(start, end) if handle not in freed]
+        kinds = ([self.tensors[handle] for handle in each] for each in (old, new))
+        assert next(kinds) == next(kinds), "the last step is not in the steady state"
+        places = {~before: ~after for before, after in zip(old, new, strict=True)}
+        made = end - start
+        self.events += [event + made if event >= 0 else places.get(event, event - made) for event in events]
+        self.tensors += self.tensors[start:]
+        self.launches += launches
+        self.steps.append([(phase, at + len(events), of + len(launches)) for phase, at, of in self.steps[-1]])
+
+    def to_json(self) -> dict[str, Any]:
+        """The tape as JSON. An event is 0 for a tensor that is made, and the age of one that is freed."""
+        made, ages = 0, []
+        for event in self.events:
+            made += event >= 0
+            ages.append(0 if event >= 0 else made - ~event)
+        return {
+            "axes": self.names.axes, "kinds": self.kinds, "makes": self.makes, "tensors": self.tensors, "events": ages,
+            "launches": self.launches, "steps": self.steps,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> "Tape":
+        """The tape that `to_json` has made."""
+        tape = cls(kept["axes"], kept["kinds"], kept["makes"])
+        tape.tensors, tape.launches = kept["tensors"], kept["launches"]
+        made = 0
+        for age in kept["events"]:
+            tape.events.append(~(made - age) if age else made)
+            made += not age
+        tape.steps = [[(Phase(phase), at, of) for phase, at, of in step] for step in kept["steps"]]
+        return tape
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes operations for the sizes of axes, from the names of methods and their arguments, which are kept as JSON."""
+
+    names: Names
+
+    def passes(self, moved: Sequence[tuple[str, int]], how: str, launches: int = 1, calls: int = 1) -> Operation:
+        """Kernels that each move these shapes, with the bytes of an element."""
+        moved_bytes = sum(self.names.size(shape) * element_bytes for shape, element_bytes in moved)
+        return Operation(kind=Kind.PASS, how=Pass(how), moved_bytes=moved_bytes, launches=launches, calls=calls)
+
+    def matmul(self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str) -> Operation:
+        m, k, n = sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
+        count = self.names.size(batch)
+        return Operation(
+            kind=Kind.MATMUL,
+            form=Form(form),
+            moved_bytes=element_bytes * count * (m * k + k * n + m * n),
+            sides=sides,
+            batch=count,
+            element_bytes=element_bytes,
+        )
+
+    def attention(
+        self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str, moved: Sequence[str]
+    ) -> Operation:
+        sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
+        return Operation(
+            kind=Kind.ATTENTION,
+            form=Form(form),
+            moved_bytes=element_bytes * sum(map(self.names.size, moved)),
+            sides=sides,
+            batch=self.names.size(batch),
+            element_bytes=element_bytes,
+        )
+
+    def adamw(self, moved_bytes: int, shapes: Sequence[str]) -> Operation:
+        """A fused update that moves so many bytes for each element of these shapes."""
+        return Operation(kind=Kind.ADAMW, moved_bytes=moved_bytes * sum(map(self.names.size, shapes)))
+
+    def foreach(self, tensors: int, element_bytes: int, shapes: Sequence[str]) -> Operation:
+        """A pass over many tensors, in launches that each cover as many elements as PyTorch gives to one."""
+        counts = [*map(self.names.size, shapes)]
+        launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
+        moved_bytes = tensors * element_bytes * sum(counts) // launches
+        return Operation(kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches)
+
+
+FOREACH_CHUNK = 65_536
+"""Elements per thread block of a foreach kernel (kChunkSize of PyTorch's MultiTensorApply.cuh)."""
+FOREACH_BLOCKS = 320
+"""Thread blocks in one launch of a foreach kernel (depth_to_max_blocks of the same file)."""
+
+
+def phases_of(tape: Tape, step: int) -> list[tuple[Phase, tuple[int, int], tuple[int, int]]]:
+    """The phases of a step, with the ranges of their events and of their launches."""
+    last = (Phase.STEP, len(tape.events), len(tape.launches))
+    return [
+        (phase, (begin, end), (first, stop))
+        for (phase, begin, first), (_, end, stop) in pairwise([*tape.steps[step], last])
+    ]

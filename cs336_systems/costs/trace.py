@@ -1,0 +1,738 @@
+# ruff: noqa: ANN401 (modes and hooks get whatever PyTorch passes)
+"""Traces a step: the tensors that it makes and frees and the operations that it launches, as a Tape.
+
+Nothing here knows the model. The step's real code runs with meta tensors, which have shapes and types and no data; code
+that asks sees them on a CUDA device. Where PyTorch's CUDA kernels or its autocast do otherwise than its meta kernels,
+the tables below say so, each entry with its place in PyTorch's source (2.11).
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336_systems.config import Phase
+from cs336_systems.costs.tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey
+
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+"""PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and autograd's.
+
+Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on an H200 are right to the byte.
+"""
+GPU = torch.device("cuda", 0)
+HALF = (torch.bfloat16, torch.float16)
+
+# ---- what autocast does on CUDA (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32)
+
+IN_LOW_PRECISION = frozenset(
+    [
+        "linear",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "mm",
+        "bmm",
+        "mv",
+        "addmm",
+        "addbmm",
+        "baddbmm",
+        "addmv",
+        "addr",
+        "einsum",
+        "chain_matmul",
+        "multi_dot",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "prelu",
+        "scaled_dot_product_attention",
+    ]
+)
+IN_FP32 = frozenset(
+    [
+        "softmax",
+        "log_softmax",
+        "layer_norm",
+        "group_norm",
+        "nll_loss",
+        "nll_loss_nd",
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "kl_div",
+        "cosine_similarity",
+        "exp",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "expm1",
+        "reciprocal",
+        "rsqrt",
+        "pow",
+        "__pow__",
+        "__rpow__",
+        "norm",
+        "logsumexp",
+        "cumsum",
+        "cumprod",
+        "softplus",
+        "binary_cross_entropy_with_logits",
+    ]
+)
+
+# ---- operators that CUDA has and meta decomposes
+
+_library = torch.library.Library("cs336_trace", "DEF")
+_library.define("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)")
+_library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor weight) -> (Tensor, Tensor)")
+_library.impl("rms_norm", lambda x, weight: (torch.empty_like(x), _scale_of(x, weight)), "Meta")
+_library.impl("rms_norm_backward", lambda _, x, __, weight: (torch.empty_like(x), torch.empty_like(weight)), "Meta")
+
+
+def _scale_of(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim()), dtype=torch.float32)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """_fused_rms_norm of CUDA saves its input and 1 / rms (aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Any:
+        out, scale = torch.ops.cs336_trace.rms_norm(x, weight)
+        ctx.save_for_backward(x, scale, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.ops.cs336_trace.rms_norm_backward(gradient, *ctx.saved_tensors)
+
+
+def _rms_norm(call: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Any:
+    """Fused unless the types differ (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp)."""
+    if weight is None or weight.dtype != x.dtype:
+        return call(x, shape, weight, eps)
+    return _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+
+
+def _attention(
+    call: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> Any:
+    """Flash or cuDNN in half precision, else the efficient kernel, else math (cuda/sdp_utils.cpp).
+
+    cuDNN saves what flash does.
+    """
+    cuda, ops = torch.backends.cuda, torch.ops.aten
+    if not more.get("enable_gqa"):
+        if q.dtype in HALF and attn_mask is None and (cuda.flash_sdp_enabled() or cuda.cudnn_sdp_enabled()):
+            return ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=more.get("scale"))[0]
+        if cuda.mem_efficient_sdp_enabled():
+            has_gradient = torch.is_grad_enabled() and q.requires_grad
+            return ops._scaled_dot_product_efficient_attention(
+                q, k, v, attn_mask, has_gradient, dropout_p, is_causal, scale=more.get("scale")
+            )[0]
+    return call(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **more)
+
+
+def _cross_entropy(
+    call: Callable[..., Tensor],
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Under autocast the log-softmax has the logits' type, and the likelihood is taken in fp32 (LossNLL.cpp)."""
+    if not torch.is_autocast_enabled("cuda") or label_smoothing or target.is_floating_point():
+        return call(x, target, weight, reduction, ignore_index, label_smoothing)
+    log_softmax = torch.log_softmax(x, min(1, x.dim() - 1), x.dtype)
+    return torch._C._nn.nll_loss_nd(log_softmax.float(), target, weight, reduction, ignore_index)  # type: ignore[arg-type]
+
+
+def _softmax(call: Callable[..., Tensor], x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """From fp16 to fp32 in one kernel, from bf16 by a copy (softmax in aten/src/ATen/native/SoftMax.cpp)."""
+    if torch.is_autocast_enabled("cuda") and dtype is None:
+        dtype = torch.float32
+    if x.dtype is torch.float16 and dtype is torch.float32:
+        return torch.ops.aten._softmax(x, dim, True)
+    return call(x, dim, dtype=dtype)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm, "scaled_dot_product_attention": _attention, "cross_entropy_loss": _cross_entropy,
+    "softmax": _softmax,
+}  # fmt: skip
+_PLACES = {
+    vars(torch._C.TensorBase)[name].__get__: shown
+    for name, shown in (("device", GPU), ("is_cuda", True), ("is_meta", False))
+}
+"""What code that asks for a tensor's place gets to know."""
+
+
+class _OnGpu(TorchFunctionMode):
+    """Shows meta tensors as CUDA's, makes CUDA's on meta, and does what autocast does on CUDA."""
+
+    def __init__(self, copied: Callable[[Tensor], None]) -> None:
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        """Autocast's cache: parameters and their copies, by the parameter's id."""
+        self._copied = copied
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _PLACES:
+            return _PLACES[function] if args[0].device.type == "meta" else function(*args)
+        name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
+        if function is torch.device:
+            return function(*args, **kwargs)
+        args = tuple(_moved(each) for each in args)
+        if "device" in kwargs:
+            kwargs["device"] = _moved(kwargs["device"])
+        if name == "cuda":
+            return args[0].to("meta")
+        if torch.is_autocast_enabled("cuda"):
+            if name in IN_LOW_PRECISION:
+                args, kwargs = self._cast(args, kwargs, torch.get_autocast_dtype("cuda"))
+            elif name in IN_FP32 and name != "softmax" and kwargs.get("dtype") is None:
+                args, kwargs = self._cast(args, kwargs, torch.float32)
+        instead = _FUNCTIONS.get(name)
+        return function(*args, **kwargs) if instead is None else instead(function, *args, **kwargs)
+
+    def _cast(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(self._cast_one(each, dtype) for each in args), {
+            name: self._cast_one(each, dtype) for name, each in kwargs.items()
+        }
+
+    def _cast_one(self, x: Any, dtype: torch.dtype) -> Any:
+        """Copies of leaves in low precision are kept until autocast ends (cached_cast in autocast_mode.cpp)."""
+        if isinstance(x, (list, tuple)):
+            return type(x)(self._cast_one(each, dtype) for each in x)
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype in (torch.float64, dtype):
+            return x
+        is_kept = dtype in HALF and x.is_leaf and x.requires_grad and x.dtype is torch.float32 and not x._is_view()
+        if not is_kept:
+            return x.to(dtype)
+        if id(x) not in self.copies:
+            self.copies[id(x)] = (x, x.to(dtype))
+            self._copied(self.copies[id(x)][1])
+        return self.copies[id(x)][1]
+
+
+def _moved(device: Any) -> Any:
+    is_gpu = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    return torch.device("meta") if is_gpu else device
+
+
+# ---- what is recorded
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The meta tensors in a value, or in lists and tuples of values."""
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+SILENT = frozenset(
+    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"]
+)
+"""Operations beside views that launch no kernel."""
+LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
+MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
+
+
+class TraceError(ValueError):
+    """The step does something that cannot be traced without data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation that was dispatched, or a kernel in Triton that was launched."""
+
+    name: str
+    ins: Sequence[Tensor]
+    """The tensors among its arguments."""
+    outs: Sequence[Tensor]
+    args: Any
+    """All arguments of an operation in order, and those of a kernel in Triton that have names."""
+
+
+Kernel = Callable[["Trace", Call], None]
+"""Notes what a call launches."""
+
+
+class Trace:
+    """Collects what is dispatched; `tape()` makes a Tape of it."""
+
+    def __init__(self, axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProxyType({})) -> None:
+        self.axes, self.names = axes, Names(axes)
+        self.kernels = {**_KERNELS, **kernels}
+        """Functions that note what an operation launches, by its name; _pass notes that of all others."""
+        self.made: list[list[Any]] = []
+        """Of each tensor by its handle: category or None, label, shape, bytes per element, stream; phase."""
+        self.events: list[int] = []
+        self.launches: list[int] = []
+        self.steps: list[list[tuple[Phase, int, int]]] = []
+        self.phase: Phase | None = None
+        self._operations: dict[OperationKey, int] = {}
+        self._views = 0
+        self._shapes: dict[tuple[int, int], tuple[str, int]] = {}
+        self._handles: dict[int, int | None] = {}
+        """Handles of storages that exist, by their address."""
+        self._watches: dict[int, Any] = {}
+        self._threads: set[str] = set()
+        """Threads that have cuBLAS's workspace."""
+        self.main_stream = self.stream = _Stream()
+        self._streams: dict[int, str] = {}
+        self._paths: list[str] = []
+        self._names: dict[int, str] = {}
+
+    @property
+    def place(self) -> str:
+        """The module that runs, for messages."""
+        return f"{self._paths[-1]}: " if self._paths and self._paths[-1] else ""
+
+    # phases
+
+    def begin(self, phase: Phase) -> None:
+        """Begin a phase of a step; forward begins a step."""
+        self._views = 0
+        self.phase = phase
+        if phase is Phase.FORWARD:
+            self.steps.append([])
+        if self.steps:
+            self.steps[-1].append((phase, len(self.events), len(self.launches)))
+
+    def note(self, category: Category, tensors: Iterable[Tensor]) -> None:
+        """Say what these tensors are for."""
+        for tensor in tensors:
+            own = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
+            if (handle := self._handles.get(own.untyped_storage()._cdata)) is not None:
+                self.made[handle][0] = category
+
+    # streams
+
+    @contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        """While open, tensors are made on this stream; None stands for the one that is in use."""
+        before, self.stream = self.stream, self.stream if stream is None else stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def _name_of_stream(self) -> str:
+        if self.stream is self.main_stream:
+            return ""
+        return self._streams.setdefault(id(self.stream), f"stream {len(self._streams) + 1}")
+
+    # modules
+
+    def enter(self, module: Any, _: Any) -> None:
+        if not self._paths and id(module) not in self._names:
+            self._names = {id(each): re.sub(r"(^|\.)\d+", r"\1*", name) for name, each in module.named_modules()}
+        self._paths.append(self._names.get(id(module), self._paths[-1] if self._paths else ""))
+
+    def leave(self, _: Any, __: Any, out: Any) -> None:
+        self._paths.pop()
+        if not self._paths:
+            with torch._C.DisableTorchFunction():
+                self.note(Category.LOSS, _tensors(out))
+
+    # tensors
+
+    def tensor(
+        self, storage: torch.UntypedStorage, label: str, element_bytes: int, shape: str | None = None
+    ) -> int | None:
+        """The handle of a storage; None if it is empty."""
+        key = storage._cdata
+        if key not in self._handles:
+            self._watches[key] = weakref.ref(storage, lambda _: self._forget(key))
+            size = storage.nbytes()
+            self._handles[key] = self.add(None, label, size, element_bytes, shape) if size else None
+        return self._handles[key]
+
+    def _forget(self, key: int) -> None:
+        self._drop(key)
+        del self._handles[key], self._watches[key]
+
+    def _drop(self, key: int) -> None:
+        if (handle := self._handles[key]) is not None:
+            self.events.append(~handle)
+
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Note that a storage is emptied, or filled again, as those of sharded parameters are."""
+        key = storage._cdata
+        if key in self._handles:
+            self._drop(key)
+            self._handles[key] = (
+                self.add(Category.GATHERED, "resized storage", num_bytes, 1, None) if num_bytes else None
+            )
+
+    def add(self, category: Category | None, label: str, num_bytes: int, element_bytes: int, shape: str | None) -> int:
+        handle = len(self.made)
+        size = self.bytes_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
+        self.made.append([category, label, *size, self._name_of_stream(), self.phase, bool(self._paths)])
+        self.events.append(handle)
+        return handle
+
+    def workspace(self, label: str, shape: str, element_bytes: int) -> None:
+        """A tensor that exists only within a kernel."""
+        self.events.append(~self.add(Category.TEMPORARIES, label, 0, element_bytes, shape))
+
+    def bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
+        """Bytes as a shape and the bytes of its elements, with as many axes in the shape as there are."""
+        key = num_bytes, element_bytes
+        if key not in self._shapes:
+            self._shapes[key] = self._bytes_of(*key)
+        return self._shapes[key]
+
+    def _bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
+        of_elements, of_bytes = self.names.product(num_bytes // element_bytes), self.names.product(num_bytes)
+        if num_bytes % element_bytes == 0 and _count_axes(of_elements) >= _count_axes(of_bytes):
+            return of_elements, element_bytes
+        number, *axes = of_bytes.split()
+        return " ".join(axes), int(number)
+
+    def moved(self, tensor: Tensor) -> tuple[str, int]:
+        """The shape of a tensor, in which axes that are expanded count once, and its bytes per element."""
+        count = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        return self.bytes_of(count * tensor.element_size(), tensor.element_size())
+
+    # operations
+
+    def launch(self, make: str, *arguments: Any) -> None:
+        key = (self._views, make, *arguments)
+        self.launches.append(self._operations.setdefault(key, len(self._operations)))
+        self._views = 0
+
+    def record(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        outs, ins = [*_tensors(out)], [*_tensors((args, *kwargs.values()))]
+        if not outs and not ins:
+            return
+        name = function.name().split("::")[1].split(".")[0]
+        node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD else None
+        word = name.strip("_")
+        label = f"{word} in {self._paths[-1]}" if self._paths else word if node is None else f"{word} of {node.name()}"
+        known = len(self.made)
+        if name == "_scaled_dot_product_efficient_attention":  # pads the sums (cuda/attention.cu)
+            batch, heads, queries, _ = outs[0].shape
+            padded = f"{self.names.product(batch * heads)} {self.names.product(queries)}^32"
+            self.tensor(outs[1].untyped_storage(), label, 4, padded)
+            outs = outs[:2]  # seeds are on the host
+        handles = [self.tensor(each.untyped_storage(), label, each.element_size()) for each in outs]
+        if all(handle is None or handle < known for handle in handles) and not name.endswith("_") and outs:
+            self._views += 1
+            return
+        if name in SILENT:
+            self._views += 1
+            return
+        self.kernels.get(name, _pass)(self, Call(name, ins, outs, args))
+
+    def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
+        """A kernel in Triton; one without an entry reads or writes each of its tensors once."""
+        if name in self.kernels:
+            self.kernels[name](self, Call(name, tensors, (), named))
+        else:
+            self.moves(tensors)
+
+    def moves(self, tensors: Sequence[Tensor]) -> None:
+        """Launch a kernel that reads or writes these tensors, each as often as it is given."""
+        self.launch("passes", _moves(self, tensors), Pass.COPY)
+
+    def collective(self, function: Any, args: Any) -> Any:
+        """A collective among ranks that are not there, which takes no time and changes nothing."""
+        work = FakeWork().boxed()
+        returns = [each.type.str() for each in function._schema.returns]
+        tensors = [each for each in args if isinstance(each, (list, Tensor))]
+        made = [work if "Work" in kind else tensors[0] for kind in returns]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def tape(self) -> Tape:
+        """The tape of all that was recorded."""
+        kinds: dict[TensorKey, int] = {}
+        tensors = []
+        for category, label, shape, element_bytes, stream, phase, in_module in self.made:
+            key = (category or _category(phase, in_module), label, shape, element_bytes, stream)
+            tensors.append(kinds.setdefault(key, len(kinds)))
+        tape = Tape(self.axes, [*kinds], [*self._operations])
+        tape.tensors, tape.events, tape.launches, tape.steps = tensors, [*self.events], [*self.launches], self.steps
+        return tape
+
+    def matmul(self, form: Form, sides: tuple[int, int, int], element_bytes: int, batch: int = 1) -> None:
+        """Launch a matmul, or a batch of them, of (rows, inner) by (inner, columns) matrices."""
+        self.launch("matmul", form, *map(self.names.product, sides), element_bytes, self.names.product(batch))
+        self.claim_workspace()
+
+    def attention(self, form: Form, batch: int, sides: tuple[int, int, int], element_bytes: int) -> None:
+        """Launch fused attention of so many heads in all, with the sides of its scores."""
+        tensors = 4 if form is Form.ATTENTION else 8
+        moved = (self.names.product(batch * sides[0] * sides[1]),) * tensors
+        self.launch("attention", form, *map(self.names.product, sides), element_bytes, self.names.product(batch), moved)
+
+    def claim_workspace(self) -> None:
+        """Make cuBLAS's workspace at the first matmul of a thread; it is never freed."""
+        thread = "backward" if self.phase is Phase.BACKWARD else "forward"
+        if thread not in self._threads:
+            self._threads.add(thread)
+            self.add(Category.LIBRARY_WORKSPACE, "cuBLAS workspace", 0, 1, str(CUBLAS_WORKSPACE_BYTES))
+
+
+def _category(phase: Phase | None, in_module: bool) -> Category:
+    """What a tensor is for, by when it was made, if nobody has said."""
+    if phase is None:
+        return Category.BUFFERS
+    if phase is Phase.OPTIMIZER:
+        return Category.OPTIMIZER_WORKSPACE
+    if in_module:
+        return Category.ACTIVATIONS
+    return Category.LOSS if phase is Phase.FORWARD else Category.TEMPORARIES
+
+
+def _moves(trace: Trace, tensors: Iterable[Tensor]) -> tuple[tuple[str, int], ...]:
+    return tuple(map(trace.moved, tensors))
+
+
+def _count_axes(shape: str) -> int:
+    return sum(not word.isdigit() for word in shape.split())
+
+
+def _pass(trace: Trace, call: Call) -> None:
+    """Any operation without an entry: one kernel that reads its arguments and writes its results."""
+    name, ins, outs = call.name, call.ins, call.outs or call.ins[:1]
+    if name in LOOKUPS:
+        ins = outs  # of what they read from, as many elements as they write
+    elif name.startswith("nll_loss"):
+        ins = ()  # they read or write one element of each row, and backward writes zeros
+    ins = [*{id(each): each for each in ins}.values()]
+    how = Pass.COPY
+    widest = max((each.element_size() for each in ins), default=8)
+    if "softmax" in name and "log" not in name:
+        how = Pass.SOFTMAX
+    elif name == "masked_fill_":
+        how = Pass.MASKED
+    elif name in ("clone", "copy_", "_to_copy") and ins and ins[-1].stride() != outs[0].stride():
+        how = Pass.STRIDED
+    elif outs and outs[0].element_size() > widest:
+        how = Pass.WIDEN
+    trace.launch("passes", _moves(trace, [*ins, *outs]), how)
+
+
+def _matmul(trace: Trace, call: Call) -> None:
+    a, b = call.ins[-2:]
+    is_transposed = [x.stride(-2) == 1 and x.shape[-2] > 1 for x in (a, b)]
+    form = Form.FORWARD if is_transposed[1] else Form.WEIGHT if is_transposed[0] else Form.INPUT
+    sides = a.shape[-2], a.shape[-1], b.shape[-1]
+    trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
+
+
+def _attention_kernel(trace: Trace, call: Call) -> None:
+    q, k = call.ins[:2]
+    trace.attention(Form.ATTENTION, q.shape[0] * q.shape[1], (q.shape[2], q.shape[3], k.shape[2]), q.element_size())
+
+
+def _attention_backward_kernel(trace: Trace, call: Call) -> None:
+    """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel multiplies output and
+    gradient (cuda/attention_backward.cu). cuDNN's workspace is not documented; that of flash is assumed.
+    """
+    q, k = call.ins[1:3]
+    batch, heads, queries, d_head = q.shape
+    rows = f"{trace.names.product(batch * heads)} {trace.names.product(queries)}^128"
+    trace.workspace("row sums of output x gradient", rows, 4)
+    padded = f"{rows} {trace.names.product(d_head)}^32"
+    trace.workspace(
+        "workspace of fused attention", padded if q.dtype in HALF else trace.names.product(q.numel()), 4
+    )  # fmt: skip
+    trace.attention(Form.ATTENTION_BACKWARD, batch * heads, (queries, d_head, k.shape[2]), q.element_size())
+
+
+def _softmax_backward(trace: Trace, call: Call) -> None:
+    """CUDA multiplies gradient and output first (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu)."""
+    gradient, output = call.ins[:2]
+    trace.workspace("gradient x softmax", *trace.moved(gradient))
+    trace.launch("passes", _moves(trace, [gradient, output, gradient]), Pass.COPY)
+    trace.launch("passes", _moves(trace, [gradient, output, call.outs[0]]), Pass.COPY, 1, 0)
+
+
+def _norm_backward(trace: Trace, call: Call) -> None:
+    """One kernel for the gradient of the input, one for those of the parameters (cuda/layer_norm_kernel.cu)."""
+    trace.launch("passes", _moves(trace, [*call.ins[:2], call.outs[0]]), Pass.COPY)
+    trace.launch("passes", _moves(trace, call.ins[:2]), Pass.COPY, 1, 0)
+
+
+def _foreach(trace: Trace, call: Call) -> None:
+    """A pass over lists of tensors, of which one may be given twice."""
+    lists = {id(each[0]): each for each in call.args if isinstance(each, (list, tuple)) and [*_tensors(each)]}
+    if lists:
+        first = next(iter(lists.values()))
+        shapes = tuple(trace.names.product(each.numel()) for each in first)
+        trace.launch("foreach", len(lists) + 1, first[0].element_size(), shapes)
+
+
+def _fused_adamw(trace: Trace, call: Call) -> None:
+    trace.launch("adamw", 28, tuple(trace.names.product(each.numel()) for each in call.args[0]))
+
+
+_KERNELS: Mapping[str, Kernel] = {
+    **dict.fromkeys(MATMULS, _matmul),
+    "_scaled_dot_product_flash_attention": _attention_kernel,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_efficient_attention": _attention_kernel,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
+    "_softmax_backward_data": _softmax_backward,
+    "rms_norm_backward": _norm_backward,
+    "native_layer_norm_backward": _norm_backward,
+    "_fused_adamw_": _fused_adamw,
+    **{f"_foreach_{each}": _foreach for each in (
+        "mul_", "add_", "lerp_", "addcmul_", "sqrt", "div_", "addcdiv_", "sub_", "neg", "reciprocal_")},
+}  # fmt: skip
+
+
+class _Stream:
+    """Stands for a CUDA stream or event."""
+
+    device = GPU
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait(self, *_: Any) -> "_Stream":
+        return self
+
+    wait_stream = wait_event = record = record_event = synchronize = wait
+
+
+_CUDA: dict[str, Any] = {
+    "Stream": _Stream, "Event": _Stream, "current_device": lambda: 0, "is_current_stream_capturing": lambda: True,
+    "device_count": lambda: 2**20, "can_device_access_peer": lambda *_: True,
+    "is_bf16_supported": lambda *_, **__: True,
+    "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
+    "get_device_capability": lambda *_: (9, 0),
+}  # fmt: skip
+"""torch.cuda of a Hopper GPU, as far as steps ask for it."""
+
+
+@cache
+def _is_in_place(function: Any) -> bool:
+    """Whether running the operation would change nothing but data."""
+    name = function.name().partition(".")[0]
+    return name.startswith("aten::") and name.endswith("_") and torch.Tag.inplace_view not in function.tags
+
+
+class _Recorder(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else PyTorch would import its compiler, for 2 s
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # tensors are meta here
+            return self._run(function, types, args, kwargs)
+
+    def _run(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(issubclass(each, FakeTensor) for each in types):  # with which DTensor finds how results are sharded
+            return function(*args, **(kwargs or {}))
+        if any(each not in (Tensor, nn.Parameter) for each in types):
+            return NotImplemented  # such as DTensor, whose operations on its parts come here next
+        if function.namespace == "c10d":
+            return self._trace.collective(function, args)
+        if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]  # there is no data to copy to the host
+        try:
+            if _is_in_place(function) and next(_tensors(args), None) is not None:
+                out = args[0] if function._schema.returns else None
+            else:
+                out = function(*args, **(kwargs or {}))
+        except (RuntimeError, NotImplementedError) as error:
+            raise TraceError(
+                f"{self._trace.place}{function.name()} needs the values of a tensor, or fails without them, so "
+                f"the step cannot be traced; its parameters and optimizer state can be counted nevertheless ({error})"
+            ) from error
+        self._trace.record(function, args, kwargs or {}, out)
+        return out
+
+
+@contextmanager
+def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProxyType({})) -> Iterator[Trace]:
+    """While open, all that runs is recorded, as if it ran on a GPU; `kernels` are those of own operators, by name."""
+    trace = Trace(axes, kernels)
+    mode = _OnGpu(lambda copy: trace.note(Category.WEIGHT_COPIES, [copy]))
+    clear = torch.clear_autocast_cache
+
+    def clear_copies() -> None:
+        clear()
+        mode.copies.clear()
+
+    def never(*_: object) -> bool:
+        return False
+
+    resize_storage = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        resize_storage(storage, num_bytes)
+        trace.resize(storage, num_bytes)
+
+    def run_triton(kernel: Any, *tensors: Any, **named: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            trace.triton(kernel.__name__, [*_tensors((*tensors, *named.values()))], named)
+
+    initialisers = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
+    harmless: dict[str, Any] = dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)
+    hooks = [
+        modules.register_module_forward_pre_hook(trace.enter),
+        modules.register_module_forward_hook(trace.leave, always_call=True),
+    ]
+    with (
+        mock.patch.multiple(nn.init, **harmless),
+        mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_copies),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
+        mock.patch.multiple(torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream),
+        mock.patch("torch.compile", lambda model=None, **_: (lambda it: it) if model is None else model),
+        mock.patch("torch.UntypedStorage.resize_", resize),
+        # places differ between what runs in this mode and what runs below it
+        mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=lambda _: None),
+        ExitStack() as patches,
+    ):
+        with suppress(ImportError):
+            patches.enter_context(mock.patch("triton.runtime.jit.JITFunction.run", run_triton))
+        for module in (F, torch._tensor, torch.autograd, torch.functional):
+            for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
+                patches.enter_context(mock.patch.object(module, name, never))
+        patches.enter_context(_Recorder(trace))
+        patches.enter_context(mode)
+        try:
+            yield trace
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -1,0 +1,177 @@
+"""Finds the tape of a configuration's step, without torch: shipped with the program, in the user's cache, or traced.
+
+A tape names its sizes, so one serves all sizes of a plain step with as many layers. What no archive has is traced by a
+process of its own (`python -m cs336_systems.measure.traced`), once for each version of the program.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import json
+import lzma
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
+
+import msgspec
+
+from cs336_systems.config import Arch, Device, Precision, RunConfig
+from cs336_systems.costs.shards import axes
+from cs336_systems.costs.tape import Tape
+from cs336_systems.files import write_atomically
+from cs336_systems.settings import non_defaults
+
+PACKAGE = Path(__file__).parents[1]
+SHIPPED = Path(__file__).with_name("traces.zip")
+"""Tapes of the published steps; `python -m cs336_systems.measure.traced --ship data/published` rewrites them."""
+TRACER = "cs336_systems.measure.traced"
+PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "T+1": 1014, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
+"""Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
+WITHOUT_COST = (
+    "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
+)  # fmt: skip
+"""Settings that change no operation and no tensor. Configurations that differ only in these share one tape."""
+
+
+def as_costed(config: RunConfig) -> RunConfig:
+    """The configuration without the settings that change no forecast of a step."""
+    return replace(config, size="").with_defaults(*WITHOUT_COST)
+
+
+def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
+    """The configuration that is traced in place of this one, and the axes that can be told apart in its sizes."""
+    config = replace(as_costed(config), device=Device.CUDA).without_graph
+    model = replace(config.model, rope_theta=1.0)
+    if config.precision is Precision.TF32:
+        config = replace(config, precision=Precision.FP32)
+    if config != config.without_shortcuts:  # kernels of the fast model are chosen by sizes
+        return replace(config, model=model), {}
+    own = axes(config)
+    of_rank = {"batch"} if model.arch is Arch.GPT2 else {"batch", "T", "T+1"}  # parts of parameters are padded
+    names = of_rank if config.is_shared else {*PRIMES}
+    sizes = {name: PRIMES[name] if name in names and size > 1 else size for name, size in own.items()}
+    model = replace(
+        model, num_heads=sizes["heads"], context_length=sizes["T"], vocab_size=sizes["vocabulary"],
+        d_ff=sizes["d_ff"], d_model=sizes["heads"] * sizes["d_head"],
+    )  # fmt: skip
+    return replace(config, batch_size=sizes["batch"], model=model), {name: sizes[name] for name in own if name in names}
+
+
+def tape_of(config: RunConfig) -> Tape:
+    """The steps of a run until the steady state, of a configuration that has a tape."""
+    prepare([config])
+    kept = _kept(_name(traced_as(config)[0]))
+    assert kept, f"{config.label} cannot be traced"
+    tape = _decoded(kept)
+    return tape.resized({name: size for name, size in axes(config).items() if name in tape.names.axes})
+
+
+def has_tape(config: RunConfig) -> bool:
+    """Whether the step is traced, or can be: it is traced now if need be."""
+    prepare([config])
+    return bool(_kept(_name(traced_as(config)[0])))
+
+
+def is_at_hand(config: RunConfig) -> bool:
+    """Whether the tape is there without tracing."""
+    return bool(_kept(_name(traced_as(config)[0])))
+
+
+@lru_cache(maxsize=256)
+def _decoded(kept: bytes) -> Tape:
+    tape = Tape.from_json(json.loads(lzma.decompress(kept)))
+    tape.repeat()
+    return tape
+
+
+def encoded(tape: Tape) -> bytes:
+    """A tape as it is kept."""
+    text = json.dumps(tape.to_json(), separators=(",", ":")).encode()
+    return lzma.compress(text, preset=9)
+
+
+_traced: dict[str, bytes] = {}
+"""Tapes that were traced for this process, by name."""
+
+
+def _kept(name: str) -> bytes | None:
+    """A tape as it is kept: by this process, in the archive, or in the cache."""
+    if name in _traced:
+        return _traced[name]
+    if name in _shipped():
+        with zipfile.ZipFile(SHIPPED) as archive:
+            return archive.read(name)
+    path = _cache() / name
+    if not path.is_file():
+        return None
+    return _traced.setdefault(name, path.read_bytes())
+
+
+@cache
+def _shipped() -> frozenset[str]:
+    if not SHIPPED.is_file():
+        return frozenset()
+    with zipfile.ZipFile(SHIPPED) as archive:
+        return frozenset(archive.namelist())
+
+
+@lru_cache(maxsize=4096)
+def _name(key: RunConfig) -> str:
+    chosen = json.dumps([non_defaults(key), non_defaults(key.model)], sort_keys=True)
+    return hashlib.sha256(chosen.encode()).hexdigest()[:20]
+
+
+@cache
+def _cache() -> Path:
+    """The user's cache of tapes that this version of the program has traced."""
+    version = hashlib.sha256()
+    for folder in ("model", "parallel", "measure", "costs"):
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            version.update(path.read_bytes())
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "cs336_systems" / "traces" / version.hexdigest()[:16]
+
+
+def prepare(configs: Iterable[RunConfig]) -> None:
+    """Trace the steps of which no tape is at hand, all in one process; in this one if it has torch anyway."""
+    asked = {_name(key): (key, known) for key, known in map(traced_as, configs)}
+    asked = {name: pair for name, pair in asked.items() if _kept(name) is None}
+    if not asked:
+        return
+    if "torch" in sys.modules:
+        made = importlib.import_module(TRACER).trace_all(asked)
+    else:
+        command = [sys.executable, "-m", TRACER]
+        done = subprocess.run(command, input=msgspec.json.encode(asked), capture_output=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"tracing a step failed: {done.stderr.decode(errors='replace')[-2000:]}")
+        sys.stderr.write(done.stderr.decode(errors="replace"))
+        made = msgspec.json.decode(done.stdout, type=dict[str, bytes])
+    _traced.update(made)
+    with contextlib.suppress(OSError):  # without a cache they are traced again
+        _cache().mkdir(parents=True, exist_ok=True)
+        for name, data in made.items():
+            if data:
+                write_atomically(_cache() / name, data)
+
+
+Asked = dict[str, tuple[RunConfig, dict[str, int]]]
+"""What is to be traced, by the name of its tape: the configuration, and the axes that can be told apart in it."""
+
+
+def ship(configs: Sequence[RunConfig]) -> None:
+    """Write the archive of these steps' tapes, all traced anew."""
+    _shipped.cache_clear()
+    SHIPPED.unlink(missing_ok=True)
+    prepare(configs)
+    names = sorted({_name(traced_as(config)[0]) for config in configs})
+    with zipfile.ZipFile(SHIPPED, "w") as archive:
+        for name in names:
+            data = _kept(name)
+            assert data is not None
+            archive.writestr(zipfile.ZipInfo(name), data)

@@ -1,0 +1,288 @@
+"""Traces the real step of a configuration; as a process of its own it reads what is asked and prints the tapes.
+
+`python -m cs336_systems.measure.traced --ship data/published` rewrites the tapes that come with the program.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    Device,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    RunConfig,
+)
+from cs336_systems.costs.memory import is_predictable
+from cs336_systems.costs.shards import largest_rank
+from cs336_systems.costs.tape import Category, Form, Tape
+from cs336_systems.costs.time import is_fast_step
+from cs336_systems.costs.trace import Call, Trace, tracing
+from cs336_systems.costs.traces import Asked, encoded, ship
+from cs336_systems.measure.clock import StepTimes
+from cs336_systems.measure.step import TrainingStep
+from cs336_systems.record import read_record
+
+PARTIAL_ROWS = 264
+"""Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (sums_kernel.py)."""
+MAX_SUMS = 4
+"""Most gradients of vectors that one kernel of the fast model computes beside that of its input."""
+STEPS = 2
+"""Steps until the steady state: the optimizer makes its state in the first."""
+STEPS_OF_DDP = 4
+"""PyTorch's DDP replaces its buckets in the third step, when the order of the gradients is known."""
+
+
+def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
+    """The tape of the steps of one rank, the one that keeps most, until the steady state."""
+    with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config), _with_chunks(trace):
+        step = TrainingStep(config, rank=largest_rank(config) if config.is_shared else 0)
+        step.scaler = None  # it would read a value; its scalars are left out
+        _average_at_once(step)
+        trace.note(Category.PARAMETERS, step.model.parameters())
+        for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
+            _, loss = step(_Clock(trace, step))  # kept until the next step has its own, as in a measured run
+        tape = trace.tape()
+        del loss
+        return tape
+
+
+def _expand(trace: Trace, call: Call) -> None:
+    x, weight = call.ins[:2]
+    rows, inner = x.shape
+    trace.matmul(Form.FORWARD, (rows, inner, len(weight)), x.element_size())
+
+
+def _contract_backward(trace: Trace, call: Call) -> None:
+    gradient, weight = call.ins[:2]
+    rows, inner = gradient.shape
+    trace.matmul(Form.INPUT, (rows, inner, weight.shape[1]), gradient.element_size())
+    _add_sums(trace, call.outs[1].numel())
+
+
+def _attend(trace: Trace, call: Call) -> None:
+    (batch, seq, width), heads = call.ins[0].shape, call.args[1]
+    trace.attention(Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), call.ins[0].element_size())
+
+
+def _attend_backward(trace: Trace, call: Call) -> None:
+    """Then a pass turns q and k back, or two add up the gradient of a bias."""
+    gradient, packed, *_ = call.ins
+    (batch, seq, width), rotations, heads = packed.shape, call.args[4], call.args[5]
+    trace.attention(Form.ATTENTION_BACKWARD, batch * heads, (seq, width // 3 // heads, seq), packed.element_size())
+    trace.moves([gradient] * (2 if rotations is None else 4))
+    _add_sums(trace, call.outs[1].numel())
+
+
+def _with_sums(trace: Trace, call: Call) -> None:
+    """A pass, and a kernel that adds up partial sums over rows for the gradients of vectors."""
+    trace.moves([*call.ins, *call.outs])
+    most = MAX_SUMS * call.ins[0].shape[-1]
+    _add_sums(trace, sum(each.numel() for each in call.outs if 1 < each.numel() <= most))
+
+
+def _add_sums(trace: Trace, count: int) -> None:
+    if count:
+        trace.moves([torch.empty(PARTIAL_ROWS, count, device="meta")])
+
+
+def _lookup_backward(trace: Trace, call: Call) -> None:
+    """Zeros, to which each token's gradient is added."""
+    gradient = max(call.ins, key=lambda each: each.nbytes)
+    trace.moves(call.outs)
+    trace.moves([gradient, gradient, gradient])
+
+
+def _losses(trace: Trace, call: Call) -> None:
+    """Logits become their own gradients."""
+    trace.moves([*call.ins, *(call.ins[:1] if call.args["WRITE_GRADIENTS"] else ())])
+
+
+OF_FAST = {
+    "expand": _expand, "contract_backward": _contract_backward, "attend": _attend, "attend_backward": _attend_backward,
+    "add_norm_backward": _with_sums, "bias_gelu_backward": _with_sums, "lookup_backward": _lookup_backward,
+    "lookup": lambda trace, call: trace.moves([*call.outs, *call.outs]),
+    "_cross_entropy_losses": _losses,
+    "_cross_entropy_scale": lambda trace, call: trace.moves(call.ins[1:]),  # leaves logits alone if it is 1
+}  # fmt: skip
+"""Operators and Triton kernels of the fast model that do otherwise than read and write each of their tensors once."""
+
+
+class _Clock:
+    """Notes the phases of a step, in the place of their times, and what tensors are for."""
+
+    def __init__(self, trace: Trace, step: TrainingStep) -> None:
+        self._trace, self._step = trace, step
+        self._next = iter([*(phase for phase in step.config.phases if phase is not Phase.DATA), Phase.STEP])
+
+    def start(self) -> None:
+        self._trace.begin(next(self._next))
+
+    def lap(self, phase: Phase, end: object = None) -> None:  # noqa: ARG002 (of the protocol)
+        trace, optimizer = self._trace, self._step.optimizer
+        gradients = [each.grad for each in self._step.model.parameters()]
+        trace.note(Category.GRADIENTS, (each for each in gradients if each is not None))
+        if phase is Phase.OPTIMIZER and optimizer is not None:
+            states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
+            trace.note(Category.OPTIMIZER_STATE, (each for each in states if isinstance(each, Tensor)))
+        trace.begin(next(self._next))
+
+    def stop(self) -> StepTimes:
+        return StepTimes(step_s=0.0, host_s=0.0, phases_s={})
+
+
+@contextmanager
+def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
+    """Be one of several ranks, of which the others are not there."""
+    if not config.is_shared:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from cs336_systems.parallel import data_parallel, exchange
+
+    gather, scatter = exchange.start_gather, exchange.Collectives.scatter
+    instead: list[tuple[object, str, object]] = [
+        (dist, "get_backend", lambda *_: "nccl"),
+        (dist, "broadcast_object_list", lambda *_, **__: None),
+        (data_parallel, "check_same_gradients", lambda *_: None),
+        *((each, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)])
+          for each in (data_parallel, exchange)),
+        (exchange, "start_gather", lambda *tensors: [_Started(work, *tensors) for work in gather(*tensors)]),
+        (exchange.Collectives, "scatter", lambda *each: _Started(scatter(*each), *each)),
+        (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
+    ]  # fmt: skip
+    dist.init_process_group("fake", store=FakeStore(), rank=largest_rank(config), world_size=config.ranks)
+    try:
+        with ExitStack() as patches:
+            for where, name, what in instead:
+                patches.enter_context(mock.patch.object(where, name, what))
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Started:
+    """A collective that keeps its tensors until it is waited for, as NCCL's do."""
+
+    def __init__(self, work: Any, *tensors: object) -> None:  # noqa: ANN401
+        self._work, self._tensors = work, tensors
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensors = ()
+
+
+def _average_at_once(step: TrainingStep) -> None:
+    """Let PyTorch's DDP average its buckets without a process group; NCCL keeps a bucket until the next is sent."""
+    ddp, kept = getattr(step.way, "module", None), list[Tensor]()
+
+    def averaged(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        kept[:] = [bucket.buffer()]
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
+        ddp.register_comm_hook(None, averaged)
+
+
+@contextmanager
+def _with_chunks(trace: Trace) -> Iterator[None]:
+    """Let the fast model run without its packages. Its AdamW finds tensors by their addresses, and here says them."""
+    try:
+        from cs336_systems.model.fast import adamw_kernel, model
+    except ImportError:  # without Triton
+        yield
+        return
+
+    class Chunked:
+        def __init__(
+            self, masters: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
+            copies: Sequence[Tensor], *_: object,
+        ) -> None:  # fmt: skip
+            is_split = masters[0].dtype is torch.int16
+            both = [*masters, *firsts, *seconds, *(copies if is_split else ())]
+            self._tensors = [*both, *both, *(() if is_split else copies)]
+
+        def __call__(self, gradients: Sequence[Sequence[Tensor]], *_: object, **__: object) -> None:
+            trace.moves([*self._tensors, *itertools.chain.from_iterable(gradients)])
+
+        def upload(self) -> None: ...
+
+    with (
+        mock.patch.object(adamw_kernel, "ChunkedAdamW", Chunked),
+        mock.patch.object(model, "check_device", return_value=None),
+    ):
+        yield
+
+
+def trace_all(asked: Asked) -> dict[str, bytes]:
+    """The tapes that are asked for, by name, as they are kept; empty for steps that cannot be traced."""
+    made = {}
+    for name, (config, axes) in asked.items():
+        try:
+            made[name] = encoded(traced(config, axes))
+        except (ValueError, RuntimeError, ImportError) as error:
+            made[name] = b""
+            print(f"{config.label}: no forecast: {str(error).splitlines()[0]}", file=sys.stderr)
+    return made
+
+
+def _shipped(published: Path) -> Iterator[RunConfig]:
+    """Steps whose tapes come with the program: measured ones, alone and shared; and those of the smallest presets."""
+    for path in sorted(published.glob("*/**/runs/*.json")):
+        config = read_record(path).config
+        yield config
+        yield replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+    for size, attention, precision, mode in itertools.product(
+        ("tiny", "small"), Attention, (Precision.FP32, Precision.BF16), Mode
+    ):
+        yield RunConfig(
+            size=size, model=replace(SIZES[size], attention=attention), precision=precision, mode=mode,
+            device=Device.CUDA,
+        )  # fmt: skip
+    alone = {"small": tuple(Parallel)[1:], "xl": tuple(Parallel)[1:], "2.7B": (Parallel.FSDP,)}
+    for size, ways in alone.items():
+        for way, shards in itertools.product(ways, (False, True)):
+            if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):
+                yield RunConfig(
+                    size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA),
+                    precision=Precision.BF16, device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way,
+                    ranks=2, shard_optimizer=shards,
+                )  # fmt: skip
+
+
+def main() -> None:
+    """Print the tapes that are asked for, or rewrite those that are shipped."""
+    if "--ship" in sys.argv:
+        every = _shipped(Path(sys.argv[-1]))
+        ship(
+            [
+                config
+                for config in every
+                if is_predictable(config) or (config.model_factory is None and is_fast_step(config))
+            ]
+        )
+    else:
+        asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+        sys.stdout.buffer.write(msgspec.json.encode(trace_all(asked)))
+
+
+if __name__ == "__main__":
+    main()
