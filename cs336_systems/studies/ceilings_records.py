@@ -19,6 +19,7 @@ from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import MATMULS_OF, Form, Kind, Pass
 from cs336_systems.costs.time import is_fast_step, operations, prepare_forecasts
+from cs336_systems.costs.traces import has_tape
 from cs336_systems.files import CEILINGS
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
@@ -340,6 +341,7 @@ def kernel_cells(
     found = dict.fromkeys(
         (precision, each.form, each.batch, *each.sides)
         for precision, config in configs
+        if has_tape(config)  # --fast cannot be traced where Triton is not installed
         for of_phase in operations(config).values()
         for each in of_phase
         if each.kind in (Kind.MATMUL, Kind.ATTENTION)
