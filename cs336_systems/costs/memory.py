@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from cs336_systems.config import Device, Parallel, Phase, Precision, RunConfig, SdpaBackend
+from cs336_systems.config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.accounting import count_parameters, state_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
-from cs336_systems.costs.shards import AHEAD, FP32_BYTES, REST, kept_elements, units
+from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
 from cs336_systems.costs.tape import REPEATED, Category, Tape, TensorSpec, phases_of
 from cs336_systems.costs.traces import as_costed, has_tape, is_at_hand, tape_of
 
@@ -108,14 +108,26 @@ def host_bytes(config: RunConfig) -> int | None:
 
     The CPU holds the same tensors as a GPU does. Its allocator, its kernels' own buffers and PyTorch itself, all left
     out, took 0 to 20 % more where it was measured. Of a step with shortcuts, or whose tape is not at hand, only the
-    parameters count: a run is not delayed by tracing it.
+    parameters and the scores of attention count: a run is not delayed by tracing it.
     """
     if config.device is not Device.CPU or config.model_factory is not None:
         return None
     is_known = config.model_factory is None and is_at_hand(config)
     found = predict_memory(config) if is_known else None
-    of_rank = state_bytes(config).parameters if found is None else found.peak.allocated_bytes
-    return config.ranks * of_rank
+    least = state_bytes(config).parameters + _score_bytes(config)
+    return config.ranks * (least if found is None else found.peak.allocated_bytes)
+
+
+def _score_bytes(config: RunConfig) -> int:
+    """What the scores of attention that is written out take at least, in two bytes each.
+
+    Those of every block are there at once where backward needs them, unless checkpoints drop them, else those of one.
+    """
+    model = config.model
+    keeps_all = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN) and not config.checkpoint_blocks
+    blocks = model.num_layers if keeps_all else 1
+    scores = blocks * config.batch_size * model.num_heads * model.context_length**2
+    return scores * HALF_BYTES if model.attention is Attention.NAIVE else 0
 
 
 def outside_bytes(config: RunConfig) -> int:
