@@ -1,4 +1,4 @@
-"""Watched loops on a GPU: an independent clock, benchmark.py's own phases, and what watching costs."""
+"""Watched loops on a GPU: an independent clock, and what watching costs."""
 
 import contextlib
 from dataclasses import replace
@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from cs336_systems import watch
-from cs336_systems.analysis.warnings import launched_phases
 from cs336_systems.config import SIZES, Attention, Device, OptimizerKind, Phase, Precision, RunConfig
-from cs336_systems.measure.run import measure
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.trainable import cross_entropy
 from cs336_systems.model.transformer import TransformerLM
@@ -24,11 +22,8 @@ CONFIG = RunConfig(
 STEPS = 20
 
 
-def train(watched, model, optimizer, batches, steps=STEPS, micro_batches=1, waits=False):
-    """Train as most loops do; return the seconds of a step by a clock that waits for the GPU at both ends.
-
-    With `waits`, the CPU waits for the GPU after each step, as the benchmark does; else it may be steps ahead.
-    """
+def train(watched, model, optimizer, batches, steps=STEPS, micro_batches=1):
+    """Train as most loops do; return the seconds of a step by a clock that waits for the GPU at both ends."""
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(steps):
@@ -40,8 +35,6 @@ def train(watched, model, optimizer, batches, steps=STEPS, micro_batches=1, wait
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        if waits:
-            torch.cuda.synchronize()
     torch.cuda.synchronize()
     return (perf_counter() - start) / steps
 
@@ -71,19 +64,6 @@ def test_the_steps_and_what_is_between_them_are_the_loop(loop, micro_batches):
     assert mean(record, Phase.STEP) + between_s == pytest.approx(step_s, rel=0.01)
     assert record.memory.peak_allocated_bytes > 4 * 4 * record.num_parameters
     watched.remove()
-
-
-def test_phases_are_those_of_the_benchmark(loop):
-    ours = measure(CONFIG)
-    watched = watch(*loop[:2])
-    train(watched, *loop, waits=True)
-    record = watched.record()
-    watched.remove()
-    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP):
-        print(f"{phase}: watched {1e3 * mean(record, phase):.3f} ms, benchmark {1e3 * mean(ours, phase):.3f} ms")
-    by_launches = launched_phases(ours.measurements, ours.host_phases)  # whose times are those of a shared CPU
-    for phase in {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} - {*by_launches}:
-        assert mean(record, phase) == pytest.approx(mean(ours, phase), rel=0.03)
 
 
 def test_watching_costs_less_than_a_hundredth(loop):
