@@ -66,6 +66,7 @@ from cs336_systems.record import (
     Status,
     Telemetry,
     WarningCode,
+    read_record,
     write_record,
 )
 
@@ -109,7 +110,6 @@ class WatchedStep:
     times: StepTimes
     between_s: float | None
     """From the end of the step before to the beginning of this one, on the device; None for the first."""
-    forwards: int
     tokens: int
     """Elements of the first integer tensor that the model was given, summed over the step's forward passes."""
 
@@ -168,7 +168,7 @@ class Watched:
         self._depth = 0
         self._is_accumulating = False
         """Whether the last step had several forward passes."""
-        self._batch: tuple[int, int] | None = None
+        self._context_length = 1
         self._written: Path | None = None
         self._precision = Precision.FP32
         self._gpu = _Gpu() if self.device is Device.CUDA else None
@@ -227,12 +227,10 @@ class Watched:
             return  # within backward, a checkpoint calls the model again
         self._begin(Phase.FORWARD)
         self._step.forwards += 1
-        given = (
-            each for each in (*inputs, *named.values()) if isinstance(each, Tensor) and not each.is_floating_point()
-        )
-        if (tokens := next(given, None)) is not None and tokens.ndim:
+        given = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor) and each.ndim]
+        if (tokens := next((each for each in given if not each.is_floating_point()), None)) is not None:
             self._step.tokens += tokens.numel()
-            self._batch = (tokens.numel() // tokens.shape[-1], tokens.shape[-1]) if tokens.numel() else None
+            self._context_length = max(1, tokens.shape[-1])
         self._precision = _precision(self.model, self.device)
 
     def _timed(self, backward: Callable[..., None]) -> Callable[..., None]:
@@ -313,16 +311,15 @@ class Watched:
 
     def _config(self, steps: list[WatchedStep], seen: list[Phase]) -> RunConfig:
         """What is known of the loop; of its model's shape, the batch and the context alone."""
-        _, context_length = self._batch or (1, 1)
         tokens = statistics.median_low([step.tokens for step in steps])
         mode = (
             Mode.TRAIN if Phase.OPTIMIZER in seen else Mode.FORWARD_BACKWARD if Phase.BACKWARD in seen else Mode.FORWARD
         )
         return RunConfig(
             size=UNSIZED,
-            model=replace(SIZES["tiny"], context_length=context_length),
+            model=replace(SIZES["tiny"], context_length=self._context_length),
             model_factory=f"{WATCHED}:{self.name}",
-            batch_size=max(1, tokens // context_length),
+            batch_size=max(1, tokens // self._context_length),
             mode=mode,
             precision=self._precision,
             device=self.device,
@@ -364,12 +361,16 @@ class Watched:
 
         runs = self.directory / "runs"
         runs.mkdir(parents=True, exist_ok=True)
-        record = self.record()
-        if self._written is not None:
-            self._written.unlink(missing_ok=True)  # this loop's own, with fewer steps
-        while (runs / f"{record.key}.json").exists():  # an earlier process, of which this is a repetition
+        earlier, record = self._written, self.record()
+        if earlier is not None and self._profiled is not None:  # the profiled steps are those of the first report
+            print_measured(read_record(earlier), runs)
+            return earlier
+        # where an earlier process has left such a record, this is a repetition of it
+        while (path := runs / f"{record.key}.json").exists() and path != earlier:
             record = replace(record, config=replace(record.config, repeat=record.config.repeat + 1))
         self._written = write_record(record, runs)
+        if earlier is not None and earlier != path:
+            earlier.unlink(missing_ok=True)  # this loop's own, with fewer steps
         if self._profiled is not None:
             self._profiled.trace.replace(raw_profile_path(record.config, runs))
             explain_run(record.config, runs)
@@ -508,7 +509,7 @@ def _resolved(step: _Step, before: _Mark | None) -> WatchedStep:
         host_phases_s=host_phases if first.event is not None else {},
     )
     between_s = None if before is None else _seconds(before, first)
-    return WatchedStep(times=times, between_s=between_s, forwards=step.forwards, tokens=step.tokens)
+    return WatchedStep(times=times, between_s=between_s, tokens=step.tokens)
 
 
 def _seconds(begin: _Mark, end: _Mark) -> float:

@@ -218,6 +218,8 @@ def test_a_profiled_loop_is_explained_with_modules_and_phases(tmp_path, micro_ba
     watched = watch(model, warmup_steps=1, profile=True, output=tmp_path)
     loop(model, clock, watched, steps=7, micro_batches=micro_batches)
     path = watched.report()
+    assert watched.report() == path, "the steps after the profiled ones are not recorded"
+    assert [*path.parent.iterdir()] == [path]
     assert len(read_record(path).measurement(Phase.STEP).times_s) == PROFILED_STEPS
     profile = decode_profile((path.parents[1] / "kernels" / path.name).read_bytes())
     assert profile.num_steps == PROFILED_STEPS

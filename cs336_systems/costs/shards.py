@@ -117,11 +117,6 @@ class Unit:
         return [-(-count // self.ranks) for count in self.counts.values()]
 
     @property
-    def part_elements(self) -> int:
-        """Elements of the tensor that has the parts of a rank."""
-        return _aligned(self.lengths, FP32_BYTES)
-
-    @property
     def gathered_elements(self) -> int:
         """Elements of the tensor into which the parts of all ranks are gathered."""
         return _aligned([self.ranks * length for length in self.lengths], self.element_bytes)

@@ -39,7 +39,7 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.record import read_record
 
 PARTIAL_ROWS = 264
-"""Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (sums_kernel.py)."""
+"""Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (`num_programs`)."""
 MAX_SUMS = 4
 """Most gradients of vectors that one kernel of the fast model computes beside that of its input."""
 STEPS = 2
