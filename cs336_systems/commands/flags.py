@@ -355,8 +355,9 @@ def check_tokens(name: str, context_length: int) -> None:
 def make_config(device: Device, *, size: str, context_length: int | None = None, **settings: Any) -> RunConfig:  # noqa: ANN401
     """One configuration from settings; raise ValueError for a value that is unknown or cannot be run."""
     if size not in SIZES:
-        close = difflib.get_close_matches(size, SIZES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else "."
+        by_lower = {name.lower(): name for name in SIZES}
+        close = difflib.get_close_matches(size.lower(), by_lower, n=1)
+        hint = f"; did you mean {by_lower[close[0]]}?" if close else "."
         raise ValueError(f"unknown size {size!r}{hint} Sizes: {', '.join(SIZES)}")
     parallel = settings.get("parallel", Parallel.NONE)
     if parallel is not Parallel.NONE and "ranks" not in settings:
