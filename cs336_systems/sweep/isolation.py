@@ -292,6 +292,8 @@ def end_in_words(exit_code: int) -> str:
     """How a process ended that left no result."""
     if exit_code == -signal.SIGKILL:
         return "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
+    if exit_code == -signal.SIGSTOP:
+        return "was stopped by SIGSTOP, and did not go on"
     return f"died of {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
 
 
