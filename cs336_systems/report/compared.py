@@ -13,10 +13,13 @@ from urllib.parse import quote, unquote_to_bytes
 
 from cs336_systems.analysis.compare import (
     CONFIDENCE,
+    LEAST_EFFECT,
     PROCESS_DEVIATION,
     STEP_FACTOR,
     TIME_DEVIATION,
+    Comparison,
     Matching,
+    Verdict,
     compare_processes,
     least_difference,
     match,
@@ -41,7 +44,7 @@ from cs336_systems.report.identity import (
     without_unused,
 )
 from cs336_systems.report.section import Section, known, make_table
-from cs336_systems.report.words import DOUBT, status_text
+from cs336_systems.report.words import DOUBT, in_percent, mean_and_std, significant, status_text
 from cs336_systems.text import counted, print_aside, text_of
 
 COMPARISON_FILE = "comparison.json"
@@ -90,6 +93,11 @@ class Compared:
         """The verdict on each configuration that both sides have, and B's step over A's; None if it is not known."""
         rows: Sequence[Mapping[str, Any]] = self.section.rows
         return [(row["verdict"], row["ratio"]) for row in rows if row["verdict"] not in (ONLY_A, ONLY_B)]
+
+    @property
+    def answer(self) -> str:
+        """The verdict in one sentence; of several configurations, how many have each."""
+        return self.section.tables[0].findings[0]
 
     @property
     def json(self) -> dict[str, Any]:
@@ -189,7 +197,7 @@ def comparison_section(
     identities = [row["identity"] for row in rows]
     columns = [*identity_columns(rows, always), *known([column(key) for key in SWEEPS], rows)]
     shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
-    told = [*_what_is_what(names, found, matching, are_alternate), *_counted(rows)]
+    told = [*_counted(rows), *_what_is_what(names, found, matching, are_alternate)]
     notes = [*told, *_rules(rows), *([f"{shared}."] if shared else [])]
     table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told)
     apart = [f"{name}_{side}" for name in matching.differing for side in "ab"]
@@ -246,7 +254,7 @@ def _row(
         row |= {f"{side}_{name}": own[name] if own else None for name in ("step_mean_ms", "step_std_ms", "processes")}
         row |= {f"{side}_{name}": own[name] if own else None for name in ("status", "warnings")}
         row[f"{side}_ended"] = status_text(own["status"]) if own else ""
-    row |= {"ratio": None, "ratio_low": None, "ratio_high": None, "ratio_is_doubted": False, "sentence": ""}
+    row |= {"ratio": None, "ratio_low": None, "ratio_high": None, "ratio_is_doubted": False, "answer": ""}
     if a is None or b is None:
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     if not all(measured):
@@ -254,7 +262,20 @@ def _row(
     found = compare_processes(*measured, are_alternate=are_alternate)
     doubted = in_doubt([*codes_of(a), *codes_of(b)])
     ratio = {"ratio": found.ratio, "ratio_low": found.low, "ratio_high": found.high, "ratio_is_doubted": doubted}
-    return row | ratio | {"verdict": str(found.verdict), "sentence": found.sentence}
+    return row | ratio | {"verdict": str(found.verdict), "answer": _answer(found)}
+
+
+def _answer(found: Comparison) -> str:
+    """`B is 2.19 ± 0.01 times as fast as A`, with half of the interval of the quotient, or what cannot be told."""
+    of = f"{found.num_a} and {found.num_b} processes"
+    if found.low is None or found.high is None or found.least_shown is None:
+        return f"Cannot tell: {of} of one step show no spread."
+    if found.verdict is not Verdict.CANNOT_TELL:
+        speed = mean_and_std(1 / found.ratio, (1 / found.low - 1 / found.high) / 2)
+        return f"B is {speed} times as fast as A ({100 * CONFIDENCE:g} % interval, {of})."
+    if found.is_within_least_effect:
+        return f"Cannot tell: any difference is below {in_percent(LEAST_EFFECT)} % ({of})."
+    return f"Cannot tell: a difference below {significant(100 * found.least_shown, 2)} % would not show ({of})."
 
 
 def _what_is_what(
@@ -274,8 +295,8 @@ def _what_is_what(
 def _counted(rows: Sequence[Row]) -> Iterator[str]:
     """How many rows have each verdict; of a single row its verdict with the numbers it rests on."""
     counts = Counter(row["verdict"] for row in rows)
-    if len(rows) == 1 and rows[0]["sentence"]:
-        yield rows[0]["sentence"]
+    if len(rows) == 1 and rows[0]["answer"]:
+        yield rows[0]["answer"]
     else:
         yield f"Of {counted(len(rows), 'row')}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}."
     if any(row["ratio_is_doubted"] for row in rows):

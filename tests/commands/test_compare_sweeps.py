@@ -119,10 +119,35 @@ def test_records_of_other_conditions_are_refused_in_one_line_unless_allowed(here
 def test_what_holds_no_sweep_is_refused_in_one_line(side, here, capsys) -> None:
     path = here / "x/comparisons/x" if side == "comparisons/x" else DATA / side
     a = sweep("a", 0.1)
-    assert compare(a, a, "--name", "x", "--output", "x") == 0
+    assert compare(a, a, "--a-against-a", "--name", "x", "--output", "x") == 0
     capsys.readouterr()
     assert compare(path, a) == 2
     assert re.fullmatch(rf"error: [^\n]*{re.escape(str(path))}[^\n]*\n", capsys.readouterr().err)
+
+
+def test_equal_sides_are_refused_in_one_line_unless_asked_for(measured, capsys) -> None:
+    a = sweep("a", 0.1)
+    for sides in ((a, "./a"), (ONE, f" {ONE} --seed 0")):
+        assert compare(*sides) == 2
+        assert re.fullmatch(r"error: [^\n]*--a-against-a[^\n]*\n", capsys.readouterr().err)
+        assert compare(*sides, "--a-against-a") == 0
+        capsys.readouterr()
+    for wrong in ((a,), (a, a, "--baseline", "x"), (ONE, "--baseline", "x")):
+        assert compare(*wrong) == 2
+        assert "--baseline" in capsys.readouterr().err
+
+
+def test_a_baseline_is_kept_once_and_compared_with_later(here, capsys) -> None:
+    """The results change from 100 to 50 ms: B is twice as fast, give or take what one process each can tell."""
+    a = sweep("a", 0.1)
+    assert compare(a, "--baseline", "before") == 0
+    for path in (a / "runs").iterdir():
+        path.unlink()
+    write_record(make_record(make_config("small", 128), [0.05] * 5), a / "runs")
+    capsys.readouterr()
+    assert compare(a, "--baseline", "before") == 0
+    assert re.fullmatch(r"B is 2\.00 ± 0\.1\d times as fast as A .*", capsys.readouterr().out.splitlines()[-1])
+    assert len([*(here / "data/baselines/before/runs").iterdir()]) == 1
 
 
 class Measured:
