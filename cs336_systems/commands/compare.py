@@ -53,8 +53,7 @@ class CompareArguments(MeasuringArguments):
     are directories of finished sweeps: each configuration has a row with its own verdict. Rows are matched by all
     settings but those in which the sweeps differ throughout.
 
-    What is measured, and with --name what was measured before, is written as tables and as a page (index.html), which
-    `cs336 report` makes again.
+    What is measured is written as tables and as a page (index.html), which `cs336 report` makes again.
     """
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
@@ -71,8 +70,8 @@ class CompareArguments(MeasuringArguments):
     """Fresh processes of each."""
     allow_mixed: Switch = False
     """Go on with records that come from another GPU, driver, torch, code, own model, token file or warm-up."""
-    name: Annotated[str | None, unset("NAME", "made of A and B; finished sweeps are compared without writing")] = None
-    """Name of the directory, under OUTPUT/e2e_benchmark/ for what is measured, under OUTPUT/comparisons/ otherwise."""
+    name: Annotated[str | None, unset("NAME", "made of A and B")] = None
+    """Name of the directory under OUTPUT/e2e_benchmark/ for what is measured."""
     output: Path = Path("data")
     """Directory for results."""
     json: Switch = False
@@ -92,7 +91,7 @@ def run(arguments: CompareArguments) -> int:
 
 
 def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
-    from cs336_systems.report.compared import Sides, compare_paths, records_at, seen_from
+    from cs336_systems.report.compared import Sides, compare_sides, records_at
 
     if arguments.baseline is not None:
         kept = arguments.output / "baselines" / _plain(arguments.baseline)
@@ -111,18 +110,16 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     else:
         names = (arguments.a, arguments.b)
     shown = [name.strip().encode(errors="backslashreplace").decode() for name in names]  # JSON has no lone surrogates
-    sides = Sides(a=shown[0], b=shown[1], allow_mixed=arguments.allow_mixed)
+    sides = Sides(a=shown[0], b=shown[1])
     if not both_on_disk(*names):
         configs = configs_of(names)
         _refuse_equal(arguments, configs[0].configuration == configs[1].configuration)
         return _measure(arguments, sides, configs, print_json)
-    directory = None if arguments.name is None else arguments.output / "comparisons" / _plain(arguments.name)
-    a, b = map(Path, names)
-    _refuse_equal(arguments, a.resolve() == b.resolve())
-    here = directory or Path()
-    sides = replace(sides, records=(seen_from(here, a), seen_from(here, b)))
-    compared = checked(functools.partial(compare_paths, sides, (a, b)))
-    _show(compared, directory, print_json)
+    paths = [Path(name) for name in names]
+    _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
+    mixed = arguments.allow_mixed
+    compared = checked(lambda: compare_sides(sides, [records_at(path) for path in paths], allow_mixed=mixed))
+    _show(compared, None, print_json)
     return _guard(compared, arguments.fail_if_slower)
 
 
@@ -149,7 +146,7 @@ def _measure(
         return status
     keys = {config.key for config in runs}
     records = [record for record in load_records(directory / "runs")[0] if record.key in keys]
-    compared = checked(functools.partial(compare_sides, sides, by_parity(records)))
+    compared = checked(functools.partial(compare_sides, sides, by_parity(records), are_alternate=True))
     _show(compared, directory, print_json)
     return _guard(compared, arguments.fail_if_slower)
 
@@ -181,16 +178,14 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
 
 
 def write_comparison(compared: "Compared", directory: Path, status: "StatusLine") -> None:
-    """Write the tables and the page of a comparison; the page has the runs too, if they are in the directory."""
+    """Write the tables and the page of a comparison and of its runs, which are in the directory."""
     from cs336_systems.report.page.chapters import Collection
     from cs336_systems.report.results import Results
 
     compared.write(directory)
-    collection = Collection(root=directory, comparisons={Path(): compared})
-    if compared.sides.records is None:
-        ceilings = load_ceilings_or_warn(ceilings_beside(directory))
-        results = Results.load(load_records(directory / "runs")[0], directory, ceilings)
-        collection = replace(collection, sweeps={Path(): results})
+    ceilings = load_ceilings_or_warn(ceilings_beside(directory))
+    results = Results.load(load_records(directory / "runs")[0], directory, ceilings)
+    collection = Collection(root=directory, comparisons={Path(): compared}, sweeps={Path(): results})
     write_collection_page(collection, status)
 
 

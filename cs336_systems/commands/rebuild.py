@@ -1,6 +1,6 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from cs336_systems.commands import ceilings, ladder
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
 from cs336_systems.commands.results import PAGE_FILE, explain_or_warn, would_lose, write_collection_page
 from cs336_systems.files import FileError, encode_json
-from cs336_systems.record import RunRecord, load_records
+from cs336_systems.record import load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.page.chapters import Collection
 from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
@@ -159,17 +159,14 @@ def _sweep(place: _Place) -> Collection:
     records, problems = load_records(directory / RUNS)
     if problems or not records:
         raise problems[0] if problems else UsageError(f"no records in {directory / RUNS}")
-    is_compared = (directory / COMPARISON_FILE).is_file()
+    comparisons = {}
+    if (directory / COMPARISON_FILE).is_file():
+        comparisons[path] = checked(partial(load_compared, directory, records))
     return Collection(
         root=place.root,
         sweeps={path: Results.load(records, directory, place.beside)},
-        comparisons=_comparison(place, records).comparisons if is_compared else {},
+        comparisons=comparisons,
     )
-
-
-def _comparison(place: _Place, records: Sequence[RunRecord] | None = None) -> Collection:
-    compared = checked(partial(load_compared, place.directory, records))
-    return Collection(root=place.root, comparisons={place.path: compared})
 
 
 def _ladder(place: _Place) -> Collection:
@@ -187,6 +184,5 @@ _KINDS: Mapping[str, Callable[[_Place], Collection]] = {
     CEILINGS_FILE: _of_ceilings,
     **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES if subject != "ceilings"},
     RUNS: _sweep,
-    COMPARISON_FILE: _comparison,
 }
 """The function that reads a directory, by a file or folder that it contains; the first match in this order decides."""

@@ -1,15 +1,13 @@
 """Two sides compared, each one configuration or a sweep: the verdict on each configuration, as a table.
 
-What was compared is kept in COMPARISON_FILE, from which the tables are made again.
+What was measured alternately is kept with COMPARISON_FILE, from which the tables are made again.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote_to_bytes
 
 from cs336_systems.analysis.compare import (
     CONFIDENCE,
@@ -62,13 +60,6 @@ class Sides:
 
     a: str
     b: str
-    records: tuple[str, str] | None = None
-    """Paths of the records of A and B, relative to the file, quoted as in a URL.
-
-    None if they are in `runs` beside it, because they were measured alternately: even repeats are A's, odd ones B's.
-    """
-    allow_mixed: bool = False
-    """Whether the records may come from other hardware, software or inputs."""
     format_version: int = 1
 
     @property
@@ -110,10 +101,14 @@ class Compared:
         write_files(texts_of(self.section), directory)
 
 
-def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]]) -> Compared:
-    """Compare each configuration of A with that of B; raise ValueError for what must not be compared."""
-    are_alternate = sides.records is None
-    is_mixed = are_alternate or sides.allow_mixed  # what is measured alternately was checked before the first run
+def compare_sides(
+    sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_alternate: bool = False, allow_mixed: bool = False
+) -> Compared:
+    """Compare each configuration of A with that of B; raise ValueError for what must not be compared.
+
+    With `allow_mixed` the records may come from other hardware, software or inputs.
+    """
+    is_mixed = are_alternate or allow_mixed  # what is measured alternately was checked before the first run
     plain = [without_profiled(side) for side in records]
     refuse_unlike(plain, is_mixed)
     left_out = [
@@ -125,28 +120,12 @@ def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]]) -> Compa
     return Compared(sides=sides, records=plain, section=section, left_out=left_out)
 
 
-def compare_paths(sides: Sides, paths: Sequence[Path]) -> Compared:
-    """Compare the records at two paths, each a directory of a sweep or a record."""
-    return compare_sides(sides, [records_at(path) for path in paths])
-
-
 def load_compared(directory: Path, records: Sequence[RunRecord] | None = None) -> Compared:
-    """Compare again what COMPARISON_FILE in the directory names; `records` are those in it, if they were read."""
+    """Compare again what was measured alternately into the directory; `records` are its records, if they were read."""
     what = "the names of both sides of a comparison"
     sides = read_json(directory / COMPARISON_FILE, Sides, what, version=1, error=RecordError)
-    if sides.records is not None:
-        return compare_paths(sides, [_found_from(directory, path) for path in sides.records])
     own = load_records(directory / "runs")[0] if records is None else records
-    return compare_sides(sides, by_parity(own))
-
-
-def seen_from(directory: Path, path: Path) -> str:
-    """The path relative to the directory, so that both can be moved together; quoted because JSON must be UTF-8."""
-    return quote(os.fsencode(os.path.relpath(path.resolve(), directory.resolve())))
-
-
-def _found_from(directory: Path, quoted: str) -> Path:
-    return Path(os.path.normpath(directory / os.fsdecode(unquote_to_bytes(quoted))))
+    return compare_sides(sides, by_parity(own), are_alternate=True)
 
 
 def by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:

@@ -45,7 +45,11 @@ def tiny(name="a"):
             Path("e2e_benchmark") / name: Results(records=records),
             Path("nsys_profiles") / name: Results(records=[entry.profiled], kernels=[entry]),
         },
-        comparisons={Path("comparisons") / name: compare_sides(Sides(a="a", b="b"), [repeats[::2], repeats[1::2]])},
+        comparisons={
+            Path("comparisons") / name: compare_sides(
+                Sides(a="a", b="b"), [repeats[::2], repeats[1::2]], are_alternate=True
+            )
+        },
         ladders={Path("ladder") / name: climbed()},
         studies={
             Path(kind) / name: StudyResults(study)

@@ -115,12 +115,6 @@ def test_steps_that_leave_memory_behind(leak: float, told: bool) -> None:
         make_memory(boundaries=tuple(moments)))) is told  # fmt: skip
 
 
-def test_what_only_the_first_step_leaves_is_no_leak() -> None:
-    sizes = ((0, "start", 0, 1), (0, "optimizer", 30, 65), (1, "start", 30, 65), (1, "optimizer", 60, 65))
-    moments = tuple(make_moment(phase, at, 900, step, temporary=held) for step, phase, at, held in sizes)
-    assert "behind" not in said(make_memory(boundaries=moments))
-
-
 def test_a_count_that_differs_is_told() -> None:
     first, *others = make_memory().boundaries
     wrong = replace(first, counted_bytes=first.allocated_bytes + 3 * MIB)
