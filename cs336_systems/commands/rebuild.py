@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cs336_systems.commands import ceilings, ladder
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
 from cs336_systems.commands.results import PAGE_FILE, explain_or_warn, would_lose, write_collection_page
-from cs336_systems.files import FileError, encode_json
+from cs336_systems.files import encode_json, in_one_line
 from cs336_systems.record import RunRecord, load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.page.chapters import Collection
@@ -19,7 +19,6 @@ from cs336_systems.report.sections.ladder import write_ladder_report
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.studies.records import read_study
-from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""
-UNREADABLE = FileError, UsageError, SweepError
-"""Exceptions that mean that a directory's results cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +67,12 @@ def results_below(root: Path) -> list[Path]:
 
 
 def load(directory: Path, root: Path, ceilings_at: Callable[[Path], Ceilings] = load_ceilings_or_warn) -> Collection:
-    """The results of one directory below `root`; raise one of UNREADABLE where they cannot be read."""
+    """The results of one directory below `root`; raise where they cannot be read."""
     return _KINDS[_source(directory)](_Place(directory=directory, root=root, ceilings_at=ceilings_at))
 
 
-def _unreadable(directory: Path, root: Path, error: Exception) -> Collection:
-    why = str(error).replace(f"{root}/", "")  # pages must not contain absolute paths of this machine
+def _unreadable(directory: Path, root: Path, why: str) -> Collection:
+    why = why.replace(f"{root}/", "")  # pages must not contain absolute paths of this machine
     return Collection(root=root, unreadable={directory.relative_to(root): why})
 
 
@@ -96,11 +93,11 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
             write(own, status)
             if directory != root and (directory / PAGE_FILE).is_file():
                 write_collection_page(own.at(directory), status)
-        except UNREADABLE as error:
+        except Exception as error:  # whatever its files hold, the others are written
             status.end()
-            problems[directory] = str(error)
-            found.append(_unreadable(directory, root, error))
-            print_aside(f"error: {directory} is left as it was: {error}")
+            problems[directory] = why = in_one_line(error)
+            found.append(_unreadable(directory, root, why))
+            print_aside(f"error: {directory} is left as it was: {why}")
         else:
             status.end()
             found.append(own)
