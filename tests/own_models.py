@@ -84,12 +84,6 @@ class _BasicsFeedForward(nn.Module):
         return self.w2(gate * torch.sigmoid(gate) * self.w3(x))
 
 
-def talkative(vocab_size: int, d_model: int) -> nn.Module:
-    """Prints while it is made."""
-    print("hello from the factory")
-    return nn.Sequential(nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size))
-
-
 def bigram(vocab_size: int, **others: object) -> nn.Module:
     """The smallest model there is: a table of logits."""
     assert not others, "only what the signature names is passed"
