@@ -25,7 +25,7 @@ def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
     a compiled model, is ordered by the peak that it would have without them, and on a GPU it is never in `too_large`.
     Configurations without any prediction (on a CPU, a user's own model) follow in their given order.
     """
-    prepare_forecasts(configs)
+    prepare_forecasts([each for config in configs for each in (config, config.without_shortcuts)])
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
     ordered = sorted(configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0))
