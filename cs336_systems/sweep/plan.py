@@ -23,8 +23,8 @@ def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None, *, of_user
 
     Memory that is not known is None. It is predicted only without shortcuts. So a configuration with shortcuts, such as
     a compiled model, is ordered by the peak that it would have without them, and on a GPU it is never in `too_large`.
-    Configurations without any prediction (on a CPU, and a user's own model unless `of_users`, which traces it) follow in
-    their given order.
+    Configurations without any prediction (on a CPU, and users' own models unless `of_users`, which traces them) follow
+    in their given order.
     """
     prepare_forecasts(configs, of_users=of_users)
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}

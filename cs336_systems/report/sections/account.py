@@ -22,8 +22,8 @@ from cs336_systems.costs.accounting import (
     training_days,
     updated_parameters,
 )
-from cs336_systems.costs.calls import Call, Collective, sent_share
-from cs336_systems.costs.communication import calls, time_s
+from cs336_systems.costs.communication import Call, Collective, calls, sent_share
+from cs336_systems.costs.curves import time_s
 from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
