@@ -1,13 +1,10 @@
 """How a command ends at once when it is interrupted: with one line on standard error, and exit status 130."""
 
 import os
-from collections.abc import Callable
 from typing import NoReturn
 
 STATUS = 130
 LINE = "interrupted"
-CLEANUPS: list[Callable[[], object]] = []
-"""Called first: what Python would do at its own exit."""
 
 
 def end_at_once(*_: object) -> NoReturn:
@@ -16,8 +13,6 @@ def end_at_once(*_: object) -> NoReturn:
     Files are written atomically, and the kernel ends the processes that this one started.
     """
     try:
-        for clean in CLEANUPS:
-            clean()
         clear = "\r\x1b[K" if os.isatty(2) else ""  # a status line
         os.write(2, f"{clear}{LINE}\n".encode())
     finally:  # also if the reader of standard error has gone

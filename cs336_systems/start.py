@@ -1,4 +1,4 @@
-"""The first module that every command imports: from here on Ctrl-C ends the program with one line.
+"""The first module that every command imports: from here on Ctrl-C, SIGTERM and SIGHUP end the program with one line.
 
 Python's own answer, an exception in the middle of whatever is being imported, is swallowed by packages that try to
 import something and go on without it.
@@ -8,8 +8,9 @@ import signal
 
 from cs336_systems.interrupt import end_at_once
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a worker, nor under nohup
-    signal.signal(signal.SIGINT, end_at_once)
+for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(_number) in (signal.default_int_handler, signal.SIG_DFL):  # not in a worker, nor under nohup
+        signal.signal(_number, end_at_once)
 
 
 def main() -> int:

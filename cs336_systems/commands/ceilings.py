@@ -43,6 +43,8 @@ GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 64, 12
 BATCH_SIZE = 4
 MIB = 2**20
 ROOFLINE_FILE = "roofline.json"
+UNFINISHED_FILE = "unfinished.json"
+"""What a study has measured so far, which --measured shows too; removed at the end."""
 _PROFILE = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trace"
 
 
@@ -79,7 +81,8 @@ class CeilingsArguments(StudyArguments):
     record: Annotated[Path | None, unset("JSON", "the run's own, if --profile is one of benchmark_sweep.py's")] = None
     """Record of the profiled run; it says what was computed."""
     measured: Annotated[Path | None, unset("FILE", "measure now")] = None
-    """ceilings.json of an earlier study: measure nothing, and write its tables and plots again beside it."""
+    """ceilings.json of an earlier study, or unfinished.json of an interrupted one: measure nothing, and write its
+    tables and plots beside it."""
     name: Annotated[str | None, unset("NAME", "the device's")] = None
     """Name of the directory."""
 
@@ -143,12 +146,16 @@ def run(arguments: CeilingsArguments) -> int:
     make_writable(directory)
     from cs336_systems.studies.runner import run_study
 
+    unfinished = directory / UNFINISHED_FILE
+
     def measure(status: "StatusLine") -> CeilingsStudy:
-        study = earlier or run_study(grid, status)
+        study = earlier or run_study(grid, status, lambda so_far: write_atomically(unfinished, encode_json(so_far)))
         _keep_earlier(directory / FILE_NAME, study)
         return study
 
     study = show_study(measure, directory, as_json=arguments.json, parts=parts)
+    if earlier is None:
+        unfinished.unlink(missing_ok=True)
     _keep_step(step, directory)
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 

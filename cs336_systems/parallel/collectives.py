@@ -1,6 +1,8 @@
 """The group of ranks that share a step, its collectives, and counts of the bytes that they send."""
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,11 +46,14 @@ def group_of(rank: Rank, device: Device) -> Iterator[None]:
     """Join the other ranks on entry, and leave them on exit.
 
     A rank sees one GPU, its own, which becomes its device first: otherwise NCCL guesses, and all ranks would make a
-    context on the same GPU. After an error the group is left without waiting for the others, which may not come.
+    context on the same GPU. After an error the group is left without waiting for the others, which may not come. Over
+    gloo, ranks listen on the loopback interface only, unless GLOO_SOCKET_IFNAME names another.
     """
     on_gpu = device is Device.CUDA
     if on_gpu:
         torch.cuda.set_device(0)
+    elif sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         init_method=rank.meeting,

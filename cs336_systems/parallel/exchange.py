@@ -40,11 +40,16 @@ def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def _handle(tensor: Tensor) -> Any:  # noqa: ANN401
     """A function and its arguments by which another process opens the same memory as a tensor.
 
-    CPU memory is moved to an unnamed shared file, which disappears with the last process that has it open.
+    CPU memory is moved to an unnamed shared file, which disappears with the last process that has it open. Raises
+    RuntimeError if /dev/shm has no room, of which containers often have 64 MiB.
     """
     if tensor.is_cuda:
         return reductions.reduce_tensor(tensor.detach())
-    descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
+    try:
+        descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
+    except RuntimeError as error:
+        hint = "give the container more of /dev/shm (docker run --shm-size), or use --parallel ddp-overlap or fsdp"
+        raise RuntimeError(f"{error}; {hint}") from error
     return _opened, (os.getpid(), descriptor, size, tensor.dtype, tensor.shape, tensor.storage_offset())
 
 

@@ -2,28 +2,28 @@
 
 import math
 import os
-import signal
-import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, spawn
 
 from cs336_systems.config import Device
 from cs336_systems.costs.calls import Collective
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.files import write_atomically
-from cs336_systems.measure.failure import classify
+from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.parallel.collectives import Rank, all_gather, devices_of, group_of, reduce_scatter
 from cs336_systems.parallel.exchange import of_all_ranks, shared_rows
 from cs336_systems.record import Failure, Status
-from cs336_systems.studies.ceilings_records import CeilingsGrid, CollectiveCell, Loops
+from cs336_systems.studies.ceilings_records import UNTIMED, CeilingsGrid, CollectiveCell, Loops, Timing
 from cs336_systems.studies.timing import PROBES, device_timer, host_timer, replayed
-from cs336_systems.sweep.process import die_with_forker
+from cs336_systems.sweep.ranks import first_failed, run_ranks
 
 PATIENCE_S = 120.0
 """How long a process waits for the others before it fails."""
@@ -61,36 +61,34 @@ def _in_processes(
 
     None instead of loops if the processes could not form a group.
     """
+    assert not torch.cuda.is_initialized(), "forked processes could not use CUDA"
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
-    failed = None
-    with tempfile.TemporaryDirectory(prefix="cs336-") as scratch:
-        try:
-            spawn(_serve, args=(grid, list(rows), scratch, gpus), nprocs=rows[0].world_size)
-        except ProcessException as error:
-            failed = classify(error), Failure(message=_message(str(error)), traceback=str(error))
+    ranks = range(rows[0].world_size)
+    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
+        failed = first_failed(run_ranks([partial(_serve, rank, grid, rows, scratch, gpus) for rank in ranks], Timing))
         path = Path(scratch) / _RESULT
-        return msgspec.json.decode(path.read_bytes(), type=list[Loops | None]) if path.exists() else None, failed
+        found = msgspec.json.decode(path.read_bytes(), type=list[Loops | None]) if path.exists() else None
+        return found, None if failed is None else (failed.status, failed.failure)
 
 
-def _message(text: str) -> str:
-    """Message of the last exception in the text of tracebacks; the text's last line if there is no traceback."""
-    lines = text.strip().rpartition("\n  File ")[2].splitlines()
-    return next((line for line in lines[1:] if not line.startswith("  ")), lines[-1])
-
-
-def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratch: str, gpus: Sequence[str]) -> None:
-    """Entry of one process."""
-    die_with_forker(signal.SIGKILL)
+def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratch: str, gpus: Sequence[str]) -> Timing:
+    """What one process does; the answer has no loops, which the first process writes."""
     ranks = rows[0].world_size
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank, gpus[:ranks], all_of_them=True)
-    place = Rank(rank=rank, ranks=ranks, meeting=f"file://{scratch}/{_MEETING}", timeout_s=PATIENCE_S)
-    with group_of(place, grid.device):
-        loops: list[Loops | None] = []
-        _keep(loops, grid.device, scratch)  # an empty result shows that the processes have formed a group
-        for row in rows:
-            loops.append(_loops(grid, row))
-            _keep(loops, grid.device, scratch)
+    torch.set_num_threads(1)  # the processes share the cores, and OpenMP's threads do not survive a fork
+    try:
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank, gpus[:ranks], all_of_them=True)
+        place = Rank(rank=rank, ranks=ranks, meeting=f"file://{scratch}/{_MEETING}", timeout_s=PATIENCE_S)
+        with group_of(place, grid.device):
+            loops: list[Loops | None] = []
+            _keep(loops, grid.device, scratch)  # an empty result shows that the processes have formed a group
+            for row in rows:
+                loops.append(_loops(grid, row))
+                _keep(loops, grid.device, scratch)
+    except Exception as error:
+        status = classify(error)
+        return Timing(status=status, failure=describe(error, status, "collectives", grid.device))
+    return UNTIMED
 
 
 def _keep(loops: Sequence[Loops | None], device: Device, scratch: str) -> None:

@@ -454,10 +454,14 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         return self.device is Device.CPU
 
     def groups(self) -> list[list[Cell[Row]]]:
-        """One group of all cells; cells that are measured in rounds occur once per loop."""
+        """One group of all cells of one process, which occur once per loop if they are measured in rounds.
+
+        Collectives have groups of their own: a worker that has used CUDA could not fork their processes.
+        """
         cells = [*self.cells()]
-        again = [cell for cell in cells if self.has_rounds and not isinstance(cell.rows[0], CollectiveCell)]
-        return [[*cells, *(again * (self.loops - 1))]]
+        alone = [cell for cell in cells if not isinstance(cell.rows[0], CollectiveCell)]
+        together = [[cell] for cell in cells if isinstance(cell.rows[0], CollectiveCell)]
+        return [alone * (self.loops if self.has_rounds else 1), *together]
 
     def cells(self) -> Iterator[Cell[Row]]:
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""

@@ -48,7 +48,6 @@ from cs336_systems.sweep.isolation import (
     ensure_fork_server,
     preload,
     preload_to_explain,
-    remove_temporaries,
     spare_children,
 )
 from cs336_systems.sweep.keep import Keeper, Listener, resume
@@ -63,8 +62,12 @@ MAX_TRIES = 3
 _TICK_S = 1.0
 _HEAD_S = 10.0
 """How long the head of the cluster may take to accept a connection, or to list its machines."""
-_ANSWER_S = 60.0
-"""How long all machines together may take to describe themselves; the package is sent to them first."""
+_ANSWER_S = 15.0
+"""How long all machines together may take to describe themselves; a sweep uses those that answer later when they do."""
+_GET_S = 30.0
+"""How long Ray on this machine may take to hand over what it has brought here."""
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What a client of gRPC sends first; a server, such as Ray, sends such settings too (RFC 9113, 3.4)."""
 _SHUTDOWN_S = 5.0
 """How long the end of the connection may take; it would not end if the head hangs."""
 _MOST_EXPLAINERS = 4
@@ -213,11 +216,7 @@ def connected(address: str) -> Iterator[None]:
         if address == "auto":
             address = _address_of_this_machine()
         _check_address(address)
-        environment = {
-            "py_modules": [str(Path(cs336_systems.__file__).parent)],
-            # Ray before 2.51 hides the GPUs from a task that takes none
-            "env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
-        }
+        environment = {"py_modules": [str(Path(cs336_systems.__file__).parent)]}
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
             ray.init(address=address, configure_logging=False, log_to_driver=False, runtime_env=environment)
             signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
@@ -240,7 +239,6 @@ def connected(address: str) -> Iterator[None]:
 
 def _end_at_once() -> None:
     """End this process after an error. Python's own way would crash, as threads of Ray still wait."""
-    remove_temporaries()
     sys.stdout.flush()
     os._exit(1)
 
@@ -254,12 +252,20 @@ def _address_of_this_machine() -> str:
 
 
 def _check_address(address: str) -> None:
-    """Raise OSError if nothing listens at HOST:PORT, for which Ray would wait a minute."""
+    """Raise OSError if nothing listens at HOST:PORT, or not Ray, for which Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _HEAD_S).close()
+        connection = socket.create_connection((host.strip("[]"), int(port)), _HEAD_S)
     except OSError as error:
         raise OSError(f"nothing listens at {address} ({error.strerror or error})") from error
+    with connection:
+        try:
+            connection.sendall(_HELLO)
+            is_grpc = connection.recv(9)[3:4] == b"\4"
+        except OSError:
+            is_grpc = False
+    if not is_grpc and not os.environ.get("RAY_USE_TLS"):
+        raise OSError(f"what listens at {address} does not answer as Ray does")
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -284,8 +290,8 @@ class Machine:
         return 0 if self.refused is not None else int(self.count) if device is Device.CUDA else 1
 
 
-def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machine], Needs]:
-    """All machines of the cluster, and what a sweep requires of those that join later.
+def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machine], Needs, dict[str, Any]]:
+    """All machines of the cluster, what a sweep requires of those that join later, and answers still to come by id.
 
     If `needs` names no identity, the machines that have most slots choose it, unless all may be mixed.
     """
@@ -296,7 +302,7 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
         name: task.options(num_cpus=0, max_retries=0, scheduling_strategy=only).remote(device.value)
         for name, only in pinned.items()
     }
-    ray.wait([*answers.values()], num_returns=len(answers), timeout=_ANSWER_S)
+    _, late = ray.wait([*answers.values()], num_returns=len(answers), timeout=_ANSWER_S)
     described = {name: _described(answer) for name, answer in answers.items()}
     counts = {name: _count(found, device) for name, found in alive.items()}
     if needs.identity is None and not allow_mixed:
@@ -314,7 +320,8 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
         )
         for name, found in alive.items()
     )  # fmt: skip
-    return sorted(machines, key=lambda each: (each.host, each.address, each.id)), needs
+    in_order = sorted(machines, key=lambda each: (each.host, each.address, each.id))
+    return in_order, needs, {name: answer for name, answer in answers.items() if answer in late}
 
 
 def _count(found: dict[str, Any], device: Device) -> float:
@@ -333,7 +340,7 @@ def _described(answer: "ray.ObjectRef[bytes]") -> tuple[Node | None, str]:
         return msgspec.json.decode(ray.get(answer, timeout=0), type=Node | None), "it has no NVIDIA GPU"
     except ray.exceptions.GetTimeoutError:
         return None, f"it did not answer within {_ANSWER_S:g} s"
-    except (RayError, msgspec.DecodeError) as error:
+    except (RayError, msgspec.DecodeError, TypeError, RecursionError) as error:
         return None, _in_a_line(error)
 
 
@@ -388,7 +395,7 @@ def sweep_on_cluster(
 
 
 class _Watch:
-    """Lists the machines of the cluster in a thread, because a head that hangs would hold up the driver."""
+    """Lists the machines of the cluster in a thread: a head that hangs, or Ray here, would hold up the driver."""
 
     def __init__(self) -> None:
         self._failure = ""
@@ -400,6 +407,7 @@ class _Watch:
         try:
             while ray.is_initialized():
                 _check_address(self._context.gcs_address)
+                ray.put(b"")  # waits for Ray on this machine
                 self._nodes, self._seen_s = ray.nodes(), monotonic()
                 time.sleep(_TICK_S)
         except Exception as error:
@@ -408,7 +416,7 @@ class _Watch:
     def alive(self) -> dict[str, dict[str, Any]]:
         """The machines that are there, by id; raise OSError if the head does not answer, or Ray has died here."""
         if self._failure or monotonic() - self._seen_s > _HEAD_S:
-            raise OSError(self._failure or f"its head did not answer within {_HEAD_S:g} s")
+            raise OSError(self._failure or f"its head, or Ray on this machine, did not answer within {_HEAD_S:g} s")
         alive = {found["NodeID"]: found for found in self._nodes if found["Alive"]}
         if self._context.get_node_id() not in alive:
             raise OSError("Ray has died on this machine, and takes along what was started from here")
@@ -435,6 +443,8 @@ class _Driver:
     """Ids of the machines that the sweep does not use."""
     _there: dict[str, str] = field(default_factory=dict)
     """Hosts of the machines that the sweep uses, by id."""
+    _late: dict[str, Any] = field(default_factory=dict)
+    """Descriptions that are still to come, by the id of the machine, which is not used until then."""
     _cores: float = 0.0
     """How many cores a run on a CPU takes: all of its machine."""
 
@@ -452,7 +462,9 @@ class _Driver:
         measure_task = ray.remote(max_calls=0, max_retries=MAX_TRIES - 1)(measure)
         modules = tuple(modules_of(self.todo))
         while (self._waiting or self._running) and not self.interrupts.count:
-            slots = self._slots(watch.alive(), device)
+            alive = watch.alive()
+            self._hear(alive, device)
+            slots = self._slots(alive, device)
             self._submit(measure_task, modules, slots, device)
             for reference in self._ended():
                 self._take(reference, *self._running.pop(reference))
@@ -477,13 +489,22 @@ class _Driver:
 
     def _begin(self, device: Device, allow_mixed: bool) -> list[Machine]:
         """Look at all machines, and return those that the sweep uses; the others are named."""
-        machines, self.needs = look(device, self.needs, allow_mixed=allow_mixed)
+        machines, self.needs, self._late = look(device, self.needs, allow_mixed=allow_mixed)
         for machine in machines:
             if machine.refused is not None:
                 self._leave_out(machine.id, machine.host, machine.refused)
         used = [machine for machine in machines if machine.refused is None]
         self._left_out -= {machine.id for machine in used}  # those that could not be used at an earlier look
         return used
+
+    def _hear(self, alive: dict[str, dict[str, Any]], device: Device) -> None:
+        """Use the machines that have described themselves since the last call, or say why not."""
+        answered = ray.wait([*self._late.values()], num_returns=len(self._late), timeout=0)[0] if self._late else []
+        for name in [name for name, answer in self._late.items() if answer in answered]:
+            node, failure = _described(self._late.pop(name))
+            self._left_out.discard(name)
+            if name in alive and (why := _why_refused(node, failure, _count(alive[name], device), device, self.needs)):
+                self._leave_out(name, str(alive[name]["NodeManagerHostname"]), why)
 
     def _leave_out(self, name: str, host: str, why: str) -> None:
         if name not in self._left_out:
@@ -528,8 +549,8 @@ class _Driver:
     def _take(self, reference: Any, config: RunConfig, started_s: float) -> None:  # noqa: ANN401
         """Keep the record and the profile of a run that has ended, or give the run to another machine."""
         try:
-            data = ray.get(reference)
-        except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError):
+            data = ray.get(reference, timeout=_GET_S)
+        except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError, ray.exceptions.GetTimeoutError):
             raise
         except RayError as error:
             message = f"given up by Ray, which starts a run {MAX_TRIES} times at most: {_in_a_line(error)}"
@@ -538,7 +559,7 @@ class _Driver:
             return
         try:
             reply, contents = _decoded(data, config, self.keeper.runs)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.keeper.finish(self.keeper.refuse(config, f"no reply of a run: {error}", monotonic() - started_s))
             return
         if reply.refused is not None:

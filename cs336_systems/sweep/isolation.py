@@ -8,8 +8,8 @@ import functools
 import math
 import multiprocessing
 import os
-import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +27,7 @@ from typing import TypeAlias
 import psutil
 
 from cs336_systems.config import RunConfig
-from cs336_systems.interrupt import CLEANUPS, end_at_once
+from cs336_systems.interrupt import end_at_once
 from cs336_systems.record import Failure, Status
 from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
 from cs336_systems.sweep.store import SweepError
@@ -57,16 +57,20 @@ Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 @functools.cache
 def fork_server() -> ForkServerContext:
     """The context whose server imports torch once and never touches CUDA, so that a fork of it is a fresh process."""
-    CLEANUPS.append(remove_temporaries)
+    _remove_afterwards(get_temp_dir())
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD])
     return context
 
 
-def remove_temporaries() -> None:
-    """Remove this process's temporary directory now, for an exit in which Python would not do so."""
-    shutil.rmtree(get_temp_dir(), ignore_errors=True)
+def _remove_afterwards(directory: str) -> None:
+    """Have a shell remove this process's temporary directory once this process has ended, in whatever way."""
+    reader, _ = os.pipe()  # the other end is closed when this process ends, and no process that it starts has it
+    words = ["/bin/sh", "-c", 'trap "" INT TERM HUP; read -r _; rm -rf -- "$0"', directory]
+    null = subprocess.DEVNULL
+    subprocess.Popen(words, stdin=reader, stdout=null, stderr=null, cwd="/", process_group=0)
+    os.close(reader)
 
 
 def preload(*modules: str) -> None:
@@ -292,6 +296,8 @@ def end_in_words(exit_code: int) -> str:
     """How a process ended that left no result."""
     if exit_code == -signal.SIGKILL:
         return "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
+    if exit_code == -signal.SIGSTOP:
+        return "was stopped by SIGSTOP, and did not go on"
     return f"died of {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
 
 

@@ -1,25 +1,28 @@
 """The ranks of a run: its worker starts them, watches them, and makes one record of their records or failures.
 
-The worker itself never touches CUDA. A rank that fails ends the others.
+The worker itself never touches CUDA. A rank that fails ends the others, and so does one that is stopped. The processes
+of collectives that `cs336 ceilings` times are started and watched here too.
 """
 
-import contextlib
 import math
 import multiprocessing
 import os
 import signal
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
+import psutil
 
 from cs336_systems.config import Device, Phase, RunConfig
 from cs336_systems.parallel.collectives import Rank, devices_of
@@ -40,6 +43,10 @@ from cs336_systems.sweep.store import path_of_rank
 
 _GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, because their errors may show the cause."""
+_LOOK_S = 2.0
+"""Time between two looks for stopped ranks: long, because timed steps share the host."""
+_STOPPED_S = 10.0
+"""How long a rank may be stopped before it counts as failed; the others wait for it."""
 _COLLECTIVE_S = 7 * 24 * 3600.0
 """How long a collective may take: longer than any run, whose own time limit ends it."""
 _OF_OTHERS = (
@@ -49,36 +56,136 @@ _OF_OTHERS = (
 """Parts of error messages of a rank that has lost the connection to another rank."""
 
 
+class Answer(Protocol):
+    """What a rank sends when it is done, as JSON."""
+
+    @property
+    def status(self) -> Status:
+        """Whether it has done what it should."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why not."""
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Process:
-    """One rank as the worker sees it, and how it ended."""
+class RankEnd(Generic[AnswerT]):
+    """One rank as the process that started it sees it, and how it ended."""
 
     process: BaseProcess
     pipe: Connection
     rank: int
-    record: RunRecord | None = None
+    answer: AnswerT | None = None
     exit_code: int | None = None
-    """Set if the process has ended without a record."""
+    """Set if the process has ended without an answer; -SIGSTOP if it was stopped for too long."""
+    stopped_s: float | None = None
+    """When the process was first seen to be stopped; None if it is not."""
     order: int = 0
     """Position of this rank among the ranks by the order in which their ends were seen."""
 
     @property
     def is_pending(self) -> bool:
-        """Whether the rank has neither ended nor sent a record."""
-        return self.record is None and self.exit_code is None
+        """Whether the rank has neither ended nor answered."""
+        return self.answer is None and self.exit_code is None
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the rank has ended without times."""
-        return self.exit_code is not None or (self.record is not None and self.record.status is not Status.OK)
+    def status(self) -> Status:
+        """How the rank ended."""
+        if self.answer is not None:
+            return self.answer.status
+        return Status.KILLED if self.exit_code in (-signal.SIGKILL, -signal.SIGSTOP) else Status.CRASHED
+
+    @property
+    def failure(self) -> Failure:
+        """Why a rank that has failed did so; the message names the rank."""
+        if self.answer is not None and self.answer.failure is not None:
+            return replace(self.answer.failure, message=f"rank {self.rank}: {self.answer.failure.message}")
+        assert self.exit_code is not None
+        name = signal_name(-self.exit_code) if self.exit_code < 0 else None
+        return Failure(message=f"rank {self.rank} {end_in_words(self.exit_code)}", signal=name)
 
     @property
     def blame(self) -> tuple[int, int]:
         """Sort key of failures; the smallest is the cause: own failures, then aborts, then lost connections."""
-        failure = None if self.record is None else self.record.failure
+        failure = None if self.answer is None else self.answer.failure
         if failure is not None:
             return (2 if any(sign in failure.message for sign in _OF_OTHERS) else 0), self.order
         return (1 if self.exit_code == -signal.SIGABRT else 0), self.order
+
+    def receive(self, kind: type[AnswerT]) -> None:
+        """Receive the answer, or note how the process ended if it closed the pipe without one."""
+        try:
+            self.answer = msgspec.json.decode(self.pipe.recv_bytes(), type=kind)
+        except (EOFError, OSError):
+            self.process.join(_GRACE_S)
+            self.exit_code = self.process.exitcode if self.process.exitcode is not None else 255
+
+    def look(self) -> None:
+        """Note whether the process is stopped, and give it up if that lasts."""
+        try:
+            is_stopped = psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            is_stopped = False
+        self.stopped_s = (self.stopped_s or monotonic()) if is_stopped else None
+        if self.stopped_s is not None and monotonic() - self.stopped_s >= _STOPPED_S:
+            self.exit_code = -signal.SIGSTOP
+
+
+def run_ranks(calls: Sequence[Callable[[], AnswerT]], kind: type[AnswerT]) -> list[RankEnd[AnswerT]]:
+    """Make each call in a process of its own, a child of this one, which sends what it returns, of the type `kind`.
+
+    The others end at most _GRACE_S after the first that fails. Afterwards no process is left.
+    """
+    context = multiprocessing.get_context("fork")
+    ends: list[RankEnd[AnswerT]] = []
+    try:
+        for rank, call in enumerate(calls):
+            pipe, other = context.Pipe(duplex=False)
+            process = context.Process(target=_answer, args=(call, other))
+            process.start()
+            other.close()
+            ends.append(RankEnd(rank=rank, process=process, pipe=pipe))
+        _watch(ends, kind)
+    finally:
+        for each in ends:
+            each.process.kill()
+        for each in ends:
+            each.process.join()
+            each.pipe.close()
+    return ends
+
+
+def first_failed(ends: Sequence[RankEnd[AnswerT]]) -> RankEnd[AnswerT] | None:
+    """The rank whose failure is the cause of the others'; None if all ended well."""
+    failed = [each for each in ends if not each.is_pending and each.status is not Status.OK]
+    return min(failed, key=lambda each: each.blame, default=None)
+
+
+def _answer(call: Callable[[], AnswerT], pipe: Connection) -> None:
+    """Entry of a rank: make the call, send its answer, and end without waiting for the other ranks."""
+    die_with_forker(signal.SIGKILL)
+    pipe.send_bytes(msgspec.json.encode(call()))
+    pipe.close()
+    os._exit(0)
+
+
+def _watch(ends: Sequence[RankEnd[AnswerT]], kind: type[AnswerT]) -> None:
+    """Wait until no rank is pending, but not longer than _GRACE_S after one has failed."""
+    deadline = math.inf
+    while (pending := [each for each in ends if each.is_pending]) and monotonic() < deadline:
+        ready = wait([each.pipe for each in pending], min(_LOOK_S, deadline - monotonic()))
+        for each in pending:
+            if each.pipe in ready:
+                each.receive(kind)
+            else:
+                each.look()
+            if not each.is_pending:
+                each.order = sum(not other.is_pending for other in ends)
+        if first_failed(ends) is not None:
+            deadline = min(deadline, monotonic() + _GRACE_S)
 
 
 def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], profile: Path | None = None) -> RunRecord:
@@ -94,92 +201,26 @@ def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], profile: Path 
             Rank(rank=rank, ranks=config.ranks, meeting=meeting, timeout_s=_COLLECTIVE_S)
             for rank in range(config.ranks)
         ]
-        with _started(config, ranks, gpu_uuids, profile) as processes:
-            _watch(processes)
-    if failed := [each for each in processes if each.has_failed]:
-        return _failed_record(min(failed, key=lambda each: each.blame), config, started_at)
-    return merge([each.record for each in processes if each.record is not None])
+        calls = [partial(_measure_rank, config, rank, gpu_uuids, profile) for rank in ranks]
+        ends = run_ranks(calls, RunRecord)
+    if (failed := first_failed(ends)) is None:
+        return merge([each.answer for each in ends if each.answer is not None])
+    record = failed.answer or RunRecord(config=config, status=failed.status, started_at=started_at)
+    return replace(record, failure=failed.failure, failed_rank=failed.rank)
 
 
-@contextlib.contextmanager
-def _started(
-    config: RunConfig, ranks: Sequence[Rank], gpu_uuids: Sequence[str], profile: Path | None
-) -> Iterator[list[_Process]]:
-    """Start the processes of the ranks; on exit none of them is left."""
-    context = multiprocessing.get_context("fork")
-    processes: list[_Process] = []
-    try:
-        for rank in ranks:
-            pipe, other = context.Pipe(duplex=False)
-            gpu = devices_of(rank.rank, gpu_uuids, all_of_them=config.parallel.writes_to_others) if gpu_uuids else None
-            process = context.Process(target=_measure_rank, args=(config, rank, gpu, profile, other))
-            process.start()
-            other.close()
-            processes.append(_Process(rank=rank.rank, process=process, pipe=pipe))
-        yield processes
-    finally:
-        for each in processes:
-            each.process.kill()
-        for each in processes:
-            each.process.join()
-            each.pipe.close()
-
-
-def _watch(processes: Sequence[_Process]) -> None:
-    """Wait until no rank is pending, but not longer than _GRACE_S after one has failed."""
-    deadline = math.inf
-    while (pending := [each for each in processes if each.is_pending]) and monotonic() < deadline:
-        ready = wait([each.pipe for each in pending], None if deadline == math.inf else deadline - monotonic())
-        for each in pending:
-            if each.pipe in ready:
-                _receive(each)
-                each.order = sum(not other.is_pending for other in processes)
-        if any(each.has_failed for each in processes):
-            deadline = min(deadline, monotonic() + _GRACE_S)
-
-
-def _receive(each: _Process) -> None:
-    """Receive the record of a rank, or note how the rank ended if it closed the pipe without one."""
-    try:
-        each.record = msgspec.json.decode(each.pipe.recv_bytes(), type=RunRecord)
-    except (EOFError, OSError):
-        each.process.join(_GRACE_S)
-        each.exit_code = each.process.exitcode if each.process.exitcode is not None else 255
-
-
-def _measure_rank(config: RunConfig, rank: Rank, gpu: str | None, profile: Path | None, pipe: Connection) -> None:
-    """Entry of a rank: measure, send the record, and end without waiting for the other ranks."""
-    die_with_forker(signal.SIGKILL)
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+def _measure_rank(config: RunConfig, rank: Rank, gpu_uuids: Sequence[str], profile: Path | None) -> RunRecord:
+    """What a rank does."""
+    if gpu_uuids:
+        every = config.parallel.writes_to_others
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank.rank, gpu_uuids, all_of_them=every)
     import torch
 
     from cs336_systems.measure.run import measure
 
     if config.device is Device.CPU:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.ranks))
-    if profile is not None:
-        profile = path_of_rank(profile, rank.rank)
-    record = measure(config, profile=profile, rank=rank)
-    pipe.send_bytes(msgspec.json.encode(record))
-    pipe.close()
-    os._exit(0)
-
-
-def _failed_record(each: _Process, config: RunConfig, started_at: str) -> RunRecord:
-    """The record of a run in which this rank failed first."""
-    named = f"rank {each.rank}"
-    if each.record is not None and each.record.failure is not None:
-        failure = replace(each.record.failure, message=f"{named}: {each.record.failure.message}")
-        return replace(each.record, failure=failure, failed_rank=each.rank)
-    assert each.exit_code is not None
-    is_killed = each.exit_code == -signal.SIGKILL
-    failure = Failure(
-        message=f"{named} {end_in_words(each.exit_code)}",
-        signal=signal_name(-each.exit_code) if each.exit_code < 0 else None,
-    )
-    status = Status.KILLED if is_killed else Status.CRASHED
-    return RunRecord(config=config, status=status, started_at=started_at, failure=failure, failed_rank=each.rank)
+    return measure(config, profile=profile and path_of_rank(profile, rank.rank), rank=rank)
 
 
 UNEVEN_SHARE = 0.05

@@ -8,6 +8,7 @@ for seed in {1..10}; do CS336_FAULT_SEED=$seed python -m pytest -q tests/faults/
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,8 +22,8 @@ from tests.faults.harness import ROOT, lay_out_models
 
 END_S = 20
 """How long processes on the nodes may outlive the sweep."""
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of these tests, and of no other cluster"}
-"""Ray asks for it, as docs/CLUSTER.md recommends."""
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+"""Ray asks for it, as docs/CLUSTER.md recommends: others on this machine can reach its ports too."""
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "1000",

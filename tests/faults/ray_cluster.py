@@ -11,7 +11,10 @@ import sys
 import psutil
 from ray.cluster_utils import Cluster
 
-SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False}
+SMALL = {
+    "num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False,
+    "node_ip_address": "127.0.0.1",
+}  # fmt: skip
 
 
 def raylet(node):

@@ -17,7 +17,6 @@ from cs336_systems.studies.ceilings_cell import (
     measure_rows,
     why_unavailable,
 )
-from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     ProductCell,
@@ -150,9 +149,8 @@ def test_a_whole_study() -> None:
 def test_gpus_exchange_tensors() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    *_, last = replace(GRID, world_size=2, stream_bytes=(256 * MIB,)).cells()
     rates = {}
-    for cell in measure_collectives(GRID, last.rows):
+    for cell in run_study(replace(GRID, shapes=(SMALL,), world_size=2, stream_bytes=(256 * MIB,))).reductions:
         assert cell.timing.status is Status.OK, cell.timing.failure
         print(f"{cell.collective} of {cell.num_bytes / MIB} MiB: {cell.bus_bytes_per_s / 1e9:.1f} GB/s on the bus")
         rates.setdefault(cell.collective, []).append(cell.bus_bytes_per_s)

@@ -103,8 +103,8 @@ class FakeRay:
         self.most = max(self.most, sum(self.widths.values()))
         return reference
 
-    def wait(self, references, **_):
-        return references[:1], references[1:]
+    def wait(self, references, num_returns=1, **_):
+        return references[:num_returns], references[num_returns:]
 
     def get(self, reference, timeout=None):
         self.widths.pop(reference, None)

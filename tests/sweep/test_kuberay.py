@@ -19,8 +19,8 @@ JOB = {
     "ttlSecondsAfterFinished",
 }  # fmt: skip
 CLUSTER = {
-    "autoscalerOptions", "enableInTreeAutoscaling", "headGroupSpec", "headServiceAnnotations", "rayVersion", "suspend",
-    "workerGroupSpecs",
+    "authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "headGroupSpec", "headServiceAnnotations",
+    "rayVersion", "suspend", "workerGroupSpecs",
 }  # fmt: skip
 HEAD = {"enableIngress", "headService", "rayStartParams", "serviceType", "template"}
 WORKERS = {
@@ -30,8 +30,19 @@ WORKERS = {
 
 @pytest.fixture(scope="module")
 def manifest():
-    (found,) = yaml.safe_load_all(PATH.read_text())
+    found, _ = yaml.safe_load_all(PATH.read_text())
     return found
+
+
+def test_ray_asks_for_a_token_and_only_pods_of_the_cluster_and_kuberay_reach_it(manifest):
+    cluster = manifest["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert [*map(int, cluster["rayVersion"].split("."))] >= [2, 52, 0]
+    _, policy = yaml.safe_load_all(PATH.read_text())
+    assert (policy["apiVersion"], policy["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
+    assert policy["spec"]["podSelector"]["matchExpressions"] == [{"key": "ray.io/cluster", "operator": "Exists"}]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert all(each["podSelector"] for rule in policy["spec"]["ingress"] for each in rule["from"])
 
 
 def test_the_fields_are_those_of_a_ray_job(manifest):

@@ -312,6 +312,9 @@ CATEGORY_COLOURS = {
     Category.GRADIENTS: "#F0E442",
     Category.AUTOCAST_COPIES: "#701C70",
     Category.SAVED: "#56B4E9",
+    Category.EARLIER: "#700407",
+    Category.KEPT: "#8526FC",
+    Category.POOL: "#090416",
     Category.LATER: "#E69F00",
     Category.TEMPORARY: "#D55E00",
 }
