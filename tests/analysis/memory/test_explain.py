@@ -162,20 +162,6 @@ def test_each_block_saves_each_storage_once_and_nothing_that_is_shared(
         }
 
 
-def test_what_the_allocator_did_and_what_others_use(training: Training, explained: MemoryProfile) -> None:
-    actions = Counter(event["action"] for event in training.program.events)
-    assert explained.work.segments_allocated == actions["segment_alloc"]
-    assert explained.work.segments_freed == actions["segment_free"]
-    assert explained.work.events == len(training.program.events)
-    assert (explained.work.out_of_memory, explained.work.first_failure) == (0, None)
-    assert explained.outside_bytes == 777 * MIB
-    assert explained.residual_stream_bytes == BATCH * 64 * 96 * 4
-    assert explained.num_steps == 3
-    assert explained.held_bytes == sum(
-        size for address, size, _ in training.program.truth[-1].in_use if training.program.born[address] == BEFORE
-    )
-
-
 def test_notes_whose_counts_contradict_the_events_are_refused(training: Training, tmp_path: Path) -> None:
     path = training.end(tmp_path)
     notes = training.program.notes()

@@ -18,7 +18,7 @@ from cs336_systems.report.page.write import to_html, write_page
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results, StudyResults
 from cs336_systems.report.sections.ladder import ladder_rows
-from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.records import read_study

@@ -28,7 +28,7 @@ from cs336_systems.report.plots.charts import (
     distinct,
 )
 from cs336_systems.report.plots.draw import LONGEST_SOURCE
-from cs336_systems.report.sections.memory.entries import (
+from cs336_systems.report.sections.memory.findings import (
     START,
     MemoryEntry,
     MemoryUnit,

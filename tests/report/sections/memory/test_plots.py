@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 from cs336_systems.analysis.memory.profile import Category
 from cs336_systems.report.plots import charts
 from cs336_systems.report.plots.draw import figure_of
-from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from tests.report.drawn import overlaps, texts
 from tests.report.making import make_config

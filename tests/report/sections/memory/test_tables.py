@@ -6,7 +6,7 @@ import pytest
 
 from cs336_systems.analysis.memory.profile import OPTIONAL, Category, read_memory_profile
 from cs336_systems.config import Mode, Precision, Profiler
-from cs336_systems.report.sections.memory.entries import (
+from cs336_systems.report.sections.memory.findings import (
     MemoryEntry,
     innermost,
     size,
@@ -26,7 +26,6 @@ from tests.report.sections.memory.profiles import (
     MOMENTS,
     WEIGHTS,
     make_bare,
-    make_block,
     make_inference,
     make_like,
     make_memory,
@@ -111,15 +110,6 @@ def test_what_a_block_saves_over_blocks_and_within_one() -> None:
     assert within.notes[0].startswith("Of 60.00 MiB in 6 tensors, as much as in 3 of 4 blocks; parameters 10.00 MiB")
     assert [row["saved_bytes"] for row in csv_rows(blocks(make_memory()))] == [str(61 * MIB), *[str(60 * MIB)] * 3]
     assert blocks(make_inference()).tables == ()
-
-
-def test_what_blocks_save_only_in_backward_is_told() -> None:
-    first, *others = make_block(0).saved
-    block = replace(make_block(0), saved=(replace(first, is_recomputed=True), *others))
-    section = blocks(make_memory(blocks=(block, block)))
-    assert "20.00 MiB are not kept from forward on" in section.tables[0].notes[1]
-    assert [row["recomputed_bytes"] for row in csv_rows(section)] == [str(20 * MIB)] * 2
-    assert len(blocks(make_memory()).tables[0].notes) == 1
 
 
 def test_peaks_of_every_run() -> None:
