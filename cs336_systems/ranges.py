@@ -38,11 +38,11 @@ class PhaseNames:
     communication: str = Range.COMMUNICATION
     """Range around what several ranks do between backward and the optimizer."""
     optimizer: str = Range.OPTIMIZER
-    """Range around the optimizer."""
+    """Range around the optimizer; without it PyTorch's own, Optimizer.step#NAME."""
     data: str = "data"
     """Range around the making of the batch."""
     step: str = Range.STEP
-    """Range around a step."""
+    """Range around a step, or a pattern; without it torch.profiler's own, ProfilerStep#*."""
     warmup: str = Range.WARMUP
     """Range around warm-up steps; they are left out."""
     measure: str = Range.MEASURE

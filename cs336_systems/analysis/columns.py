@@ -55,6 +55,7 @@ def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 GZIP_MAGIC = b"\x1f\x8b"
+ZIP_MAGIC = b"PK\x03\x04"
 _COMPRESSORS = {b"\xfd7zXZ\0": "xz", GZIP_MAGIC: "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 

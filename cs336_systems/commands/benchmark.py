@@ -172,12 +172,14 @@ def print_measured(record: RunRecord, runs: Path) -> None:
 def _print_memory(config: RunConfig, runs: Path) -> None:
     """Print where the memory went, for a run that ran out of memory too."""
     from cs336_systems.analysis.memory.profile import read_memory_profile
-    from cs336_systems.report.sections.memory.entries import MemoryEntry
-    from cs336_systems.report.sections.memory.tables import memory_tables
-    from cs336_systems.report.terminal import print_table
+    from cs336_systems.report.sections.memory.findings import answer
+    from cs336_systems.report.sections.memory.tables import tables_of_one
+    from cs336_systems.report.terminal import print_sentences, print_table
     from cs336_systems.sweep.store import memory_profile_path
 
-    for table in memory_tables([MemoryEntry(profile=read_memory_profile(memory_profile_path(config, runs)))], TOP):
+    profile = read_memory_profile(memory_profile_path(config, runs))
+    print_sentences(answer(profile))
+    for table in tables_of_one(profile, TOP):
         print_table(table)
 
 

@@ -70,8 +70,8 @@ def run(arguments: MemoryArguments) -> int:
         status.reading(file)
         profile = _explain(file, config)
         from cs336_systems.analysis.memory.profile import encode_memory_profile
-        from cs336_systems.report.sections.memory.entries import MemoryEntry
-        from cs336_systems.report.sections.memory.tables import memory_tables, write_memory
+        from cs336_systems.report.sections.memory.findings import answer
+        from cs336_systems.report.sections.memory.tables import tables_of_one, write_memory
 
         if arguments.output is not None:
             status("drawing and writing")
@@ -80,8 +80,9 @@ def run(arguments: MemoryArguments) -> int:
     show(
         arguments.json,
         lambda: encode_memory_profile(profile),
-        lambda: memory_tables([MemoryEntry(profile=profile)], arguments.top),
+        lambda: tables_of_one(profile, arguments.top),
         arguments.output,
+        answer(profile),
     )
     return OK
 

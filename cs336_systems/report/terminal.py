@@ -18,7 +18,7 @@ from rich.text import Text
 
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column
-from cs336_systems.report.section import Table
+from cs336_systems.report.section import FINDING, Table
 from cs336_systems.report.words import own_place, own_traceback
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.text import inert_line, print_line, shortened
@@ -40,6 +40,13 @@ def print_table(table: Table, directory: Path | None = None) -> None:
     width = _width()
     where = "" if directory is None else f"; the CSV and Markdown files in {directory} have them"
     _console(width).print(to_rich(table, width, where))
+
+
+def print_sentences(sentences: Iterable[str]) -> None:
+    """Print each sentence on lines of its own, and an empty line behind them; wrapped in a terminal only."""
+    lines = [plain(sentence) for sentence in sentences]
+    if lines:
+        _console(_width()).print("\n".join([*lines, ""]))
 
 
 def _width() -> int | None:
@@ -100,6 +107,9 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
     If the table is too wide, columns with a `drop_order` are left out; a note names them, followed by `where`, which
     says where to find them.
     """
+    if width is None and table.headings == FINDING:
+        lines = [f"{number}. {inert_line(finding)}" for number, finding in table.rows]
+        return Group(Text(inert_line(table.title), style="bold"), *map(Text, [*lines, *map(inert_line, table.notes)]))
     columns = range(len(table.headings))
     texts = [[inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns]
     layout = _fit(table.headings, texts, width)

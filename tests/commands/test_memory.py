@@ -46,7 +46,8 @@ def test_json_is_the_profile_and_is_read_again(
     assert capsys.readouterr().out == printed
     assert memory(tmp_path / "a" / "b" / "memory.json") == 0
     said = capsys.readouterr().out
-    for words in ("The peak is", "What the peaks consist of", "Memory from phase to phase", "Largest allocations",
+    assert said.startswith("The peak is")
+    for words in ("What was reserved at the peak", "Memory from phase to phase", "Largest allocations",
                   "Check: at all 12 boundaries", "saves for backward"):  # fmt: skip
         assert words in said
 
@@ -89,7 +90,7 @@ def test_running_out_of_memory_comes_first(tmp_path: Path, capsys: pytest.Captur
     assert run.program.malloc(60 * MIB) is None
     assert memory(run.end(tmp_path)) == 0, "it is a result"
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 Out of memory once, " in said
+    assert said.startswith("Out of memory once, ")
     assert "in backward of step 0" in said.partition("60.00 MiB were asked for")[0]
 
 

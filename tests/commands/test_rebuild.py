@@ -52,7 +52,8 @@ def test_what_can_be_rebuilt_is_and_what_cannot_is_left(tree: Path, capsys: pyte
         assert len(made.read_text().splitlines()) == len(committed.read_text().splitlines())
     assert not (tree / "e2e_benchmark/a/before-2026/results.csv").exists()
     assert (tree / "precision/dtypes.typ").exists()
-    assert sorted(tree.rglob("*.html")) == [tree / "index.html"]
+    pages = [tree / path / "index.html" for path in ("e2e_benchmark/a", ".", "precision")]
+    assert sorted(tree.rglob("*.html")) == pages
 
 
 def test_files_that_lack_what_they_need_are_named_and_the_others_written(
@@ -102,14 +103,10 @@ def test_the_page_of_all_names_what_cannot_be_read_and_no_place_of_the_machine(t
     assert (moved / "index.html").read_text() == made, "the same records give the same bytes"
 
 
-def test_a_directory_below_keeps_to_having_a_page(tree: Path) -> None:
-    page = tree / "precision/index.html"
-    page.write_text("old")
+def test_each_directory_gets_its_own_page_and_the_list_leads_there(tree: Path) -> None:
     assert cli.main(["report", str(tree)]) == 1
-    assert 'id="accumulation"' in page.read_text()
-    page.unlink()
-    assert cli.main(["report", str(tree / "precision")]) == 0
-    assert 'id="accumulation"' in page.read_text()
+    assert 'id="accumulation"' in (tree / "precision/index.html").read_text()
+    assert 'href="precision/index.html"' in (tree / "index.html").read_text()
 
 
 def test_of_interrupted_work_the_old_page_is_left(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
 from cs336_systems.report.compared import comparison_section
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.section import Table
+from cs336_systems.report.section import FINDING, Table
 from cs336_systems.report.sections.account import Account, account_section, days_table
 from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
@@ -27,6 +27,7 @@ from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
 from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
 from cs336_systems.report.sections.memory.entries import MemoryEntry
 from cs336_systems.report.sections.memory.tables import memory_tables
+from cs336_systems.report.sections.memory.tables import tables_of_one as snapshot_tables
 from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
@@ -66,7 +67,6 @@ def kinds():
     attention = make_study(*(make_result(cell) for cell in cells), implementations=tuple(Implementation))
     profiled = [make_record(make_config(size), (0.1, 0.11)) for size in sizes]
     entries = [Profiled(config=r.config, profile=make_profile(), plain=r, profiled=r) for r in profiled]
-    snapshot = [MemoryEntry(profile=make_memory())]
     memory = [MemoryEntry(config=r.config, profile=make_memory(), device_name=r.device_name) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
     step = AccountArguments(size="xl", context_length=512).config()
@@ -85,7 +85,7 @@ def kinds():
         "fusion": (fusion_section(fusion).tables, ("op", "version", "time")),
         "kernels": (tables_of_one(Explained(profile=make_profile()), 10), ("phase", "kernel", "total", "finding")),
         "kernels of a sweep": (tables_of(entries), ("size", "phase", "step")),
-        "memory": (memory_tables(snapshot), ("moment", "finding", "peak")),
+        "memory": (snapshot_tables(make_memory(), 10), ("moment", "finding", "part")),
         "memory of a sweep": (memory_tables(memory), ("size", "peak")),
         "account": (account_section(account, 10).tables, ("part", "step")),
         "parameters": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
@@ -135,6 +135,9 @@ def test_a_pipe_gets_all_columns_whole_and_one_line_for_each_row(kind, capsys, m
         print_table(table, FILES)
         title, *lines = capsys.readouterr().out.splitlines()
         assert title == inert_line(table.title)
+        if table.headings == FINDING:
+            assert lines == [*(f"{number}. {text}" for number, text in table.rows), *table.notes]
+            continue
         assert len(table.frame) == len(table.rows), "the values of the rows, as a data frame"
         assert all(heading.key for heading in table.headings)
         rule = next(index for index, line in enumerate(lines) if line.startswith("───"))

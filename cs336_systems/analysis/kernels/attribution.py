@@ -26,12 +26,13 @@ from cs336_systems.analysis.kernels.phases import (
     NO_WINDOWS,
     PHASES,
     Codes,
+    Known,
     LaunchPhase,
     PhasePlan,
     PhaseSource,
     Steps,
     Windows,
-    phase_of_name,
+    known_names,
     phase_plan,
 )
 from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Trace
@@ -82,11 +83,12 @@ class Attribution:
 def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     """Find the phase, step and module of every kernel and copy."""
     names = PhaseNames() if names is None else names
-    plans = dict(_plans(trace, names))
+    known = known_names(trace, names)
+    plans = dict(_plans(trace, known))
     windows = joined(NO_WINDOWS, *(plan.windows for plan in plans.values()))
     steps = joined(NO_STEPS, *(plan.steps for plan in plans.values()))
     phases = _Phases(windows)
-    modules = _Modules(trace, names, plans.values(), phases)
+    modules = _Modules(trace, known, plans.values(), phases)
     kernels, copies = (
         _place(work, collective_codes(work.name, trace.strings), phases, steps, modules)
         for work in (trace.kernels, trace.copies)
@@ -104,14 +106,14 @@ def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     )
 
 
-def _plans(trace: Trace, names: PhaseNames) -> Iterator[tuple[int, PhasePlan]]:
+def _plans(trace: Trace, known: Known) -> Iterator[tuple[int, PhasePlan]]:
     """The plan of each process that has kernels or copies."""
     ranges = dict(groups(trace.ranges.process))
     is_launched = np.flatnonzero(trace.kernels.is_launched)
     launched = dict(groups(trace.kernels.process[is_launched]))
     for process in np.union1d(trace.kernels.process, trace.copies.process).tolist():
         rows, kernels = ranges.get(process, NO_ROWS), launched.get(process, NO_ROWS)
-        yield process, phase_plan(trace, process, rows, is_launched[kernels], names)
+        yield process, phase_plan(trace, process, rows, is_launched[kernels], known)
 
 
 class _Phases:
@@ -133,14 +135,12 @@ class _Modules:
     A forward range inside backward counts as a module, so that recomputed work has a name of its own.
     """
 
-    def __init__(self, trace: Trace, names: PhaseNames, plans: Iterable[PhasePlan], phases: _Phases) -> None:
+    def __init__(self, trace: Trace, known: Known, plans: Iterable[PhasePlan], phases: _Phases) -> None:
         ranges = trace.ranges
-        outside = [name for name, phase in phase_of_name(names).items() if phase is not LaunchPhase.LOSS]
-        structure = trace.string_ids(*outside, names.step, names.warmup, names.measure)
-        is_module = ranges.is_nested & ~np.isin(ranges.name, structure)
+        is_module = ranges.is_nested & ~np.isin(ranges.name, known.structure)
         for plan in plans:
             is_module[plan.around_steps] = False
-        forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, trace.string_ids(names.forward)))
+        forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, known.phases[LaunchPhase.FORWARD]))
         phase = phases.at(ranges.process[forward], ranges.start_ns[forward])
         again = forward[phase == CODES[LaunchPhase.BACKWARD]]
         is_module[again] = True
@@ -188,7 +188,7 @@ def _place(work: DeviceWork, collective: Codes, phases: _Phases, steps: Steps, m
     step[rows] = GroupNesting(steps.process, steps.start_ns, steps.end_ns).at(process, time)
     module[rows] = modules.at(thread, time)
     is_recomputed[rows] = modules.is_forward(thread, time) & (phase[rows] == CODES[LaunchPhase.BACKWARD])
-    module = modules.without_collectives(module, collective)
+    module = np.where(work.mark >= 0, work.mark, modules.without_collectives(module, collective))
     return Placement(phase=phase, step=step, module=module, is_recomputed=is_recomputed)
 
 
@@ -196,9 +196,15 @@ def _what_is_missing(trace: Trace) -> Iterator[str]:
     if missing := int((~trace.kernels.is_launched).sum()):
         yield f"{missing} of {len(trace.kernels)} kernels have no launch in the file, and no phase."
     if in_graph := int(trace.kernels.is_in_graph.sum()):
+        marked = int((trace.kernels.mark >= 0).sum())
+        where = (
+            f"{marked} of them have a module, marked by PyTorch"
+            if marked
+            else ("they have no module, because PyTorch marked none (torch.cuda.graph_annotations.mark_kernels)")
+        )
         yield (
             f"{in_graph} kernels came from CUDA graphs: they belong to the phase that launched the graph, "
-            "so a graph of a whole step cannot be split."
+            f"so a graph of a whole step cannot be split; {where}."
         )
 
 

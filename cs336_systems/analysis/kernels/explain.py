@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import GZIP_MAGIC, SQLITE_MAGIC, Mask, ProfileError, groups, read_head, what_it_is
+from cs336_systems.analysis.columns import (
+    GZIP_MAGIC,
+    SQLITE_MAGIC,
+    ZIP_MAGIC,
+    Mask,
+    ProfileError,
+    groups,
+    read_head,
+    what_it_is,
+)
 from cs336_systems.analysis.kernels.attribution import (
     Attribution,
     HostSteps,
@@ -98,7 +107,7 @@ def read_trace(path: Path) -> Trace:
     head = read_head(path, HEAD_BYTES, needed)
     if head.startswith(SQLITE_MAGIC):
         return read_nsys(path)
-    if head.startswith(GZIP_MAGIC) or head.lstrip()[:1] in (b"{", b"["):
+    if head.startswith((GZIP_MAGIC, ZIP_MAGIC)) or head.lstrip()[:1] in (b"{", b"["):
         return read_kineto(path)
     raise ProfileError(path, f"needed {needed}, but {what_it_is(path, head)}")
 

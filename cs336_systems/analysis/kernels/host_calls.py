@@ -1,4 +1,4 @@
-"""Calls of the CUDA runtime and driver by the host: which of them launch work, and which wait for the device."""
+"""Calls of the device's runtime and driver by the host: which of them launch work, and which wait for the device."""
 
 import re
 from dataclasses import dataclass
@@ -13,14 +13,21 @@ from cs336_systems.analysis.kernels.trace import GroupNesting, Strings, Trace, o
 
 # nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
-_VARIANT = re.compile(r"(?:_ptsz|_ptds|_v\d{1,6})+$")
-_KERNEL = re.compile(r"^(?:cuda|cu)(?:Launch(?:Cooperative)?Kernel|GraphLaunch)")
-_LAUNCH = re.compile(rf"{_KERNEL.pattern}|^(?:cuda|cu)Mem(?:cpy|set)")
-_SYNCHRONISE = re.compile(r"^(?:cuda|cu)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))")
+_VARIANT = re.compile(r"(?:_ptsz|_ptds|_spt|_v\d{1,6})+$")
+_KERNEL = re.compile(
+    r"^(?:cuda|cu|hip)(?:Ext)?(?:Module)?(?:Launch(?:Cooperative|ByPtr)?(?:Kernel|$)|GraphLaunch)|^urEnqueue\w{0,20}KernelLaunch"
+)
+"""CUDA's, HIP's and Level Zero's: cudaLaunchKernelExC, cuLaunchKernelEx, hipExtModuleLaunchKernel, cudaGraphLaunch."""
+_LAUNCH = re.compile(rf"{_KERNEL.pattern}|^(?:cuda|cu|hip)Mem(?:cpy|set)|^urEnqueueUSM")
+_SYNCHRONISE = re.compile(
+    r"^(?:cuda|cu|hip)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))|^ur(?:QueueFinish|EventWait)$"
+)
 """Functions that return when the device has finished: synchronisations, and copies that are not asynchronous."""
-_STREAM_WAIT = re.compile(r"^(?:cuda|cu)StreamWaitEvent$")
+_ALL_OF_DEVICE = re.compile(r"^(?:cuda|cu|hip)(?:Device|Ctx)Synchronize$")
+_CAPTURE = re.compile(r"^(?:cuda|cu|hip)Stream(Begin|End)Capture")
+_STREAM_WAIT = re.compile(r"^(?:cuda|cu|hip)StreamWaitEvent$")
 """The function that makes a stream, and not the host, wait for the work of another stream."""
-_TO_HOST = re.compile(r"Device-to-Host|DtoH")
+_TO_HOST = re.compile(r"Device-to-Host|DtoH|D2H|DeviceToHost")
 
 
 def call_name(name: str) -> str:

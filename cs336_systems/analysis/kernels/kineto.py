@@ -5,24 +5,36 @@ they show when a range's kernels ran, and lose kernels that another thread launc
 """
 
 import gzip
+import io
 import re
+import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import IO, Any, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
 
-from cs336_systems.analysis.columns import GZIP_MAGIC, SQLITE_MAGIC, Ints, ProfileError, read_head, what_it_is
+from cs336_systems.analysis.columns import (
+    GZIP_MAGIC,
+    SQLITE_MAGIC,
+    ZIP_MAGIC,
+    Ints,
+    ProfileError,
+    joined,
+    read_head,
+    what_it_is,
+)
 from cs336_systems.analysis.kernels.trace import (
     MAX_TIME_NS,
     ApiCalls,
     DeviceWork,
     GroupNesting,
     Launches,
+    Nodes,
     Ranges,
     Strings,
     Trace,
@@ -38,28 +50,33 @@ EXACT_US = 2**43
 
 PyTorch counts from a `baseTimeNanoseconds` at most three months ago; older ones, and others, count from 1970.
 """
-MAX_EXCERPT = 60
+MAX_EXCERPT, MAX_LISTED = 60, 3
 
 HOW_TO_RECORD = (
     "record with `torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])` "
     "and write with `export_chrome_trace`"
 )
-NEEDED = "a trace of torch.profiler (JSON, or JSON in gzip)"
+NEEDED = "a trace of torch.profiler (JSON, in gzip, or alone in a .zip)"
 
 Number = TypeVar("Number", float, Decimal)
 
 
 class Args(msgspec.Struct, frozen=True, gc=False):
-    """The fields of an event's `args` that are read."""
+    """The fields of an event's `args` that are read. ROCm writes numbers as text, some of them in hexadecimal."""
 
-    correlation: int = 0
-    device: int | None = None
-    inDevice: int = 0  # noqa: N815
+    correlation: int | str | None = 0
+    device: int | str | None = None
+    inDevice: int | str | None = 0  # noqa: N815
     """The device that a copy between two devices runs on, which has no `device`."""
-    stream: int = 0
+    stream: int | str | None = 0
+    name: Any = None
+    """The name by which PyTorch marks a kernel of a CUDA graph (`torch.cuda.graph_annotations.mark_kernels`)."""
+    autograd_phase: Any = None
+    task_type: Any = msgspec.field(default=None, name="Task Type")
+    """What ran the event, in traces of Ascend NPUs."""
 
     @property
-    def own_device(self) -> int:
+    def own_device(self) -> int | str | None:
         """The device that ran the event."""
         return self.inDevice if self.device is None else self.device
 
@@ -87,6 +104,7 @@ class _Device(msgspec.Struct):
 class _File(msgspec.Struct, Generic[Number]):
     traceEvents: list[Event[Number]]  # noqa: N815
     deviceProperties: list[_Device] = []  # noqa: N815
+    distributedInfo: dict[str, Any] = {}  # noqa: N815
 
 
 AnyEvent = Event[float] | Event[Decimal]
@@ -110,10 +128,13 @@ class Events:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._content = _read(path)
-        file = _decode(path, self._content, _File[float])
-        self._events: Sequence[AnyEvent] = file.traceEvents
+        file: _File[float] | _File[Decimal] = _decode(path, self._content)
+        self._events: Sequence[AnyEvent] = _in_categories(file.traceEvents)
         self._is_exact = False
+        self.has_operators = any(event.cat == "cpu_op" for event in self._events)
         self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
+        rank = file.distributedInfo.get("rank")
+        self.rank = rank if isinstance(rank, int) and rank >= 0 else None
 
     def batches(self, *groups: Collection[str]) -> list[Batch]:
         """One batch for each group of categories."""
@@ -121,8 +142,16 @@ class Events:
         if self._is_exact or not any(_is_long(batch) for batch in found):
             return found
         found, self._events = [], ()  # two decoded files at once would take too much memory
-        self._events, self._is_exact = _decode(self.path, self._content, _File[Decimal]).traceEvents, True
+        self._events, self._is_exact = (
+            _in_categories(_decode(self.path, self._content, is_exact=True).traceEvents),
+            True,
+        )
         return [self._batch(events) for events in self._chosen(groups)]
+
+    def nodes(self) -> Batch:
+        """The nodes of backward, which are operators of the host."""
+        return self._batch([event for event in self._events if event.cat == "cpu_op" and event.dur is not None
+                            and (event.name.startswith(BOOKKEEPING) or _NODE.search(event.name))])  # fmt: skip
 
     def _chosen(self, groups: Sequence[Collection[str]]) -> list[list[AnyEvent]]:
         """The events of each group that have a duration."""
@@ -144,12 +173,38 @@ class Events:
             raise ProfileError(self.path, f"{error}: the trace is damaged, record it again") from error
 
 
+_OPERATOR_NAME = re.compile(r"::|Backward\d{0,2}$|^struct ")
+"""Part of the names of operators and of autograd's nodes, which PyTorch 1.8 and 1.9 put in one category with ranges."""
+_NODE = re.compile(r"^\w{1,80}Backward\d{0,2}$")
+_NPU_TASK = re.compile(r"AI_|MIX_")
+"""Beginning of the types of an NPU's tasks that compute; such events have no category."""
+
+
+def _in_categories(events: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
+    """The events, those of old versions of PyTorch and of NPUs in today's categories."""
+    found = {event.cat for event in events}
+    for event in events if "Operator" in found else ():
+        if event.cat == "Operator":
+            event.cat = "cpu_op" if _OPERATOR_NAME.search(event.name) else "user_annotation"
+    for event in events if "" in found else ():
+        if not event.cat and isinstance(event.args.task_type, str) and _NPU_TASK.match(event.args.task_type):
+            event.cat = "kernel"
+    return events
+
+
 def _read(path: Path) -> bytes | bytearray:
-    is_compressed = read_head(path, len(SQLITE_MAGIC), NEEDED).startswith(GZIP_MAGIC)
+    head = read_head(path, len(SQLITE_MAGIC), NEEDED)
+    content: bytes | bytearray
     try:
-        content = _decompress(path) if is_compressed else path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ProfileError(path, f"not a whole gzip file ({error}): copy it again or export it again") from error
+        if head.startswith(ZIP_MAGIC):
+            content = _unzip(path)
+        elif head.startswith(GZIP_MAGIC):
+            with gzip.open(path) as file:
+                content = _decompress(cast("IO[bytes]", file))
+        else:
+            content = path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
+    except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise ProfileError(path, f"not a whole compressed file ({error}): copy it again or export it again") from error
     except OSError as error:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
     if max(len(content), path.stat().st_size) > MAX_BYTES:
@@ -159,21 +214,49 @@ def _read(path: Path) -> bytes | bytearray:
     return content
 
 
-def _decompress(path: Path) -> bytearray:
+def _decompress(file: IO[bytes]) -> bytes | bytearray:
     content = bytearray()
-    with gzip.open(path) as file:
-        while len(content) <= MAX_BYTES and (part := file.read(2**20)):
-            content += part
+    while len(content) <= MAX_BYTES and (part := file.read(2**20)):
+        content += part
     return content
 
 
-def _decode(path: Path, content: bytes | bytearray, kind: type[_File[Number]]) -> _File[Number]:
+def _unzip(path: Path) -> bytes | bytearray:
+    """The one file in the archive, decompressed twice if it is in gzip."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+        if len(names) != 1:
+            listed = ", ".join(names[:MAX_LISTED]) or "none"
+            raise ProfileError(
+                path, f"needed a .zip with one trace, got {len(names)} files ({listed}): unpack it first"
+            )
+        with archive.open(names[0]) as file:
+            content = _decompress(file)
+    if not content.startswith(GZIP_MAGIC):
+        return content
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as unpacked:
+        return _decompress(cast("IO[bytes]", unpacked))
+
+
+_LONE_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
+
+
+def _decode(path: Path, content: bytes | bytearray, *, is_exact: bool = False) -> _File[float] | _File[Decimal]:
+    """The file, its times as floats or as exact decimals."""
     try:
-        return msgspec.json.decode(content, type=kind)
+        if is_exact:
+            return msgspec.json.decode(content, type=_File[Decimal])
+        return msgspec.json.decode(content, type=_File[float])
     except msgspec.ValidationError as error:
+        if not is_exact and re.search(r"got `str` - at `\$\.traceEvents\[\.*\d*\]\.(?:ts|dur)`", str(error)):
+            return _decode(path, content, is_exact=True)  # times as texts, as torch_npu writes them
         refuse_another_kind(path, content, "a trace of torch.profiler", ProfileError)
         raise ProfileError(path, f"needed {NEEDED}, but it has other contents ({error}): {HOW_TO_RECORD}") from error
     except msgspec.DecodeError as error:
+        # a path of Windows in a name, whose backslashes PyTorch writes as they are
+        mended = _LONE_BACKSLASH.sub(lambda found: found[0] if len(found[0]) > 1 else rb"\\", content)
+        if "escape" in str(error) and mended != content:
+            return _decode(path, mended, is_exact=is_exact)
         raise ProfileError(path, _what_is_malformed(content, str(error))) from error
     except UnicodeDecodeError as error:
         raise ProfileError(path, f"a name is not UTF-8 ({error}): rename it and record again") from error
@@ -208,13 +291,16 @@ def _is_long(batch: Batch) -> bool:
     return any(bool((np.abs(times) >= EXACT_US * 1000).any()) for times in (batch.start_ns, batch.duration_ns))
 
 
-KERNELS = frozenset({"kernel"})
-COPIES = frozenset({"gpu_memcpy", "gpu_memset"})
-CALLS = frozenset({"cuda_runtime", "cuda_driver"})
+# Kineto's categories, with those of other devices, and with the capitals of PyTorch 1.8 and 1.9
+KERNELS = frozenset({"kernel", "Kernel", "mtia_ccp_events"})
+COPIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
+CALLS = frozenset({"Runtime", "runtime", "driver"}) | {
+    f"{maker}_{layer}" for maker in ("cuda", "hip", "xpu", "mtia", "privateuse1") for layer in ("runtime", "driver")
+}
 RANGES = frozenset({"user_annotation"})
 OPERATORS = frozenset({"cpu_op"})
 
-GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 BOOKKEEPING = "autograd::engine::evaluate_function: "
 """Operators whose names begin so wrap a node of autograd, which is an event of its own, and add the engine's dispatch
 and hooks. They are left out, so that times of operators add up."""
@@ -226,16 +312,21 @@ def read_kineto(path: Path) -> Trace:
     If no device ran anything, the host's operators take the place of kernels.
     """
     events = Events(path)
-    device_names = events.device_names
+    device_names, rank, has_operators = events.device_names, events.rank, events.has_operators
     kernels, copies, calls, ranges = events.batches(KERNELS, COPIES, CALLS, RANGES)
     is_of_host = not (len(kernels) or len(copies))
     operators = events.batches(OPERATORS)[0] if is_of_host else None
+    nodes = events.nodes()
     del events  # it holds most of the memory
     session = _Session(path, calls, ranges)
     work = session.work(kernels) if operators is None else session.work_of_host(operators)
+    copied, nodes_of_backward = session.work(copies), session.nodes(nodes)
     trace = Trace(
         kernels=work,
-        copies=session.work(copies),
+        copies=copied,
+        nodes=nodes_of_backward,
+        has_operators=has_operators,
+        rank=rank,
         ranges=session.ranges,
         api_calls=session.calls,
         strings=session.strings.all,
@@ -262,7 +353,7 @@ class _Session:
     def notes(self, is_of_host: bool) -> Iterator[str]:
         """Notes on what the file lacks."""
         if not is_of_host and not len(self.calls):
-            yield f"No calls of the CUDA runtime, so no kernel's launch is known: {HOW_TO_RECORD}."
+            yield f"No calls of the device's runtime, so no kernel's launch is known: {HOW_TO_RECORD}."
         if is_of_host and len(self.calls):
             yield "CUDA was called, but no device ran anything: the operators of the host are shown."
         if not len(self.ranges):
@@ -279,8 +370,10 @@ class _Session:
             )
         return int(processes[0])
 
-    def _ints(self, batch: Batch, values: Sequence[int | str]) -> Ints:
+    def _ints(self, batch: Batch, values: Sequence[int | str | None]) -> Ints:
         try:
+            if any(type(value) is not int for value in values):
+                values = [int(value, 0) if isinstance(value, str) else value or 0 for value in values]
             return np.array(values, dtype=np.int64)
         except (ValueError, OverflowError) as error:
             raise ProfileError(
@@ -320,7 +413,7 @@ class _Session:
         process = np.full(len(batch), self._process() if len(batch) else 0, dtype=np.int64)
         launch = self._launches.columns(process, correlation)
         name = self.strings.ids(event.name for event in batch.events)
-        graph_calls = [index for index, text in enumerate(self.strings.all) if text.startswith(GRAPH_LAUNCHES)]
+        graph_calls = [index for index, text in enumerate(self.strings.all) if GRAPH_LAUNCHES.match(text)]
         return DeviceWork(
             name=name,
             process=process,
@@ -329,8 +422,32 @@ class _Session:
             start_ns=batch.start_ns,
             duration_ns=batch.duration_ns,
             is_in_graph=np.isin(np.append(self.calls.name, -1)[launch["call"]], graph_calls),
+            mark=self._marks([a.name for a in args], [a.autograd_phase for a in args]),
             **launch,
         )
+
+    def _marks(self, names: Sequence[object], phases: Sequence[object]) -> Ints:
+        """The row of a range for each marked kernel, -1 for others; each name gets one range of no time at the end."""
+        texts = [
+            (f"{name} ({phase})" if isinstance(phase, str) else name) if isinstance(name, str) and name else ""
+            for name, phase in zip(names, phases, strict=True)
+        ]
+        named = [text for text in dict.fromkeys(texts) if text]
+        rows = {"": -1} | {text: len(self.ranges) + index for index, text in enumerate(named)}
+        if named:
+            nowhere = np.full(len(named), -1, dtype=np.int64)
+            marked = Ranges(
+                name=self.strings.ids(named), process=nowhere, thread=nowhere, start_ns=np.zeros_like(nowhere),
+                end_ns=np.zeros_like(nowhere), is_nested=np.zeros(len(named), dtype=np.bool_),
+            )  # fmt: skip
+            self.ranges = joined(self.ranges, marked)
+        return np.array([rows[text] for text in texts], dtype=np.int64)
+
+    def nodes(self, batch: Batch) -> Nodes:
+        """The nodes of backward."""
+        columns = self._on_host(batch)
+        end = batch.start_ns + batch.duration_ns
+        return Nodes(process=columns["process"], thread=columns["thread"], start_ns=batch.start_ns, end_ns=end)
 
     def work_of_host(self, batch: Batch) -> DeviceWork:
         """Operators of the host as work, where each is its own launch and the stream is its thread."""
@@ -353,6 +470,7 @@ class _Session:
             thread=thread,
             call=np.full(len(start), -1, dtype=np.int64),
             is_in_graph=np.zeros(len(start), dtype=np.bool_),
+            mark=np.full(len(start), -1, dtype=np.int64),
         )
 
 

@@ -4,6 +4,7 @@ Tables without rows are missing, and columns vary by version, so the reader look
 read-only, and reads plain tables only, whole and without joins.
 """
 
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -25,6 +26,7 @@ from cs336_systems.analysis.kernels.trace import (
     Strings,
     Trace,
     durations,
+    of_names,
     with_copies_apart,
 )
 
@@ -75,6 +77,8 @@ PUSH_POP, START_END = 59, 60
 """Numbers of the kinds of ranges, for old files that do not name the kinds."""
 NO_STRING = -1
 NEEDED = "the SQLite export of an nsys report"
+_OF_OPERATOR = re.compile(r", (?:op_id|seq|sizes|input_op_ids) = .*", re.DOTALL)
+"""What emit_nvtx and `nsys --pytorch=autograd-nvtx` add to an operator's name, which differs from call to call."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 HOW_TO_RECORD = (
@@ -173,6 +177,7 @@ class _Export:
             start_ns=start,
             duration_ns=self._durations(table, start, end),
             is_in_graph=graph != 0,
+            mark=np.full(len(start), -1, dtype=np.int64),
             **calls.columns(process, correlation),
         )
 
@@ -190,6 +195,8 @@ class _Export:
             own = array("q", (NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts))
             text_id = np.frombuffer(own, dtype=np.int64)
             name = np.where(text_id >= 0, text_id, name)
+        strings = self._strings.all
+        name = of_names(name, strings, lambda text: self._strings.id(_OF_OPERATOR.sub("", text)), np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
         self._durations(RANGES, start, end)
         ranges = Ranges(

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 
-_DRIVERS_OWN = re.compile(r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?", re.ASCII)
-"""Names of the CUDA driver's kernels that fill or copy memory."""
+_DRIVERS_OWN = re.compile(
+    r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?|__amd_rocclr_(?:copy|fill)\w{1,40}", re.ASCII
+)
+"""Names of the kernels by which the drivers of CUDA and ROCm fill or copy memory."""
 
 Kind = TypeVar("Kind", bound=np.generic)
 MAX_TIME_NS = 2**61
@@ -40,6 +42,8 @@ class DeviceWork(Columns):
     """Row of the launching call in `Trace.api_calls`; -1 for none, as of an operator of the host."""
     is_in_graph: Mask
     """Launched by a CUDA graph."""
+    mark: Ints
+    """Row in `Trace.ranges` of the module that PyTorch marked in a CUDA graph (`mark_kernels`); -1 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +61,22 @@ class Ranges(Columns):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes(Columns):
+    """Times in which a thread ran a node of autograd's backward."""
+
+    process: Ints
+    thread: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+_NONE: Ints = np.zeros(0, dtype=np.int64)
+NO_NODES = Nodes(process=_NONE, thread=_NONE, start_ns=_NONE, end_ns=_NONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiCalls(Columns):
-    """Calls of the CUDA runtime and driver by the host."""
+    """Calls of the device's runtime and driver by the host."""
 
     name: Ints
     process: Ints
@@ -83,6 +101,12 @@ class Trace:
     api_calls: ApiCalls
     device_names: tuple[str, ...] = ()
     """Distinct names of the devices; empty if the profile has none."""
+    nodes: Nodes = NO_NODES
+    """Nodes of backward; none in a file that does not show them."""
+    has_operators: bool = False
+    """The file shows the host's operators, and so all nodes of backward."""
+    rank: int | None = None
+    """The process's rank, if the file names it."""
     is_of_host: bool = False
     """No device was traced: the `kernels` are operators of the host, without the time of operators inside them."""
     notes: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, joined
+from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
 from cs336_systems.analysis.memory.snapshot import NO_STACK, Action, BlockState, DeviceMemory, Events
 from cs336_systems.text import counted
 
@@ -220,6 +220,10 @@ class Replay:
     """First the allocations that events made or freed, by address; then those held throughout the recording."""
     reserved_bytes: Ints
     """Bytes that the allocator had reserved from CUDA, at each moment."""
+    is_private: Mask
+    """For each allocation, whether it lies in a private pool, as CUDA graphs have."""
+    private_bytes: Ints
+    """The part of `reserved_bytes` that private pools had, at each moment."""
     are_sizes_known: bool
     """False if the size of some block was inferred and may be wrong."""
     notes: tuple[str, ...]
@@ -234,6 +238,14 @@ class Replay:
     def requested_bytes(self) -> Ints:
         """Requested bytes of the blocks in use, at each moment: exact even if `num_bytes` was inferred."""
         return self.curve(self.allocations.requested_bytes, self.allocations.end)
+
+    @cached_property
+    def idle_private_bytes(self) -> Ints:
+        """Bytes that private pools had reserved and that were in no block, at each moment."""
+        rows = self.allocations
+        in_blocks = self.curve(np.where(self.is_private, rows.num_bytes, 0), rows.end)
+        free: Ints = np.clip(self.private_bytes - in_blocks, 0, self.reserved_bytes - self.allocated_bytes)
+        return free
 
     def curve(self, values: Ints, end: Ints) -> Ints:
         """At each moment the sum of a value over the allocations with start < moment <= end."""
@@ -268,22 +280,47 @@ def replay(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
     recorded = reader.lifetimes()
     held, notes_on_held = _held_throughout(memory, recorded)
     lifetimes = joined(recorded, held)
-    reserved = _reserved(memory)
     notes_on_sizes = tuple(_notes_on_sizes(lifetimes, len(memory.events), settings))
     columns = {field.name: getattr(lifetimes, field.name) for field in fields(Lifetimes)}
-    columns["num_bytes"] = _num_bytes(memory, lifetimes, settings)
-    return Replay(
+    segments = _segments(memory)
+    columns["num_bytes"] = _num_bytes(memory, lifetimes, segments, settings)
+    allocations = Allocations(**columns, requested_bytes=lifetimes.num_bytes)
+    is_private, private_bytes = _in_private_pools(memory, segments, allocations)
+    found = Replay(
         memory=memory,
-        allocations=Allocations(**columns, requested_bytes=lifetimes.num_bytes),
-        reserved_bytes=reserved,
+        allocations=allocations,
+        reserved_bytes=_reserved(memory),
+        is_private=is_private,
+        private_bytes=private_bytes,
         are_sizes_known=not notes_on_sizes,
-        notes=(*reader.notes(), *notes_on_held, *notes_on_sizes, *_notes_on_reserved(reserved)),
+        notes=(*reader.notes(), *notes_on_held, *notes_on_sizes),
     )
+    in_blocks = found.curve(allocations.num_bytes, allocations.end)
+    if (missing := int((in_blocks - found.reserved_bytes).max())) > 0:
+        note = f"Segments are missing in the file: blocks take up to {missing:,} bytes more than were reserved."
+        found = replace(found, reserved_bytes=np.maximum(found.reserved_bytes, in_blocks), notes=(*found.notes, note))
+    return found
 
 
-def _num_bytes(memory: DeviceMemory, lifetimes: Lifetimes, settings: Mapping[str, Any]) -> Ints:
+def _in_private_pools(memory: DeviceMemory, segments: Lifetimes, allocations: Lifetimes) -> tuple[Mask, Ints]:
+    """Which allocations lie in segments of private pools, and the bytes of these segments at each moment.
+
+    The pool of a segment is known if it was still there at the end; an expandable one counts with its size then.
+    """
+    never = len(memory.events)
+    is_private_segment = np.isin(segments.address, memory.segments.address[memory.segments.pool > 0])
+    own = chosen(segments, is_private_segment & (segments.end == never))
+    own = chosen(own, np.argsort(own.address, kind="stable"))
+    at = np.searchsorted(own.address, allocations.address, side="right") - 1
+    ends, starts = np.append(own.address + own.num_bytes, 0), np.append(own.start, never)  # -1 is the last
+    is_private: Mask = (allocations.address < ends[at]) & (allocations.end > starts[at])
+    change = np.bincount(own.start + 1, weights=own.num_bytes, minlength=never + 1).astype(np.int64)
+    return is_private, np.cumsum(change)
+
+
+def _num_bytes(memory: DeviceMemory, lifetimes: Lifetimes, segments: Lifetimes, settings: Mapping[str, Any]) -> Ints:
     """The sizes of the blocks: known for those still in use, and inferred from the requests for the others."""
-    num_bytes = block_sizes(lifetimes, _segments(memory), settings)
+    num_bytes = block_sizes(lifetimes, segments, settings)
     used = np.flatnonzero(memory.blocks.state != BlockState.INACTIVE)
     used = used[np.argsort(memory.blocks.address[used], kind="stable")]
     address = memory.blocks.address[used]
@@ -355,12 +392,4 @@ def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Any
         yield (
             "The allocator rounds to powers of two (roundup_power2_divisions): blocks that were freed in the "
             "recording are larger than shown; requested bytes are exact."
-        )
-
-
-def _notes_on_reserved(reserved_bytes: Ints) -> Iterator[str]:
-    if reserved_bytes.min() < 0:
-        yield (
-            f"More segments were given back than there were ({-reserved_bytes.min():,} bytes too many): "
-            "the reserved bytes are not known."
         )

@@ -14,7 +14,6 @@ from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.memory.allocations import replay
 from cs336_systems.analysis.memory.formulas import Formulas
 from cs336_systems.analysis.memory.groups import (
-    CODES,
     NOT_SIGHTED,
     Groups,
     Known,
@@ -39,6 +38,7 @@ from cs336_systems.analysis.memory.notes import (
     times_s,
 )
 from cs336_systems.analysis.memory.profile import (
+    CODES,
     AllocatorWork,
     Category,
     FailedRequest,
@@ -57,11 +57,14 @@ MAX_LARGEST = 50
 """Groups among the largest allocations."""
 FROM_BOTTOM = (
     Category.HELD,
+    Category.EARLIER,
     Category.PARAMETERS,
     Category.BUFFERS,
     Category.OPTIMIZER_STATE,
     Category.GRADIENTS,
     Category.AUTOCAST_COPIES,
+    Category.KEPT,
+    Category.POOL,
     Category.SAVED,
     Category.LATER,
     Category.TEMPORARY,
@@ -116,7 +119,7 @@ class _Explanation:
         self._known = Known(
             replay=self._replay,
             stacks=snapshot.stacks,
-            contents=categorise(self._replay, sightings, self._row_of, has_notes=notes is not None),
+            contents=categorise(self._replay, sightings, self._row_of, snapshot.stacks if notes is None else ()),
             sightings=sightings,
             phases=self._phases,
             formulas=formulas,
@@ -148,6 +151,9 @@ class _Explanation:
             outside_bytes=None if notes is None else notes.used_on_device_bytes - notes.reserved_bytes,
             residual_stream_bytes=residual_stream_bytes,
             notes=tuple(self._notes_to_reader()),
+            private_bytes=int(self._replay.private_bytes[self._peak]),
+            idle_private_bytes=int(self._replay.idle_private_bytes[self._peak]),
+            is_expandable=self._snapshot.settings.get("expandable_segments") is True,
         )
 
     def _peak_moment(self, sums: LiveSums) -> Moment:
@@ -238,6 +244,7 @@ class _Explanation:
             time_s=float(times_s(events, np.array(moment + 1))),
             event=moment,
             places=places_of(self._snapshot.stacks[events.stack[moment]]),
+            idle_private_bytes=int(self._replay.idle_private_bytes[moment]),
         )
 
     def _notes_to_reader(self) -> Iterator[str]:

@@ -17,8 +17,6 @@ from cs336_systems.config import Arch, ModelConfig
 
 FLOAT_BYTES = (4, 2)
 BOOL_BYTES, HALF_BYTES, INTEGER_BYTES = 1, 2, 8
-CUBLAS_WORKSPACE_BYTES = (32 * 2**20, 2 * 4096 * 2**10 + 8 * 16 * 2**10)
-"""On Hopper and on other devices (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 _BITS = re.compile(r"\d+")
 OR = " or "
 """Stands between formulas if any of them may be the right one."""
@@ -146,8 +144,6 @@ class Formulas:
         ]
         fitting = _narrowed(fitting, [(c, size) for c, size in fitting if c.role is role])
         fitting = _narrowed(fitting, [(c, size) for c, size in fitting if any(f in function for f in c.functions)])
-        if not fitting and requested_bytes in CUBLAS_WORKSPACE_BYTES:
-            return "workspace of cuBLAS"
         return OR.join(_explained(c.formula(size), c.what) for c, size in fitting)
 
 

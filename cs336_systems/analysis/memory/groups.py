@@ -10,6 +10,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.memory.allocations import BEFORE, NONE, Allocations, Replay, nearest
 from cs336_systems.analysis.memory.formulas import HALF_BYTES, OR, Formulas, Role, element_bytes
+from cs336_systems.analysis.memory.lifetimes import codes_without_notes
 from cs336_systems.analysis.memory.notes import (
     Kind,
     Phases,
@@ -22,7 +23,8 @@ from cs336_systems.analysis.memory.notes import (
     within_block,
 )
 from cs336_systems.analysis.memory.profile import (
-    MIN_LATER,
+    CATEGORIES,
+    CODES,
     BlockMemory,
     Category,
     CategoryBytes,
@@ -30,12 +32,10 @@ from cs336_systems.analysis.memory.profile import (
     Place,
     SavedTensor,
 )
-from cs336_systems.analysis.memory.snapshot import Action, Stack
+from cs336_systems.analysis.memory.snapshot import Stack
 from cs336_systems.config import Phase
 from cs336_systems.ranges import block_range
 
-CATEGORIES = tuple(Category)
-CODES = {category: code for code, category in enumerate(CATEGORIES)}
 NOT_SIGHTED = NONE
 _PRECEDENCE = {kind: rank for rank, kind in enumerate(
     (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.AUTOCAST_COPY, Kind.GATHERED, Kind.SAVED)
@@ -66,14 +66,18 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
     return np.where(ends[found] > wanted, found, NOT_SIGHTED)
 
 
-def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, has_notes: bool = True) -> Contents:
+def categorise(
+    replay: Replay, sightings: Sequence[Sighting], row_of: Ints, without_notes: Sequence[Stack] = ()
+) -> Contents:
     """The contents of all allocations. Of several sightings of one, the kind decides; of the same kind, the first.
 
-    Without notes there are no sightings, and the category follows from how long each allocation existed.
+    Without notes there are no sightings: the category follows from the lifetimes and from the stacks, given for that.
     """
     rows = replay.allocations
-    passing = np.where(_is_for_later(replay) & (not has_notes), CODES[Category.LATER], CODES[Category.TEMPORARY])
-    category = np.where(replay.is_held_throughout, CODES[Category.HELD], passing)
+    category = np.where(replay.is_held_throughout, CODES[Category.HELD], CODES[Category.TEMPORARY])
+    if without_notes:
+        category = codes_without_notes(replay, without_notes)
+    category[replay.is_private] = CODES[Category.POOL]
     sighted = np.full(len(rows), NOT_SIGHTED, dtype=np.int64)
     rank = np.array([_PRECEDENCE[sighting.kind] for sighting in sightings], dtype=np.int64)
     order = np.argsort(rank, kind="stable")[::-1]  # of several sightings of a row, the deciding one is written last
@@ -85,14 +89,6 @@ def categorise(replay: Replay, sightings: Sequence[Sighting], row_of: Ints, *, h
 
 def _category_of(kind: Kind) -> Category:
     return Category.PARAMETERS if kind is Kind.GATHERED else Category(kind)
-
-
-def _is_for_later(replay: Replay) -> Mask:
-    """For each allocation, whether MIN_LATER or more others were made before the program freed it."""
-    rows = replay.allocations
-    made = np.append(0, np.cumsum(replay.memory.events.action == Action.ALLOC))
-    is_later: Mask = made[np.maximum(rows.free_requested, 0)] - made[rows.start + 1] >= MIN_LATER
-    return is_later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +160,10 @@ def places_of(stack: Stack) -> tuple[Place, ...]:
 
 _ROLE_OF_PHASE: Mapping[str, Role] = {Phase.FORWARD: Role.ACTIVATION, Phase.OPTIMIZER: Role.WEIGHT}
 """The role of tensors that a phase allocates; backward is absent because it allocates both roles."""
+_OF_WEIGHTS = (Category.HELD, Category.OPTIMIZER_STATE, Category.GRADIENTS)
+_CUBLAS = re.compile(r"cu(?:da)?blas.*(?:workspace|handle)|workspace.*cu(?:da)?blas", re.IGNORECASE)
+CUBLAS_WORKSPACE_BYTES = (32 * 2**20, 2 * 4096 * 2**10 + 8 * 16 * 2**10)
+"""On Hopper and on other devices (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,10 +253,22 @@ class Groups:
         """The formula of an allocation without a sighting. Its phase tells its role, if it was made in one."""
         known, rows = self._known, self._known.replay.allocations
         phase, places = self._phase_names[self._phase_of_row[row]], self._places[self._stack_of_row[row]]
-        is_old = CATEGORIES[known.contents.category[row]] is Category.HELD or rows.start[row] == BEFORE
-        role = _ROLE_OF_PHASE.get(phase) if phase else Role.WEIGHT if is_old else None
+        is_weight = CATEGORIES[known.contents.category[row]] in _OF_WEIGHTS or rows.start[row] == BEFORE
+        role = _ROLE_OF_PHASE.get(phase) if phase else Role.WEIGHT if is_weight else None
         function = places[0].function if places else ""
-        return known.formulas.unsighted(int(rows.requested_bytes[row]), role, function, self._may_have_half)
+        size = int(rows.requested_bytes[row])
+        return known.formulas.unsighted(size, role, function, self._may_have_half) or self._workspace(row)
+
+    def _workspace(self, row: int) -> str:
+        """Say if it is a workspace of cuBLAS: by its stack, or by a size that hardly anything else has.
+
+        Where notes name all other tensors that stay, 32 MiB that stay are one too.
+        """
+        known, rows = self._known, self._known.replay.allocations
+        is_made_by_it = any(_CUBLAS.search(frame.name) for frame in known.stacks[rows.stack[row]])
+        stays = rows.free_requested[row] == len(known.replay.memory.events)
+        sizes = CUBLAS_WORKSPACE_BYTES[0 if known.sightings else 1 :]
+        return "workspace of cuBLAS" if is_made_by_it or (stays and rows.requested_bytes[row] in sizes) else ""
 
 
 def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:

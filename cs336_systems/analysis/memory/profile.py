@@ -39,8 +39,20 @@ class Category(StrEnum):
     HELD = "held throughout"
     """Blocks that existed before the recording and after it, and are not known to belong to another category."""
     LATER = "held until later"
-    """Only without notes: blocks allocated or freed in the recording that stayed while MIN_LATER or more others were
-    allocated, as the activations do that autograd saves for backward."""
+    """Only without notes, as the two that follow: blocks allocated and freed in the recording that stayed while
+    MIN_LATER or more others were allocated, as the activations do that autograd saves for backward."""
+    EARLIER = "from before"
+    """Blocks that existed before the recording and were freed in it."""
+    KEPT = "kept at the end"
+    """Blocks allocated in the recording that still existed at its end."""
+    POOL = "private pools"
+    """Blocks of unknown use in pools of their own, such as those of CUDA graphs."""
+
+
+CATEGORIES = tuple(Category)
+CODES = {category: code for code, category in enumerate(CATEGORIES)}
+OPTIONAL = (Category.EARLIER, Category.KEPT, Category.POOL)
+"""Categories that only snapshots of other programs, or of CUDA graphs, have: tables have a column only where needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +203,8 @@ class FailedRequest:
     """Number of events before it."""
     places: tuple[Place, ...]
     """The calls that made the request, chosen as those of `LikeAllocations`."""
+    idle_private_bytes: Count = 0
+    """Reserved then in private pools, in no block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,12 +249,28 @@ class MemoryProfile:
     residual_stream_bytes: Count | None
     """One tensor of batch x T x d_model in fp32; None if the model is not known."""
     notes: tuple[str, ...]
+    private_bytes: Count = 0
+    """Reserved at the peak in private pools, as CUDA graphs have: only their own allocations use it."""
+    idle_private_bytes: Count = 0
+    """The part of `private_bytes` that is in no block at the peak; a graph that is replayed uses it all the same."""
+    is_expandable: bool = False
+    """Whether the allocator had expandable segments already."""
     format_version: int = MEMORY_FORMAT_VERSION
 
     @property
     def rounding_bytes_at_peak(self) -> int:
         """How much larger the blocks at the peak are than their requests."""
         return self.peak.allocated_bytes - self.peak.requested_bytes
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """Bytes that were reserved at the peak, not for private pools, and in no block: cache, and rests of blocks."""
+        return max(self.peak.reserved_bytes - self.peak.allocated_bytes - self.idle_private_bytes, 0)
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether the recording process said what blocks held."""
+        return self.outside_bytes is not None
 
 
 def encode_memory_profile(profile: MemoryProfile) -> bytes:

@@ -30,6 +30,8 @@ BASE_MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 20
 """Address space that reading a file may take; a million events take 7 times the file."""
 MAX_REASON = 200
 """Characters of a reason that are quoted."""
+SHARED = (0, 0)
+"""Id of the pool that is no private one."""
 NO_STACK = 0
 """Number of the empty stack, for events and blocks without a recorded stack."""
 
@@ -89,7 +91,7 @@ class Events(Columns):
     """For `OOM` the request, rounded up by the allocator; for `SNAPSHOT` the size of all active blocks."""
     stream: Ints
     time_us: Ints
-    """Microseconds since 1970."""
+    """Microseconds since 1970; 0 in files of PyTorch until 2.1."""
     stack: Ints
     """Number of the stack of the call that allocated or freed, or NO_STACK."""
 
@@ -101,6 +103,8 @@ class Segments(Columns):
     address: Ints
     num_bytes: Ints
     stream: Ints
+    pool: Ints
+    """0 for the memory that all code shares; another number for each private pool, as CUDA graphs have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,14 +234,19 @@ class _Converter:
     def _blocks(self, segments: Sequence[Mapping[str, Any]]) -> Blocks:
         """The blocks of each segment in turn."""
         blocks = [block for segment in segments for block in segment["blocks"]]
+        last: list[Any] = [(block.get("history") or ({},))[0] for block in blocks]  # as PyTorch until 2.0 has it
         return Blocks(
             segment=_ints([row for row, segment in enumerate(segments) for _ in segment["blocks"]]),
-            address=_ints([block["address"] for block in blocks]),
+            address=_ints([address for segment in segments for address in _addresses(segment)]),
             num_bytes=_ints([block["size"] for block in blocks]),
-            requested_bytes=_ints([block["requested_size"] for block in blocks]),
+            requested_bytes=_ints([
+                block.get("requested_size", old.get("real_size", block["size"]))
+                for block, old in zip(blocks, last, strict=True)
+            ]),
             state=_ints([STATES[block["state"]] for block in blocks]),
-            stack=self._stack_numbers(blocks),
-        )
+            stack=self._stack_numbers([block if "frames" in block else old
+                                       for block, old in zip(blocks, last, strict=True)]),
+        )  # fmt: skip
 
     def _events(self, trace: Sequence[Mapping[str, Any]]) -> Events:
         self._unknown.update([event["action"] for event in trace if event["action"] not in ACTIONS])
@@ -247,7 +256,7 @@ class _Converter:
             address=_ints([event["addr"] if "addr" in event else event["device_free"] for event in known]),
             num_bytes=_ints([event["size"] for event in known]),
             stream=_ints([event["stream"] for event in known]),
-            time_us=_ints([event["time_us"] for event in known]),
+            time_us=_ints([event.get("time_us", 0) for event in known]),
             stack=self._stack_numbers(known),
         )
 
@@ -271,7 +280,20 @@ class _Converter:
 
 def _segments(segments: Sequence[Mapping[str, Any]]) -> Segments:
     columns = {"address": "address", "num_bytes": "total_size", "stream": "stream"}
-    return Segments(**{name: _ints([segment[key] for segment in segments]) for name, key in columns.items()})
+    pools = [tuple(segment.get("segment_pool_id", SHARED)) for segment in segments]
+    number_of = {SHARED: 0} | {pool: number for number, pool in enumerate(sorted({*pools} - {SHARED}), start=1)}
+    return Segments(
+        **{name: _ints([segment[key] for segment in segments]) for name, key in columns.items()},
+        pool=_ints([number_of[pool] for pool in pools]),
+    )
+
+
+def _addresses(segment: Mapping[str, Any]) -> Iterator[int]:
+    """The address of each block; blocks fill their segment, and PyTorch until 2.0 writes their sizes only."""
+    behind = segment["address"]
+    for block in segment["blocks"]:
+        yield block.get("address", behind)
+        behind += block["size"]
 
 
 def _ints(values: Sequence[Any]) -> Ints:

@@ -278,6 +278,7 @@ def along(values: Sequence[Place], lines: Iterable[Line]) -> tuple[list[str], li
 
 
 PHASE_COLOURS = {
+    Phase.DATA: "#56B4E9",
     Phase.FORWARD: "#0072B2",
     Phase.BACKWARD: "#E69F00",
     Phase.COMMUNICATION: "#CC79A7",
@@ -311,6 +312,9 @@ CATEGORY_COLOURS = {
     Category.GRADIENTS: "#F0E442",
     Category.AUTOCAST_COPIES: "#701C70",
     Category.SAVED: "#56B4E9",
+    Category.EARLIER: "#700407",
+    Category.KEPT: "#8526FC",
+    Category.POOL: "#090416",
     Category.LATER: "#E69F00",
     Category.TEMPORARY: "#D55E00",
 }

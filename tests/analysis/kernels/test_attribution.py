@@ -180,7 +180,7 @@ def test_without_phase_ranges_threads_give_the_phases() -> None:
     assert found.sources == {PROCESS: PhaseSource.THREADS}
     assert [counts(found, step) for step in range(5)] == [STEP] * 5
     assert phases(found) == phases(attribute(make_trace(training(5))))
-    assert "no range named forward" in found.notes[0]
+    assert "no ranges of phases" in found.notes[0]
 
 
 def test_a_range_of_its_own_around_the_optimizer_is_not_forward() -> None:

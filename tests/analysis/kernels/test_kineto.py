@@ -157,7 +157,7 @@ def test_a_fill_or_a_copy_in_a_graph_is_no_kernel(tmp_path: Path) -> None:
 def test_what_a_trace_lacks_is_said(tmp_path: Path) -> None:
     read = read_kineto(write_trace(tmp_path / "t.json", [KERNEL]))
     assert not read.kernels.is_launched.any()
-    assert [note[:28] for note in read.notes] == ["No calls of the CUDA runtime", "There are no ranges: record "]
+    assert [note[:28] for note in read.notes] == ["No calls of the device's run", "There are no ranges: record "]
     assert "1 of 1 kernels have no launch" in attribute(read).notes[-1]
     called = read_kineto(write_trace(tmp_path / "t.json", [CALL, complete("cpu_op", "aten::mm", 7, 100, 0, 5)]))
     assert called.is_of_host
@@ -329,9 +329,9 @@ def test_a_truncated_trace_is_never_half_read(tmp_path: Path) -> None:
     zipped = gzip.compress(whole, mtime=0)
     for length in [*range(2, len(zipped), 101), len(zipped) - 1]:
         path.write_bytes(zipped[:length])
-        assert "not a whole gzip file" in problem(path)
+        assert "not a whole compressed file" in problem(path)
     path.write_bytes(zipped[:500] + b"\0\0\0\0" + zipped[504:])
-    assert "not a whole gzip file" in problem(path)
+    assert "not a whole compressed file" in problem(path)
 
 
 def test_a_file_beyond_any_trace_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,11 +354,11 @@ def test_a_file_beyond_any_trace_is_not_read(tmp_path: Path, monkeypatch: pytest
         ({"ts": None}, "need times within"),
         ({"dur": -0.001}, "must end after they start"),
         ({"ts": 0, "dur": 2e15}, "together"),
-        ({"ts": "5"}, "Expected `float | null`, got `str`"),
+        ({"ts": "five"}, "Invalid decimal"),
         ({"name": 5}, "Expected `str`, got `int`"),
         ({"args": []}, "Expected `object`, got `array`"),
-        ({"args": {"correlation": "1"}}, "Expected `int`, got `str`"),
-        ({"args": {"stream": 7.5}}, "Expected `int`, got `float`"),
+        ({"args": {"correlation": "one"}}, "whole numbers of 64 bits"),
+        ({"args": {"stream": 7.5}}, "got `float`"),
         ({"args": {"correlation": 2**63}}, "whole numbers of 64 bits"),
     ],
 )  # fmt: skip

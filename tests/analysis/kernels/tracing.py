@@ -142,6 +142,7 @@ def make_work(kernels: Sequence[Kernel], strings: Sequence[str], calls: Sequence
         thread=ints([0 if k.launch_ns is None else k.thread for k in kernels]),
         call=ints([-1 if k.launch_ns is None else call_of.get((k.thread, k.launch_ns), -1) for k in kernels]),
         is_in_graph=np.array([k.graph != 0 for k in kernels], dtype=np.bool_),
+        mark=ints([-1] * len(kernels)),
     )
 
 

@@ -170,7 +170,7 @@ FREED = ("free_requested", 0, 9), ("free_completed", 0, 9)
         (
             hand_made(("segment_free", 0, 4 * MIB), ("segment_alloc", 0, 9 * MIB)),
             [0, 0, 0],
-            "given back than there were",
+            "Segments are missing",
         ),
     ],
 )

@@ -22,7 +22,7 @@ from cs336_systems.analysis.memory.notes import (
     write_notes,
 )
 from cs336_systems.analysis.memory.profile import (
-    MIN_LATER,
+    OPTIONAL,
     Category,
     MemoryProfile,
     Moment,
@@ -32,8 +32,6 @@ from cs336_systems.analysis.memory.profile import (
 from cs336_systems.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.programs import BATCH, BEFORE, MODEL, STACK, Program, Training
 from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write
-
-EXAMPLES = Path(__file__).parents[3] / "data" / "published" / "memory_profiles" / "h200" / "examples"
 
 
 @pytest.fixture
@@ -70,46 +68,9 @@ def test_categories_at_every_boundary_are_those_of_the_books(training: Training,
         assert moment.allocated_bytes == moment.counted_bytes == mark.allocated_bytes == sum(books.values())
         assert moment.requested_bytes == moment.counted_requested_bytes == mark.requested_bytes
         assert moment.reserved_bytes == mark.reserved_bytes
-    known = {str(category) for category in Category if category is not Category.LATER}
+    without_notes = (Category.LATER, *OPTIONAL)
+    known = {str(category) for category in Category if category not in without_notes}
     assert {category for books in program.books for category in books} == known
-
-
-@pytest.mark.parametrize(
-    ("others", "category"), [(MIN_LATER - 1, Category.TEMPORARY), (MIN_LATER, Category.LATER)], ids=str
-)
-def test_without_notes_what_outlives_many_allocations_is_held_until_later(
-    others: int, category: Category, tmp_path: Path
-) -> None:
-    """With notes, whatever has no sighting is temporary, however long it stays."""
-    program = Program()
-    program.record()
-    kept = program.malloc(8 * MIB, frames=STACK)
-    assert kept is not None
-    for _ in range(others):
-        passing = program.malloc(MIB, frames=STACK)
-        assert passing is not None
-        program.free(passing)
-    program.free(kept)
-    explained = explain_memory(write(tmp_path / "alone.pickle", snapshot_of(program)))
-    assert {row.requested_bytes: row.category for row in explained.largest} == {
-        8 * MIB: category, MIB: Category.TEMPORARY,
-    }  # fmt: skip
-    program.mark(0, "start")
-    assert {row.category for row in explain_memory(program.write(tmp_path)).largest} == {Category.TEMPORARY}
-
-
-@pytest.mark.parametrize(
-    ("name", "is_held"),
-    [("2.7B_ctx512_b4_train_fp32_41fe812f1b_r0", True), ("xl_ctx512_b4_inference_fp32_55ff2dcde6_r0", False)],
-)
-def test_what_is_held_until_later_is_what_the_notes_would_tell(name: str, is_held: bool, tmp_path: Path) -> None:
-    """On an H200, bytes held until later agree to 2 % with the saved activations and gradients of the notes."""
-    known = EXAMPLES / f"{name}.pickle"
-    (tmp_path / known.name).write_bytes(known.read_bytes())
-    told, guessed = (by_category(explain_memory(path).peak)[0] for path in (known, tmp_path / known.name))
-    kept = told["saved activations"] + told["gradients"]
-    assert (kept > 0.2 * sum(told.values())) is is_held
-    assert guessed["held until later"] == pytest.approx(kept, rel=0.02, abs=1e-3 * sum(told.values()))
 
 
 def test_weights_gradients_and_moments_are_4_4_and_8_bytes_a_parameter(explained: MemoryProfile) -> None:
@@ -346,20 +307,6 @@ def test_of_several_sightings_the_stronger_kind_counts_and_then_the_first(
         program.see(kind, name, address, (250,))
     (group,) = explain_memory(program.write(tmp_path)).at_peak
     assert (group.category, group.name) == (Category(strong), "first")
-
-
-def test_without_notes_there_are_temporaries_and_what_is_held(training: Training, tmp_path: Path) -> None:
-    path = training.end(tmp_path)
-    notes_path(path).unlink()
-    profile = explain_memory(path, MODEL, BATCH)
-    program = training.program
-    held = sum(size for address, size, _ in program.truth[-1].in_use if program.born[address] == BEFORE)
-    assert by_category(profile.peak)[0] == {
-        "held throughout": held, "temporary": max(t.allocated for t in program.truth) - held
-    }  # fmt: skip
-    assert (profile.boundaries, profile.blocks, profile.num_steps, profile.outside_bytes) == ((), (), 0, None)
-    assert (profile.peak.step, profile.peak.phase) == (-1, "")
-    assert any("record with --memory" in note for note in profile.notes)
 
 
 def test_without_events_there_is_what_was_there_at_the_end(tmp_path: Path) -> None:

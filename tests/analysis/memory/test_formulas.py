@@ -79,13 +79,6 @@ def test_without_a_model_the_shape_is_the_formula() -> None:
     assert formulas.unsighted(40_960_000, None, "", True) == ""
 
 
-@pytest.mark.parametrize("size", [33_554_432, 8_519_680])
-def test_the_workspace_of_cublas_is_known_where_nothing_else_is_so_large(size: int) -> None:
-    assert Formulas(None, None).unsighted(size, None, "", True) == "workspace of cuBLAS"
-    medium = ModelConfig(context_length=512, d_model=1024, d_ff=4096, num_layers=24, num_heads=16)
-    assert Formulas(medium, 4).unsighted(4 * 512 * 4096 * 4, None, "", False) == "batch x T x d_ff x 4: feed-forward"
-
-
 @pytest.mark.parametrize(
     "dtype", ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64", "float8_e4m3fn"]
 )

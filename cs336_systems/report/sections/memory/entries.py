@@ -77,11 +77,6 @@ def by_category(moment: Moment) -> dict[Category, int]:
     return dict.fromkeys(Category, 0) | {row.category: row.num_bytes for row in moment.categories}
 
 
-def fragmentation_bytes(profile: MemoryProfile) -> int:
-    """Bytes that were reserved at the peak and in no block: the allocator's cache, and rests between blocks."""
-    return profile.peak.reserved_bytes - profile.peak.allocated_bytes
-
-
 def difference_bytes(moment: Moment) -> int | None:
     """Bytes by which the snapshot's blocks exceed the allocator's count; None if not counted."""
     return None if moment.counted_bytes is None else moment.allocated_bytes - moment.counted_bytes

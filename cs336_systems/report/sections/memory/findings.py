@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile, Moment
+from cs336_systems.analysis.memory.profile import MIN_LATER, Category, LikeAllocations, MemoryProfile, Moment
 from cs336_systems.report.sections.memory.entries import (
     START,
     by_category,
     check_words,
     difference_bytes,
-    fragmentation_bytes,
     innermost,
     size,
     when,
@@ -37,6 +36,7 @@ MIN_OUTSIDE_BYTES = 2 * GIB
 """Smallest use outside of PyTorch that is a finding: a CUDA context with libraries takes half a GiB to one."""
 
 
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 MIN_PART = 0.001
 """The sentence on the peak leaves out parts below this share of the whole."""
 NUM_PLACES = 3
@@ -45,8 +45,38 @@ NUM_PLACES = 3
 
 def findings(profile: MemoryProfile) -> tuple[str, ...]:
     """Sentences: running out of memory comes first, then the peak, then problems, and what could not be read."""
-    wrong = [text for find in (_first_step, _growth, _problems, _later, _unknown) for text in find(profile)]
+    wrong = [text for find in (_first_step, _growth, _problems, _parts) for text in find(profile)]
     return (*_out_of_memory(profile), _peak(profile.peak), *wrong, *profile.notes)
+
+
+def answer(profile: MemoryProfile) -> tuple[str, ...]:
+    """Three sentences: how much memory and of what, which code made most of it, and what was reserved."""
+    return (*_out_of_memory(profile), _peak(profile.peak), *_most(profile), _reserved(profile))[:3]
+
+
+def _most(profile: MemoryProfile) -> Iterator[str]:
+    """The code that made most of what was there at the peak, or the tensors where their names are known."""
+    of = Counter[str]()
+    for row in profile.at_peak:
+        of[f"{row.name} ({row.category})" if row.name else _made_at(row)] += row.bytes_at_peak
+    named = [(name, num_bytes) for name, num_bytes in of.most_common(NUM_PLACES) if name]
+    if named:
+        yield f"Its largest parts: {', '.join(f'{size(num_bytes)} {label(name)}' for name, num_bytes in named)}."
+
+
+def _made_at(row: LikeAllocations) -> str:
+    return f"made at {innermost(row.places)}" if row.places else ""
+
+
+def _reserved(profile: MemoryProfile) -> str:
+    """What PyTorch had from the driver, and what of it no block used."""
+    text = f"PyTorch has reserved {size(profile.peak_reserved_bytes)} at most"
+    if unused := profile.fragmentation_bytes:
+        text += f"; at the peak {size(unused)} of it were in no block"
+    if profile.private_bytes:
+        text += f"; private pools, as CUDA graphs have, hold {size(profile.private_bytes)}"
+        text += f", {size(profile.idle_private_bytes)} of it in no block but in use when a graph is replayed"
+    return f"{text}."
 
 
 def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
@@ -59,12 +89,10 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
         f"of {counted(profile.work.events, 'event')}: {size(failure.requested_bytes)} were asked for and "
         f"{size(failure.free_bytes)} were free on the device."
     )
-    unused = failure.reserved_bytes - failure.allocated_bytes
+    unused = failure.reserved_bytes - failure.allocated_bytes - failure.idle_private_bytes
     if unused > 0 and unused + failure.free_bytes >= failure.requested_bytes:
-        text += (
-            f" PyTorch itself held {size(unused)} that no block used then, in pieces: "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may make room."
-        )
+        remedy = "" if profile.is_expandable else f": {EXPANDABLE} may make room"
+        text += f" PyTorch itself held {size(unused)} that no block used then, in pieces{remedy}."
     yield text
 
 
@@ -113,14 +141,15 @@ def _growth(profile: MemoryProfile) -> Iterator[str]:
 
 def _problems(profile: MemoryProfile) -> Iterator[str]:
     """Counts that disagree, and memory that is in no tensor: fragments, rounding, freed segments, other programs."""
-    work, reserved, unused = profile.work, profile.peak.reserved_bytes, fragmentation_bytes(profile)
+    work, reserved, unused = profile.work, profile.peak.reserved_bytes, profile.fragmentation_bytes
     if any(map(difference_bytes, profile.boundaries)):
         yield check_words(profile.boundaries)
     if unused >= max(MIN_FRAGMENTATION * reserved, MIN_FRAGMENTATION_BYTES):
+        remedy = "" if profile.is_expandable else f" ({EXPANDABLE} has fewer of these)"
         yield (
             f"At the peak {size(unused)} of the {size(reserved)} that PyTorch has reserved, "
             f"{percent_of(unused, reserved)}, are in no block: cache of an earlier, higher need, or rests between "
-            "blocks (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True has fewer of these)."
+            f"blocks{remedy}."
         )
     if _is_much(profile, profile.rounding_bytes_at_peak, MIN_ROUNDING):
         yield (
@@ -148,30 +177,40 @@ def _is_much(profile: MemoryProfile, num_bytes: int, least: float) -> bool:
     return num_bytes > 0 and num_bytes >= least * profile.peak.allocated_bytes
 
 
-def _unknown(profile: MemoryProfile) -> Iterator[str]:
-    held = by_category(profile.peak)[Category.HELD]
-    if _is_much(profile, held, MIN_UNKNOWN):
-        has_notes = by_category(profile.peak)[Category.PARAMETERS] > 0
-        guess = "workspaces of libraries" if has_notes else "parameters and the optimizer's state"
-        remedy = "" if has_notes else " A recording by --memory knows."
-        yield (
-            f"{_of_peak(profile, held)}, were there before the recording and after it, and nothing says what they are: "
-            f"most likely {guess}.{remedy}"
-        )
+BEFORE_AND_AFTER = "were there before the recording and after it"
+WITHOUT_NOTES = {
+    Category.OPTIMIZER_STATE: ("were made in an optimizer's step and kept", "the optimizer's state"),
+    Category.GRADIENTS: ("were made by autograd and still there in an optimizer's step", "gradients"),
+    Category.HELD: (BEFORE_AND_AFTER, "most likely parameters and the optimizer's state"),
+    Category.EARLIER: ("were there before the recording and freed in it", ""),
+    Category.KEPT: ("were made in the recording and kept at its end", ""),
+    Category.LATER: (
+        f"were made in the recording and freed in it, after {MIN_LATER} or more others were made",
+        "most likely activations, which autograd holds until backward has used them: torch.no_grad() holds none, "
+        "checkpointing fewer",
+    ),
+}
+"""What is known of memory in a snapshot without notes, and what follows from it."""
 
 
-def _later(profile: MemoryProfile) -> Iterator[str]:
-    """Memory that is held for long in a snapshot without notes, most likely activations, and where it was made."""
-    held = by_category(profile.peak)[Category.LATER]
-    if not _is_much(profile, held, MIN_UNKNOWN):
+def _parts(profile: MemoryProfile) -> Iterator[str]:
+    """What is known of each part of the peak whose use nobody has noted, with the code that made it."""
+    found = by_category(profile.peak)
+    if profile.has_notes:
+        if _is_much(profile, found[Category.HELD], MIN_UNKNOWN):
+            yield (
+                f"{_of_peak(profile, found[Category.HELD])}, {BEFORE_AND_AFTER}, and nothing says what they are: most "
+                "likely workspaces of libraries."
+            )
         return
-    places = Counter[str]()
-    for row in profile.at_peak:
-        if row.category is Category.LATER:
-            places[f"at {innermost(row.places)}" if row.places else "at no known place"] += row.bytes_at_peak
-    most = ", ".join(f"{size(num_bytes)} {place}" for place, num_bytes in places.most_common(NUM_PLACES))
-    yield (
-        f"{_of_peak(profile, held)}, came in the recording and were held until later, while {MIN_LATER} or more others "
-        f"were allocated{f': {most}' if most else ''}. So autograd holds activations, until backward has used them: "
-        "torch.no_grad() holds none, checkpointing fewer."
-    )
+    for category, (known, name) in WITHOUT_NOTES.items():
+        if _is_much(profile, found[category], MIN_UNKNOWN):
+            places = Counter[str]()
+            for row in profile.at_peak:
+                if row.category is category and row.places:
+                    places[innermost(row.places)] += row.bytes_at_peak
+            most = ", ".join(f"{size(num_bytes)} at {place}" for place, num_bytes in places.most_common(NUM_PLACES))
+            made = f" ({most})" if most else ""
+            if category is Category.HELD and found[Category.OPTIMIZER_STATE]:
+                name = "most likely parameters"
+            yield f"{_of_peak(profile, found[category])}, {known}{made}{f': {name}' if name else ''}."

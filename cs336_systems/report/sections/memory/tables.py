@@ -10,6 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import (
+    OPTIONAL,
     Category,
     CategoryBytes,
     LikeAllocations,
@@ -25,7 +26,7 @@ from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_f
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing
-from cs336_systems.report.section import Section, Table, findings_table, make_table, with_note
+from cs336_systems.report.section import Section, Table, findings_table, known, make_table, with_note
 from cs336_systems.report.sections.memory.entries import (
     GIB_CELL,
     MIB_CELL,
@@ -36,7 +37,6 @@ from cs336_systems.report.sections.memory.entries import (
     check_words,
     difference_bytes,
     fields_of,
-    fragmentation_bytes,
     in_unit,
     innermost,
     moment_ms,
@@ -45,7 +45,7 @@ from cs336_systems.report.sections.memory.entries import (
     typical,
     unit_for,
 )
-from cs336_systems.report.sections.memory.findings import findings
+from cs336_systems.report.sections.memory.findings import answer, findings
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from cs336_systems.report.words import GIB, MIB, label, percent, ratio
 from cs336_systems.text import counted
@@ -72,6 +72,17 @@ _MOMENT_KEYS = (
     "counted_requested_bytes", "reserved_bytes", "phase_peak_bytes",
     *(category_key(category, quantity) for quantity in ("bytes", "requested_bytes") for category in Category),
 )  # fmt: skip
+
+
+_QUANTITIES = ("bytes", "requested_bytes", "blocks", "share")
+_OPTIONAL_KEYS = {"private_bytes", "idle_private_bytes"} | {
+    category_key(category, quantity) for category in OPTIONAL for quantity in _QUANTITIES
+}
+
+
+def _used(keys: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """The keys without those of rare categories and of private pools that no row has."""
+    return [key for key in keys if key not in _OPTIONAL_KEYS or any(row[key] for row in rows)]
 
 
 def _category_values(moment: Moment) -> Row:
@@ -110,6 +121,7 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
         column("peak_phase", drop_order=3),
         in_unit("predicted_peak_allocated_bytes", unit),
         in_unit("peak_reserved_bytes", unit),
+        in_unit("private_bytes", unit),
         in_unit("residual_stream_bytes", MIB_CELL),
         in_unit("block_saved_bytes", MIB_CELL),
         in_unit("block_gradient_bytes", MIB_CELL),
@@ -117,7 +129,8 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
     ]
     failed = list(_failure_notes(entries))
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_rank_notes(entries), *failed]
-    every = over_configurations("peaks", "Peaks of memory", rows, columns, tuple(next(_peak(entries[0]))), notes)
+    keys = _used(tuple(next(_peak(entries[0]))), rows)
+    every = over_configurations("peaks", "Peaks of memory", rows, columns, keys, notes)
     of = [*_category_columns(rows, unit, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", unit),
           column("peak_phase", drop_order=2), column("status")]  # fmt: skip
     parts = over_configurations("", "What the peaks consist of", rows, of, (), failed)
@@ -137,8 +150,10 @@ def _peak(entry: MemoryEntry) -> Iterator[Row]:
         "peak_requested_bytes": profile.peak_requested_bytes,
         "held_bytes": profile.held_bytes,
         "reserved_at_peak_bytes": peak.reserved_bytes,
-        "fragmentation_bytes": fragmentation_bytes(profile),
+        "fragmentation_bytes": profile.fragmentation_bytes,
         "peak_reserved_bytes": profile.peak_reserved_bytes,
+        "private_bytes": profile.private_bytes,
+        "idle_private_bytes": profile.idle_private_bytes,
         "outside_bytes": profile.outside_bytes,
         "residual_stream_bytes": profile.residual_stream_bytes,
         "block_saved_bytes": typical(blocks).saved_bytes if blocks else None,
@@ -177,7 +192,8 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
     ]
     notes = [check_words(moment for entry in entries for moment in entry.profile.boundaries)]
     title = "Memory from phase to phase"
-    return over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
+    keys = _used(_MOMENT_KEYS, rows)
+    return over_configurations("boundaries", title, rows, columns, keys, notes, shown=itemgetter("is_shown"))
 
 
 def _moments(profile: MemoryProfile) -> Iterator[Row]:
@@ -259,7 +275,7 @@ def _at_peak(profile: MemoryProfile, top: int) -> Iterator[Table]:
     shown = percent(sum(row["bytes_at_peak"] for row in rows), whole_bytes)
     notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
     if rows:
-        yield make_table("Largest allocations at the peak", columns, rows, notes)
+        yield make_table("Largest allocations at the peak", known(columns, rows), rows, notes)
 
 
 def _exact(value: int) -> str:
@@ -328,12 +344,38 @@ def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[
     return [*found, Section(name="plots", pictures=[*peak_charts(entries), *_timelines(entries)])]
 
 
-def memory_tables(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Table]:
-    """Tables for a terminal: peaks of runs; findings and all sections of a single snapshot."""
-    if not entries or entries[0].config is not None:
-        return list(peaks(_in_order(entries)).tables) if entries else []
-    details = [table for section in sections_of(entries, top) for table in section.tables]
-    return [_findings(entries[0].profile), *details]
+def memory_tables(entries: Sequence[MemoryEntry]) -> list[Table]:
+    """Tables for a terminal on the peaks of runs."""
+    return list(peaks(_in_order(entries)).tables) if entries else []
+
+
+def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
+    """Tables for a terminal on a single snapshot, without what `answer` says: further findings, then the details."""
+    said, alone = set(answer(profile)), [MemoryEntry(profile=profile)]
+    found = findings_table([text for text in findings(profile) if text not in said])
+    are_all_at_peak = set(profile.largest[:top]) <= set(profile.at_peak[:top])
+    largest_ones = [*_at_peak(profile, top)] if are_all_at_peak else largest(alone, top).tables
+    tables = [found, _reserved(profile), *boundaries(alone).tables, *largest_ones, *blocks(profile).tables]
+    return [table for table in tables if table.rows]
+
+
+def _reserved(profile: MemoryProfile) -> Table:
+    """What was reserved at the peak: the categories of blocks, and what was in no block."""
+    peak, unused = profile.peak, {"no block of private pools": profile.idle_private_bytes,
+                                  "no block: cache, rests": profile.fragmentation_bytes}  # fmt: skip
+    parts: list[tuple[str, int, int | None]] = [(str(r.category), r.num_bytes, r.count) for r in peak.categories]
+    parts += [(name, num_bytes, None) for name, num_bytes in unused.items() if num_bytes]
+    rows = [
+        {"category": name, "bytes": num_bytes, "share": ratio(num_bytes, peak.reserved_bytes), "count": count}
+        for name, num_bytes, count in sorted(parts, key=lambda part: -part[1])
+    ]
+    columns = [
+        column("category", name="part", drop_order=0),
+        in_unit("bytes", unit_for(peak.reserved_bytes)),
+        column("share"),
+        column("count", name="blocks"),
+    ]
+    return make_table("What was reserved at the peak", columns, rows, [f"Together {size(peak.reserved_bytes)}."])
 
 
 def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path]:

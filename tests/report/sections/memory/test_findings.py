@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.analysis.memory.profile import Category, Place
-from cs336_systems.report.sections.memory.findings import findings
+from cs336_systems.report.sections.memory.findings import answer, findings
 from tests.report.sections.memory.profiles import (
     MIB,
     WEIGHTS,
@@ -89,12 +89,10 @@ def test_what_is_held_until_later_has_its_places() -> None:
         peak=make_moment("", 5, 2000, -1, counted=False, held=600, later=900),
         at_peak=(later(400, line), later(200, other), later(200, line), later(100), make_like(50)),
     )
-    (text,) = [text for text in findings(profile) if "held until later, while" in text]
-    assert text.startswith("900.0 MiB of the peak, 60.0 %")
-    places = ("cs336_systems/model.py:77 softmax, 200.0", "lm/model.py:3 forward, 100.0")
-    assert f"600.0 MiB at {places[0]} MiB at {places[1]} MiB at no known place" in text
-    assert "held until later, while" not in said(make_bare())
-    assert "held until later, while" not in said(make_memory())
+    (text,) = [text for text in findings(profile) if text.startswith("900.0 MiB of the peak, 60.0 %")]
+    places = ("cs336_systems/model.py:77 softmax", "lm/model.py:3 forward")
+    assert f"(600.0 MiB at {places[0]}, 200.0 MiB at {places[1]})" in text
+    assert not [text for text in findings(make_memory()) if "autograd" in text], "what has notes is told by them"
 
 
 def test_the_first_step_is_not_what_a_run_needs() -> None:
@@ -149,11 +147,21 @@ def test_each_loss_is_named(changes: dict, text: str) -> None:
 
 def test_what_nothing_is_known_of_is_told() -> None:
     """1,000 of 1,500 MiB; where parameters are known, it is none of them."""
-    held = (
-        "1,000.0 MiB of the peak, 66.7 %, were there before the recording and after it, and nothing says what they are"
-    )
-    assert f"{held}: most likely parameters and the optimizer's state. A recording by --memory knows." in said(
-        make_bare()
-    )
+    held = "1,000.0 MiB of the peak, 66.7 %, were there before the recording and after it"
+    assert f"{held}: most likely parameters and the optimizer's state." in said(make_bare())
+    state = make_moment("", 6, 2000, step=-1, counted=False, held=1000, optimizer_state=500)
+    assert f"{held}: most likely parameters." in said(make_bare(peak=state))
     sighted = make_moment("forward", 6, 2000, parameters=500, held=1000)
-    assert f"{held}: most likely workspaces of libraries." in said(make_memory(peak=sighted))
+    assert f"{held}, and nothing says what they are: most likely workspaces of libraries." in said(
+        make_memory(peak=sighted)
+    )
+
+
+def test_the_answer_is_the_peak_its_largest_parts_and_what_was_reserved() -> None:
+    """Of make_memory at the peak: 20 x 10 of the optimizer, 10 x 20 of softmax, 50 of the logits; 900 - 780 unused."""
+    peak, parts, reserved = answer(make_memory())
+    assert peak == findings(make_memory())[0]
+    names = ("200.0 MiB layers.*.ffn.w1.weight", "200.0 MiB block.*", "50.00 MiB lm_head")
+    assert all(part in parts for part in names)
+    assert "900.0 MiB at most; at the peak 120.0 MiB" in reserved
+    assert answer(make_oom())[:2] == findings(make_oom())[:2]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.memory.profile import Category, read_memory_profile
+from cs336_systems.analysis.memory.profile import OPTIONAL, Category, read_memory_profile
 from cs336_systems.config import Mode, Precision, Profiler
 from cs336_systems.report.formats import WRITERS, pngs_of, texts_of, write_files
 from cs336_systems.report.sections.memory.entries import (
@@ -41,7 +41,7 @@ from tests.report.sections.memory.profiles import (
     make_oom,
 )
 
-NAMES = {category.replace(" ", "_") for category in Category}
+NAMES = {category.replace(" ", "_") for category in Category if category not in OPTIONAL}
 MAKERS = (make_memory, make_inference, make_bare, make_oom)
 
 
