@@ -330,14 +330,16 @@ def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: 
     begun_s = host_begun_s = 0.0
     for phase, launches in phases.items():
         for launch in launches:
-            for _ in range(launch.count):
-                if launch.is_after_wait:
-                    host_s = max(host_s, device_s)
-                host_s += launch.host_s
-                launch_s += launch.host_s
-                if len(ends) == depth:
-                    host_s = max(host_s, ends[0])
-                device_s = max(device_s + gap_s, host_s) + launch.kernel_s
+            host_each_s, kernel_s = launch.host_s, launch.kernel_s
+            for _ in range(launch.count):  # no calls of max, for speed
+                if launch.is_after_wait and device_s > host_s:
+                    host_s = device_s
+                host_s += host_each_s
+                launch_s += host_each_s
+                if len(ends) == depth and ends[0] > host_s:
+                    host_s = ends[0]
+                device_s += gap_s
+                device_s = (host_s if host_s > device_s else device_s) + kernel_s
                 ends.append(device_s)
         ended_s = max(device_s, host_s)
         phases_s[phase] = ended_s - begun_s
