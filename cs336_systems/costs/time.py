@@ -156,7 +156,6 @@ def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -
         if config.device is Device.CUDA and (of_users or config.model_factory is None):
             alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
             found += [each for each in (config, alone) if each == each.without_shortcuts or is_fast_step(each)]
-            found.append(config.without_shortcuts)
     prepare(found)
 
 

@@ -26,7 +26,8 @@ def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None, *, of_user
     Configurations without any prediction (on a CPU, and users' own models unless `of_users`, which traces them) follow
     in their given order.
     """
-    prepare_forecasts(configs, of_users=of_users)
+    wanted = [each for config in configs for each in (config, config.without_shortcuts)]
+    prepare_forecasts(wanted, of_users=of_users)
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
     ordered = sorted(configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0))
