@@ -247,6 +247,8 @@ def is_predictable(config: RunConfig) -> bool:
     return (
         config == config.without_shortcuts
         and not refused
+        and config.parallel is not Parallel.OWN
+        and config.own_optimizer is None
         and config.model.num_layers <= MAX_LAYERS
         and has_tape(config)
     )
