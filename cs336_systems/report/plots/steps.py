@@ -39,7 +39,7 @@ ALONG = {
     WARMUP: "warm-up steps",
 }
 """Settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
-CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer"}
+CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer", "bucket_mib"}
 """Settings with named values, whose points no line joins; tables list them in the order in which they are declared."""
 TIME = ("time (ms), mean ± std", "step_mean_ms", "step_std_ms")
 SHOWN = {
