@@ -266,7 +266,7 @@ def _decode(path: Path, content: bytes | bytearray, *, is_exact: bool = False) -
 
 def _what_is_malformed(content: bytes | bytearray, error: str) -> str:
     at = re.search(r"\(byte (\d+)\)", error)
-    if at is None:
+    if at is None or ("number" in error and int(at[1]) >= len(content) - 1):
         return "truncated: copy it again or export it again"
     before = content[max(0, int(at[1]) - MAX_EXCERPT) : int(at[1])].decode(errors="replace")
     return (

@@ -443,7 +443,7 @@ def test_a_short_name_has_the_class_of_the_whole() -> None:
         (ATTENTION[0], "flash_fwd_kernel"),
         (ATTENTION[6], "device_kernel<FlashAttnFwdSm90>"),
         (ATTENTION[7], "fmha_cutlassF_bf16_aligned_64x128_rf_sm80"),
-        (ATTENTION[-2], "FlashAttentionBackwardSm90"),
+        (next(name for name in ATTENTION if "bwd_sm90FlashAttention" in name), "FlashAttentionBackwardSm90"),
         (COMMUNICATION[0], "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>(float)", "splitKreduce_kernel"),
         ("std::enable_if<!T7, void>::type internal::gemvx::kernel<int, float>(T13)", "gemvx::kernel"),
