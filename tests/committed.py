@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 from cs336_systems.commands.rebuild import load, results_below
-from cs336_systems.report.page.chapters import Collection
+from cs336_systems.report.page.chapters import Directory
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data" / "published"
@@ -21,6 +21,6 @@ def committed_runs() -> list[Path]:
     return [path / "runs" for path in committed_directories() if (path / "runs").is_dir()]
 
 
-def load_committed() -> Collection:
+def load_committed() -> list[Directory]:
     """All published results."""
-    return Collection.together(DATA, [load(path, DATA) for path in committed_directories()])
+    return [load(path) for path in committed_directories()]

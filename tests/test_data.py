@@ -47,7 +47,7 @@ def test_committed_tables_are_those_of_the_committed_records(directory: Path, tm
     made = inputs_alone(directory, tmp_path / "data")
     given = {path.name: path.read_bytes() for path in made.glob("*.json")}
     with StatusLine() as status:
-        write(load(made, made), status)
+        write(load(made), status)
     assert {path.name: path.read_bytes() for path in made.glob("*.json")} == given
     committed = outputs(directory)
     assert sorted(outputs(made)) == sorted(committed)
@@ -56,6 +56,7 @@ def test_committed_tables_are_those_of_the_committed_records(directory: Path, tm
 
 def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(tmp_path: Path) -> None:
     found = load_committed()
-    sweeps = {path: results.published for path, results in found.measured.items()}
-    assert write_forecast(sweeps, found.ceilings_of, tmp_path) == tmp_path / FOLDER
+    measured = {own.path.relative_to(DATA): own.results for own in found if own.results is not None}
+    sweeps = {path: results.published for path, results in measured.items()}
+    assert write_forecast(sweeps, lambda path: measured[path].ceilings, tmp_path) == tmp_path / FOLDER
     assert outputs(tmp_path / FOLDER) == outputs(DATA / FOLDER)

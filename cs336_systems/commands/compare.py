@@ -30,7 +30,7 @@ from cs336_systems.commands.outcome import (
     load_ceilings_or_warn,
     load_records_or_warn,
 )
-from cs336_systems.commands.results import PAGE_FILE, write_collection_page
+from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, write_atomically
@@ -139,30 +139,29 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / COMPARISON_FILE, encode_json(compared.sides))
         with StatusLine() as status:
-            write_comparison(compared, directory, status)
+            page = write_comparison(compared, directory, status)
     if print_json is not None:
         print_json(encode_json(compared.json))
     else:
         for table in compared.section.tables:
             print_table(table, directory)
     if directory is not None:
-        print_line(f"page: {directory / PAGE_FILE}")
+        print_line(f"page: {page}")
     if all(ratio is None for _, ratio in compared.verdicts):
         raise SweepError("no configuration ended well on both sides, so nothing could be compared")
 
 
-def write_comparison(compared: "Compared", directory: Path, status: "StatusLine") -> None:
-    """Write the tables and the page of a comparison; the page has the runs too, if they are in the directory."""
-    from cs336_systems.report.page.chapters import Collection
+def write_comparison(compared: "Compared", directory: Path, status: "StatusLine") -> Path:
+    """Write the tables and the page, with the runs if they are in the directory; return the path of the page."""
+    from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.results import Results
 
     compared.write(directory)
-    collection = Collection(root=directory, comparisons={Path(): compared})
+    sweep = None
     if compared.sides.records is None:
         ceilings = load_ceilings_or_warn(ceilings_beside(directory))
-        results = Results.load(load_records(directory / "runs")[0], directory, ceilings)
-        collection = replace(collection, sweeps={Path(): results})
-    write_collection_page(collection, status)
+        sweep = Results.load(load_records(directory / "runs")[0], directory, ceilings)
+    return write_page_of(Directory(path=directory, sweep=sweep, compared=compared), status)[0]
 
 
 def _guard(compared: "Compared", percent: float | None) -> int:

@@ -41,7 +41,7 @@ from cs336_systems.commands.outcome import (
     print_last,
     status_of,
 )
-from cs336_systems.commands.results import explain_or_warn, write_collection_page
+from cs336_systems.commands.results import explain_or_warn, write_page_of
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import encode_json
@@ -275,7 +275,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
 
 def _report(directory: Path, print_json: PrintJson | None) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
-    from cs336_systems.report.page.chapters import Collection
+    from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
     from cs336_systems.report.terminal import print_table
@@ -287,7 +287,7 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
         rows = climbed.rows
         status("drawing and writing")
         write_ladder_report(rows, directory)
-        page = write_collection_page(Collection(root=directory, ladders={Path(): climbed}), status)
+        page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)
     if print_json is not None:
         print_json(encode_json({"directory": str(directory), "rungs": ladder_section(rows).json}))
     else:

@@ -1,25 +1,25 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ceilings, ladder
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
-from cs336_systems.commands.results import PAGE_FILE, explain_or_warn, would_lose, write_collection_page
-from cs336_systems.files import FileError, encode_json
-from cs336_systems.record import RunRecord, load_records
+from cs336_systems.commands.results import explain_or_warn, would_lose, write_page_of
+from cs336_systems.files import encode_json, in_one_line
+from cs336_systems.record import load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
-from cs336_systems.report.page.chapters import Collection
+from cs336_systems.report.page.chapters import PAGE_FILE, Directory, list_of
+from cs336_systems.report.page.write import Page, write_page
 from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
 from cs336_systems.report.sections.forecast import write_forecast
 from cs336_systems.report.sections.ladder import write_ladder_report
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.studies.records import read_study
-from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
@@ -27,32 +27,6 @@ if TYPE_CHECKING:
 
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""
-UNREADABLE = FileError, UsageError, SweepError
-"""Exceptions that mean that a directory's results cannot be read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """A results directory below the root of a collection."""
-
-    directory: Path
-    root: Path
-    ceilings_at: Callable[[Path], Ceilings]
-
-    @property
-    def path(self) -> Path:
-        """The directory, relative to the root."""
-        return self.directory.relative_to(self.root)
-
-    @property
-    def beside(self) -> Ceilings:
-        """The ceilings that were measured beside the results."""
-        return self.ceilings_at(ceilings_beside(self.directory))
-
-
-def _study(place: _Place, subject: str) -> Collection:
-    study: Study = read_study(place.directory / f"{subject}.json", STUDIES[subject])
-    return Collection(root=place.root, studies={place.path: StudyResults(study)})
 
 
 def results_below(root: Path) -> list[Path]:
@@ -69,77 +43,77 @@ def results_below(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def load(directory: Path, root: Path, ceilings_at: Callable[[Path], Ceilings] = load_ceilings_or_warn) -> Collection:
-    """The results of one directory below `root`; raise one of UNREADABLE where they cannot be read."""
-    return _KINDS[_source(directory)](_Place(directory=directory, root=root, ceilings_at=ceilings_at))
-
-
-def _unreadable(directory: Path, root: Path, error: Exception) -> Collection:
-    why = str(error).replace(f"{root}/", "")  # pages must not contain absolute paths of this machine
-    return Collection(root=root, unreadable={directory.relative_to(root): why})
+def load(directory: Path, ceilings_at: Callable[[Path], Ceilings] = load_ceilings_or_warn) -> Directory:
+    """The results of one directory; raise one of UNREADABLE where they cannot be read."""
+    return _KINDS[_source(directory)](directory, ceilings_at)
 
 
 def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) -> int:
-    """Rebuild every results directory below `root`, and report what was done with each; continue after a failure.
+    """Rebuild every results directory below `root` with its page, and report what was done; continue after a failure.
 
-    The page of the root has all results that could be read. A directory below it gets a page only if it had one.
+    The page of the root lists all others.
     """
     if not root.is_dir() or not (directories := results_below(root)):
         raise UsageError(f"{root}: no results in or below it; needed a sweep's directory, or one that holds several")
     problems: dict[Path, str] = {}
-    found, is_explained, ceilings_at = [], True, cache(load_ceilings_or_warn)
+    found: list[Directory] = []
+    pages: dict[Path, tuple[str, Page]] = {}
+    is_explained, ceilings_at = True, cache(load_ceilings_or_warn)
     for number, directory in enumerate(directories):
         try:
             is_explained &= explain_or_warn(load_records(directory / RUNS)[0], directory / RUNS, status)
             status(f"reading {directory}", number, len(directories))
-            own = load(directory, root, ceilings_at)
+            own = load(directory, ceilings_at)
             write(own, status)
-            if directory != root and (directory / PAGE_FILE).is_file():
-                write_collection_page(own.at(directory), status)
-        except UNREADABLE as error:
+            page, made = write_page_of(own, status)
+        except Exception as error:  # whatever its files hold, the others are written
             status.end()
-            problems[directory] = str(error)
-            found.append(_unreadable(directory, root, error))
-            print_aside(f"error: {directory} is left as it was: {error}")
+            problems[directory] = why = in_one_line(error)
+            print_aside(f"error: {directory} is left as it was: {why}")
         else:
             status.end()
             found.append(own)
+            pages[directory.relative_to(root)] = own.subject, made
             print_line(f"{directory}: written from {_source(directory)}")
-    _score_forecast(Collection.together(root, found), status)
-    num_rebuilt = len(directories) - len(problems)
-    print_line(f"rebuilt: {num_rebuilt} of {len(directories)} directories")
-    page = write_collection_page(Collection.together(root, found), status) if num_rebuilt else None
+    _score_forecast(found, root, status)
+    print_line(f"rebuilt: {len(found)} of {len(directories)} directories")
+    if found and directories != [root]:
+        status("writing the list of all pages")
+        # pages must not contain absolute paths of this machine
+        lost = {path.relative_to(root): text.replace(f"{root}/", "") for path, text in problems.items()}
+        page = root / PAGE_FILE
+        write_page(list_of(root, pages, lost), page)
     status.end()
     if print_json is not None:
-        rebuilt = [str(directory) for directory in directories if directory not in problems]
+        rebuilt = [str(own.path) for own in found]
         failed = {str(path): text for path, text in problems.items()}
-        print_json(encode_json({"rebuilt": rebuilt, "failed": failed, "page": page and str(page)}))
-    if page is not None:
+        print_json(encode_json({"rebuilt": rebuilt, "failed": failed, "page": str(page) if found else None}))
+    if found:
         print_line(f"page: {page}")
     return OK if is_explained and not problems else FAILED
 
 
-def write(found: Collection, status: "StatusLine") -> None:
-    """Write the tables and plots of all results of a collection into their directories."""
-    for path, results in found.sweeps.items():
-        directory = found.root / path
-        written = replace(results, kernels=(), memory=()) if would_lose(results, directory, directory) else results
-        written.write(directory, status)
-    if not found.sweeps:
+def write(found: Directory, status: "StatusLine") -> None:
+    """Write the tables and plots of the results into their directory."""
+    if (results := found.sweep) is not None:
+        written = replace(results, kernels=(), memory=()) if would_lose(results, found.path, found.path) else results
+        written.write(found.path, status)
+    else:
         status("drawing and writing")
-    for path, compared in found.comparisons.items():
-        compared.write(found.root / path)
-    for path, climbed in found.ladders.items():
-        write_ladder_report(climbed.rows, found.root / path)
-    for path, study in found.studies.items():
-        study.write(found.root / path)
+    if found.compared is not None:
+        found.compared.write(found.path)
+    if found.climbed is not None:
+        write_ladder_report(found.climbed.rows, found.path)
+    if found.study is not None:
+        found.study.write(found.path)
 
 
-def _score_forecast(found: Collection, status: "StatusLine") -> None:
+def _score_forecast(found: Sequence[Directory], root: Path, status: "StatusLine") -> None:
     """Write the errors of the step times predicted from ceilings, over all measured steps, if there are ceilings."""
     status("predicting the times of all steps")
-    sweeps = {path: results.published for path, results in found.measured.items()}
-    written = write_forecast(sweeps, found.ceilings_of, found.root)
+    measured = {own.path.relative_to(root): own.results for own in found if own.results is not None}
+    sweeps = {path: results.published for path, results in measured.items()}
+    written = write_forecast(sweeps, lambda path: measured[path].ceilings, root)
     status.end()
     if written is not None:
         print_line(f"{written}: written from all records and ceilings")
@@ -154,39 +128,27 @@ def _source(directory: Path) -> str:
     return next(name for name in _KINDS if (directory / name).exists())
 
 
-def _sweep(place: _Place) -> Collection:
-    directory, path = place.directory, place.path
+def _sweep(directory: Path, ceilings_at: Callable[[Path], Ceilings]) -> Directory:
     records, problems = load_records(directory / RUNS)
     if problems or not records:
         raise problems[0] if problems else UsageError(f"no records in {directory / RUNS}")
+    sweep = Results.load(records, directory, ceilings_at(ceilings_beside(directory)))
     is_compared = (directory / COMPARISON_FILE).is_file()
-    return Collection(
-        root=place.root,
-        sweeps={path: Results.load(records, directory, place.beside)},
-        comparisons=_comparison(place, records).comparisons if is_compared else {},
-    )
+    compared = checked(partial(load_compared, directory, records)) if is_compared else None
+    return Directory(path=directory, sweep=sweep, compared=compared)
 
 
-def _comparison(place: _Place, records: Sequence[RunRecord] | None = None) -> Collection:
-    compared = checked(partial(load_compared, place.directory, records))
-    return Collection(root=place.root, comparisons={place.path: compared})
-
-
-def _ladder(place: _Place) -> Collection:
-    climbed, path = ladder.load(place.directory, place.beside), place.path
-    return Collection(root=place.root, ladders={path: climbed})
-
-
-def _of_ceilings(place: _Place) -> Collection:
-    return Collection(root=place.root, studies={place.path: StudyResults(*ceilings.load(place.directory))})
+def _study(directory: Path, _: object, subject: str) -> Directory:
+    study: Study = read_study(directory / f"{subject}.json", STUDIES[subject])
+    return Directory(path=directory, study=StudyResults(study))
 
 
 RUNS = "runs"
-_KINDS: Mapping[str, Callable[[_Place], Collection]] = {
-    ladder.LADDER_FILE: _ladder,
-    CEILINGS_FILE: _of_ceilings,
+_KINDS: Mapping[str, Callable[[Path, Callable[[Path], Ceilings]], Directory]] = {
+    ladder.LADDER_FILE: lambda path, at: Directory(path=path, climbed=ladder.load(path, at(ceilings_beside(path)))),
+    CEILINGS_FILE: lambda path, _: Directory(path=path, study=StudyResults(*ceilings.load(path))),
     **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES if subject != "ceilings"},
     RUNS: _sweep,
-    COMPARISON_FILE: _comparison,
+    COMPARISON_FILE: lambda path, _: Directory(path=path, compared=checked(partial(load_compared, path))),
 }
 """The function that reads a directory, by a file or folder that it contains; the first match in this order decides."""

@@ -14,7 +14,8 @@ from cs336_systems.sweep.store import raw_profile_path
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.page.chapters import Collection
+    from cs336_systems.report.page.chapters import Directory
+    from cs336_systems.report.page.write import Page
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import Results
 
@@ -31,7 +32,7 @@ def show_results(
     they are if they would lose runs.
     """
     status("reading records and profiles")
-    from cs336_systems.report.page.chapters import Collection
+    from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.results import Results
     from cs336_systems.report.terminal import print_sweep
     from cs336_systems.studies.ceilings_files import ceilings_beside, ceilings_files
@@ -44,7 +45,7 @@ def show_results(
     written = replace(together, kernels=(), memory=()) if lost else together
     written.write(output, status)
     if written.records:
-        page = write_collection_page(Collection(root=output, sweeps={Path(): written}), status)
+        page, _ = write_page_of(Directory(path=output, sweep=written), status)
     status.end()
     if print_json is None:
         print_sweep(together.tables(), together.records, output)
@@ -70,23 +71,15 @@ def would_lose(results: "Results", directory: Path, output: Path) -> bool:
     return is_here
 
 
-PAGE_FILE = "index.html"
-"""The page for a browser, beside the tables."""
-
-
-def write_collection_page(collection: "Collection", status: "StatusLine") -> Path:
-    """Write the page of the collection into its root, with progress messages; return its path."""
-    from cs336_systems.report.page.chapters import collection_page
+def write_page_of(directory: "Directory", status: "StatusLine") -> "tuple[Path, Page]":
+    """Write the page of the results into their directory; return its path and what it shows."""
+    from cs336_systems.report.page.chapters import PAGE_FILE, page_of
     from cs336_systems.report.page.write import write_page
 
-    def on_progress(directory: Path, done: int, total: int) -> None:
-        status(f"making the page: {directory}", done, total)
-
-    page = collection.root / PAGE_FILE
-    made = collection_page(collection, on_progress)
-    status("writing the page")
-    write_page(made, page)
-    return page
+    status(f"making the page of {directory.path.name}")
+    made = page_of(directory)
+    write_page(made, directory.path / PAGE_FILE)
+    return directory.path / PAGE_FILE, made
 
 
 def explain_or_warn(records: Sequence[RunRecord], runs: Path, say: Callable[[str], None], doing: str = "") -> bool:

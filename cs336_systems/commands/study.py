@@ -19,7 +19,7 @@ from cs336_systems.commands.flags import (
     with_flags_of,
 )
 from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
-from cs336_systems.commands.results import write_collection_page
+from cs336_systems.commands.results import write_page_of
 from cs336_systems.config import Device
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure.inputs import check_factory, source_of
@@ -189,7 +189,7 @@ def show_study(
 
     `parts` of a step are on the roofline of ceilings.
     """
-    from cs336_systems.report.page.chapters import Collection
+    from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import StudyResults
     from cs336_systems.report.sections.study import all_tables
@@ -202,7 +202,7 @@ def show_study(
             if directory is not None:
                 status("drawing and writing")
                 results.write(directory)
-                page = write_collection_page(Collection(root=directory, studies={Path(): results}), status)
+                page, _ = write_page_of(Directory(path=directory, study=results), status)
         if print_json is not None:
             print_json(encode_json(study))
         else:

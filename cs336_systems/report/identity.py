@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -107,12 +108,13 @@ def identities(runs: Iterable[tuple[RunConfig, str | None]]) -> list[Identity]:
 
 def identity(config: RunConfig, device_name: str | None) -> Identity:
     """The identity of a run: the columns LEADING and UNLISTED, then all other settings, then the digest."""
-    found = _by_columns(settings_of(config)) | {
-        "size": size_text(config),
-        "device_name": device_name,
-        "digest": config.digest,
-    }
-    return {name: found[name] for name in (*LEADING, *UNLISTED, *found)}
+    return {**_settings(config), "device_name": device_name}
+
+
+@cache
+def _settings(config: RunConfig) -> Identity:
+    found = {**_by_columns(settings_of(config)), "size": size_text(config), "digest": config.digest}
+    return {name: found.get(name) for name in (*LEADING, *UNLISTED, *found)}
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from cs336_systems.studies.step_parts import StepParts
 if TYPE_CHECKING:
     import pandas as pd
 
-STEPS, KERNELS, MEMORY = "Time of a step", "Kernels", "Memory"
+STEPS, KERNELS, MEMORY = "Time of a step", "Where the time goes", "Where the memory goes"
 """Subjects of a sweep."""
 
 

@@ -23,7 +23,7 @@ function say(text) {
   say.timer = setTimeout(() => place.classList.remove("shown"), 2500);
 }
 
-// Tables sort, filter, hide columns and are copied.
+// Tables sort, filter and are copied; one that is wider than its box shows so.
 
 const known = (text) => text !== "" && text !== null && text !== undefined;
 const byValue = (sign) => (a, b) => known(a) && known(b) ? sign * (a - b) : known(b) - known(a); // what is not known comes last
@@ -47,13 +47,6 @@ async function makeTable(block) {
   const tools = document.getElementById("page-tools").content.firstElementChild.cloneNode(true), filter = tools.querySelector("input");
   filter.ariaLabel = `Filter the rows of: ${block.querySelector("h3").textContent}`;
   filter.addEventListener("input", (event) => table.search(event.target.value).draw());
-  table.columns().every(function () {
-    const label = document.createElement("label"), box = document.createElement("input");
-    Object.assign(box, { type: "checkbox", checked: true });
-    box.addEventListener("change", () => this.visible(box.checked));
-    label.append(box, ` ${heads[this.index()].textContent.trim()}`);
-    tools.querySelector(".columns").append(label);
-  });
   for (const button of tools.querySelectorAll("[data-copy]")) {
     button.addEventListener("click", async () => {
       const name = button.dataset.copy, copied = await copy((await copies())[block.id][name]);
@@ -110,7 +103,7 @@ function explain(head) {
 for (const kind of ["mouseover", "focusin"]) addEventListener(kind, (event) => explain(event.target.closest?.("th[data-about]") ?? null));
 addEventListener("scroll", () => explain(null), true);
 
-// The theme, tables that come into view, and links to what is closed.
+// The theme, and tables that come into view.
 
 function setTheme(dark) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
@@ -126,11 +119,10 @@ const near = new IntersectionObserver((entries) => {
 }, { rootMargin: "1000px" });
 if (hasTables) for (const block of document.querySelectorAll(".block.table")) near.observe(block);
 
-function follow() {
-  let target = null;
-  try { target = document.getElementById(decodeURIComponent(location.hash.slice(1))); } catch { return; }
-  for (let box = target?.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
-  target?.scrollIntoView();
+const fit = (box) => box.classList.toggle("cut", box.scrollLeft + box.clientWidth < box.scrollWidth - 2);
+const resized = new ResizeObserver((entries) => { for (const { target } of entries) fit(target.closest(".scroll")); });
+for (const box of document.querySelectorAll(".scroll")) {
+  resized.observe(box);
+  resized.observe(box.firstElementChild);
+  box.addEventListener("scroll", () => fit(box));
 }
-addEventListener("hashchange", follow);
-follow();

@@ -1,6 +1,6 @@
 """A report as one HTML file: findings, sortable tables to copy, pictures; it makes no network requests.
 
-Tables and pictures can be seen without a script too. With the extra `report` the page embeds DataTables (from itables),
+All but sorting and copying works without a script. With the extra `report` the page embeds DataTables (from itables),
 compressed. Every text is escaped, and the Content-Security-Policy allows only the script whose hash it names. Equal
 pages are written as equal bytes.
 """
@@ -12,7 +12,7 @@ import importlib.resources
 import importlib.util
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,12 +24,17 @@ from markupsafe import Markup
 from cs336_systems.files import write_atomically
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
-from cs336_systems.report.plots.draw import Picture, svg_of
+from cs336_systems.report.plots.charts import Bar, Chart, Style
 from cs336_systems.report.section import Table
+from cs336_systems.report.words import in_percent, significant
 from cs336_systems.text import inert_line
 
 TABLES = ("itables", "html/dt_bundle.js")
 """The package that sorts tables, and its file, which the page embeds."""
+MOST_COLUMNS, LEAST_WORTH = 8, 5
+"""A table with more columns than that is shown without those whose `drop_order` is higher, until somebody asks."""
+VISIBLE = 0.001
+"""A smaller share of a bar is not in the legend."""
 LONGEST_LINE = 100_000
 """Most characters of a line of text."""
 
@@ -66,13 +71,20 @@ class TableBlock:
         return [note for note in self.table.notes if note not in self.table.findings]
 
     @property
-    def rows(self) -> Iterator[tuple[bool, list[tuple[str, str | None]]]]:
-        """Of each row whether it failed, and its cells: the text, and for a number the value that it is sorted by."""
-        table = self.table
+    def columns(self) -> list[tuple[int, Column, bool]]:
+        """Index and heading of each column, and whether it is folded; those that are stand last."""
+        headings = self.table.headings
+        is_wide = len(headings) > MOST_COLUMNS
+        found = [(index, own, is_wide and own.drop_order > LEAST_WORTH) for index, own in enumerate(headings)]
+        return sorted(found, key=lambda column: column[2])
+
+    @property
+    def rows(self) -> Iterator[tuple[bool, list[tuple[str, str | None, bool]]]]:
+        """Whether each row failed, and its cells: text, the value to sort a number by, and whether it is folded."""
+        table, columns = self.table, self.columns
         for number, row in enumerate(table.rows):
             values = table.values[number] if number < len(table.values) else {}
-            cells = zip(table.headings, row, strict=True)
-            yield number in table.failed, [(text, _order(own, values)) for own, text in cells]
+            yield number in table.failed, [(row[i], _order(own, values), folded) for i, own, folded in columns]
 
 
 def _order(heading: Column, values: Mapping[str, Any]) -> str | None:
@@ -85,16 +97,84 @@ def _order(heading: Column, values: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureBlock:
-    """A picture below an identifier."""
+    """A picture below an identifier, as an SVG; matplotlib escapes its words."""
 
     id: str
-    picture: Picture
+    svg: str
     kind: str = "picture"
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Lying bars on one scale that begins at 0, below each other, with one legend."""
+
+    title: str
+    bars: Sequence[Bar]
+    styles: Mapping[str, Style]
+    unit: str
+    kind: str = "bars"
+
     @property
-    def svg(self) -> Markup:
-        """The picture as an element of the page; matplotlib escapes its words."""
-        return Markup(svg_of(self.picture, self.id))
+    def legend(self) -> list[tuple[str, Style, str]]:
+        """Name and style of each part that can be seen in some bar, and its value in a bar that is alone."""
+        used = {name for bar in self.bars for name, value in bar.parts.items() if value > VISIBLE * bar.length}
+        only = self.bars[0] if len(self.bars) == 1 else None
+        return [(style.label or name, style, self.words(only, name) if only else "")
+                for name, style in self.styles.items() if name in used]  # fmt: skip
+
+    def words(self, bar: Bar, name: str) -> str:
+        """How large the part is, and which share of the bar."""
+        value = f"{significant(bar.parts[name], 3)} {self.unit}, "
+        return f"{'' if self.unit == '%' else value}{in_percent(bar.parts[name] / bar.length)} %"
+
+    def width(self, value: float) -> str:
+        """The part of the full width that this value takes, for CSS."""
+        whole = max(each.length for each in self.bars)
+        return f"{100 * value / whole:.3f}%" if whole else "0"
+
+    def spoken(self, bar: Bar) -> str:
+        """The bar in words, for those who do not see it."""
+        parts = [f"{name} {self.words(bar, name)}" for name in bar.parts]
+        return f"{bar.name}: {', '.join([bar.words, *parts, bar.failure])}"
+
+    @classmethod
+    def of(cls, chart: Chart) -> "Bars":
+        """The lying bars of a chart, whose panels share one scale here."""
+        label = chart.panels[0].y.label
+        unit = next((unit for unit in ("%", "ms", "GiB") if f"({unit})" in label), "")
+        bars = [bar for panel in chart.panels for bar in panel.bars]
+        return cls(title=chart.title, bars=bars, styles=chart.styles, unit=unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One number, what it is, and a note below it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Pairs of a name and a text."""
+
+    rows: Sequence[tuple[str, str]]
+    kind: str = "facts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """What a reader sees first."""
+
+    answer: str
+    more: str = ""
+    """The rest of the finding that the answer is the first sentence of."""
+    bars: Sequence[Bars] = ()
+    tiles: Sequence[Tile] = ()
+    trust: str = ""
+    doubts: Sequence[str] = ()
+    """What puts the numbers in doubt; where there is anything, `trust` is not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,29 +186,51 @@ class Closed:
     kind: str = "closed"
 
 
-Block = Prose | TableBlock | PictureBlock | Closed
+Block = Prose | TableBlock | PictureBlock | Bars | Facts | Closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """Blocks below one heading, then nested chapters."""
+    """Blocks below one heading."""
 
     id: str
     title: str
     blocks: Sequence[Block] = ()
-    source: str = ""
-    chapters: "Sequence[Chapter]" = ()
-    is_closed: bool = False
-    """Only the title and the source are shown until somebody opens the chapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A page in the list of all."""
+
+    link: str
+    name: str
+    page: "Page"
+
+    @property
+    def thumbnail(self) -> Bars | PictureBlock | None:
+        """The last bars of the page's first screen, else its first picture."""
+        if self.page.glance is not None and self.page.glance.bars:
+            return self.page.glance.bars[-1]
+        blocks = (block for chapter in self.page.chapters for block in chapter.blocks)
+        return next((block for block in blocks if isinstance(block, PictureBlock | Bars)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """All pages of one subject."""
+
+    title: str
+    entries: Sequence[Entry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """All chapters of a report; `source` says of which hardware and code."""
+    """What a reader sees first, then chapters; in the list of all pages, shelves."""
 
     title: str
-    chapters: Sequence[Chapter]
-    source: str = ""
+    chapters: Sequence[Chapter] = ()
+    glance: Glance | None = None
+    shelves: Sequence[Shelf] = ()
 
 
 def write_page(page: Page, path: Path) -> None:
@@ -138,14 +240,14 @@ def write_page(page: Page, path: Path) -> None:
 
 def to_html(page: Page) -> str:
     """The page as text; raise ValueError where two parts have one identifier."""
-    chapters = list(_every(page.chapters))
-    blocks = [block for chapter in chapters for block in chapter.blocks]
-    named = [part.id for part in (*chapters, *blocks) if isinstance(part, Chapter | TableBlock | PictureBlock)]
+    blocks = [block for chapter in page.chapters for block in chapter.blocks]
+    named = [part.id for part in (*page.chapters, *blocks) if isinstance(part, Chapter | TableBlock | PictureBlock)]
     if len(set(named)) < len(named):
         twice = next(name for place, name in enumerate(named) if name in named[:place])
         raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
     written = {block.id: block.copies for block in blocks if isinstance(block, TableBlock)}
-    packed = {"copies": _packed(json.dumps(written, allow_nan=False, separators=(",", ":")).encode()), **_library()}
+    copies = _packed(json.dumps(written, allow_nan=False, separators=(",", ":")).encode())
+    packed = {"copies": copies, **_library()} if written else {}
     script = _read("page.js")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_visible
@@ -157,13 +259,6 @@ def to_html(page: Page) -> str:
         script=Markup(script),
         packed=packed,
     )
-
-
-def _every(chapters: Iterable[Chapter]) -> Iterator[Chapter]:
-    """The chapters and all that are part of them."""
-    for chapter in chapters:
-        yield chapter
-        yield from _every(chapter.chapters)
 
 
 def _visible(value: object) -> object:

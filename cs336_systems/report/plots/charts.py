@@ -278,6 +278,7 @@ def along(values: Sequence[Place], lines: Iterable[Line]) -> tuple[list[str], li
 
 
 PHASE_COLOURS = {
+    Phase.DATA: "#56B4E9",
     Phase.FORWARD: "#0072B2",
     Phase.BACKWARD: "#E69F00",
     Phase.COMMUNICATION: "#CC79A7",

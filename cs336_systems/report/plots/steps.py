@@ -170,7 +170,7 @@ def phase_chart(name: str, rows: Sequence[Row], step: str, settings: str) -> Cha
         whole = Line(name="whole step ± standard deviation", points=points)
         mark = Curve(line=whole, colour="#000000", marker="_", dash="", size=4, width=1)
         y = Axis(label="time (ms)", from_zero=True)
-        bars = list(map(_phase_bar, own))
+        bars = list(map(phase_bar, own))
         panels.append(Panel(x=Axis(names=places), y=y, title=f"context {context}", bars=bars, curves=[mark]))
     columns = min(len(contexts), _columns(len(places)))
     return Chart(
@@ -180,7 +180,8 @@ def phase_chart(name: str, rows: Sequence[Row], step: str, settings: str) -> Cha
     )  # fmt: skip
 
 
-def _phase_bar(row: Row) -> Bar:
+def phase_bar(row: Row) -> Bar:
+    """The phases of a step and a noticeable rest; the row has a `name`, and a `failure` if it failed."""
     step_ms = row["step_mean_ms"]
     parts = {str(phase): row[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
     parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}

@@ -1,12 +1,11 @@
 """The page of the committed grid of 30 runs, made once."""
 
 import time
-from pathlib import Path
 
 import pytest
 
 from cs336_systems.record import load_records
-from cs336_systems.report.page.chapters import Collection, collection_page
+from cs336_systems.report.page.chapters import Directory, page_of
 from cs336_systems.report.page.write import to_html
 from cs336_systems.report.results import Results
 from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
@@ -18,5 +17,5 @@ def grid_page():
     """The page as text, and the processor time that it took."""
     results = Results.load(load_records(GRID / "runs")[0], GRID, load_ceilings(ceilings_beside(GRID)))
     begin_s = time.process_time()
-    page = to_html(collection_page(Collection(root=GRID, sweeps={Path(): results})))
+    page = to_html(page_of(Directory(path=GRID, sweep=results)))
     return page, time.process_time() - begin_s

@@ -1,11 +1,21 @@
 """Hand-made pages."""
 
-from dataclasses import replace
-
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv
-from cs336_systems.report.page.write import Chapter, Closed, Page, PictureBlock, Prose, TableBlock
+from cs336_systems.report.page.write import (
+    Bars,
+    Chapter,
+    Closed,
+    Facts,
+    Glance,
+    Page,
+    PictureBlock,
+    Prose,
+    TableBlock,
+    Tile,
+)
 from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style
+from cs336_systems.report.plots.draw import svg_of
 from cs336_systems.report.section import make_table
 from tests.report.making import HOSTILE
 
@@ -46,7 +56,7 @@ def csv_of(rows, keys=("device", "size", "step_mean_ms")):
 
 
 def make_page(*blocks):
-    return Page(title="A report", source="one device", chapters=[Chapter(id="first", title="First", blocks=blocks)])
+    return Page(title="A report", chapters=[Chapter(id="first", title="First", blocks=blocks)])
 
 
 def make_chart(name="small"):
@@ -57,15 +67,18 @@ def make_chart(name="small"):
 
 
 def table_page(note=""):
-    """Findings, a table, a picture, and a chapter that is closed."""
+    """Findings, a table, a picture, and a text that is closed."""
     table = make_steps(note)
-    closed = Chapter(id="closed", title="Closed", is_closed=True, blocks=[Closed(title="small", text="line 1\nline 2")])
-    page = make_page(
+    return make_page(
         Prose(paragraphs=["Step of xl: 10 ms."]),
         TableBlock(id="steps", table=table, csv=csv_of(table.values)),
-        PictureBlock(id="bars", picture=make_chart()),
+        make_picture(),
+        Closed(title="Closed", text="line 1\nline 2"),
     )
-    return replace(page, chapters=[*page.chapters, closed])
+
+
+def make_picture(name="small", identifier="bars"):
+    return PictureBlock(id=identifier, svg=svg_of(make_chart(name), identifier))
 
 
 def page_with(text):
@@ -73,10 +86,14 @@ def page_with(text):
     table = make_steps(text, text, {text: 0.1, "medium": None})
     headings = tuple(Column(text, text, text, key=own.key, numeric=own.numeric) for own in table.headings)
     table = type(table)(title=text, headings=headings, rows=((text, "1", text), table.rows[1]), notes=(text,))
+    bar = Bar(name=text, parts={text: 1.0}, words=text)
+    bars = Bars(title=text, bars=[bar, Bar(name="xl", failure=text)], styles={text: Style(colour="#0072B2")}, unit=text)
+    glance = Glance(answer=text, more=text, bars=[bars], tiles=[Tile(text, text, text)], doubts=[text])
     blocks = [
         Prose(paragraphs=[text], heading=text),
         TableBlock(id="steps", table=table),
-        PictureBlock(id="bars", picture=make_chart(text)),
+        make_picture(text),
+        Facts(rows=[(text, text)]),
         Closed(title=text, text=text),
     ]
-    return Page(title=text, source=text, chapters=[Chapter(id="first", title=text, source=text, blocks=blocks)])
+    return Page(title=text, glance=glance, chapters=[Chapter(id="first", title=text, blocks=blocks)])

@@ -9,7 +9,7 @@ import pytest
 
 from cs336_systems.report.page import write
 from cs336_systems.report.page.write import TableBlock, to_html, write_page
-from tests.report.page.pages import HOSTILE_TEXTS, make_page, make_steps, page_with, table_page
+from tests.report.page.pages import HOSTILE_TEXTS, make_page, make_picture, make_steps, page_with, table_page
 from tests.report.page.parsed import Parsed as Cells
 
 
@@ -76,7 +76,7 @@ def test_without_the_extra_the_page_has_plain_tables_and_its_pictures(monkeypatc
 
 def test_pictures_of_one_page_share_no_identifier() -> None:
     """Those of a picture begin with a hash of its own, which its links lead to."""
-    first, second = (write.PictureBlock(id=name, picture=table_page().chapters[0].blocks[2].picture) for name in "ab")
+    first, second = (make_picture(identifier=name) for name in "ab")
     own = [set(re.findall(r' id="(.*?)"', block.svg)) for block in (first, second)]
     linked = [set(re.findall(r'(?:url\(|href=")#([^)"]+)', block.svg)) for block in (first, second)]
     assert own[0]
