@@ -60,7 +60,6 @@ from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
 from cs336_systems.analysis.kernels.kineto import read_kineto
 from cs336_systems.analysis.kernels.modules import (
-    CLASSES,
     AttentionNames,
     RangeParts,
     attention_times,
@@ -82,7 +81,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     ModuleTimes,
     PhaseTimes,
     PicturedStep,
-    Piece,
     StepProfile,
     StreamCopies,
     StreamKernels,
@@ -293,9 +291,7 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
 
 
 MAX_KERNELS = 50_000
-"""Beyond this number, which would take some 2 MB, the kernels that begin in one cell are merged."""
-CELLS = 2000
-"""Cells that the step's time is divided into: about the width of a picture in pixels."""
+"""A step of more kernels and copies, which would take some 2 MB, has no picture."""
 MAX_IDLE = 3000
 """Only the longest idle times are kept."""
 
@@ -313,12 +309,13 @@ def _picture(
     kernels: pd.DataFrame,
     copies: pd.DataFrame,
     gaps: Gaps,
-) -> PicturedStep:
+) -> PicturedStep | None:
     """The picture of one step; `kernels` are from `_with_rows`, `copies` have their names in the column `text`."""
     start = int(spans.origin_ns[step])
     wall = int(spans.end_ns[step]) - start
     kernels, copies = _by_stream(kernels, start), _by_stream(copies, start)
-    are_few = len(kernels) + len(copies) <= MAX_KERNELS
+    if len(kernels) + len(copies) > MAX_KERNELS:
+        return None
     return PicturedStep(
         step=step,
         wall_s=wall / 1e9,
@@ -332,10 +329,9 @@ def _picture(
             )
             for row in np.flatnonzero(windows.step == step).tolist()
         ),
-        streams=tuple(_streams(kernels)) if are_few else (),
-        copies=tuple(_copies(copies)) if are_few else (),
+        streams=tuple(_streams(kernels)),
+        copies=tuple(_copies(copies)),
         idle=tuple(_idle(gaps, step, start)),
-        pieces=() if are_few else _pieces(kernels, max(wall // CELLS, 1)),
     )
 
 
@@ -402,27 +398,3 @@ def _idle(gaps: Gaps, step: int, start: int) -> Iterator[IdleSpans]:
                 start_ns=tuple((gaps.start_ns[chosen] - start).tolist()),
                 duration_ns=tuple(length[chosen].tolist()),
             )
-
-
-def _pieces(rows: pd.DataFrame, cell: int) -> tuple[Piece, ...]:
-    """Merge the kernels of one stream and phase that begin in one cell; the class is that which ran longest."""
-    ordered = [rows[name].to_numpy() for name in ("device", "stream", "phase")]
-    start, end, kind = (rows[name].to_numpy() for name in ("start_ns", "end_ns", "kind"))
-    apart = np.any([np.diff(column) != 0 for column in [*ordered, start // cell]], axis=0)
-    first = np.flatnonzero(np.append(True, apart))
-    piece = np.cumsum(np.append(False, apart))
-    weight = np.zeros((len(first), len(CLASSES)), dtype=np.int64)
-    np.add.at(weight, (piece, kind), end - start + 1)  # + 1, so that a kernel of no duration has weight too
-    busy = np.add.reduceat(end - start, first)
-    piece_end = np.maximum.reduceat(end, first)
-    return tuple(
-        Piece(
-            stream=int(ordered[1][begin]),
-            phase=PHASES[ordered[2][begin]],
-            kind=CLASSES[weight[index].argmax()],
-            start_s=int(start[begin]) / 1e9,
-            end_s=int(piece_end[index]) / 1e9,
-            busy_s=int(busy[index]) / 1e9,
-        )
-        for index, begin in enumerate(first.tolist())
-    )

@@ -150,8 +150,10 @@ class Events:
 
     def nodes(self) -> Batch:
         """The nodes of backward, which are operators of the host."""
-        return self._batch([event for event in self._events if event.cat == "cpu_op" and event.dur is not None
-                            and (event.name.startswith(BOOKKEEPING) or _NODE.search(event.name))])  # fmt: skip
+        return self._batch([
+            event for event in self._events if event.cat == "cpu_op" and event.dur is not None
+            and (event.name.startswith(BOOKKEEPING) or ("Backward" in event.name and _NODE.search(event.name)))
+        ])  # fmt: skip
 
     def _chosen(self, groups: Sequence[Collection[str]]) -> list[list[AnyEvent]]:
         """The events of each group that have a duration."""

@@ -307,11 +307,7 @@ class IdleSpans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Kernels of one class and phase that follow each other closely on one stream of the pictured step.
-
-    If there are too many to draw, a piece holds all kernels that begin within one pixel, with the class that ran
-    longest.
-    """
+    """A kernel of the pictured step, or several that follow each other, with the class that ran longest."""
 
     stream: int
     phase: LaunchPhase
@@ -335,7 +331,7 @@ class PicturedStep:
     idle: tuple[IdleSpans, ...] = ()
     """The longest idle times with a known cause."""
     pieces: tuple[Piece, ...] = ()
-    """Merged kernels instead of `streams`, where they are too many or the profile is of format version 1."""
+    """Merged kernels instead of `streams`, in profiles of versions before 4 with many kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

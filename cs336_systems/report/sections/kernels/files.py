@@ -58,7 +58,7 @@ def answer_of(entry: Explained) -> list[str]:
     """The lines before the tables: the answer in three sentences, then further findings."""
     first = answer(entry.profile, entry.config)
     further = [f"- {text}" for text in findings(entry.profile, entry.config) if text not in first]
-    return [*first, "", *([*further, ""] if further else [])]
+    return [*first, *(["", *further] if further else [])]
 
 
 def tables_of_one(entry: Explained, top: int) -> list[Table]:

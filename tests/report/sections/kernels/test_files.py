@@ -64,7 +64,7 @@ def test_the_answer_has_three_sentences_and_further_findings_are_lines(monkeypat
         lines = answer_of(of_file())
         assert lines[: len(found[:3])] == list(found[:3])
         assert all(lines[:3])
-        assert lines[3:] == (["", "- 4th", "- 5th", ""] if len(found) > 3 else [""])
+        assert lines[3:] == (["", "- 4th", "- 5th"] if len(found) > 3 else [])
     monkeypatch.setattr(kernel_files, "findings", lambda *_: ())
     write_kernels(of_file(), tmp_path, 3)
     assert "Nothing stands out." in (tmp_path / "findings.md").read_text()
