@@ -6,6 +6,7 @@ Also the messages for errors of the operating system.
 import contextlib
 import errno
 import os
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -170,3 +171,14 @@ def error_in_words(error: OSError) -> str:
     named = f"{error.filename}: {what}" if error.filename is not None else what
     known = remedy(error)
     return named if known is None else f"{named}; {known} and run the same command again"
+
+
+def in_one_line(error: Exception) -> str:
+    """The error in one line; where this program has not foreseen it, with its place in the source."""
+    if type(error).__module__.startswith("cs336_systems."):
+        return str(error)
+    if isinstance(error, OSError):
+        return error_in_words(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    what = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
+    return ": ".join(filter(None, [what, str(error)])) + f" ({Path(last.filename).name}:{last.lineno})"

@@ -21,6 +21,8 @@ MAX_TIME_S = 1e9
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A count of at most 64 bits; JSON itself would allow any number of digits."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
+"""A time that a record may hold."""
 
 
 class RecordError(FileError):
@@ -245,10 +247,10 @@ class Input:
 class Durations:
     """Wall time of the parts of a run. Warm-up and measured are sums over steps."""
 
-    setup_s: float
-    warmup_s: float
-    measured_s: float
-    total_s: float
+    setup_s: Seconds
+    warmup_s: Seconds
+    measured_s: Seconds
+    total_s: Seconds
     """From the first line of measure() to the finished record."""
 
 
@@ -256,7 +258,7 @@ class Durations:
 class Compilation:
     """What torch.compile did for the run: all of it during warm-up, unless there is a warning `recompiled`."""
 
-    seconds: float
+    seconds: Seconds
     """Time spent compiling, as the compiler counts it; short if its cache on disk was already filled."""
     graphs: Count
     graph_breaks: Count
@@ -285,8 +287,8 @@ class RankRecord:
     rank: Count
     measurements: tuple[Measurement, ...]
     """The phases in order, then the whole step, by the rank's own clock."""
-    warmup_times_s: tuple[float, ...]
-    host_times_s: tuple[float, ...]
+    warmup_times_s: tuple[Seconds, ...]
+    host_times_s: tuple[Seconds, ...]
     host_phases: tuple[Measurement, ...] = ()
     losses: tuple[float | None, ...]
     """Losses of the rank's own batches."""
@@ -315,13 +317,13 @@ class RunRecord:
     """The rank that failed first, or that the others waited for at the timeout; None if not known."""
     measurements: tuple[Measurement, ...] = ()
     """The phases in order, then the whole step; empty unless status is ok."""
-    warmup_times_s: tuple[float, ...] = ()
-    host_times_s: tuple[float, ...] = ()
+    warmup_times_s: tuple[Seconds, ...] = ()
+    host_times_s: tuple[Seconds, ...] = ()
     """How long the host took to launch each measured step."""
     host_phases: tuple[Measurement, ...] = ()
     """How long the host took to launch each phase; empty on a CPU and where the host waits after each phase, and in
     records written before this field existed."""
-    between_s: tuple[float, ...] = ()
+    between_s: tuple[Seconds, ...] = ()
     """Of a watched loop: from the end of a step to the beginning of the next, on the device. Else empty."""
     losses: tuple[float | None, ...] = ()
     """Loss of every step, warm-up included; None for one that was not finite."""

@@ -84,34 +84,6 @@ class _BasicsFeedForward(nn.Module):
         return self.w2(gate * torch.sigmoid(gate) * self.w3(x))
 
 
-def talkative(vocab_size: int, d_model: int) -> nn.Module:
-    """Prints while it is made."""
-    print("hello from the factory")
-    return nn.Sequential(nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size))
-
-
-class _Logits(nn.Module):
-    """A model of transformers, less what its output holds besides the logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens, use_cache=False).logits
-
-
-def gpt2(vocab_size: int, context_length: int, d_model: int, num_layers: int, num_heads: int, d_ff: int) -> nn.Module:
-    """GPT-2 of Hugging Face's transformers, without dropout, at the shape asked for."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    shape = GPT2Config(
-        vocab_size=vocab_size, n_positions=context_length, n_embd=d_model, n_layer=num_layers, n_head=num_heads,
-        n_inner=d_ff, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return _Logits(GPT2LMHeadModel(shape))
-
-
 def bigram(vocab_size: int, **others: object) -> nn.Module:
     """The smallest model there is: a table of logits."""
     assert not others, "only what the signature names is passed"

@@ -175,6 +175,12 @@ REFUSED: tuple[tuple[dict[str, object], str], ...] = (
         {"parallel": "ddp-push", "cuda_graph": False, "expandable_segments": True},
         "ranks open each other's memory",
     ),
+    (
+        {"parallel": "ddp-flat", "cuda_graph": False, "split_masters": False, "bf16_moments": False, "mode": "forward"},
+        "--parallel needs gradients, so --mode forward-backward or train, got --mode forward",
+    ),
+    ({"parallel": "fsdp", "cuda_graph": False, "shard_optimizer": True}, "got --parallel fsdp"),
+    ({"loss": "model"}, "loss needs your own model"),
     ({"parallel": "fsdp", "sync_phases": True}, "with --cuda-graph cannot be combined with --sync-phases"),
 )
 

@@ -15,6 +15,7 @@ from cs336_systems.commands.flags import (
     ModelArguments,
     Number,
     Switch,
+    checked_factory,
     make_config,
     one_precision,
     unset,
@@ -26,7 +27,7 @@ from cs336_systems.costs.accounting import SECONDS_PER_DAY, largest_model, train
 from cs336_systems.costs.data_sheet import data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
 from cs336_systems.costs.ranks_time import depends_on_host, predicted_time
-from cs336_systems.costs.time import has_large_matmuls
+from cs336_systems.costs.time import has_large_matmuls, prepare_forecasts
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 from cs336_systems.text import print_aside
@@ -89,7 +90,7 @@ class ParametersArguments:
 
 @with_flags(
     "size", "context_length", "batch_size", "mode", "precision", "optimizer", "checkpoint_blocks", "parallel", "ranks",
-    "shard_optimizer",
+    "shard_optimizer", "loss", "module_depth",
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
 )  # fmt: skip
 class AccountArguments(Flags):
@@ -133,7 +134,8 @@ class AccountArguments(Flags):
         """The configuration of these flags; raise ValueError for flags that contradict each other."""
         precision = one_precision(self.precision, self.mixed_precision)
         settings = {"size": "small", **self.given(), **self.model.given(), "precision": precision}
-        return make_config(Device.CUDA, **settings)
+        given = self.given() | self.model.given()
+        return checked_factory(make_config(Device.CUDA, **settings), given)
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
@@ -154,8 +156,6 @@ class AccountArguments(Flags):
                 )
         elif self.memory_gib is not None and not self.fit:
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
-        if self.model.model is not None:
-            raise ValueError("the cost of a model of your own is not known from its flags: leave --model out")
         check_ceilings(self.ceilings)
 
     def _of_a_configuration(self) -> list[str]:
@@ -257,6 +257,9 @@ def run(arguments: AccountArguments) -> int:
     if arguments.known.parameters is not None:
         return _run_of_parameters(arguments, arguments.known.parameters)
     config = checked(arguments.config)
+    if config.model_factory is not None:
+        print_aside(f"tracing a step of {config.model_factory} without data")
+        prepare_forecasts([config], of_users=True)
     ceilings = ceilings_in(arguments.ceilings)
     meant = functools.partial(
         machine_meant, arguments.device_name, ceilings, are_asked=arguments.ceilings is not None

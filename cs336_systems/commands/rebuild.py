@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cs336_systems.commands import ceilings, ladder
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
 from cs336_systems.commands.results import explain_or_warn, would_lose, write_page_of
-from cs336_systems.files import FileError, encode_json
+from cs336_systems.files import encode_json, in_one_line
 from cs336_systems.record import load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.page.chapters import PAGE_FILE, Directory, list_of
@@ -20,7 +20,6 @@ from cs336_systems.report.sections.ladder import write_ladder_report
 from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.studies.records import read_study
-from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""
-UNREADABLE = FileError, UsageError, SweepError
-"""Exceptions that mean that a directory's results cannot be read."""
 
 
 def results_below(root: Path) -> list[Path]:
@@ -69,10 +66,10 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
             own = load(directory, ceilings_at)
             write(own, status)
             page, made = write_page_of(own, status)
-        except UNREADABLE as error:
+        except Exception as error:  # whatever its files hold, the others are written
             status.end()
-            problems[directory] = str(error)
-            print_aside(f"error: {directory} is left as it was: {error}")
+            problems[directory] = why = in_one_line(error)
+            print_aside(f"error: {directory} is left as it was: {why}")
         else:
             status.end()
             found.append(own)

@@ -152,7 +152,7 @@ class SweepArguments(Flags):
         device = self.device()
         on_gpu = device is Device.CUDA
         once = [self._config(device, point) for point in self._grid(on_gpu)]
-        plan = make_plan(list(dict.fromkeys(once)), self._memory_bytes(on_gpu))
+        plan = make_plan(list(dict.fromkeys(once)), self._memory_bytes(on_gpu), of_users=self.dry_run)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
         if self.profiler is not Profiler.NONE:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import dist, exp, log
 
 from cs336_systems.config import Precision
-from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.communication import Call, Collective
 from cs336_systems.costs.tape import MATMULS_OF, Form, Pass
 
 ALIGNMENT = 8
@@ -178,3 +178,10 @@ def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
     low, high = sizes[above - 1], sizes[above]
     share = log(num_bytes / low) / log(high / low)
     return exp((1 - share) * log(curve[low]) + share * log(curve[high]))
+
+
+def time_s(found: Mapping[Call, int], curves: Mapping[Collective, Mapping[int, float]]) -> float | None:
+    """Time of the calls one after the other, from measured times by bytes; None if a kind was not measured."""
+    if any(not curves.get(call.collective) for call in found):
+        return None
+    return sum(count * interpolated(curves[call.collective], call.num_bytes) for call, count in found.items())

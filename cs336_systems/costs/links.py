@@ -10,7 +10,7 @@ left out.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cs336_systems.costs.calls import Call, Collective, sent_share
+from cs336_systems.costs.communication import Call, Collective, sent_share
 from cs336_systems.costs.curves import interpolated
 
 

@@ -77,11 +77,11 @@ class MemoryPrediction:
 def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """Predict the memory of a CUDA run.
 
-    None for what is not predicted: the user's own model, compiled models and other shortcuts (cast_once, ...), flash
-    and cuDNN attention without half precision, models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU
-    (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in
-    half precision and the efficient kernel in fp32. Left out: scalars of GradScaler, buffers inside of kernels that
-    trace.py does not name, a data loader's batch in flight.
+    None for what is not predicted: a user's own model that nobody has traced (`prepare`), compiled models and other
+    shortcuts (cast_once, ...), flash and cuDNN attention without half precision, models of more than MAX_LAYERS. The
+    device is assumed to be a Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is;
+    there `auto` takes flash or cuDNN in half precision and the efficient kernel in fp32. Left out: scalars of
+    GradScaler, buffers inside of kernels that trace.py does not name, a data loader's batch in flight.
     """
     if not is_predictable(config):
         return None
@@ -152,19 +152,23 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
 
 def largest_batch(config: RunConfig, memory_bytes: int) -> int | None:
     """The largest batch size that `fits`; 0 if not even one sequence does, None if that is not predicted."""
-    return _largest(lambda size: replace(config, batch_size=size), memory_bytes)
+    return _largest(config, "batch", lambda size: replace(config, batch_size=size), memory_bytes)
 
 
 def largest_context(config: RunConfig, memory_bytes: int) -> int | None:
     """The longest context that `fits`, at the configuration's batch size; 0 and None as in largest_batch."""
-    return _largest(lambda length: replace(config, model=replace(config.model, context_length=length)), memory_bytes)
+    return _largest(
+        config, "T", lambda length: replace(config, model=replace(config.model, context_length=length)), memory_bytes
+    )
 
 
-def _largest(config_of: Callable[[int], RunConfig], memory_bytes: int) -> int | None:
+def _largest(config: RunConfig, axis: str, config_of: Callable[[int], RunConfig], memory_bytes: int) -> int | None:
     """The largest number whose configuration fits, assuming that all smaller numbers fit.
 
     The search begins where the tensors alone no longer fit, which is found without the slower allocator.
     """
+    if is_predictable(config) and axis in tape_of(config).exact:
+        return None
     if (one := fits(config_of(1), memory_bytes)) is None:
         return None
     if not one:
@@ -230,8 +234,12 @@ def is_predictable(config: RunConfig) -> bool:
     """Whether the step's tensors, and so its memory, are known from its configuration."""
     half = config.precision in (Precision.BF16, Precision.FP16)
     refused = config.model.sdpa_backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and not half
-    is_plain = config.model_factory is None and config == config.without_shortcuts
-    return is_plain and not refused and config.model.num_layers <= MAX_LAYERS and has_tape(config)
+    return (
+        config == config.without_shortcuts
+        and not refused
+        and config.model.num_layers <= MAX_LAYERS
+        and has_tape(config)
+    )
 
 
 def peaks_by_half(config: RunConfig) -> list[int] | None:

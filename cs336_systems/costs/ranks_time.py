@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from cs336_systems.config import Parallel, Phase, RunConfig
-from cs336_systems.costs.calls import Call, Collective, call_of
-from cs336_systems.costs.communication import AVERAGING, calls, gradient_groups, unit_bytes
+from cs336_systems.costs.communication import AVERAGING, Call, Collective, call_of, calls, gradient_groups, unit_bytes
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.links import Links, measured_links
 from cs336_systems.costs.memory import is_predictable

@@ -112,6 +112,10 @@ class Operation:
     """Number of views before the operation, and of other calls; each takes the host about as long as a launch."""
 
 
+class TraceError(ValueError):
+    """The step does something that cannot be traced without data."""
+
+
 REPEATED = ".*"
 """Stands in a label for the number of a module in a list of modules."""
 ROUNDED = re.compile(r"([A-Za-z_]+|\d+)\^(\d+)")
@@ -171,6 +175,12 @@ class Tape:
         """The number of each operation, in the order of their launches."""
         self.steps: list[list[tuple[Phase, int, int]]] = []
         """The phases of each step, with the numbers of events and of launches before them; STEP is between two steps"""
+        self.places: list[str | None] = []
+        """Of a user's own model, the path of the module that launches each operation; None outside of the model."""
+        self.parameters: dict[str, int] = {}
+        """Of a user's own model, the parameters that belong to the module of each path itself."""
+        self.exact: dict[str, int] = {}
+        """Sizes of a user's own model for which alone the tape holds, because the model takes no others."""
         self._set(axes)
 
     def _set(self, axes: Mapping[str, int]) -> None:
@@ -215,6 +225,7 @@ class Tape:
         self.events += [event + made if event >= 0 else places.get(event, event - made) for event in events]
         self.tensors += self.tensors[start:]
         self.launches += launches
+        self.places += self.places[first:]
         self.steps.append([(phase, at + len(events), of + len(launches)) for phase, at, of in self.steps[-1]])
 
     def to_json(self) -> dict[str, Any]:
@@ -226,6 +237,7 @@ class Tape:
         return {
             "axes": self.names.axes, "kinds": self.kinds, "makes": self.makes, "tensors": self.tensors, "events": ages,
             "launches": self.launches, "steps": self.steps,
+            "places": self.places, "parameters": self.parameters, "exact": self.exact,
         }  # fmt: skip
 
     @classmethod
@@ -237,6 +249,8 @@ class Tape:
         for age in kept["events"]:
             tape.events.append(~(made - age) if age else made)
             made += not age
+        for name in ("places", "parameters", "exact"):  # shipped tapes have none
+            setattr(tape, name, kept.get(name, getattr(tape, name)))
         tape.steps = [[(Phase(phase), at, of) for phase, at, of in step] for step in kept["steps"]]
         return tape
 

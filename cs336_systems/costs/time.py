@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 from itertools import chain
+from math import prod
 from statistics import fmean, median
 from sys import maxsize
 
@@ -145,14 +146,16 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     return _step_time(as_costed(config), curves)
 
 
-def prepare_forecasts(configs: Iterable[RunConfig]) -> None:
-    """Trace the steps of which forecasts will be asked for, in one process; later each would be traced by its own."""
+def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -> None:
+    """Trace the steps of which forecasts will be asked for, in one process; later each would be traced by its own.
+
+    Users' own models are traced only if `of_users`, because that runs their code.
+    """
     found = []
     for config in configs:
-        if config.device is Device.CUDA and config.model_factory is None:
+        if config.device is Device.CUDA and (of_users or config.model_factory is None):
             alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
             found += [each for each in (config, alone) if each == each.without_shortcuts or is_fast_step(each)]
-            found.append(config.without_shortcuts)
     prepare(found)
 
 
@@ -182,7 +185,12 @@ def is_fast_step(config: RunConfig) -> bool:
 def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
     """Whether a matmul was measured that is large enough to tell the rate of those of a feed-forward network."""
     model = config.model
-    needed = config.batch_size * model.context_length * model.d_model * model.d_ff
+    if config.model_factory is None:
+        needed = config.batch_size * model.context_length * model.d_model * model.d_ff
+    elif is_predictable(config):
+        needed = max((each.batch * prod(each.sides) for each in _products(config)), default=0)
+    else:
+        return False
     measured = curves.matmuls.get(config.precision, ())
     largest = max((each.batch * each.rows * each.inner * each.columns for each in measured), default=0)
     return needed <= MAX_EXTRAPOLATION * largest

@@ -8,6 +8,7 @@ the tables below say so, each entry with its place in PyTorch's source (2.11).
 
 import re
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import Phase
-from cs336_systems.costs.tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey
+from cs336_systems.costs.tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey, TraceError
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and autograd's.
@@ -136,7 +137,7 @@ def _rms_norm(call: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor
 
 
 def _attention(
-    call: Callable[..., Tensor],
+    _: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -147,18 +148,19 @@ def _attention(
 ) -> Any:
     """Flash or cuDNN in half precision, else the efficient kernel, else math (cuda/sdp_utils.cpp).
 
-    cuDNN saves what flash does.
+    cuDNN saves what flash does. The efficient kernel takes no grouped queries (check_batch_size_and_num_heads_dense).
     """
-    cuda, ops = torch.backends.cuda, torch.ops.aten
-    if not more.get("enable_gqa"):
-        if q.dtype in HALF and attn_mask is None and (cuda.flash_sdp_enabled() or cuda.cudnn_sdp_enabled()):
-            return ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=more.get("scale"))[0]
-        if cuda.mem_efficient_sdp_enabled():
-            has_gradient = torch.is_grad_enabled() and q.requires_grad
-            return ops._scaled_dot_product_efficient_attention(
-                q, k, v, attn_mask, has_gradient, dropout_p, is_causal, scale=more.get("scale")
-            )[0]
-    return call(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **more)
+    cuda, ops, scale, is_grouped = torch.backends.cuda, torch.ops.aten, more.get("scale"), more.get("enable_gqa", False)
+    if q.dtype in HALF and attn_mask is None and (cuda.flash_sdp_enabled() or cuda.cudnn_sdp_enabled()):
+        return ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if not is_grouped and cuda.mem_efficient_sdp_enabled():
+        has_gradient = torch.is_grad_enabled() and q.requires_grad
+        return ops._scaled_dot_product_efficient_attention(
+            q, k, v, attn_mask, has_gradient, dropout_p, is_causal, scale=scale
+        )[0]
+    return ops._scaled_dot_product_attention_math(
+        q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=is_grouped
+    )[0]
 
 
 def _cross_entropy(
@@ -270,10 +272,6 @@ LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
 MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 
 
-class TraceError(ValueError):
-    """The step does something that cannot be traced without data."""
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """An operation that was dispatched, or a kernel in Triton that was launched."""
@@ -284,6 +282,11 @@ class Call:
     outs: Sequence[Tensor]
     args: Any
     """All arguments of an operation in order, and those of a kernel in Triton that have names."""
+
+
+def path_of(name: str) -> str:
+    """The path of a module, alike for all modules of a list."""
+    return re.sub(r"(^|\.)\d+", r"\1*", name)
 
 
 Kernel = Callable[["Trace", Call], None]
@@ -313,13 +316,16 @@ class Trace:
         """Threads that have cuBLAS's workspace."""
         self.main_stream = self.stream = _Stream()
         self._streams: dict[int, str] = {}
+        self.places: list[str | None] = []
         self._paths: list[str] = []
+        self._path_changes: tuple[list[int], list[str | None]] = [], []
+        """Sequence numbers of autograd's next node, and the module that runs from there on."""
         self._names: dict[int, str] = {}
 
     @property
     def place(self) -> str:
         """The module that runs, for messages."""
-        return f"{self._paths[-1]}: " if self._paths and self._paths[-1] else ""
+        return f"{self._paths[-1] or 'the model'}: " if self._paths else ""
 
     # phases
 
@@ -359,14 +365,30 @@ class Trace:
 
     def enter(self, module: Any, _: Any) -> None:
         if not self._paths and id(module) not in self._names:
-            self._names = {id(each): re.sub(r"(^|\.)\d+", r"\1*", name) for name, each in module.named_modules()}
+            self._names = {id(each): path_of(name) for name, each in module.named_modules()}
         self._paths.append(self._names.get(id(module), self._paths[-1] if self._paths else ""))
+        self._note_path()
 
     def leave(self, _: Any, __: Any, out: Any) -> None:
         self._paths.pop()
+        self._note_path()
         if not self._paths:
             with torch._C.DisableTorchFunction():
                 self.note(Category.LOSS, _tensors(out))
+
+    def _note_path(self) -> None:
+        numbers, paths = self._path_changes
+        numbers.append(torch._C._autograd._get_sequence_nr())
+        paths.append(self._paths[-1] if self._paths else None)
+
+    def _path(self) -> str | None:
+        """The module that runs; in backward, the one whose forward made the node that runs."""
+        node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD and not self._paths else None
+        if node is None:
+            return self._paths[-1] if self._paths else None
+        numbers, paths = self._path_changes
+        place = bisect_right(numbers, node._sequence_nr())
+        return paths[place - 1] if place else None
 
     # tensors
 
@@ -433,6 +455,7 @@ class Trace:
     def launch(self, make: str, *arguments: Any) -> None:
         key = (self._views, make, *arguments)
         self.launches.append(self._operations.setdefault(key, len(self._operations)))
+        self.places.append(self._path())
         self._views = 0
 
     def record(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -674,10 +697,12 @@ class _Recorder(TorchDispatchMode):
                 out = args[0] if function._schema.returns else None
             else:
                 out = function(*args, **(kwargs or {}))
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
+            if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
+                raise  # it fails with values too
             raise TraceError(
-                f"{self._trace.place}{function.name()} needs the values of a tensor, or fails without them, so "
-                f"the step cannot be traced; its parameters and optimizer state can be counted nevertheless ({error})"
+                f"{self._trace.place}{function.name()} needs the values of a tensor, so the step cannot be traced; its "
+                "parameters and optimizer state can be counted nevertheless"
             ) from error
         self._trace.record(function, args, kwargs or {}, out)
         return out

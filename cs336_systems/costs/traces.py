@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from cs336_systems.config import Arch, Device, Precision, RunConfig
+from cs336_systems.config import Arch, CompileMode, Device, Precision, RunConfig
 from cs336_systems.costs.shards import axes
 from cs336_systems.costs.tape import Tape
 from cs336_systems.files import write_atomically
@@ -32,8 +32,11 @@ SHIPPED = Path(__file__).with_name("traces.zip")
 TRACER = "cs336_systems.measure.traced"
 PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "T+1": 1014, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
 """Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
+OWN_LENGTHS = (1013, 509, 251, 127, 61)
+"""Contexts with which a user's own model is traced: the first that it surely takes, as a longer one was asked for."""
 WITHOUT_COST = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
+    "module_depth",
 )  # fmt: skip
 """Settings that change no operation and no tensor. Configurations that differ only in these share one tape."""
 
@@ -46,6 +49,10 @@ def as_costed(config: RunConfig) -> RunConfig:
 def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     """The configuration that is traced in place of this one, and the axes that can be told apart in its sizes."""
     config = replace(as_costed(config), device=Device.CUDA).without_graph
+    if config.model_factory is not None:
+        length = next((prime for prime in OWN_LENGTHS if prime <= config.model.context_length), None)
+        sizes = {"batch": PRIMES["batch"]} | ({} if length is None else {"T": length, "T+1": length + 1})
+        return replace(config, compile=CompileMode.NONE), sizes
     model = replace(config.model, rope_theta=1.0)
     if config.precision is Precision.TF32:
         config = replace(config, precision=Precision.FP32)
@@ -72,20 +79,33 @@ def tape_of(config: RunConfig) -> Tape:
 
 
 def has_tape(config: RunConfig) -> bool:
-    """Whether the step is traced, or can be: it is traced now if need be."""
-    prepare([config])
-    return bool(_kept(_name(traced_as(config)[0])))
+    """Whether the step is traced, or can be: it is traced now if need be, but for a user's own model (`prepare`)."""
+    if config.model_factory is None:
+        prepare([config])
+    return is_at_hand(config)
 
 
 def is_at_hand(config: RunConfig) -> bool:
     """Whether the tape is there without tracing."""
-    return bool(_kept(_name(traced_as(config)[0])))
+    kept = _kept(_name(traced_as(config)[0]))
+    if not kept or config.model_factory is None:
+        return bool(kept)
+    tape, sizes = _decoded(kept), axes(config)
+    return bool(tape.steps) and all(sizes[name] == size for name, size in tape.exact.items())
+
+
+def own_parameters(config: RunConfig) -> dict[str, int]:
+    """Parameters of the modules of a user's own model by path, of a prepared configuration; {} if it is not made."""
+    kept = _kept(_name(traced_as(config)[0]))
+    return _decoded(kept).parameters if kept else {}
 
 
 @lru_cache(maxsize=256)
 def _decoded(kept: bytes) -> Tape:
+    """The tape that is kept so, with one more step."""
     tape = Tape.from_json(json.loads(lzma.decompress(kept)))
-    tape.repeat()
+    if tape.steps:
+        tape.repeat()
     return tape
 
 
@@ -122,6 +142,8 @@ def _shipped() -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _name(key: RunConfig) -> str:
+    if key.model_factory is not None:  # one tape serves all sizes of a batch, if the model takes them
+        key = replace(key, batch_size=1, model=replace(key.model, context_length=1))
     chosen = json.dumps([non_defaults(key), non_defaults(key.model)], sort_keys=True)
     return hashlib.sha256(chosen.encode()).hexdigest()[:20]
 
@@ -139,7 +161,8 @@ def _cache() -> Path:
 
 def prepare(configs: Iterable[RunConfig]) -> None:
     """Trace the steps of which no tape is at hand, all in one process; in this one if it has torch anyway."""
-    asked = {_name(key): (key, known) for key, known in map(traced_as, configs)}
+    longest_first = sorted(configs, key=lambda config: -config.model.context_length)  # the last of a name stays
+    asked = {_name(key): (key, known) for key, known in map(traced_as, longest_first)}
     asked = {name: pair for name, pair in asked.items() if _kept(name) is None}
     if not asked:
         return
@@ -156,7 +179,7 @@ def prepare(configs: Iterable[RunConfig]) -> None:
     with contextlib.suppress(OSError):  # without a cache they are traced again
         _cache().mkdir(parents=True, exist_ok=True)
         for name, data in made.items():
-            if data:
+            if data and asked[name][0].model_factory is None:  # the code of others may change
                 write_atomically(_cache() / name, data)
 
 

@@ -5,6 +5,7 @@
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from unittest import mock
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_systems.config import (
     SIZES,
@@ -30,12 +31,14 @@ from cs336_systems.config import (
 )
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.shards import largest_rank
-from cs336_systems.costs.tape import Category, Form, Tape
+from cs336_systems.costs.tape import Category, Form, Tape, TraceError
 from cs336_systems.costs.time import is_fast_step
-from cs336_systems.costs.trace import Call, Trace, tracing
+from cs336_systems.costs.trace import Call, Trace, path_of, tracing
 from cs336_systems.costs.traces import Asked, encoded, ship
 from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.step import TrainingStep
+from cs336_systems.model.own import load_factory
+from cs336_systems.model.trainable import make_model
 from cs336_systems.record import read_record
 
 PARTIAL_ROWS = 264
@@ -51,15 +54,79 @@ STEPS_OF_DDP = 4
 def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     """The tape of the steps of one rank, the one that keeps most, until the steady state."""
     with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config), _with_chunks(trace):
-        step = TrainingStep(config, rank=largest_rank(config) if config.is_shared else 0)
-        step.scaler = None  # it would read a value; its scalars are left out
-        _average_at_once(step)
-        trace.note(Category.PARAMETERS, step.model.parameters())
-        for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
-            _, loss = step(_Clock(trace, step))  # kept until the next step has its own, as in a measured run
-        tape = trace.tape()
-        del loss
-        return tape
+        return _steps(config, make_model(config), trace)
+
+
+def _steps(config: RunConfig, model: nn.Module, trace: Trace) -> Tape:
+    step = TrainingStep(config, model, rank=_rank(config))
+    step.scaler = None  # it would read a value; its scalars are left out
+    _average_at_once(step)
+    trace.note(Category.PARAMETERS, step.model.parameters())
+    for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
+        _, loss = step(_Clock(trace, step))  # kept until the next step has its own, as in a measured run
+    tape = trace.tape()
+    del loss
+    return tape
+
+
+def _rank(config: RunConfig) -> int:
+    """The rank that keeps most; of a user's own model the first one."""
+    return largest_rank(config) if config.is_shared and config.model_factory is None else 0
+
+
+def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
+    """The tape of a user's own model; it has parameters alone if the step cannot be traced, and stderr says why.
+
+    If the model does not take the sizes that stand for any others, those that were asked for are traced.
+    """
+    load_factory(config.model_factory or "")  # outside of the modes below, which slow imports down
+    for sizes in (axes, {name: size for name, size in axes.items() if name == "batch"}, {}):
+        length = sizes.get("T", config.model.context_length)
+        batch_size = sizes.get("batch", config.batch_size)
+        asked = replace(config, batch_size=batch_size, model=replace(config.model, context_length=length))
+        with tracing(sizes, OF_FAST) as trace, one_of_the_ranks(config):
+            model = make_model(asked)
+            parameters = _parameters_by_module(model)
+            try:
+                with _as_of_whole_sequences():
+                    tape = _steps(asked, model, trace)
+                tape.places = trace.places
+                break
+            except Exception as error:  # the user's code may raise anything
+                tape, failure = Tape(sizes, [], []), error
+                if isinstance(error, TraceError):
+                    break
+    if not tape.steps:
+        _say_why(config, failure)
+    tape.parameters = parameters
+    tape.exact = {"batch": batch_size, "T": length}
+    tape.exact = {name: size for name, size in tape.exact.items() if name not in sizes}
+    return tape
+
+
+def _parameters_by_module(model: nn.Module) -> dict[str, int]:
+    """Parameters of each module itself by its path; a shared one counts where it comes first."""
+    counts, seen = Counter[str](), set[int]()
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                counts[path_of(name)] += parameter.numel()
+    return dict(counts)
+
+
+@contextmanager
+def _as_of_whole_sequences() -> Iterator[None]:
+    """Let transformers find what it finds in eager training: that no row of a batch has several sequences.
+
+    It reads positions to find that out (find_packed_sequence_indices in masking_utils.py), and else makes a mask.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        yield
+        return
+    with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
+        yield
 
 
 def _expand(trace: Trace, call: Call) -> None:
@@ -237,11 +304,17 @@ def trace_all(asked: Asked) -> dict[str, bytes]:
     made = {}
     for name, (config, axes) in asked.items():
         try:
-            made[name] = encoded(traced(config, axes))
+            make = traced if config.model_factory is None else traced_own
+            made[name] = encoded(make(config, axes))
         except (ValueError, RuntimeError, ImportError) as error:
             made[name] = b""
-            print(f"{config.label}: no forecast: {str(error).splitlines()[0]}", file=sys.stderr)
+            _say_why(config, error)
     return made
+
+
+def _say_why(config: RunConfig, error: Exception) -> None:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    print(f"{config.model_factory or config.label}: no forecast: {reason}", file=sys.stderr)
 
 
 def _shipped(published: Path) -> Iterator[RunConfig]:

@@ -3,12 +3,24 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import OptimizerKind
+
+
+class Hyperparameters(TypedDict, total=False):
+    """AdamW's, as torch.optim.AdamW names them; DEFAULTS has those that are left out."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+DEFAULTS = Hyperparameters(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
 
 
 class EagerOptimizer(torch.optim.Optimizer):
@@ -32,13 +44,9 @@ class AdamW(EagerOptimizer):
     def __init__(
         self,
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        **hyperparameters: Unpack[Hyperparameters],
     ) -> None:
-        _check_hyperparameters(lr, betas, eps, weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, {**_checked(hyperparameters)})
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -83,30 +91,30 @@ def make_optimizer(
     kind: OptimizerKind,
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     *,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
     capturable: bool = False,
+    **hyperparameters: Unpack[Hyperparameters],
 ) -> torch.optim.Optimizer:
     """AdamW of the given kind: the same update, to rounding, in many small kernels or in few.
 
     With `capturable` the fused one counts its steps on the device, as a CUDA graph needs. Raises ValueError for
     hyperparameters out of range, and without parameters.
     """
-    _check_hyperparameters(lr, betas, eps, weight_decay)
+    settings = _checked(hyperparameters)
     match kind:
         case OptimizerKind.ADAMW:
-            return AdamW(parameters, lr, betas, eps, weight_decay)
+            return AdamW(parameters, **settings)
         case OptimizerKind.FOREACH:
-            return torch.optim.AdamW(parameters, lr, betas, eps, weight_decay, foreach=True)
+            return torch.optim.AdamW(parameters, **settings, foreach=True)
         case OptimizerKind.FUSED:
-            return torch.optim.AdamW(parameters, lr, betas, eps, weight_decay, fused=True, capturable=capturable)
+            return torch.optim.AdamW(parameters, **settings, fused=True, capturable=capturable)
 
 
-def _check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+def _checked(given: Hyperparameters) -> Hyperparameters:
+    """All hyperparameters, by default those of DEFAULTS; raise ValueError for one that is out of range."""
+    settings: Hyperparameters = {**DEFAULTS, **given}
+    for name, value in (("lr", settings["lr"]), ("eps", settings["eps"]), ("weight_decay", settings["weight_decay"])):
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be finite and at least 0, got {value}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers from 0 up to, not including, 1, got {betas}")
+    if len(settings["betas"]) != 2 or not all(0 <= beta < 1 for beta in settings["betas"]):
+        raise ValueError(f"betas must be two numbers from 0 up to, not including, 1, got {settings['betas']}")
+    return settings

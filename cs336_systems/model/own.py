@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cs336_systems import find_modules_of_the_user
 from cs336_systems.config import ModelConfig
+from cs336_systems.costs.tape import TraceError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of a batch, from its tokens and its targets."""
@@ -133,7 +134,7 @@ def vocabulary_of(model: nn.Module, tokens: Tensor, precision: AbstractContextMa
     try:
         with torch.no_grad(), precision:
             output = model(tokens)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, TraceError):
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

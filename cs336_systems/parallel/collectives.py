@@ -230,6 +230,18 @@ def take_from_rank_0(module: nn.Module) -> None:
             tensor.copy_(values)
 
 
+def divide_gradients(output: object) -> None:
+    """Have backward divide the gradients of a module's output by the number of ranks."""
+    ranks = dist.get_world_size()
+    for tensor in graded(output):
+        tensor.register_hook(lambda gradient: gradient / ranks)
+
+
+def graded(output: object) -> Iterator[Tensor]:
+    """The tensors of an output that have a gradient."""
+    return (each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad)
+
+
 def check_same_gradients(names: Iterable[str], parameters: Sequence[Tensor]) -> None:
     """Raise ValueError if a parameter has a gradient on some ranks and none on others: those cannot be averaged."""
     if not parameters:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from cs336_systems.model.optimizer import EagerOptimizer
 from cs336_systems.parallel.collectives import (
     Averaging,
     check_same_gradients,
+    divide_gradients,
     flattened,
     own_part,
     parts_of,
@@ -146,10 +146,10 @@ class OverlapDDP(NaiveDDP):
 class PushDDP(NaiveDDP):
     """Every rank copies its gradients to the others during backward, and adds up those that it has received.
 
-    That takes memory for the gradients of every other rank. On GPUs the copies occupy no multiprocessor (see
-    parallel/peers.py). Gradients are divided by the number of ranks where backward begins, at the module's output. They
-    are added up in the order of the ranks, so that all ranks get the same sum; without `adds` the optimizer adds them,
-    because it reads them anyway.
+    That takes memory for the gradients of every other rank. On GPUs the copies occupy no multiprocessor (exchange.py).
+    Gradients are divided by the number of ranks where backward begins, at the module's output. They are added up in the
+    order of the ranks, so that all ranks get the same sum; without `adds` the optimizer adds them, because it reads
+    them anyway.
     """
 
     def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None, *, adds: bool = True) -> None:
@@ -178,9 +178,7 @@ class PushDDP(NaiveDDP):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         output = super().forward(*inputs, **named_inputs)
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: gradient / self._ranks)
+        divide_gradients(output)
         return output
 
     def _push(self, number: int) -> None:

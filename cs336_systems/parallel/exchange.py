@@ -81,12 +81,12 @@ class Pushes:
         if self._stream is None:
             self._begin()
             _copy(pairs, own)
-            return Copied(None)
+            return Copied(None, ())
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._begin()
             _copy(pairs, own)
-        return Copied(self._stream.record_event())
+        return Copied(self._stream.record_event(), [source for source, _ in (*pairs, *own)])
 
     def _begin(self) -> None:
         if self._waits and not self._has_begun:
@@ -107,9 +107,10 @@ class Pushes:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Copies that have been started."""
+    """Copies that have been started, with their sources, which must not be freed before they are made."""
 
     event: torch.cuda.Event | None
+    sources: Sequence[Tensor]
 
     def wait(self) -> None:
         """Have the current stream wait for them."""
@@ -206,17 +207,6 @@ class Collectives:
         Averaging(gradients).wait()
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """Copies whose sources must not be freed before they are made."""
-
-    copied: Started
-    sources: list[Tensor]
-
-    def wait(self) -> None:
-        self.copied.wait()
-
-
 class Copies:
     """Exchange by copies from and to the other ranks' memory, which occupy no multiprocessor of a GPU.
 
@@ -287,11 +277,10 @@ class Copies:
         """Start to send the other ranks their parts of gradients, by parameter number; copy this rank's to `means`."""
         by_rank = {number: whole.view(self._ranks, -1) for number, whole in wholes.items()}
         targets, own = self._targets[id(parts)], parts.parts_of(means)
-        copied = self._pushes.start(
+        return self._pushes.start(
             [(each[other], targets[other][number]) for other in self._others for number, each in by_rank.items()],
             [(each[self._rank], own[number]) for number, each in by_rank.items()],
         )
-        return _Sending(copied, [*wholes.values()])
 
     def receive(self) -> None:
         """Wait until gradients from all ranks are there."""

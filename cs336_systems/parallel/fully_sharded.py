@@ -18,15 +18,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from cs336_systems.costs.shards import AHEAD, REST, aligned
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.transformer import Embedding
-from cs336_systems.parallel.collectives import take_from_rank_0
+from cs336_systems.parallel.collectives import divide_gradients, graded, take_from_rank_0
 from cs336_systems.parallel.exchange import Collectives, Copies, Exchange, Started, start_gather
-
-REST = "rest"
-"""Name of the unit whose parameters belong to no single block or layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,12 +114,6 @@ def units_of(module: nn.Module) -> list[Unit]:
     return [*units, Unit(name=REST, module=None, found=shared)]
 
 
-AHEAD = 2
-"""Units that are gathered ahead of the one that computes."""
-ALIGNMENT_BYTES = 128
-"""Parameters of a unit begin at multiples of this, a line of a GPU's cache; matmuls and NCCL need 16."""
-
-
 class FSDP(nn.Module):
     """A module whose matrices are sharded over the ranks. It must call its blocks, not only the layers in them.
 
@@ -132,7 +123,7 @@ class FSDP(nn.Module):
     matrix product. `units` say what is gathered together, if not all parameters by block and layer.
 
     With `copies`, ranks copy parts and gradients from and to each other's memory instead of calling collectives. On
-    GPUs that occupies no multiprocessor (see parallel/peers.py), but takes memory for the gradients that other ranks
+    GPUs that occupies no multiprocessor (see parallel/exchange.py), but takes memory for the gradients that other ranks
     send. Without `adds` the optimizer adds these up, because it reads them anyway.
     """
 
@@ -179,9 +170,7 @@ class FSDP(nn.Module):
         if not torch.is_grad_enabled():
             self._free_all()
         elif not self._exchange.averages:
-            ranks = dist.get_world_size()
-            for tensor in _graded(output):
-                tensor.register_hook(lambda gradient: gradient / ranks)
+            divide_gradients(output)
         return output
 
     def finish_gradient_synchronization(self) -> None:
@@ -267,7 +256,7 @@ class FSDP(nn.Module):
             return
         if not self._order or unit is not self._order[-1] or not torch.is_grad_enabled():
             unit.free()  # backward begins with the last unit, so that stays
-        for tensor in _graded(output):
+        for tensor in graded(output):
             tensor.register_hook(lambda _gradient, unit=unit: self._before_backward(unit))
 
     def _before_backward(self, unit: "_Unit") -> None:
@@ -341,10 +330,10 @@ class _Flat:
         self.dtype, self._exchange, ranks = dtype, exchange, dist.get_world_size()
         like = found[0].parameter.detach()
         lengths = [each.part_length(ranks) for each in found]
-        self._cuts = _aligned(lengths, like.dtype)
+        self._cuts = aligned(lengths, like.dtype.itemsize)
         self.masters = exchange.zeros(like, sum(self._cuts))
         self._parts = self.parts_of(self.masters)
-        whole_cuts = _aligned([ranks * length for length in lengths], dtype)
+        whole_cuts = aligned([ranks * length for length in lengths], dtype.itemsize)
         self.gathered = like.new_empty(sum(whole_cuts), dtype=dtype)
         self._bytes = self.gathered.untyped_storage().nbytes()
         self.wholes = list(self.gathered.split(whole_cuts)[::2])
@@ -504,17 +493,6 @@ def gathered(parts: list[Tensor]) -> list[Tensor]:
     for started in start_gather(wholes, parts):
         started.wait()
     return wholes
-
-
-def _aligned(lengths: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """Sizes to split a tensor by: the lengths, and between every two the gap that aligns the second."""
-    multiple = ALIGNMENT_BYTES // dtype.itemsize
-    return [size for length in lengths for size in (length, -length % multiple)][:-1]
-
-
-def _graded(output: object) -> Iterator[Tensor]:
-    """The tensors of an output that have a gradient."""
-    return (each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad)
 
 
 def _wait_for(works: list[Started]) -> None:

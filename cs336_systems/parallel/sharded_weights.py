@@ -6,7 +6,7 @@ the others. With sharded copies (`CopyFSDP`) the copies, and masters that the mo
 compute with.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.model.fast.master_adamw import MasterAdamW
+from cs336_systems.model.fast.master_adamw import IN_FP32, MasterAdamW, Storage
 from cs336_systems.model.fast.model import COPY_DTYPE, FastLM
 from cs336_systems.model.fast.weights import ALIGNMENT, LeafSlice, Received, Weight
 from cs336_systems.parallel.collectives import all_gather, grouped, own_part
@@ -134,15 +134,7 @@ class ShardedMasterAdamW(OwnsWeights, MasterAdamW):
     The ranks exchange updated parts in buckets, each while the next one is updated.
     """
 
-    def __init__(
-        self,
-        model: FastLM,
-        lr: float,
-        pushes: PushDDP | None = None,
-        *,
-        moments: torch.dtype = torch.float32,
-        splits: bool = False,
-    ) -> None:
+    def __init__(self, model: FastLM, lr: float, pushes: PushDDP | None = None, storage: Storage = IN_FP32) -> None:
         """`pushes` is the PushDDP around the model, if there is one; then updated copies are pushed too."""
         packs = list(packs_of(model))
         if not any(pack.shared_elements for pack in packs):
@@ -157,7 +149,7 @@ class ShardedMasterAdamW(OwnsWeights, MasterAdamW):
             if pack.shared_elements and not pack.is_read:
                 pack.free_masters()
         own = [owned.weights for owned in self._owned]
-        super().__init__([weight for weights in own for weight in weights], lr, moments=moments, splits=splits)
+        super().__init__([weight for weights in own for weight in weights], storage, lr=lr)
         self._buckets = _buckets(own, exchanged)
         every = [tensor for tensors in exchanged for tensor in tensors]
         self._exchange = _Gathers() if pushes is None else _PushedParts(every)
@@ -241,17 +233,21 @@ def _own_weights(pack: Pack, pushes: PushDDP | None) -> list[Weight]:
         return pack.weights if pushes is None else [with_received(weight, pushes) for weight in pack.weights]
     length = pack.shared_elements // dist.get_world_size()
     part = slice(dist.get_rank() * length, (dist.get_rank() + 1) * length)
+    places = {
+        leaf: LeafSlice(leaf, part, None if pushes is None else received(pushes.received(leaf))) for leaf in pack.leaves
+    }
+    return [_part_of(pack, places, length)]
 
-    def own(leaf: Tensor) -> LeafSlice:
-        return LeafSlice(leaf, part, None if pushes is None else received(pushes.received(leaf)))
 
-    copy = None if pack.copy is None else own(pack.copy)
+def _part_of(pack: Pack, places: Mapping[Tensor, LeafSlice], length: int) -> Weight:
+    """This rank's part of the matrices of a pack, of this length; `places` has its part of each leaf."""
+    copy = None if pack.copy is None else places[pack.copy]
     if pack.is_read:
         [weight] = pack.weights
-        read = own(weight.master)
-        return [Weight(master=read.values.requires_grad_(pack.is_trained), read=read, copy=copy)]
-    whole = torch.cat([weight.master.detach().view(-1) for weight in pack.weights])
-    return [Weight(master=whole[part].clone().requires_grad_(pack.is_trained), read=None, copy=copy)]
+        read = places[weight.master]
+        return Weight(master=read.values.requires_grad_(pack.is_trained), read=read, copy=copy)
+    masters = torch.cat([weight.master.detach().view(-1) for weight in pack.weights])
+    return Weight(master=padded_part(masters, length).requires_grad_(pack.is_trained), read=None, copy=copy)
 
 
 def _buckets(own: Sequence[list[Weight]], exchanged: Sequence[list[Tensor]]) -> list[tuple[list[Weight], list[Tensor]]]:
@@ -309,11 +305,4 @@ def _own_parts_of(pack: Pack, fsdp: FSDP, *, is_summed: bool) -> list[Weight]:
         leaf: LeafSlice(shard, slice(0, len(shard)), None if is_summed else received(fsdp.received(leaf)))
         for leaf, shard in shards.items()
     }
-    copy = None if pack.copy is None else places[pack.copy]
-    if pack.is_read:
-        [weight] = pack.weights
-        return [Weight(master=shards[weight.master], read=places[weight.master], copy=copy)]
-    assert pack.copy is not None
-    masters = torch.cat([weight.master.detach().view(-1) for weight in pack.weights])
-    master = padded_part(masters, len(shards[pack.copy])).requires_grad_(pack.is_trained)
-    return [Weight(master=master, read=None, copy=copy)]
+    return [_part_of(pack, places, len(shards[pack.leaves[0]]))]

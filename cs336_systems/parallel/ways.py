@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.config import Mode, Parallel, Precision, RunConfig
-from cs336_systems.model.fast.master_adamw import moments_type
+from cs336_systems.model.fast.master_adamw import storage_of
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.trainable import Trainable
@@ -149,8 +149,6 @@ def make_shared_optimizer(trainable: Trainable, config: RunConfig, way: Way) -> 
             model.weights = tuple(with_received(weight, pushes) for weight in model.weights)
         return trainable.make_optimizer()
     if model:
-        return ShardedMasterAdamW(
-            model, config.learning_rate, pushes, moments=moments_type(config), splits=config.split_masters
-        )
+        return ShardedMasterAdamW(model, config.learning_rate, pushes, storage_of(config))
     make = functools.partial(make_optimizer, config.optimizer)
     return ShardedOptimizer(trainable.model.parameters(), make, lr=config.learning_rate)

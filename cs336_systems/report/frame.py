@@ -12,7 +12,8 @@ from cs336_systems.analysis.statistics import mean_interval, quotient_stdev
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import SIZES, Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import mfu, step_flops
-from cs336_systems.costs.communication import calls, time_s
+from cs336_systems.costs.communication import calls
+from cs336_systems.costs.curves import time_s
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import TimePrediction, prepare_forecasts

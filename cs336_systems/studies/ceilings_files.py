@@ -16,7 +16,7 @@ import msgspec
 import cs336_systems.costs.devices
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import Precision
-from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
 from cs336_systems.files import CEILINGS, read_json, write_atomically

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.config import Device
-from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify, describe

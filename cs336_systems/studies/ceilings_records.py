@@ -14,7 +14,7 @@ import msgspec
 
 from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
-from cs336_systems.costs.calls import Collective, sent_share
+from cs336_systems.costs.communication import Collective, sent_share
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import MATMULS_OF, Form, Kind, Pass

@@ -13,9 +13,9 @@ from typing import Annotated, ClassVar
 
 from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import Device, Phase, Precision, is_import_name
-from cs336_systems.record import Count, Environment, Failure, Input, Measurement, RunWarning, Status
+from cs336_systems.record import Count, Environment, Failure, Input, Measurement, RunWarning, Seconds, Status
 from cs336_systems.settings import ByDevice, Rule, Setting, check
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
+from cs336_systems.studies.records import AT_LEAST_ONE, ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
 TOLERANCE = 10
@@ -221,7 +221,7 @@ class CellResult(Row):
     """Why the cell failed; with status ok, why the user's own has no times of backward."""
     measurements: tuple[Measurement, ...] = ()
     """Times of forward and, if there is one, of backward. Those of an invalid cell are kept, and belong in no table."""
-    first_pass_s: float | None = None
+    first_pass_s: Seconds | None = None
     """First forward and backward by the host's clock, which includes compiling, loading libraries and autotuning."""
     memory: CellMemory | None = None
     """None on a CPU, which has no CUDA allocator."""
@@ -411,7 +411,7 @@ class FusionStudy:
     WHAT: ClassVar[str] = "a study of fusion"
 
     grid: FusionGrid
-    rows: tuple[FusionRow, ...]
+    rows: Annotated[tuple[FusionRow, ...], AT_LEAST_ONE]
     environment: Environment
     format_version: int = FORMAT_VERSION
 

@@ -1,10 +1,10 @@
 """The record of the precision study: sums and layer norm in low precision, and data types under autocast."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from cs336_systems.config import Device, Precision
-from cs336_systems.studies.records import FORMAT_VERSION
+from cs336_systems.studies.records import AT_LEAST_ONE, FORMAT_VERSION
 
 MIXED_PRECISIONS = (Precision.FP16, Precision.BF16)
 NORM_INPUT, NORM_OUTPUT = "layer norm's input", "layer norm's output (ln)"
@@ -86,8 +86,8 @@ class PrecisionStudy:
     """Version."""
     gpu: str | None
     """Name of the GPU on which autocast was observed, or None."""
-    accumulation: tuple[Accumulation, ...]
-    dtypes: tuple[ObservedDtype, ...]
+    accumulation: Annotated[tuple[Accumulation, ...], AT_LEAST_ONE]
+    dtypes: Annotated[tuple[ObservedDtype, ...], AT_LEAST_ONE]
     layer_norm: tuple[NormalisedActivations, ...] = ()
     """Empty in records of earlier versions."""
     format_version: int = FORMAT_VERSION

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
+import msgspec
+
 from cs336_systems.config import Device, Precision
 from cs336_systems.files import read_json
 from cs336_systems.record import Environment, Failure, RecordError, Status
@@ -26,6 +28,8 @@ class Row:
 
 
 RowT = TypeVar("RowT", bound=Row)
+AT_LEAST_ONE = msgspec.Meta(min_length=1)
+"""Of the rows in a study's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,14 +211,16 @@ def connected(address: str) -> Iterator[None]:
     Raises SweepError without a cluster there, and for errors of Ray meanwhile. Ray prints to standard output, which is
     for results: that is dropped.
     """
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, hint = signal.getsignal(signal.SIGTERM), ""
     try:
         if address == "auto":
             address = _address_of_this_machine()
         _check_address(address)
         environment = {"py_modules": [str(Path(cs336_systems.__file__).parent)]}
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+            hint = " (if it asks for a token: RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN)"
             ray.init(address=address, configure_logging=False, log_to_driver=False, runtime_env=environment)
+            hint = ""
             signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
             try:
                 yield
@@ -232,7 +234,7 @@ def connected(address: str) -> Iterator[None]:
         if isinstance(error, SweepError):
             raise
         raise SweepError(
-            f"no connection to the Ray cluster {address}: {_in_a_line(error)}; finished runs are kept, "
+            f"no connection to the Ray cluster {address}: {_in_a_line(error)}{hint}; finished runs are kept, "
             "and the same command goes on"
         ) from error
 

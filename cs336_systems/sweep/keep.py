@@ -9,7 +9,6 @@ import datetime
 import os
 import resource
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.files import FileError, error_in_words
+from cs336_systems.files import FileError, error_in_words, in_one_line
 from cs336_systems.measure.environment import host_memory_bytes
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import Failure, Input, RecordError, RunRecord, Status, load_records, read_record, write_record
@@ -202,7 +201,7 @@ def explain_in_worker(config: RunConfig, runs: Path, log: Connection) -> None:
         explain_run(config, runs)
     except Exception as error:
         print(file=sys.stderr)
-        print_aside(_in_words(error))
+        print_aside(in_one_line(error))
         os._exit(NOT_EXPLAINED)
 
 
@@ -212,16 +211,3 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (host_memory_bytes(), resource.RLIM_INFINITY))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _in_words(error: Exception) -> str:
-    """The error in one line; for a defect of the analysis, with its place in the source."""
-    from cs336_systems.analysis.kernels.nsys import NsysError
-
-    if isinstance(error, FileError | NsysError):
-        return str(error)
-    if isinstance(error, OSError):
-        return error_in_words(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    what = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-    return ": ".join(filter(None, [what, str(error)])) + f" ({Path(last.filename).name}:{last.lineno})"

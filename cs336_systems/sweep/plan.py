@@ -18,14 +18,16 @@ class Plan:
     """Configurations that are predicted to run out of memory."""
 
 
-def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None) -> Plan:
+def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None, *, of_users: bool = False) -> Plan:
     """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` of their device.
 
     Memory that is not known is None. It is predicted only without shortcuts. So a configuration with shortcuts, such as
     a compiled model, is ordered by the peak that it would have without them, and on a GPU it is never in `too_large`.
-    Configurations without any prediction (on a CPU, a user's own model) follow in their given order.
+    Configurations without any prediction (on a CPU, and users' own models unless `of_users`, which traces them) follow
+    in their given order.
     """
-    prepare_forecasts(configs)
+    wanted = [each for config in configs for each in (config, config.without_shortcuts)]
+    prepare_forecasts(wanted, of_users=of_users)
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
     ordered = sorted(configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0))

@@ -117,7 +117,7 @@ def test_without_a_known_memory_the_flag_is_needed(
         (["--fit", "--memory-gib", "-1"], "--memory-gib"),
         (["--fit", "--memory-gib", "nan"], "--memory-gib"),
         (["--memory-gib", "80"], "add --fit"),
-        (["--model", "a:b"], "model of your own"),
+        (["--model", "a:b"], "no module 'a'"),
         (["--precision", "fp16", "--mixed-precision"], "--mixed-precision"),
         (["--batch-size", str(10**18)], "batch_size"),
         (["--checkpoint-blocks", "-1"], "checkpoint_blocks"),

@@ -1,8 +1,11 @@
 """One command writes the tables of all results below a directory again, each by what it was measured with."""
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +54,32 @@ def test_what_can_be_rebuilt_is_and_what_cannot_is_left(tree: Path, capsys: pyte
     assert (tree / "precision/dtypes.typ").exists()
     pages = [tree / path / "index.html" for path in ("e2e_benchmark/a", ".", "precision")]
     assert sorted(tree.rglob("*.html")) == pages
+
+
+def test_files_that_lack_what_they_need_are_named_and_the_others_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Valid JSON of the right types: a study without rows, one without a row's counterpart, times that none can be."""
+
+    def changed(source: str, name: str, change: Callable[[Any], None]) -> None:
+        shutil.copytree(DATA / source, tmp_path / name, ignore=shutil.ignore_patterns("*.png", "*.html"))
+        path = next(path for path in sorted((tmp_path / name).rglob("*.json")) if path.name != "environment.json")
+        found = json.loads(path.read_text())
+        change(found)
+        path.write_text(json.dumps(found))
+
+    changed("precision", "precision", lambda found: found["accumulation"].clear())
+    changed("fusion/bf16", "fusion/empty", lambda found: found["rows"].clear())
+    changed("fusion/bf16", "fusion/no-eager", lambda found: found["rows"].pop(0))
+    changed("e2e_benchmark/out_of_memory", "sweeps/negative", lambda found: found.update(host_times_s=[-1.0]))
+    changed("e2e_benchmark/out_of_memory", "sweeps/endless", lambda found: found.update(warmup_times_s=[1e298]))
+    changed("e2e_benchmark/out_of_memory", "sweeps/good", lambda found: None)
+    assert cli.main(["report", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    named = re.findall(rf"^error: {tmp_path}/(\S+) is left as it was: \S", err, re.MULTILINE)
+    assert named == ["fusion/empty", "fusion/no-eager", "precision", "sweeps/endless", "sweeps/negative"]
+    assert "Traceback" not in err
+    assert f"{tmp_path / 'sweeps/good'}: written" in out
 
 
 def test_results_of_the_repository_are_left_alone_unless_they_are_named(tree: Path) -> None:

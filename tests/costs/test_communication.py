@@ -1,6 +1,5 @@
 """Oracles: the collectives that a real step calls, and times measured on two H200."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,15 +15,11 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.costs.calls import Call, Collective
-from cs336_systems.costs.communication import calls, gradient_order, time_s
-from cs336_systems.costs.copies import leaves
+from cs336_systems.costs.communication import Call, Collective, calls, gradient_order
+from cs336_systems.costs.curves import time_s
 from cs336_systems.costs.shards import parameter_shapes
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.measure.traced import one_of_the_ranks
-from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.parallel.sharded_weights import leaves_of
 
 MIB = 2**20
 OURS = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP, Parallel.DDP_PUSH, Parallel.FSDP]
@@ -53,46 +48,6 @@ def test_gradients_come_in_the_order_of_a_real_backward(arch, precision) -> None
     assert [names[name] for name in gradient_order(config)] == order_of_gradients(
         replace(config, parallel=Parallel.NONE, ranks=1)
     )
-
-
-FAST = {"precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "cast_once": True, "pad_vocabulary": 64}
-
-
-@pytest.mark.parametrize("arch", Arch)
-def test_leaves_are_those_of_the_fast_model(arch) -> None:
-    """Layers that read the same tensor are packed."""
-    model = ModelConfig(arch=arch, vocab_size=37, context_length=10, d_model=32, d_ff=48, num_layers=3, num_heads=1)
-    config = RunConfig(size="custom", model=model, parallel=Parallel.DDP_FLAT, ranks=2, **FAST)
-    with one_of_the_ranks(config):
-        real = leaves_of(FastLM(TransformerLM(model), config), shares=True)
-    assert sorted((leaf.num_bytes, leaf.element_bytes) for leaf in leaves(config)) == sorted(
-        (leaf.tensor.nbytes, leaf.tensor.itemsize) for leaf in real
-    )
-
-
-REDUCE, GATHER, SCATTER, PUSH = Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.PUSH
-COUNTED = [
-    ("xl", Parallel.DDP_OVERLAP, False, {REDUCE: 98}),
-    ("xl", Parallel.DDP_OVERLAP, True, {GATHER: 50, REDUCE: 1, SCATTER: 98}),
-    ("xl", Parallel.FSDP, False, {GATHER: 98, REDUCE: 1, SCATTER: 50}),
-    ("xl", Parallel.DDP_PUSH, False, {PUSH: 291, REDUCE: 2}),
-    ("xl", Parallel.DDP_PUSH, True, {PUSH: 485, REDUCE: 3}),
-    ("gpt2", Parallel.DDP_FLAT, False, {REDUCE: 2}),
-    ("gpt2", Parallel.DDP_OVERLAP, False, {REDUCE: 9}),
-    ("gpt2", Parallel.DDP_PUSH, False, {PUSH: 149, REDUCE: 2}),
-    ("gpt2", Parallel.DDP_PUSH, True, {PUSH: 200, REDUCE: 3}),
-]
-"""Operators of torch.distributed that a step with --fast called on each of two H200."""
-
-
-@pytest.mark.parametrize(("size", "way", "shard_optimizer", "counted"), COUNTED)
-def test_the_calls_of_the_fast_model_are_those_counted(size, way, shard_optimizer, counted) -> None:
-    settings = FAST | ({"pad_vocabulary": 1} if size == "xl" else {"pad_vocabulary": 128})
-    config = RunConfig(size=size, model=SIZES[size], parallel=way, ranks=2, shard_optimizer=shard_optimizer, **settings)
-    found = Counter()
-    for call, count in calls(config).items():
-        found[call.collective] += count
-    assert found == counted
 
 
 def test_how_often_each_way_calls() -> None:

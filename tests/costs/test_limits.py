@@ -7,7 +7,7 @@ import pytest
 import sympy
 
 from cs336_systems.config import SIZES
-from cs336_systems.costs.calls import Collective, call_of
+from cs336_systems.costs.communication import Collective, call_of
 from cs336_systems.costs.limits import Link, Paper, Scheme, best_data_ranks, bounds, feed, largest_ranks, most_ranks
 from cs336_systems.costs.links import Links
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from cs336_systems.costs.calls import Collective, call_of
+from cs336_systems.costs.communication import Collective, call_of
 from cs336_systems.costs.links import Group, Links, fastest_bytes_per_s
 
 LINKS = Links(gpus_per_node=4, node_bytes_per_s=8.0, network_bytes_per_s=2.0)

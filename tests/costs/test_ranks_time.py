@@ -20,9 +20,8 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.costs.calls import Collective
-from cs336_systems.costs.communication import calls, gradient_groups, time_s, unit_bytes
-from cs336_systems.costs.curves import Curves, Matmul
+from cs336_systems.costs.communication import Collective, calls, gradient_groups, unit_bytes
+from cs336_systems.costs.curves import Curves, Matmul, time_s
 from cs336_systems.costs.limits import Paper, Scheme, feed, largest_ranks
 from cs336_systems.costs.links import Links
 from cs336_systems.costs.ranks_time import (

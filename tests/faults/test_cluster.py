@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import socket
+import threading
 import time
 from dataclasses import replace
 
@@ -94,6 +96,21 @@ def test_no_cluster_there(launch, place, monkeypatch, address):
     said = running.stderr.splitlines()[-1]
     assert said.startswith("error: no connection to the Ray cluster ")
     assert re.search(r"nothing listens at \S+:1 ", said)
+
+
+@pytest.mark.parametrize("talks", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_what_listens_there_is_not_ray(launch, place, talks):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].sendall(talks) or time.sleep(END_S), daemon=True).start()
+        running = launch([*command(), "--cluster", f"127.0.0.1:{server.getsockname()[1]}"])
+        assert running.wait() == 1
+    assert "does not answer as Ray does" in running.stderr.splitlines()[-1]
+
+
+def test_without_the_token_the_line_says_what_to_set(launch, place, ray_cluster):
+    running = launch([*command(), "--cluster", ray_cluster.address], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert running.wait() == 1
+    assert "RAY_AUTH_TOKEN" in running.stderr.splitlines()[-1]
 
 
 def kinds(records):

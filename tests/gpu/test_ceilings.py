@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Status, WarningCode

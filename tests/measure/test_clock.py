@@ -133,37 +133,6 @@ def test_the_clock_fits_the_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.parametrize("slow", PHASES)
-@pytest.mark.parametrize("sync_phases", [False, True])
-def test_both_gpu_clocks_find_a_sleeping_kernel(slow: Phase, sync_phases: bool) -> None:
-    import torch
-
-    def sleep() -> None:
-        torch.cuda._sleep(100_000_000)
-
-    def alone() -> float:
-        """The kernel by itself, by the host's clock around it."""
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        sleep()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    clock = make_clock(config(Device.CUDA, sync_phases))
-    timed(clock, slow, sleep)
-    delay_s = min(alone() for _ in range(3))
-    times = timed(clock, slow, sleep)
-    assert times.phases_s[slow] == pytest.approx(delay_s, rel=0.02)
-    assert times.step_s == pytest.approx(delay_s, rel=0.02)
-    assert all(times.phases_s[other] < 0.02 * delay_s for other in set(PHASES) - {slow})
-    if sync_phases:
-        assert times.host_s > 0.98 * delay_s, "the host waits inside the step"
-    else:
-        assert times.host_s < 0.02 * delay_s, "the host does not wait"
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
 def test_events_on_the_stream_do_not_slow_a_step() -> None:
     """Of a step that the device bounds, events time the phases without making it longer; synchronising does so."""
     import torch

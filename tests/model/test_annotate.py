@@ -261,29 +261,6 @@ def test_backward_ranges_leave_no_cycle(recording) -> None:
         gc.enable()
 
 
-@pytest.mark.gpu
-def test_backward_ranges_on_the_autograd_thread(recording) -> None:
-    model, tokens = make(Arch.CS336, "cuda")
-    with backward_ranges(own_names(model)):
-        loss = loss_of(model, tokens)
-        with profile(activities=[ProfilerActivity.CPU]) as prof:
-            loss.backward()
-            torch.cuda.synchronize()
-    check_operators(prof.events())
-
-
-@pytest.mark.gpu
-def test_nvtx_is_accepted_by_the_driver() -> None:
-    set_annotator(Annotator.NVTX)
-    try:
-        model, tokens = make(Arch.GPT2, "cuda")
-        with backward_ranges(own_names(model)):
-            loss_of(model, tokens).backward()
-        torch.cuda.synchronize()
-    finally:
-        set_annotator(Annotator.NONE)
-
-
 def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from cs336_systems.config import SIZES, LossKind, Mode, Precision, RunConfig
+from cs336_systems.config import SIZES, LossKind, Mode, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.own import check_logits, own_loss, vocabulary_of
@@ -110,11 +110,6 @@ def test_what_cannot_be_used_is_refused_with_what_came():
         check_logits("logits", TOKENS, KNOWN)
     with pytest.raises(ValueError, match=r"targets or labels.*tokens"):
         own_loss(Plain())
-
-
-def test_a_loss_of_the_model_needs_a_model_of_ones_own():
-    with pytest.raises(ValueError, match="own model"):
-        RunConfig(size="tiny", model=SIZES["tiny"], loss=LossKind.MODEL, precision=Precision.FP32)
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Qwen3", "Mixtral"])

@@ -98,7 +98,7 @@ def train_alone(arch, ranks, axes_in_fp32=None, changes=None):
     batches = [make_batches(config_of(arch, "ddp-flat", ranks=ranks, **(changes or {})), rank) for rank in range(ranks)]
     read = [weight.copy.leaf for weight in step.model.weights if weight.copy]
     leaves = list({id(leaf): leaf for leaf in (*step.model.parameters(), *read)}.values())
-    of_masters = MasterAdamW([whole(weight.master) for weight in step.model.weights], config.learning_rate)
+    of_masters = MasterAdamW([whole(weight.master) for weight in step.model.weights], lr=config.learning_rate)
     losses = []
     for _ in range(STEPS):
         found = []

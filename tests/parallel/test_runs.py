@@ -11,7 +11,6 @@ import pytest
 from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, Profiler, RunConfig
 from cs336_systems.costs.communication import sent_bytes
 from cs336_systems.record import Measurement, RunRecord, Status, WarningCode, read_record
-from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.ranks import merge
 from cs336_systems.sweep.run import run_sweep
@@ -25,11 +24,10 @@ ALONE = RunConfig(size="custom", model=SHAPE, batch_size=4, warmup_steps=2, meas
 SHARED = replace(ALONE, parallel=Parallel.DDP_NAIVE, ranks=2, batch_size=2)
 RUNS = {
     "alone": ALONE,
-    **{str(way): replace(SHARED, parallel=way) for way in Parallel if way is not Parallel.NONE},
+    **{str(way): replace(SHARED, parallel=way) for way in (Parallel.DDP_FLAT, Parallel.FSDP, Parallel.FSDP2)},
     "sharded optimizer": replace(SHARED, parallel=Parallel.DDP_OVERLAP, shard_optimizer=True),
-    "checkpoints": replace(SHARED, parallel=Parallel.FSDP, checkpoint_blocks=1),
-    "bf16": replace(SHARED, parallel=Parallel.FSDP, precision=Precision.BF16),
-    "tied": replace(SHARED, parallel=Parallel.FSDP, model=replace(SHAPE, arch=Arch.GPT2)),
+    "checkpoints, bf16": replace(SHARED, parallel=Parallel.FSDP, checkpoint_blocks=1, precision=Precision.BF16),
+    "tied": replace(SHARED, parallel=Parallel.FSDP_PUSH, model=replace(SHAPE, arch=Arch.GPT2)),
     "one rank": replace(SHARED, parallel=Parallel.DDP_FLAT, ranks=1, batch_size=4),
 }
 FAULTS = {
@@ -65,7 +63,7 @@ def test_losses_are_those_of_one_process_with_the_whole_batch(swept, name):
     assert records[name].status is Status.OK, records[name].failure
     if name != "tied":  # another model
         expected = records["alone"].losses
-        assert records[name].losses == pytest.approx(expected, rel=5e-3 if name == "bf16" else 1e-6)
+        assert records[name].losses == pytest.approx(expected, rel=5e-3 if "bf16" in name else 1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "alone"])
@@ -102,14 +100,13 @@ def times_of(rank, phase):
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "alone"])
 def test_what_is_sent_is_what_the_closed_form_says(swept, name):
     record = swept[0][name]
-    # PyTorch's DDP has padding in its buckets
     sent = sum(each.sent_bytes for each in record.traffic)
-    assert sent == pytest.approx(sent_bytes(record.config), abs=256 if name == "ddp" else 0)
+    assert sent == sent_bytes(record.config)
     if name == "ddp-flat":
         assert sent == 4 * record.num_parameters
 
 
-@pytest.mark.parametrize("name", ["ddp-flat", "ddp", "sharded optimizer", "fsdp", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp-flat", "sharded optimizer", "fsdp", "fsdp2"])
 def test_what_each_rank_keeps_at_the_three_moments(swept, name):
     """Of fp32: 4 bytes of a parameter and of its gradient, 8 of AdamW's state; of a sharded matrix half of them."""
     record = swept[0][name]
@@ -168,15 +165,6 @@ def test_ranks_of_which_one_hangs_end_at_the_time_limit(tmp_path, name):
         (record,) = run_sweep([faulty(name)], tmp_path, Listener(), timeout_s=3.0).records
         assert eventually(lambda: not processes_in(tmp_path))
     assert record.status is Status.TIMEOUT
-
-
-def test_more_ranks_than_gpus_are_refused_before_anything_starts(tmp_path, monkeypatch):
-    from cs336_systems.config import Device
-
-    monkeypatch.setattr(sweep_module, "_gpus", lambda configs: (None, None))
-    with pytest.raises(sweep_module.SweepError, match="3 GPUs"):
-        run_sweep([replace(SHARED, ranks=3, device=Device.CUDA)], tmp_path, Listener())
-    assert not [*tmp_path.rglob("*.json")]
 
 
 def test_each_rank_has_a_profile(tmp_path):

@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 
-from cs336_systems.config import Parallel, Precision
+from cs336_systems.config import Mode, ModelConfig, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import count_parameters
+from cs336_systems.costs.communication import sent_bytes
 from tests.parallel import checks
 from tests.parallel.checks import OPTIMIZERS, SHAPE, WAYS
 from tests.parallel.fast import config_of
@@ -175,9 +176,14 @@ def test_bytes_sent_are_those_of_the_closed_form(two, way):
     vectors = sum(each.nbytes for each in named.values() if each.ndim == 1)
     padded = {name: -(-each.numel() // 2) * 8 for name, each in named.items() if each.ndim == 2}
     kept = padded["lm_head.weight"] + padded["token_embeddings.weight"]
+    config = RunConfig(
+        size="custom", model=ModelConfig(**SHAPE), batch_size=2, mode=Mode.FORWARD_BACKWARD, parallel=Parallel(way),
+        ranks=2,
+    )  # fmt: skip
     once, twice = sum(padded.values()) / 2, (2 * sum(padded.values()) - kept) / 2
     for forward, backward, after in two.call("tests.parallel.checks:traffic_of", way, "cs336"):
         total = forward + backward + after
+        assert total == pytest.approx(sent_bytes(config), abs=256 if way == "ddp" else 0)
         if way in DDP_WAYS:
             # PyTorch's has padding in its buckets; copies are followed by two all-reduces of 4 bytes
             flags = 8 if way == "ddp-push" else 0

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cs336_systems.config import Device, Precision
-from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.communication import Collective
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, RecordError, Status
 from cs336_systems.studies.ceilings_files import SHIPPED, ceilings_beside, load_ceilings, ship, shipped

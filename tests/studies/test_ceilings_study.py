@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.config import Device
-from cs336_systems.costs.calls import Collective
+from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.time import step_time
 from cs336_systems.record import Status
 from cs336_systems.studies import ceilings_cell, ceilings_ranks

@@ -37,11 +37,9 @@ def add_norm(
     """stream + branch + branch_bias in the type of `stream`, and the norm of this sum in the type of `branch`.
 
     The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. With `measures`, the last result has the
-    norm's largest magnitudes. `tag` is the branch's (fp8.py). Raises ValueError if shapes do not fit.
+    norm's largest magnitudes. `tag` is the branch's (fp8.py).
     """
-    if stream.shape != branch.shape:
-        raise ValueError(f"needed a branch of the stream's shape {tuple(stream.shape)}, got {tuple(branch.shape)}")
-    _check_widths(stream, branch_bias, gain, bias)
+    assert stream.shape == branch.shape
     total, normed, _, largest = _add_norm(stream, branch, branch_bias, gain, bias, eps, tag, measures)
     return total, normed, largest if measures else None
 
@@ -53,15 +51,8 @@ def norm(
     eps: float,
     dtype: torch.dtype,
 ) -> Float[Tensor, "... d_model"]:
-    """The norm of x alone, as `add_norm` computes it, in `dtype`; raise ValueError if shapes do not fit."""
-    _check_widths(x, gain, bias)
+    """The norm of x alone, as `add_norm` computes it, in `dtype`."""
     return cast(tuple[Tensor, Tensor], _rms_or_layer_norm(x, gain, bias, eps, dtype))[0]
-
-
-def _check_widths(rows: Tensor, *vectors: Tensor | None) -> None:
-    for vector in vectors:
-        if vector is not None and vector.shape != rows.shape[-1:]:
-            raise ValueError(f"needed vectors of {rows.shape[-1]} elements, got {tuple(vector.shape)}")
 
 
 def bias_gelu(
@@ -69,11 +60,9 @@ def bias_gelu(
 ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
     """GELU of x + bias in its tanh approximation (Hendrycks and Gimpel 2016), computed in fp32 and rounded once.
 
-    With a `tag`, that of x (fp8.py), the last result has the first one's largest magnitudes. Raises ValueError for a
-    bias of another width.
+    With a `tag`, that of x (fp8.py), the last result has the first one's largest magnitudes.
     """
-    if bias.shape != x.shape[-1:]:
-        raise ValueError(f"needed a bias of {x.shape[-1]} elements, got {tuple(bias.shape)}")
+    assert bias.shape == x.shape[-1:]
     result, largest = _bias_gelu(x, bias, tag)
     return result, None if tag is None else largest
 

@@ -1,14 +1,14 @@
 """AdamW for fp32 masters and their low-precision copies: one launch per kind of weight, which a CUDA graph can hold."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from cs336_systems.config import RunConfig
 from cs336_systems.model.fast.weights import Weight, drop_gradients
-from cs336_systems.model.optimizer import EagerOptimizer
+from cs336_systems.model.optimizer import DEFAULTS, EagerOptimizer, Hyperparameters
 
 if TYPE_CHECKING:
     from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW
@@ -22,6 +22,25 @@ class _Kind(NamedTuple):
     is_split: bool
     has_largest: bool
     gradient_types: tuple[torch.dtype, ...]
+
+
+class Storage(NamedTuple):
+    """How masters and moments are stored."""
+
+    moments: torch.dtype = torch.float32
+    splits: bool = False
+    """Whether masters that the model does not read itself are split (weights.py).
+
+    These parameters become empty tensors; `Weight.values` has their values.
+    """
+
+
+IN_FP32 = Storage()
+
+
+def storage_of(config: RunConfig) -> Storage:
+    """The storage that the configuration asks for."""
+    return Storage(torch.bfloat16 if config.bf16_moments else torch.float32, config.split_masters)
 
 
 class MasterAdamW(EagerOptimizer):
@@ -39,24 +58,14 @@ class MasterAdamW(EagerOptimizer):
     def __init__(
         self,
         weights: Sequence[Weight],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        moments: torch.dtype = torch.float32,
-        splits: bool = False,
+        storage: Storage = IN_FP32,
+        **hyperparameters: Unpack[Hyperparameters],
     ) -> None:
-        """With `splits`, masters that the model does not read itself are split (weights.py).
-
-        These parameters become empty tensors; `Weight.values` has their values.
-        """
-        for weight in weights if splits else ():
+        for weight in weights if storage.splits else ():
             if weight.read is None:
                 weight.split()
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__([weight.master for weight in weights], defaults)
-        self._weights, self._moments = weights, moments
+        super().__init__([weight.master for weight in weights], {**DEFAULTS, **hyperparameters})
+        self._weights, self._moments = weights, storage.moments
         self._noise = torch.Generator().manual_seed(0)
         self._steps = torch.zeros((), device=weights[0].master.device)
         self._kernels: dict[_Kind, ChunkedAdamW] = {}
@@ -147,8 +156,3 @@ def rounded_at_random(values: Tensor, noise: torch.Generator) -> Tensor:
     bits = values.view(torch.int32) + torch.randint(2**16, values.shape, generator=noise, dtype=torch.int32)
     cut_off = bits.bitwise_and_(-(2**16)).view(torch.float32)
     return torch.where(values.isnan(), values, cut_off).bfloat16()
-
-
-def moments_type(config: RunConfig) -> torch.dtype:
-    """The type of AdamW's moments."""
-    return torch.bfloat16 if config.bf16_moments else torch.float32

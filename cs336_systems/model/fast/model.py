@@ -24,7 +24,7 @@ from cs336_systems.model.fast.blocks import (
 from cs336_systems.model.fast.choose import IMPORTED_BY, OF_PACKAGE, package_needed
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from cs336_systems.model.fast.fp8 import update_units
-from cs336_systems.model.fast.master_adamw import MasterAdamW, moments_type
+from cs336_systems.model.fast.master_adamw import MasterAdamW, storage_of
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
 from cs336_systems.model.own import Loss
 from cs336_systems.model.trainable import Trainable, cross_entropy, mode_of
@@ -218,9 +218,4 @@ class FastTrainable(Trainable):
         """The configuration's optimizer, or one that updates the parameters and writes their copies."""
         if not self._fast.weights:
             return super().make_optimizer()
-        return MasterAdamW(
-            self._fast.weights,
-            self.config.learning_rate,
-            moments=moments_type(self.config),
-            splits=self.config.split_masters,
-        )
+        return MasterAdamW(self._fast.weights, storage_of(self.config), lr=self.config.learning_rate)

@@ -31,12 +31,8 @@ def swiglu(packed: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_ff"]
 def rope_heads(
     packed: Float[Tensor, "batch seq thrice_d_model"], rotations: Float[Tensor, "seq pairs 2"]
 ) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, which are packed side by side; q and k rotated by RoPE.
-
-    Raises ValueError if the number of positions is not that of the tokens.
-    """
-    if packed.shape[1] != len(rotations):
-        raise ValueError(f"needed rotations of {packed.shape[1]} positions, got {len(rotations)}")
+    """The heads of q, k and v, which are packed side by side; q and k rotated by RoPE."""
+    assert packed.shape[1] == len(rotations)
     return cast(tuple[Tensor, Tensor, Tensor], _rope_heads(packed, rotations))
 
 
@@ -49,11 +45,8 @@ def cut_heads(
     """The heads of q, k and v, as views of `packed`, to which `bias` has been added already, without a gradient.
 
     Backward of this function computes the gradient of `bias`, and the unit that is the tag's gradient (fp8.py).
-
-    Raises ValueError for a bias of another width.
     """
-    if bias.shape != packed.shape[-1:]:
-        raise ValueError(f"needed a bias of {packed.shape[-1]} elements, got {tuple(bias.shape)}")
+    assert bias.shape == packed.shape[-1:]
     heads: tuple[Tensor, Tensor, Tensor] = _CutHeads.apply(packed, bias, num_heads, tag)  # type: ignore[no-untyped-call]
     return heads
 
@@ -140,16 +133,10 @@ def packed_attention(
     A `bias` has been added to `packed` already, without a gradient; backward of this function computes its gradient,
     and the unit that is the gradient of the tag (fp8.py), which only comes with a bias. The bias's gradient is
     computed from two facts: a query's weights sum to 1, and a bias of k changes no weight, which is not so after a
-    rotation. Raises ValueError for a bias with rotations, and if shapes do not fit.
+    rotation: with `rotations` there may be no bias.
     """
-    if rotations is not None and bias is not None:
-        raise ValueError("needed rotations or a bias, got both")
-    if rotations is not None and packed.shape[1] != len(rotations):
-        raise ValueError(f"needed rotations of {packed.shape[1]} positions, got {len(rotations)}")
-    if bias is not None and bias.shape != packed.shape[-1:]:
-        raise ValueError(f"needed a bias of {packed.shape[-1]} elements, got {tuple(bias.shape)}")
-    if packed.shape[-1] % (3 * num_heads):
-        raise ValueError(f"needed a width of 3 parts of {num_heads} heads, got {packed.shape[-1]}")
+    assert rotations is None or (bias is None and packed.shape[1] == len(rotations))
+    assert bias is None or bias.shape == packed.shape[-1:]
     return cast(Tensor, _PackedAttention.apply(packed, num_heads, rotations, bias, tag))  # type: ignore[no-untyped-call]
 
 

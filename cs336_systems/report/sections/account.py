@@ -22,8 +22,8 @@ from cs336_systems.costs.accounting import (
     training_days,
     updated_parameters,
 )
-from cs336_systems.costs.calls import Call, Collective, sent_share
-from cs336_systems.costs.communication import calls, time_s
+from cs336_systems.costs.communication import Call, Collective, calls, sent_share
+from cs336_systems.costs.curves import time_s
 from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
@@ -36,7 +36,10 @@ from cs336_systems.costs.memory import (
     residual_stream_bytes,
     saved_by_block,
 )
+from cs336_systems.costs.modules import costs_by_module
 from cs336_systems.costs.ranks_time import HOST_SPREAD
+from cs336_systems.costs.shards import FP32_BYTES
+from cs336_systems.costs.tape import Category
 from cs336_systems.costs.time import Limit, TimePrediction
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
@@ -50,16 +53,18 @@ CSV_COLUMNS = (
     "component", "parameters", *(f"{name}_flops" for name in FULL), *(f"{name}_causal_flops" for name in CAUSAL),
     "forward_moved_bytes",
 )  # fmt: skip
+MOVED_BACKWARD = "backward_moved_bytes"
 KINDS = tuple(Collective)
 Curves = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
 UNMEASURED = "No share of a measured ceiling: cs336 ceilings on that device gives one (--ceilings DIR)."
+NOT_TRACED = "Not predicted beyond that: the step cannot be traced."
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A configuration of this project's model whose cost is asked for, with what is known besides."""
+    """A configuration whose cost is asked for, with what is known besides; a user's own model is traced already."""
 
     config: RunConfig
     device: DeviceSpec | None = None
@@ -95,40 +100,51 @@ def account_section(account: Account, top: int) -> Section:
 
     `top` is the most rows of the tables of the peak and of a block.
     """
-    config, device, time = account.config, account.device, account.time
+    config, time, is_own = account.config, account.time, account.config.model_factory is not None
     prediction, parts = predict_memory(config), _parts(config)
     whole = parts[ALL]
     tables = [
         *([_fit_table(config, account.memory_bytes)] if account.memory_bytes is not None else ()),
         _cost_table(config, whole, prediction),
-        _flops_table(parts),
-        _state_table(config, whole),
-        *([_moments_table(config, prediction)] if config.is_shared and prediction else ()),
-        *([_collectives_table(config, account.collective_times)] if calls(config) else ()),
-        _intensity_table(config, device),
-        _rule_table(config, parts),
+        _flops_table(parts, is_own=is_own),
+        *(() if is_own else _closed_form_tables(account, prediction, parts)),
         *([_time_table(account, time)] if time else ()),
         *([_rates_table(account, whole)] if account.step_s is not None else ()),
     ]
     if prediction is not None:
-        tables.append(_peak_table(prediction, top))
-        if _saves_blocks(config):
+        tables += [_categories_table(prediction), _peak_table(prediction, top)]
+        if not is_own and _saves_blocks(config):
             tables.append(_block_table(config, top))
     return Section(name="account", tables=tuple(tables), rows=list(parts.values()), keys=CSV_COLUMNS)
+
+
+def _closed_form_tables(
+    account: Account, prediction: MemoryPrediction | None, parts: Mapping[str, Row]
+) -> Iterator[Table]:
+    """What follows from the shape of this project's model."""
+    config = account.config
+    yield _state_table(config, parts[ALL])
+    if config.is_shared and prediction:
+        yield _moments_table(config, prediction)
+    if calls(config):
+        yield _collectives_table(config, account.collective_times)
+    yield _intensity_table(config, account.device)
+    yield _rule_table(config, parts)
 
 
 def account_json(account: Account) -> dict[str, object]:
     """What `account_section` says, as numbers in SI units; None for what is not asked or not known."""
     config, memory_bytes = account.config, account.memory_bytes
-    parts, state = _parts(config), state_bytes(config)
+    parts, is_own = _parts(config), config.model_factory is not None
+    state = None if is_own else state_bytes(config)
     return {
         "config": config,
         "tokens": _tokens(config),
         "parts": [{key: row[key] for key in CSV_COLUMNS} for row in parts.values()],
-        "state": {f"{field.name}_bytes": getattr(state, field.name) for field in fields(state)},
-        "work": _work(config),
+        "state": state and {f"{field.name}_bytes": getattr(state, field.name) for field in fields(state)},
+        "work": None if is_own else _work(config),
         "memory": predict_memory(config),
-        "saved_by_block": saved_by_block(config) if _saves_blocks(config) else None,
+        "saved_by_block": saved_by_block(config) if not is_own and _saves_blocks(config) else None,
         "collectives": _collectives(config, account.collective_times) if calls(config) else None,
         "time": account.time,
         "ceilings_are_shipped": account.is_shipped,
@@ -142,7 +158,16 @@ def account_json(account: Account) -> dict[str, object]:
 
 
 def _parts(config: RunConfig) -> dict[str, Row]:
-    """A row for each part of the model by its name, and one for their sum; None for what a part has none of."""
+    """A row for each part of the model by its name, and one for their sum; None for what a part has none of.
+
+    The parts of a user's own model are its modules.
+    """
+    if config.model_factory is not None:
+        return _with_sum({
+            path: dict.fromkeys(CSV_COLUMNS) | {"component": path} | asdict(costs)
+            | {"step_flops": costs.forward_flops + costs.backward_flops}
+            for path, costs in costs_by_module(config).items()
+        })  # fmt: skip
     rows: dict[str, Row] = {name: dict.fromkeys(CSV_COLUMNS) | {"component": name} for name in Component}
     for component, count in parameters_by_component(config.model).items():
         rows[component]["parameters"] = count
@@ -152,7 +177,11 @@ def _parts(config: RunConfig) -> dict[str, Row]:
         rows[flops.component] |= {f"{name}_causal_flops": getattr(flops, name) for name in CAUSAL}
     for work in forward_work(config):
         rows[work.name]["forward_moved_bytes"] = work.moved_bytes
-    sums = {name: sum(row[name] or 0 for row in rows.values()) for name in CSV_COLUMNS[1:]}
+    return _with_sum(rows)
+
+
+def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
+    sums = {name: sum(row.get(name) or 0 for row in rows.values()) for name in (*CSV_COLUMNS[1:], MOVED_BACKWARD)}
     rows[ALL] = {"component": ALL, **sums}
     for row in rows.values():
         row["share"] = ratio(row["step_flops"], sums["step_flops"])
@@ -173,21 +202,37 @@ def _tokens(config: RunConfig) -> int:
 
 def _cost_table(config: RunConfig, whole: Row, prediction: MemoryPrediction | None) -> Table:
     again, batch = whole["recomputed_flops"], f"batch {config.batch_size}"
-    rows = [
-        ("parameters", whole["parameters"], ""),
-        ("model FLOPs of a step", whole["step_flops"] / TERA, "TFLOP"),
+    is_own = config.model_factory is not None
+    closed = [
         ("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP"),
         *([("FLOPs computed again", again / TERA, "TFLOP")] if again else ()),
+    ]
+    moments = 2 * FP32_BYTES * whole["parameters"] if config.mode is Mode.TRAIN else 0
+    state = [
+        ("parameters", FP32_BYTES * whole["parameters"] / GIB, "GiB"),
+        *([("moments of AdamW", moments / GIB, "GiB")] if moments else ()),
+    ]
+    rows = [
+        ("parameters", whole["parameters"], ""),
+        *(
+            [(f"{'' if is_own else 'model '}FLOPs of a step", whole["step_flops"] / TERA, "TFLOP")]
+            if whole["step_flops"]
+            else ()
+        ),
+        *(() if is_own else closed),
         ("tokens of a step", _tokens(config), ""),
-        ("one tensor of the residual stream", residual_stream_bytes(config) / MIB, "MiB"),
+        *(state if is_own and not prediction else ()),
+        *(() if is_own else [("one tensor of the residual stream", residual_stream_bytes(config) / MIB, "MiB")]),
         *((name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)),
     ]
     notes = (
         "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's allocator counts "
         "it, predicted, eager, on Hopper.",
-        *(() if prediction else (NOT_PREDICTED,)),
+        *(() if prediction else (NOT_TRACED if is_own else NOT_PREDICTED,)),
     )
-    return quantity_table(f"One step of {config.label}{'' if batch in config.label else f', {batch}'}", rows, notes)
+    own = f"{config.model_factory}, {config.mode}, {config.precision}, context {config.model.context_length}"
+    label = own if is_own else config.label
+    return quantity_table(f"One step of {label}{'' if batch in label else f', {batch}'}", rows, notes)
 
 
 def _predicted(prediction: MemoryPrediction | None) -> Iterator[tuple[str, int]]:
@@ -201,8 +246,10 @@ def _predicted(prediction: MemoryPrediction | None) -> Iterator[tuple[str, int]]
     yield from ((f"allocated after {phase}", num_bytes) for phase, num_bytes in prediction.after_bytes.items())
 
 
-def _flops_table(parts: Mapping[str, Row]) -> Table:
+def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
     backward, again = parts[ALL]["backward_flops"], parts[ALL]["recomputed_flops"]
+    if not parts[ALL]["forward_flops"]:  # the step of a user's own model was not traced
+        return make_table("Parameters by module", [column("component"), column("parameters")], parts.values())
     columns = [
         column("component"),
         column("parameters"),
@@ -210,16 +257,19 @@ def _flops_table(parts: Mapping[str, Row]) -> Table:
         *([column("backward_flops"), column("step_flops")] if backward else ()),
         *([column("recomputed_flops")] if again else ()),
         column("share"),
-        column("forward_causal_flops"),
-        *([column("backward_causal_flops"), column("step_causal_flops")] if backward else ()),
+        *([] if is_own else [column("forward_causal_flops")]),
+        *([column("backward_causal_flops"), column("step_causal_flops")] if backward and not is_own else ()),
+        *([column("forward_moved_bytes"), *([column(MOVED_BACKWARD)] if backward else ())] if is_own else ()),
     ]
-    notes = ["A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after it count."]
+    causal = "causal: only the pairs of a query and a key that is not after it count."
+    own = "what is computed again counts again. Moved: what each kernel reads and writes. --module-depth shows more."
+    notes = [f"A multiply-add is 2 FLOPs; {own if is_own else causal}"]
     if again:
         notes.append(
             "again: what backward computes once more, between checkpoints or in fused attention. It is no part of the "
             f"model's FLOPs: the hardware's are {significant(parts[ALL]['hardware_flops'] / TERA)} TFLOP."
         )
-    return make_table("FLOPs by part of the model", columns, parts.values(), notes)
+    return make_table(f"FLOPs by {'module' if is_own else 'part of the model'}", columns, parts.values(), notes)
 
 
 def _state_table(config: RunConfig, whole: Row) -> Table:
@@ -409,8 +459,8 @@ def _rates(account: Account, whole: Row, step_s: float) -> dict[str, float | Non
         "tokens_per_s": _tokens(account.config) / step_s,
         "model_flops_per_s": rate,
         "mfu": ratio(rate, peak),
-        "mfu_causal": ratio(whole["step_causal_flops"] / step_s, peak),
-        "hardware_mfu": ratio(whole["hardware_flops"] / step_s, peak),
+        "mfu_causal": ratio(whole["step_causal_flops"] / step_s or None, peak),
+        "hardware_mfu": ratio(whole["hardware_flops"] / step_s or None, peak),
         "ceiling_share": ratio(rate, account.ceiling_flops_per_s),
     }
 
@@ -435,6 +485,16 @@ def _rates_table(account: Account, whole: Row) -> Table:
     unmeasured = [UNMEASURED] if account.ceiling_flops_per_s is None else []
     known = [(what, value * scale, unit) for what, value, scale, unit in rows if value is not None]
     return quantity_table("What such a step achieves", known, [unknown if peak is None else meaning, *unmeasured])
+
+
+def _categories_table(prediction: MemoryPrediction) -> Table:
+    peak = prediction.peak
+    sizes = {category: peak.bytes_of(category) for category in Category}
+    rows = [
+        {"category": category, "size_bytes": size, "share": size / peak.allocated_bytes}
+        for category, size in sizes.items() if size
+    ]  # fmt: skip
+    return make_table("The peak by category", [column(key) for key in ("category", "size_bytes", "share")], rows)
 
 
 def _peak_table(prediction: MemoryPrediction, top: int) -> Table:
@@ -484,6 +544,8 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
         (f"longest context at batch {config.batch_size:,}", found["longest_context_length"]),
     ]
     note = "On an otherwise empty GPU; the CUDA context and fragmentation are counted."
+    if config.model_factory is not None:
+        note += " Whether your model takes such a context is not asked."
     return quantity_table(f"What fits {significant(memory_bytes / GIB)} GiB", rows, [note], ("question", "answer"))
 
 

@@ -85,6 +85,8 @@ def test_the_rule_on_an_h200():
         "cast_once": True, "split_masters": True, "fused_loss": True, "fused_blocks": True, "cuda_graph": True,
     }  # fmt: skip
     assert (fast.model.attention, fast.model.sdpa_backend) == (Attention.SDPA, SdpaBackend.CUDNN)
+    asked = model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.EFFICIENT)
+    assert fastest(replace(make(), model=asked), H200).model == asked
 
 
 IN_FP8 = {"precision": Precision.BF16, "cast_once": True, "optimizer": OptimizerKind.FUSED, "fp8": True}
@@ -167,11 +169,6 @@ def test_attention_by_device_and_shape(device_name, changes, backend):
     assert best_sdpa_backend(model_with(**changes), Device.CUDA, device_name) is backend
 
 
-def test_a_backend_that_was_asked_for_stays():
-    asked = model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.EFFICIENT)
-    assert fastest(replace(make(), model=asked), H200).model.sdpa_backend is SdpaBackend.EFFICIENT
-
-
 def test_a_cpu_keeps_precision_and_compilation_as_asked():
     plain = make("tiny", Device.CPU)
     fast = fastest(plain, "AMD EPYC")
@@ -202,27 +199,25 @@ def test_a_users_own_model_gets_what_needs_no_knowledge_of_it():
     )
 
 
-def test_what_sees_no_graph_gets_none():
-    assert not fastest(make(profiler=Profiler.MEMORY), H200).cuda_graph
-    assert fastest(make(), H200).cuda_graph
-    assert [fastest(make(warmup_steps=steps), H200).cuda_graph for steps in (0, 3, 4)] == [False, False, True]
-
-
-@pytest.mark.parametrize("mode", [Mode.INFERENCE, Mode.FORWARD, Mode.FORWARD_BACKWARD])
-def test_without_training_the_optimizer_stays(mode):
-    assert fastest(make(mode=mode, optimizer=OptimizerKind.FOREACH), H200).optimizer is OptimizerKind.FOREACH
+AUTOTUNED = CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS
 
 
 @pytest.mark.parametrize(
-    ("asked", "mode"),
+    ("asked", "name", "chosen"),
     [
-        (CompileMode.NONE, CompileMode.DEFAULT),
-        (CompileMode.REDUCE_OVERHEAD, CompileMode.DEFAULT),
-        (CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS, CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS),
+        *(
+            ({"mode": mode, "optimizer": OptimizerKind.FOREACH}, "optimizer", OptimizerKind.FOREACH)
+            for mode in (Mode.INFERENCE, Mode.FORWARD, Mode.FORWARD_BACKWARD)
+        ),
+        ({}, "compile", CompileMode.DEFAULT),
+        ({"compile": CompileMode.REDUCE_OVERHEAD}, "compile", CompileMode.DEFAULT),
+        ({"compile": AUTOTUNED}, "compile", AUTOTUNED),
+        ({"profiler": Profiler.MEMORY}, "cuda_graph", False),
+        *(({"warmup_steps": steps}, "cuda_graph", steps > 3) for steps in (0, 3, 4)),
     ],
 )
-def test_autotuning_stays_and_graphs_of_the_compiler_go(asked, mode):
-    assert fastest(make(compile=asked), H200).compile is mode
+def test_what_is_asked_for_and_still_useful_stays(asked, name, chosen):
+    assert getattr(fastest(make(**asked), H200), name) == chosen
 
 
 def test_the_description_names_what_was_chosen():
@@ -261,15 +256,9 @@ def test_a_missing_package_is_named_and_refused_where_asked_for(monkeypatch):
         check_packages(replace(config, device=Device.CPU, cuda_graph=False))
 
 
-@pytest.mark.parametrize(
-    ("package", "path", "source", "said"),
-    [
-        (QUACK, "quack/activation.py", "import cutlass", "No module named 'cutlass'"),
-        (FLASH_4, "flash_attn/cute/interface.py", "raise ImportError('libcute.so: no such file')", "libcute.so"),
-    ],
-)
-def test_a_half_installed_package_is_done_without(package, path, source, said, tmp_path, monkeypatch):
+def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     """Its name and version are there, and only importing it tells that what it imports is not."""
+    package, path, source, said = FLASH_4, "flash_attn/cute/interface.py", "import libcute", "No module named 'libcute'"
     for parent in [*(tmp_path / path).parents][: path.count("/")]:
         parent.mkdir(parents=True, exist_ok=True)
         (parent / "__init__.py").touch()

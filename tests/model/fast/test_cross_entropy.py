@@ -1,7 +1,6 @@
 """The loss that turns logits into their own gradient, against PyTorch's on the real columns alone."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.config import Arch, Device, ModelConfig, Precision, RunConfig
-from cs336_systems.measure.clock import HostClock
-from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_cross_entropy
 
 SHAPES = [(37, 37), (37, 40), (4096, 4096), (5000, 5120), (50_257, 50_304)]
@@ -137,37 +133,3 @@ def test_who_reads_the_logits_or_goes_backward_again_is_refused(device: str) -> 
     squares = (read_twice**2).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (fused_cross_entropy(read_twice, targets, 5) + squares).backward()
-
-
-@pytest.mark.parametrize("device", [Device.CPU, pytest.param(Device.CUDA, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("arch", list(Arch))
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("settings", [{}, {"cast_once": True}, {"cast_once": True, "fused_blocks": True}], ids=str)
-def test_a_step_trains_as_with_pytorch_s_loss(
-    device: Device, arch: Arch, settings: dict[str, object], chunks: int
-) -> None:
-    """Six steps of both, of a vocabulary that is padded."""
-    if chunks > 1 and not settings:
-        pytest.skip("the loss is computed in parts with copies of weights only")
-    model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4, arch=arch)
-    config = RunConfig(
-        size="custom", model=model, batch_size=3, precision=Precision.BF16, optimizer="fused", pad_vocabulary=8,
-        device=device, learning_rate=2e-4, **settings,
-    )  # type: ignore[arg-type]  # fmt: skip
-    losses = []
-    for is_fused in (True, False):
-        torch.manual_seed(0)
-        step = TrainingStep(replace(config, fused_loss=is_fused, loss_chunks=chunks if is_fused else 1))
-        losses.append([step(HostClock())[1].item() for _ in range(6)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert losses[0][-1] < losses[0][0]
-
-
-def test_the_head_s_range_is_there_in_backward_too() -> None:
-    """The hooks that name it run when the head is called as a module."""
-    model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=1, num_heads=4)
-    config = RunConfig(size="custom", model=model, pad_vocabulary=8, fused_loss=True)
-    step, shapes = TrainingStep(config), list[torch.Size]()
-    step.model.lm_head.register_forward_hook(lambda _module, _inputs, logits: shapes.append(logits.shape))
-    step(HostClock())
-    assert shapes == [(4, 16, 40)]

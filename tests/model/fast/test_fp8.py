@@ -1,13 +1,9 @@
 """Linear layers in fp8: against casts by hand and matmuls in fp64, and as part of a step."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
@@ -15,10 +11,8 @@ from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast import fp8
 from cs336_systems.model.fast.master_adamw import MasterAdamW
-from cs336_systems.model.fast.weights import CopyMaker
 from cs336_systems.model.transformer import TransformerLM
 from tests.operators import Calls
-from tests.plain import plain_blocks, plain_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4)
@@ -73,16 +67,6 @@ def test_matmuls_are_those_of_factors_rounded_by_hand(device: str, has_bias: boo
         assert ((result.double() - expected).abs() <= allowed).all()
     if has_bias:
         torch.testing.assert_close(found[3].double(), gradient.double().sum(dim=0), rtol=2**-7, atol=1e-8)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_it_is_off_by_the_rounding_of_two_factors(device: str) -> None:
-    """Rounding to 3 bits moves an element by 0.026 of itself (rms), so two independent ones move a sum by 0.037."""
-    x, weight, _, gradient = factors(device)
-    found = results(fp8_linear, x, weight, None, gradient)
-    exact = results(F.linear, x.double(), weight.double(), None, gradient.double())
-    for mine, wanted in zip(found, exact, strict=True):
-        assert 0.025 < ((mine.double() - wanted).norm() / wanted.norm()).item() < 0.045
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -195,24 +179,8 @@ def test_factors_are_transposed_for_backward_alone(is_compiled: bool, monkeypatc
 # In a step
 
 
-def trained(config: RunConfig, steps: int = 6) -> tuple[TrainingStep, list[float]]:
-    torch.manual_seed(0)
-    step = TrainingStep(config)
-    return step, [step(HostClock())[1].item() for _ in range(steps)]
-
-
 def of(arch: Arch, **changes: object) -> RunConfig:
     return replace(RUN, model=replace(MODEL, arch=arch), **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("arch", list(Arch))
-@pytest.mark.parametrize("changes", [{}, {"fused_loss": True}, {"checkpoint_blocks": 2}], ids=str)
-def test_a_step_trains_nearly_as_in_bf16(arch: Arch, changes: dict[str, object]) -> None:
-    _, losses = trained(of(arch, fp8=True, **changes))
-    _, expected = trained(of(arch, **changes))
-    assert losses == pytest.approx(expected, rel=5e-3)
-    assert losses != expected
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -258,7 +226,7 @@ def test_the_largest_magnitude_of_each_weight_is_kept(device: str) -> None:
     frozen = model.layers[1].attn.q_proj.weight.requires_grad_(False)
     before = frozen.detach().clone()
     step = TrainingStep(of(Arch.CS336, fp8=True, device=device, learning_rate=0.05), model)
-    step.optimizer = MasterAdamW(step.model.weights, 0.05)
+    step.optimizer = MasterAdamW(step.model.weights, lr=0.05)
 
     def check() -> None:
         kept = [weight for weight in step.model.weights if weight.largest is not None]
@@ -284,69 +252,3 @@ def test_all_matmuls_of_the_blocks_and_no_others_are_in_fp8(arch: Arch, fp8_prod
         step.backward(step.forward(step.batches()))
     assert calls.counts["_scaled_mm"] == 3 * 4 * MODEL.num_layers
     assert calls.counts["mm"] + calls.counts["addmm"] == 3
-
-
-@pytest.mark.parametrize(("backend", "distance"), [("eager", 0), ("aot_eager", 0.1)])
-def test_a_block_with_copies_in_fp8_compiles_without_a_break(backend: str, distance: float) -> None:
-    """Without conftest's shape checks, which the compiler cannot trace.
-
-    aot_eager takes operations apart and rounds at other places, which may be a place of e4m3 for an element.
-    """
-    plain = plain_model()
-    torch.manual_seed(0)
-    reference = plain.Block(MODEL, 0)
-    with torch.no_grad():
-        for module in reference.modules():
-            if isinstance(module, plain.Linear):
-                module.weight.normal_(std=1 / 6)
-    block = plain_blocks().CopiedBlock(reference, CopyMaker(torch.bfloat16, fp8=True))
-    read = block.attn.packed, block.attn.output_proj.copies, block.ffn.packed, block.ffn.w2.copies
-    leaves = [copies.weight for copies in read]
-    rotations = plain.rope_rotations(16, MODEL.d_head, 1e4)
-    mask = torch.ones(16, 16, dtype=torch.bool).tril()
-    x = torch.randn(2, 16, MODEL.d_model)
-    found = []
-    for is_compiled in (False, True):
-        if is_compiled:
-            torch._dynamo.reset()
-            block.compile(fullgraph=True, backend=backend)
-        with torch.autocast("cpu", torch.bfloat16):
-            result = block(x, rotations, mask)
-        found.append((result.detach(), *torch.autograd.grad(result.square().sum(), leaves)))
-    for mine, wanted in zip(found[1], found[0], strict=True):
-        assert (mine - wanted).float().norm() <= distance * wanted.float().norm()
-
-
-PROGRAM = """
-import json, sys
-from dataclasses import replace
-import torch
-from cs336_systems.measure.clock import make_clock
-from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.measure.step import TrainingStep
-
-model = ModelConfig(vocab_size=503, context_length=64, d_model=256, d_ff=512, num_layers=3, num_heads=4,
-                    arch=sys.argv[1], attention="sdpa")
-plain = RunConfig(size="custom", model=model, batch_size=8, precision="bf16", optimizer="fused", cast_once=True,
-                  fp8=True, device="cuda", learning_rate=2e-4)
-compiled = replace(plain, compile="default", compile_blocks=True, fused_loss=True, cuda_graph=True)
-losses = []
-for config in (plain, replace(plain, cuda_graph=True), compiled):
-    torch.manual_seed(0)
-    step, clock = TrainingStep(config), make_clock(config)
-    losses.append([step(clock)[1].item() for _ in range(10)])
-print(json.dumps(losses))
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("arch", list(Arch))
-def test_graphs_and_compiled_blocks_train_as_eager_fp8_does(arch: Arch) -> None:
-    """In a process of its own, without shape checks."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(arch)], capture_output=True, text=True, timeout=380)
-    assert done.returncode == 0, done.stderr
-    eager, replayed, compiled = json.loads(done.stdout)
-    assert replayed == pytest.approx(eager, rel=1e-3)
-    assert compiled == pytest.approx(eager, rel=5e-3)
-    assert compiled[-1] < compiled[0]

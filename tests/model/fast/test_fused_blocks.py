@@ -1,7 +1,6 @@
 """Residual addition with norm, bias with GELU, and the embedding, against PyTorch's operators and autograd."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from cs336_systems.measure.clock import HostClock
 from cs336_systems.model.fast import fused_blocks, packed
 from cs336_systems.model.fast.fp8 import unit_of
 from tests.model.fast.steps import ARCHITECTURES, COPIED, MODEL, drawn_step
-from tests.operators import check_operator
+from tests.operators import Calls, check_operator
 from tests.plain import in_fresh_process
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -212,68 +211,48 @@ def test_what_does_not_lie_row_after_row(device: str) -> None:
     total, statistics = stream.detach(), torch.stack((torch.ones(8), torch.zeros(8))).to(device)
     gradient = torch.ones_like(total)
     given = (None, gradient, total, statistics, vectors[1].detach(), True, None, True)
-    dense = (
-        None,
-        gradient.contiguous(),
-        total.contiguous(),
-        statistics,
-        vectors[1].detach().contiguous(),
-        True,
-        None,
-        True,
-    )
+    dense = tuple(each.contiguous() if isinstance(each, Tensor) else each for each in given)
     for found, expected in zip(fused_blocks._add_norm_backward(*given), fused_blocks._add_norm_backward(*dense),
                                strict=True):  # fmt: skip
         torch.testing.assert_close(found, expected)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    """A kernel would read beside it."""
-    x, vector = torch.zeros(2, 4, 8), torch.zeros(8)
-    with pytest.raises(ValueError, match=r"needed a branch of the stream's shape \(2, 4, 8\), got \(2, 3, 8\)"):
-        fused_blocks.add_norm(x, x[:, :3], None, vector, None, EPS)
-    with pytest.raises(ValueError, match=r"needed vectors of 8 elements, got \(7,\)"):
-        fused_blocks.add_norm(x, x, None, vector, vector[:7], EPS)
-    with pytest.raises(ValueError, match=r"needed a bias of 8 elements, got \(1,\)"):
-        fused_blocks.bias_gelu(x, vector[:1])
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_losses_are_the_same_and_each_norm_is_one_operator(arch: Arch) -> None:
-    losses = []
-    for is_fused in (False, True):
-        step = drawn_step(replace(COPIED, model=replace(MODEL, arch=arch), fused_blocks=is_fused))
-        losses.append([step(HostClock())[1].item() for _ in range(6)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert losses[1][-1] < losses[1][0]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+def test_each_norm_is_one_operator(arch: Arch) -> None:
+    step = drawn_step(replace(COPIED, model=replace(MODEL, arch=arch), fused_blocks=True))
+    with Calls() as calls:
         step(HostClock())
-    events = profile.events()
-    assert events is not None
-    seen = Counter(event.name for event in events)
-    assert seen["cs336_systems::add_norm"] == seen["cs336_systems::add_norm_backward"] == 2 * MODEL.num_layers + 1
-    assert seen["cs336_systems::bias_gelu"] == (MODEL.num_layers if arch is Arch.GPT2 else 0)
-    assert seen["cs336_systems::lookup"] == seen["cs336_systems::lookup_backward"] == 1
+    seen = calls.counts
+    assert seen["add_norm"] == seen["add_norm_backward"] == 2 * MODEL.num_layers + 1
+    assert seen["bias_gelu"] == seen["bias_gelu_backward"] == (MODEL.num_layers if arch is Arch.GPT2 else 0)
+    assert seen["lookup"] == seen["lookup_backward"] == 1
 
 
-ONE_GRAPH = """
+WHOLE = """
 import json, torch
-from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.measure.step import TrainingStep
+from dataclasses import replace
+from tests.model.fast.steps import COPIED, MODEL, drawn_step, gradients
 
-model = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4, arch="gpt2")
 found = []
 for fp8 in (False, True):
-    config = RunConfig(size="custom", model=model, precision="bf16", optimizer="fused", cast_once=True,
-                       fused_blocks=True, fp8=fp8)
-    step = TrainingStep(config)
-    with torch.autocast("cpu", torch.bfloat16):
-        explained = torch._dynamo.explain(step.trainable.loss)(*step.batches())
-    found.append([explained.graph_count, explained.graph_break_count])
+    step = drawn_step(replace(COPIED, model=replace(MODEL, arch="gpt2"), fused_blocks=True, fp8=fp8))
+    losses = step.trainable.loss, torch.compile(step.trainable.loss, backend="aot_eager", fullgraph=True)
+    both = []
+    for loss_of in losses:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(*step.batches())
+        step.model.zero_grad()
+        loss.backward()
+        both.append({"loss": loss.detach(), **gradients(step)})
+    eager, compiled = both
+    found.append(max((compiled[name] - each).norm() / each.norm() for name, each in eager.items()
+                     if not name.endswith("k_proj.bias")).item())
 print(json.dumps(found))
 """
 
 
-def test_the_whole_model_is_one_graph() -> None:
-    """In bf16, and in fp8."""
-    assert in_fresh_process(ONE_GRAPH) == [[1, 0], [1, 0]]
+def test_the_whole_model_compiles_without_a_break() -> None:
+    """The compiler takes operations apart and rounds at other places, which may be a place of e4m3 for an element."""
+    in_bf16, in_fp8 = in_fresh_process(WHOLE)
+    assert in_bf16 < 0.02
+    assert in_fp8 < 0.1

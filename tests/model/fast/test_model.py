@@ -11,14 +11,16 @@ from torch import Tensor
 from cs336_systems.config import (
     Arch,
     Attention,
+    Device,
     ModelConfig,
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.measure.clock import HostClock
 from cs336_systems.model.fast.choose import IMPORTED_BY
 from cs336_systems.model.fast.model import FastLM, check_device
 from cs336_systems.model.transformer import TransformerLM
-from tests.model.fast.steps import COPIED, loss_and_gradients
+from tests.model.fast.steps import COPIED, drawn_step, loss_and_gradients
 from tests.operators import Calls
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=3, num_heads=2)
@@ -55,6 +57,39 @@ def test_a_shortcut_is_the_same_function(arch: Arch, name: str) -> None:
     for each, gradient in expected.items():
         if not each.endswith("k_proj.bias"):
             assert (found[each] - gradient).norm() < 0.04 * gradient.norm(), each
+
+
+PADDED = replace(COPIED, pad_vocabulary=8)
+ALIKE = {
+    "fused loss": (replace(PADDED, cast_once=False), {"fused_loss": True}, 1e-3),
+    "fused loss of copies": (PADDED, {"fused_loss": True}, 1e-3),
+    "fused loss in parts": (replace(FUSED, pad_vocabulary=8), {"fused_loss": True, "loss_chunks": 3}, 1e-3),
+    "fused blocks": (COPIED, {"fused_blocks": True}, 1e-3),
+    "fp8": (PADDED, {"fp8": True}, 5e-3),
+    "fp8, checkpoints": (replace(COPIED, checkpoint_blocks=2), {"fp8": True}, 5e-3),
+    "split masters": (COPIED, {"split_masters": True}, 1e-3),
+    "split masters, fused": (replace(FUSED, fused_loss=True), {"split_masters": True}, 1e-3),
+    "split masters, checkpoints": (replace(COPIED, checkpoint_blocks=1), {"split_masters": True}, 1e-3),
+    "moments in bf16": (COPIED, {"bf16_moments": True}, 1e-3),
+}
+"""Steps, the setting that computes them otherwise, and the relative tolerance of their losses."""
+
+
+@pytest.mark.parametrize("device", [Device.CPU, pytest.param(Device.CUDA, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("arch", Arch)
+def test_a_shortcut_trains_alike(arch: Arch, name: str, device: Device) -> None:
+    config, changes, tolerance = ALIKE[name]
+    losses = []
+    for settings in ({}, changes):
+        step = drawn_step(replace(config, model=replace(config.model, arch=arch), device=device, **settings))
+        losses.append([step(HostClock())[1].item() for _ in range(6)])
+    expected, found = losses
+    assert found == pytest.approx(expected, rel=tolerance)
+    assert found != expected
+    assert found[-1] < found[0]
+    if "bf16_moments" in changes:  # the update is computed before the moments are rounded
+        assert found[:2] == pytest.approx(expected[:2], rel=1e-6)
 
 
 def gradients(model: TransformerLM | FastLM, tokens: Tensor) -> list[Tensor]:
@@ -94,12 +129,6 @@ def test_a_padded_vocabulary_is_the_same_function(arch: Arch, multiple: int) -> 
     assert padded.padded_logits(tokens).shape == (2, 8, -(-11 // multiple) * multiple)
     torch.testing.assert_close(padded(tokens), reference(tokens))
     torch.testing.assert_close(gradients(padded, tokens), gradients(reference, tokens))
-
-
-def test_a_sequence_longer_than_the_context_is_refused() -> None:
-    model = FastLM(TransformerLM(MODEL), RunConfig(size="custom", model=MODEL))
-    with pytest.raises(ValueError, match="needed at most context_length = 8 a row, got 9"):
-        model(torch.zeros(1, 9, dtype=torch.long))
 
 
 @pytest.mark.parametrize("attention", Attention)

@@ -142,11 +142,6 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
     check_operator(packed._cut_heads_backward, *parts, torch.bfloat16, True)
 
 
-def test_rows_that_do_not_lie_one_after_the_other() -> None:
-    x = made(4, 2, 48, dtype=torch.float32, device="cpu").transpose(0, 1)
-    check_operator(packed._swiglu, x.detach().requires_grad_())
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_they_compile_without_a_break(device: str) -> None:
     def all_three(x: Tensor, rotations: Tensor, bias: Tensor) -> Tensor:
@@ -257,21 +252,3 @@ def test_pytorch_finds_attention_well_made(device: str) -> None:
             measures,
         )
         check_operator(packed._attend_backward, *arguments)
-
-
-def test_shapes_that_do_not_fit_attention_are_named() -> None:
-    qkv = torch.zeros(2, 4, 48)
-    with pytest.raises(ValueError, match="needed rotations of 4 positions, got 3"):
-        packed.rope_heads(qkv, rope_rotations(3, 8, 10_000.0))
-    with pytest.raises(ValueError, match=r"needed a bias of 48 elements, got \(16,\)"):
-        packed.cut_heads(qkv, torch.zeros(16), 2)
-    with pytest.raises(ValueError, match="needed rotations or a bias, got both"):
-        packed.packed_attention(qkv, 2, rope_rotations(4, 8, 10_000.0), torch.zeros(48))
-    for wrong in (3, 5):
-        with pytest.raises(ValueError, match=f"needed rotations of 4 positions, got {wrong}"):
-            packed.packed_attention(qkv, 2, rope_rotations(wrong, 8, 10_000.0))
-    for wrong in (16, 64):
-        with pytest.raises(ValueError, match=rf"needed a bias of 48 elements, got \({wrong},\)"):
-            packed.packed_attention(qkv, 2, None, torch.zeros(wrong))
-    with pytest.raises(ValueError, match="needed a width of 3 parts of 5 heads, got 48"):
-        packed.packed_attention(qkv, 5, None)

@@ -8,8 +8,7 @@ import pytest
 
 from cs336_systems.config import SIZES, Arch, Attention, Device, Mode, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters, mfu, state_bytes
-from cs336_systems.costs.calls import Collective
-from cs336_systems.costs.communication import sent_bytes
+from cs336_systems.costs.communication import Collective, sent_bytes
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predict_memory
 from cs336_systems.report.formats import csv_of
