@@ -23,6 +23,7 @@ from cs336_systems.commands.flags import (
     default_on,
     explain_cpu_fallback,
     explain_fast,
+    look_at_machine,
     one_precision,
     profiled_config,
     resolve_device,
@@ -124,6 +125,7 @@ def run(arguments: BenchmarkArguments) -> int:
         print_json = stack.enter_context(json_alone(arguments.json))
         for gpu in gpus if config.device is Device.CUDA else ():
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+        look_at_machine(config.device)
         if (kept := set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept in {kept}")
         with StatusLine() as status:
