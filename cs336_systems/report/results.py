@@ -30,7 +30,6 @@ from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.operators import AttentionStudy, FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
-from cs336_systems.studies.step_parts import StepParts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -150,8 +149,6 @@ class StudyResults:
     """A study as its directory and its page show it."""
 
     study: Study
-    parts: StepParts | None = None
-    """The parts of a step that are on the roofline of ceilings."""
 
     @property
     def subject(self) -> str:
@@ -162,7 +159,7 @@ class StudyResults:
     def sections(self) -> Sequence[Section]:
         """Its tables and pictures."""
         if isinstance(self.study, CeilingsStudy):
-            return ceilings_sections(self.study, self.parts)
+            return ceilings_sections(self.study)
         if isinstance(self.study, AttentionStudy):
             return [attention_section(self.study)]
         return [fusion_section(self.study)] if isinstance(self.study, FusionStudy) else precision_sections(self.study)

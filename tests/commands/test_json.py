@@ -19,11 +19,9 @@ from cs336_systems.costs.memory import largest_batch, predict_memory
 from cs336_systems.files import encode_json
 from cs336_systems.record import write_record
 from cs336_systems.studies.ceilings_files import shipped
-from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.report.ceilings import make_whole
-from tests.report.ladders import make_ladder, make_records
 from tests.report.making import H200, make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
@@ -121,17 +119,7 @@ def test_a_comparison_is_its_ratio_and_what_it_rests_on(results: Callable[..., d
     assert row["ratio"] == pytest.approx(2)
 
 
-def test_a_ladder_has_a_row_for_each_rung(results: Callable[..., dict], here: Path) -> None:
-    rungs = make_ladder()
-    (here / "x" / "runs").mkdir(parents=True)
-    write_ladder(rungs, here / "x" / "ladder.json")
-    for record in make_records(rungs):
-        write_record(record, here / "x" / "runs")
-    rows = results("ladder", "--report", "x")["rungs"]
-    assert [(row["rung"], row["step_mean_s"]) for row in rows] == [
-        ("fp32", pytest.approx(0.8)), ("bf16", pytest.approx(0.4)),
-        ("compile", pytest.approx(0.1)), ("fused", pytest.approx(0.05)),
-    ]  # fmt: skip
+def test_a_ladder_names_its_rungs(results: Callable[..., dict]) -> None:
     planned = results("ladder", "--device", "cpu", "--dry-run")
     assert [rung["name"] for rung in planned["rungs"]][:2] == ["fp32", "bf16"]
 

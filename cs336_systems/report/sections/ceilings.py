@@ -1,13 +1,12 @@
-"""What a machine reaches, for people: a summary beside the data sheet, every cell, and the parts of a step."""
+"""What a machine reaches, for people: a summary beside the data sheet, and every cell."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
-from cs336_systems.report.columns import Column, Row, column, three_digits
+from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.plots.charts import Chart
 from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.ceilings_plots import (
@@ -33,14 +32,8 @@ from cs336_systems.studies.ceilings_records import (
     ProductPrecision,
     TimedRow,
 )
-from cs336_systems.studies.step_parts import ALL_KERNELS, StepPart, StepParts
 
 SUMMARY = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
-ROOFLINE = (
-    column("part", about="Which part of the step it is."), column("phase"), column("flops"), column("least_mib"),
-    column("flops_per_byte", drop_order=5), column("time_ms"), column("tflops_per_s", drop_order=2, derived=False),
-    column("roof_tflops_per_s"), column("roof_share"), column("limit"),
-)  # fmt: skip
 _ENDS = ("device_name", "status", "error", "median_ms", "loop_spread")
 CSV_COLUMNS = {
     "results": ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",
@@ -56,7 +49,7 @@ CSV_COLUMNS = {
 PICTURES = ("products", "bandwidth", "collectives", "roofline")
 
 
-def ceilings_sections(study: CeilingsStudy, parts: StepParts | None = None) -> list[Section]:
+def ceilings_sections(study: CeilingsStudy) -> list[Section]:
     """All subjects in reading order; the section of a subject without values is empty."""
     products, streams = product_rows(study), stream_rows(study)
     launches, collectives = launch_rows(study), collective_rows(study)
@@ -68,7 +61,7 @@ def ceilings_sections(study: CeilingsStudy, parts: StepParts | None = None) -> l
         _section("launches", [_launch_table(study, launches)], launches),
         _section("collectives", _collective_tables(study, collectives), collectives,
                  collective_chart(study, timed(collectives))),
-        replace(parts_section(study, parts), pictures=roofline_chart(study, has_time, parts)),
+        Section(name="roofline", pictures=roofline_chart(study, has_time)),
     ]  # fmt: skip
 
 
@@ -316,49 +309,3 @@ def doubts(study: CeilingsStudy) -> Iterator[str]:
             f"In doubt, and marked {DOUBT}: {', '.join(texts)}. Was the machine busy, or its clock changing? Measure "
             f"again, with {LOOPS.more}."
         )
-
-
-def parts_section(study: CeilingsStudy, parts: StepParts | None) -> Section:
-    """A table with a row for each part of the step; empty without parts."""
-    if parts is None:
-        return Section(name="roofline")
-    rows = [_part(study, parts.label, part) for part in parts.parts]
-    title = f"Parts of a step on the roofline: {parts.label}, {study.device_name}"
-    table = make_table(title, ROOFLINE, rows, _part_notes(rows, parts.mixed))
-    return Section(name="roofline", tables=(table,), rows=rows)
-
-
-def _part(study: CeilingsStudy, run: str, part: StepPart) -> Row:
-    """Row of a part, with its share of the roof with attention counted as causal too; None for other parts.
-
-    Half of the FLOPs give half of the share, or more: fewer FLOPs per byte also lower the roof if memory sets it.
-    """
-    highest, ceiling = study.roof(part.precision, part.intensity), study.product_ceiling(part.precision)
-    causal = None if part.causal_flops is None else replace(part, flops=part.causal_flops)
-    causal_roof = None if causal is None else study.roof(causal.precision, causal.intensity)
-    return {
-        "run": run, "device_name": study.device_name, "part": part.name, "phase": part.phase,
-        "precision": part.precision, "flops": part.flops, "causal_flops": part.causal_flops,
-        "least_mib": part.moved_bytes / MIB, "flops_per_byte": part.intensity, "time_ms": part.time_s * 1e3,
-        "tflops_per_s": part.flops_per_s / TERA, "roof_tflops_per_s": ratio(highest, TERA),
-        "roof_share": ratio(part.flops_per_s, highest),
-        "limit": "" if highest is None else "arithmetic" if highest == ceiling else "memory",
-        "causal_roof_share": None if causal is None else ratio(causal.flops_per_s, causal_roof),
-    }  # fmt: skip
-
-
-def _part_notes(rows: Sequence[Row], mixed: Sequence[str]) -> Iterator[str]:
-    """What the columns mean, and the exceptions that occur in the table."""
-    yield (
-        "Per step, time of the kernels alone. least: what goes in read once, what comes out written once. roof: the "
-        "measured product rate, or the measured copy bandwidth times the intensity where that is less; a part whose "
-        "inputs were still in a cache can be above it."
-    )
-    if any(row["part"].endswith(ALL_KERNELS) for row in rows):
-        yield "All kernels: the FLOPs and bytes are the products', the time is that of everything in the module."
-    if mixed:
-        yield f"Left out, because their products are in fp8 and in bf16, which have a roof each: {', '.join(mixed)}."
-    shares = [f"{row['phase']} {three_digits(100 * row['causal_roof_share'])} %" for row in rows
-              if row["causal_roof_share"] is not None]  # fmt: skip
-    if shares:
-        yield f"Fused attention is counted in full; counted as causal it reaches of its roof: {', '.join(shares)}."

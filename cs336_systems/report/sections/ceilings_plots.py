@@ -1,12 +1,9 @@
-"""Charts of a study of ceilings: rates over size or bytes, and the roofline with the parts of a step."""
+"""Charts of a study of ceilings: rates over size or bytes, and the roofline."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.config import Phase
 from cs336_systems.report.columns import Row
-from cs336_systems.report.plots import charts
 from cs336_systems.report.plots.charts import (
     GREY,
     MARKERS,
@@ -24,15 +21,12 @@ from cs336_systems.report.plots.charts import (
 from cs336_systems.report.sections.study import promised_bandwidth
 from cs336_systems.report.words import GIGA, MIB, TERA
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductPrecision, Stream
-from cs336_systems.studies.step_parts import StepPart, StepParts
 
 COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.items()} | {
     ProductPrecision.FP8: "#009E73"
 }
 MARKS = dict(zip(ProductPrecision, MARKERS, strict=False))
 RATE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
-PHASE_COLOURS = {phase: charts.PHASE_COLOURS[Phase(phase)] for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD,
-                                                                          LaunchPhase.OPTIMIZER)}  # fmt: skip
 DATA_SHEET = "data sheet"
 STEPS = 2.0
 """Factor of room to the left and the right of the outermost point or ridge."""
@@ -114,7 +108,7 @@ def collective_chart(study: CeilingsStudy, rows: Sequence[Row]) -> list[Chart]:
     return [_chart("collectives", "Rate of collectives", study, panels, 4)] if panels else []
 
 
-def roofline_chart(study: CeilingsStudy, products: Sequence[Row], parts: StepParts | None = None) -> list[Chart]:
+def roofline_chart(study: CeilingsStudy, products: Sequence[Row]) -> list[Chart]:
     """Rate over intensity, both logarithmic; none where no roof is known.
 
     Lines: measured copies and products; dotted and paler: the data sheet. Dots: the products of the study.
@@ -122,9 +116,7 @@ def roofline_chart(study: CeilingsStudy, products: Sequence[Row], parts: StepPar
     bandwidth, ceilings = study.bandwidth(), study.product_ceilings
     if bandwidth is None or not ceilings:
         return []
-    shown = parts.parts if parts else ()
-    places = [row["flops_per_byte"] for row in products] + [part.intensity for part in shown]
-    places += [ceiling / bandwidth for ceiling in ceilings.values()]
+    places = [row["flops_per_byte"] for row in products] + [ceiling / bandwidth for ceiling in ceilings.values()]
     span = min(places) / STEPS, max(places) * STEPS
     measured = [
         Curve(
@@ -142,11 +134,10 @@ def roofline_chart(study: CeilingsStudy, products: Sequence[Row], parts: StepPar
         roofs.append(Curve(line=Line(name=DATA_SHEET, points=()), colour=GREY, width=1.2, dash=":"))
     panel = Panel(
         x=Axis(label="intensity (FLOP/byte)", is_log=True, limits=span),
-        y=Axis(label="rate (TFLOP/s)", is_log=True), curves=[*roofs, *measured, named, *_marks(shown)],
+        y=Axis(label="rate (TFLOP/s)", is_log=True), curves=[*roofs, *measured, named],
     )  # fmt: skip
-    settings = ", ".join(filter(None, [study.device_name, parts.label if parts else ""]))
-    return [Chart(name="roofline", title="Roofline", settings=settings, panels=[panel], size=(8.5, 5.2),
-                  legend=3 if shown else 4)]  # fmt: skip
+    return [Chart(name="roofline", title="Roofline", settings=study.device_name, panels=[panel], size=(8.5, 5.2),
+                  legend=4)]  # fmt: skip
 
 
 def _roofs(
@@ -168,25 +159,3 @@ def _roof(name: str, colour: str, ends: Sequence[tuple[float, float]], source: s
     if source == DATA_SHEET:
         return Curve(line=line, colour=colour, width=1.2, dash=":", opacity=0.6, label="")
     return Curve(line=line, colour=colour, width=1.8)
-
-
-def _marks(parts: Sequence[StepPart]) -> Iterator[Curve]:
-    """A mark for each part, its colour that of the phase; what the marks mean.
-
-    A mark in backward is a ring, so that forward's mark shows inside it where both are at the same place.
-    """
-    names = list(dict.fromkeys(part.name for part in parts))
-    marks = {name: MARKERS[index % len(MARKERS)] for index, name in enumerate(names)}
-    for phase in dict.fromkeys(part.phase for part in parts):
-        yield _mark(Line(name=f"in {phase}", points=()), phase, "s")
-    for name in names:
-        yield Curve(line=Line(name=name, points=()), colour="#555555", marker=marks[name], dash="")
-    for part in parts:
-        point = Point(x=part.intensity, value=part.flops_per_s / TERA)
-        yield _mark(Line(name=part.name, points=(point,)), part.phase, marks[part.name])
-
-
-def _mark(line: Line, phase: LaunchPhase, marker: str) -> Curve:
-    is_hollow = phase is LaunchPhase.BACKWARD
-    return Curve(line=line, colour=PHASE_COLOURS[phase], marker=marker, dash="", size=10 if is_hollow else 8,
-                 is_hollow=is_hollow, label="" if line.points else None)  # fmt: skip
