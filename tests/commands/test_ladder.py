@@ -95,9 +95,7 @@ def test_a_dry_run_names_the_rungs_and_makes_nothing(empty_directory: Path, caps
     assert not list(empty_directory.iterdir())
 
 
-@pytest.mark.parametrize(
-    "words", [["--rungs", "fp8"], ["--warmup-steps", "30", "--measured-steps", "0"]], ids=" ".join
-)
+@pytest.mark.parametrize("words", [["--rungs", "fp8"], ["--warmup-steps", "30", "--measured-steps", "0"]], ids=" ".join)
 def test_what_cannot_be_meant_is_refused_before_anything_runs(words: list[str], empty_directory: Path) -> None:
     with contextlib.suppress(SystemExit):  # the parser's
         assert ladder(*CPU, *words) == 2
