@@ -147,6 +147,5 @@ _KINDS: Mapping[str, Callable[[Path, Callable[[Path], Ceilings]], Directory]] = 
     ladder.LADDER_FILE: lambda path, at: Directory(path=path, climbed=ladder.load(path, at(ceilings_beside(path)))),
     **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES},
     RUNS: _sweep,
-    COMPARISON_FILE: lambda path, _: Directory(path=path, compared=checked(partial(load_compared, path))),
 }
 """The function that reads a directory, by a file or folder that it contains; the first match in this order decides."""

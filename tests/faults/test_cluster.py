@@ -108,8 +108,8 @@ def test_what_listens_there_is_not_ray(launch, place, talks):
 
 
 def test_without_the_token_the_line_says_what_to_set(launch, place, ray_cluster):
-    environment = os.environ | LOOPBACK | {"PYTHONPATH": str(ROOT)}
-    running = launch([*command(), "--cluster", ray_cluster.address], env=environment)
+    env = os.environ | LOOPBACK | {"PYTHONPATH": str(ROOT)}
+    running = launch([*command(), "--cluster", ray_cluster.address], env=env)
     assert running.wait() == 1
     assert "RAY_AUTH_TOKEN" in running.stderr.splitlines()[-1]
 
