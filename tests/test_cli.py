@@ -345,7 +345,6 @@ READS = {
     "memory, profile": ("x.json", "memory x.json"),
     "memory, record": ("x.json", "memory memory.json --record x.json"),
     "report": ("x", "report x"),
-    "ceilings, measured": ("x.json", "ceilings --device cpu --measured x.json"),
     "account": ("x/ceilings.json", "account --ceilings x"),
     "scale": ("x/ceilings.json", "scale --ceilings x"),
     "ladder, tokens": ("x.npy", "ladder --device cpu --tokens x.npy"),

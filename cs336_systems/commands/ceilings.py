@@ -12,7 +12,7 @@ from cs336_systems.commands.flags import (
     unset,
     value_or,
 )
-from cs336_systems.commands.outcome import FAILED, OK, checked, existing
+from cs336_systems.commands.outcome import FAILED, OK, checked
 from cs336_systems.commands.study import StudyArguments, show_study, with_grid
 from cs336_systems.config import SIZES, Device
 from cs336_systems.files import encode_json, write_atomically
@@ -25,7 +25,6 @@ from cs336_systems.studies.ceilings_records import (
     CeilingsStudy,
     Shape,
 )
-from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import make_writable, time_stamp
 from cs336_systems.text import print_aside
 
@@ -38,7 +37,7 @@ GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 64, 12
 BATCH_SIZE = 4
 MIB = 2**20
 UNFINISHED_FILE = "unfinished.json"
-"""What a study has measured so far, which --measured shows too; removed at the end."""
+"""What a study has measured so far; removed at the end. Renamed to ceilings.json, it is a study like any other."""
 
 
 @with_grid
@@ -68,9 +67,6 @@ class CeilingsArguments(StudyArguments):
     step_presets: Annotated[tuple[str, ...] | None, unset("[SIZE ...]", "none on a GPU, tiny on a CPU")] = None
     """Model sizes of whose training steps the matrices of every kernel are measured too, with passes over memory as
     steps make them: what makes the forecast of times exact for these steps."""
-    measured: Annotated[Path | None, unset("FILE", "measure now")] = None
-    """ceilings.json of an earlier study, or unfinished.json of an interrupted one: measure nothing, and write its
-    tables and plots beside it."""
     name: Annotated[str | None, unset("NAME", "the device's")] = None
     """Name of the directory."""
 
@@ -93,10 +89,6 @@ class CeilingsArguments(StudyArguments):
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
-        if self.measured is not None:
-            if self.name is not None:
-                raise ValueError("--measured writes beside its file: leave --name out")
-            return self.measured.parent
         name = checked_name(self.name) if self.name else device_word(resolve_device(self.device))
         return self.output / self.FOLDER / name
 
@@ -121,24 +113,20 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 
 
 def run(arguments: CeilingsArguments) -> int:
-    """Measure the grid, or read an earlier study; print the tables, and write them with the record and the plots."""
-    if arguments.measured is None:
-        explain_cpu_fallback(arguments.device)
-    directory, grid = checked(arguments.directory), checked(arguments.grid)
-    earlier = arguments.measured and read_study(existing(arguments.measured, "a study of ceilings"), CeilingsStudy)
-    make_writable(directory)
-    from cs336_systems.studies.runner import run_study
-
+    """Measure the grid; print the tables, and write them with the record and the plots."""
+    explain_cpu_fallback(arguments.device)
+    grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
     unfinished = directory / UNFINISHED_FILE
 
     def measure(status: "StatusLine") -> CeilingsStudy:
-        study = earlier or run_study(grid, status, lambda so_far: write_atomically(unfinished, encode_json(so_far)))
+        from cs336_systems.studies.runner import run_study
+
+        study = run_study(grid, status, lambda so_far: write_atomically(unfinished, encode_json(so_far)))
         _keep_earlier(directory / FILE_NAME, study)
         return study
 
     study = show_study(measure, directory, as_json=arguments.json)
-    if earlier is None:
-        unfinished.unlink(missing_ok=True)
+    unfinished.unlink(missing_ok=True)
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 
 
