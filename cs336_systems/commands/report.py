@@ -35,11 +35,11 @@ class ReportArguments:
     output: Annotated[Path | None, unset("DIR", "the directory itself, if there is one only")] = None
     """Where to write."""
     json: Switch = False
-    """Print JSON instead of tables."""
+    """Print JSON: all rows of the tables."""
 
 
 def run(arguments: ReportArguments) -> int:
-    """Write and print the tables of all directories together, or rebuild all results below a single directory."""
+    """Write the tables of all directories together, or rebuild all results below a single directory."""
     if not arguments.directories or (arguments.output is None and len(arguments.directories) > 1):
         raise UsageError("report needs a directory; with several, also --output for what they give together")
     first, *others = arguments.directories
@@ -63,7 +63,7 @@ def run(arguments: ReportArguments) -> int:
 
     with json_alone(arguments.json) as print_json, StatusLine() as status:
         is_explained = [explain_or_warn(own, directory / "runs", status) for directory, own in found.items()]
-        show_results(found, output, status, print_json)
+        show_results(found, output, status, print_json, prints_tables=False)
         if [*found] == [output] and (output / COMPARISON_FILE).is_file():
             write_comparison(checked(partial(load_compared, output)), output, status)
     return OK if all(is_explained) and not any(problems.values()) else FAILED

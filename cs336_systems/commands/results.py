@@ -25,11 +25,13 @@ def show_results(
     output: Path,
     status: "StatusLine",
     print_json: PrintJson | None = None,
+    *,
+    prints_tables: bool = True,
 ) -> None:
-    """Write the tables and plots of all sweeps together into `output`, and print the tables, or JSON if asked for.
+    """Write tables, plots and page of all sweeps together into `output`, and print the tables, or JSON if asked for.
 
-    `found` has the records by the sweep's directory. Profiled runs are only in the tables of profiles, which stay as
-    they are if they would lose runs.
+    `found` has the records by the sweep's directory. Without `prints_tables`, only the answer of the page is printed.
+    Profiled runs are only in the tables of profiles, which stay as they are if they would lose runs.
     """
     status("reading records and profiles")
     from cs336_systems.report.page.chapters import Directory
@@ -45,9 +47,12 @@ def show_results(
     written = replace(together, kernels=(), memory=()) if lost else together
     written.write(output, status)
     if written.records:
-        page, _ = write_page_of(Directory(path=output, sweep=written), status)
+        page, made = write_page_of(Directory(path=output, sweep=written), status)
     status.end()
-    if print_json is None:
+    if print_json is None and not prints_tables:
+        print_line(made.glance.answer if made.glance is not None else made.title)
+        print_line(f"results: {output}")
+    elif print_json is None:
         print_sweep(together.tables(), together.records, output)
     else:
         print_json(encode_json({"directory": str(output), **together.json()}))

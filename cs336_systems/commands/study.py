@@ -13,6 +13,7 @@ from cs336_systems.commands.flags import (
     Flags,
     Switch,
     explain_cpu_fallback,
+    look_at_machine,
     resolve_device,
     study_name,
     unset,
@@ -166,6 +167,8 @@ def measure_and_show(arguments: StudyArguments) -> Any:  # noqa: ANN401 (each gr
     """Measure the grid of the arguments, with its record written after each cell; write the results and print them."""
     explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
+
+    look_at_machine(resolve_device(arguments.device))
 
     def measure(status: "StatusLine") -> Any:  # noqa: ANN401
         from cs336_systems.studies.runner import run_study

@@ -89,6 +89,7 @@ def test_what_takes_longer_says_what_it_does(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "LARGE_BYTES", 0)
+    monkeypatch.setattr(progress, "LEAST_APART_S", 0.0)
     for module, function, fake in (
         (cs336_systems.sweep.run, "run_sweep", fake_sweep),
         (cs336_systems.studies.runner, "run_study", fake_study),

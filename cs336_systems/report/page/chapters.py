@@ -12,8 +12,8 @@ from cs336_systems.record import Environment, RunRecord, Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.formats import csv_of
-from cs336_systems.report.frame import order, rows_of
-from cs336_systems.report.page.glance import glance_at, glance_of, phase_bars
+from cs336_systems.report.frame import order
+from cs336_systems.report.page.glance import glance_at, glance_of
 from cs336_systems.report.page.write import (
     Bars,
     Block,
@@ -146,8 +146,6 @@ def _chapters(
     repeated = {note for note, count in notes.items() if count > 1}
     for number, (title, own) in enumerate(sections.items()):
         blocks = [block for block in _blocks(title, own, repeated) if getattr(block, "title", "") not in shown]
-        if title == STEPS and results is not None and (bars := phase_bars(rows_of(results.frame))).title not in shown:
-            blocks.insert(0, bars)
         yield Chapter(id=f"part-{number}", title=title, blocks=blocks)
     if results is not None and results.records:
         yield Chapter(id="runs", title="Runs", blocks=list(_runs(results.records)))
@@ -175,13 +173,13 @@ def _sections(directory: Directory) -> Mapping[str, Sequence[Section]]:
 def _blocks(title: str, sections: Sequence[Section], repeated: Collection[str]) -> Iterator[Block]:
     """The pictures, then the tables without `repeated` notes; the second table of a section is called `NAME1`.
 
-    The bars of a picture of lying bars, and those of steps by phase, are drawn by the page itself.
+    The page itself draws the lying bars of charts.
     """
     prefix = "memory-" if title == MEMORY else ""
     for picture in (picture for section in sections for picture in section.pictures):
         if isinstance(picture, Chart) and picture.is_lying:
             yield Bars.of(picture)
-        elif not (title == STEPS and isinstance(picture, Chart) and picture.styles):
+        else:
             yield PictureBlock(id=f"picture-{picture.name}", svg=svg_of(picture, picture.name))
     for section in sections:
         for number, table in enumerate(section.tables):

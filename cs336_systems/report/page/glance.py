@@ -11,14 +11,14 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import Phase, Profiler
-from cs336_systems.record import Status, WarningCode
+from cs336_systems.record import WarningCode
 from cs336_systems.report.columns import Row
 from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import codes_of, rows_of, to_frame
-from cs336_systems.report.identity import by_name, names_of
+from cs336_systems.report.identity import by_name
 from cs336_systems.report.page.write import Bars, Glance, Tile
 from cs336_systems.report.plots.charts import CATEGORY_COLOURS, Bar, Style
-from cs336_systems.report.plots.steps import PARTS, REST, phase_bar
+from cs336_systems.report.plots.steps import BY_PHASE, PARTS, REST, phase_bars
 from cs336_systems.report.results import Results
 from cs336_systems.report.section import Table
 from cs336_systems.report.sections.kernels.entries import Profiled
@@ -27,7 +27,7 @@ from cs336_systems.report.sections.kernels.findings import is_launch_bound
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from cs336_systems.report.sections.kernels.tables import phase_rows
 from cs336_systems.report.sections.ladder import MAX_SLOWDOWN
-from cs336_systems.report.sections.memory.entries import MemoryEntry, by_category, check_words, difference_bytes, size
+from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes, size
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.plots import peak_charts
 from cs336_systems.report.words import (
@@ -37,7 +37,6 @@ from cs336_systems.report.words import (
     milliseconds,
     percent_of,
     significant,
-    status_text,
 )
 from cs336_systems.text import counted
 
@@ -61,17 +60,6 @@ def glance_of(tables: Iterable[Table]) -> Glance | None:
     return Glance(answer=told[0]) if told else None
 
 
-def phase_bars(rows: Sequence[Row]) -> Bars:
-    """A bar for each configuration of the frame, of the phases of its step."""
-    named = zip(names_of([row["identity"] for row in rows]), rows, strict=True)
-    bars = [phase_bar(row | {"name": name, "failure": _failure(row)}) for name, row in named]
-    return Bars(title="Time of a step by phase (ms)", bars=bars, styles=PARTS, unit="ms")
-
-
-def _failure(row: Row) -> str:
-    return "" if row["status"] == Status.OK else status_text(row["status"])
-
-
 def _times(results: Results) -> list[Row]:
     """The configurations without a profiler; if all runs were under one, those of kernels with their times under it."""
     profiled = [own for own in results.records if own.config.profiler is not Profiler.MEMORY]
@@ -80,7 +68,7 @@ def _times(results: Results) -> list[Row]:
 
 def _of_steps(rows: Sequence[Row]) -> Glance:
     timed = [row for row in rows if row["step_mean_ms"]]
-    bars = phase_bars(rows)
+    bars = Bars(title=BY_PHASE, bars=phase_bars(rows), styles=PARTS, unit="ms")
     if len(timed) > 1:
         answer = f"A step takes {between(by_name(timed, itemgetter('step_mean_ms')), milliseconds)}."
     elif timed:

@@ -39,7 +39,7 @@ ALONG = {
     WARMUP: "warm-up steps",
 }
 """Settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
-CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer"}
+CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer", "bucket_mib"}
 """Settings with named values, whose points no line joins; tables list them in the order in which they are declared."""
 TIME = ("time (ms), mean ± std", "step_mean_ms", "step_std_ms")
 SHOWN = {
@@ -50,13 +50,13 @@ USUAL = (TIME, ("peak of memory (GiB)", "peak_allocated_gib", ""))
 """What a picture over a setting shows, a row of panels for each: name of the axis, column of values, of deviations."""
 WIDEST = 15.0
 """Most inches of a row of panels."""
-MAX_ROWS = 4
-"""Most rows of panels in one picture. It must not be larger, because matplotlib examines all panels that share an axis
-again for each of them."""
-MAX_SIZES, MAX_COLUMNS = 20, 5
-"""Most sizes in one panel, and most panels, one for each size, beside each other in a picture over a setting."""
+MAX_BARS = 60
+"""Most configurations in one picture by phase."""
+MAX_COLUMNS = 5
+"""Most panels, one for each size, beside each other in a picture over a setting."""
 LEAST_REST = 0.02
 """Least share of a step outside of the phases that is drawn."""
+BY_PHASE = "Time of a step by phase"
 REST = "rest of the step"
 PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.items()} | {
     REST: Style(colour=REST_COLOUR)
@@ -76,12 +76,34 @@ def step_charts(frame: pd.DataFrame) -> Iterator[Chart]:
 
 
 def _by_phase(frame: pd.DataFrame) -> Iterator[Chart]:
-    for part, name, also in _parts(frame):
-        if part["step_mean_ms"].notna().any() and len(part) > 1:
-            rows, settings, mode = named_rows(part), describe(part, also), part["mode"].iloc[0]
-            stem = f"step_time_{mode}_{part['precision'].iloc[0]}{name}"
-            for page in pages(rows):
-                yield phase_chart(stem, page, STEP_WORDS[Mode(mode)], settings)
+    """Lying bars of several configurations, as many in one picture as can be read."""
+    if len(frame) > 1 and frame["step_mean_ms"].notna().any():
+        for bars in _batches(phase_bars(rows_of(frame)), MAX_BARS):
+            panel = Panel(x=Axis(names=[bar.name for bar in bars]), y=Axis(label="time (ms)"), bars=bars)
+            yield Chart(
+                name="step_time", title=BY_PHASE, settings=describe(frame), panels=[panel], size=(6.0, 0.0), legend=5,
+                styles=PARTS, is_lying=True,
+            )  # fmt: skip
+
+
+def phase_bars(rows: Sequence[Row]) -> list[Bar]:
+    """A bar for each row of results, with its time in words: its phases, and the rest of the step if noticeable."""
+    bars = []
+    for name, row in zip(names_of([row["identity"] for row in rows]), rows, strict=True):
+        step_ms = row["step_mean_ms"]
+        parts = {str(phase): row[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
+        parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
+        rest_ms = (step_ms or 0.0) - sum(parts.values())
+        if step_ms is not None and rest_ms > LEAST_REST * step_ms:
+            parts[REST] = rest_ms
+        words = "" if step_ms is None else f"{significant(step_ms, 3)} ms"
+        bars.append(Bar(name=name, parts=parts, words=words, failure=_failure(row) or ""))
+    return bars
+
+
+def _failure(row: Row) -> str | None:
+    """How the run ended, if it failed."""
+    return None if row["status"] == Status.OK else status_text(row["status"])
 
 
 def _over(frame: pd.DataFrame, setting: str) -> Iterator[Chart]:
@@ -112,10 +134,7 @@ def named_rows(frame: pd.DataFrame) -> list[Row]:
     rows = rows_of(frame)
     others = [name for name in (rows[0]["identity"] if rows else ()) if name not in ("size", *SHAPE)]
     names = names_of([row["identity"] for row in rows], always=("size",), without=others)
-    return [
-        row | {"name": name, "failure": None if row["status"] == Status.OK else status_text(row["status"])}
-        for name, row in zip(names, rows, strict=True)
-    ]
+    return [row | {"name": name, "failure": _failure(row)} for name, row in zip(names, rows, strict=True)]
 
 
 def split(frame: pd.DataFrame, *across: str) -> Iterator[pd.DataFrame]:
@@ -143,14 +162,6 @@ def _parts(frame: pd.DataFrame, *across: str) -> Iterator[tuple[pd.DataFrame, st
         yield part, f"_{file_name(name)}" if name else "", distinguishing(rows, always=())
 
 
-def pages(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """The bars of each picture: as many sizes as a panel has room for, and as many context lengths as a picture has."""
-    for sizes in _batches(_values(rows, "name"), MAX_SIZES):
-        own = [row for row in rows if row["name"] in sizes]
-        for contexts in _batches(_values(own, CONTEXT), MAX_ROWS * _columns(len(sizes))):
-            yield [row for row in own if row[CONTEXT] in contexts]
-
-
 def _values(rows: Iterable[Row], key: str) -> list[str]:
     """The distinct values of one column, in the order of the rows."""
     return list(dict.fromkeys(row[key] for row in rows))
@@ -158,47 +169,6 @@ def _values(rows: Iterable[Row], key: str) -> list[str]:
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def phase_chart(name: str, rows: Sequence[Row], step: str, settings: str) -> Chart:
-    """Stacked bars by phase, a panel for each context length; the deviation is that of the whole step."""
-    places, contexts = _values(rows, "name"), _values(rows, CONTEXT)
-    panels = []
-    for context in contexts:
-        own = [row for row in rows if row[CONTEXT] == context]
-        points = tuple(Point(x=row["name"], value=row["step_mean_ms"], error=row["step_std_ms"]) for row in own)
-        whole = Line(name="whole step ± standard deviation", points=points)
-        mark = Curve(line=whole, colour="#000000", marker="_", dash="", size=4, width=1)
-        y = Axis(label="time (ms)", from_zero=True)
-        bars = list(map(phase_bar, own))
-        panels.append(Panel(x=Axis(names=places), y=y, title=f"context {context}", bars=bars, curves=[mark]))
-    columns = min(len(contexts), _columns(len(places)))
-    return Chart(
-        name=name, title=f"Time of one {step} by phase", settings=settings, panels=panels, columns=columns,
-        size=(_panel_width(len(places)), 3.2), legend=5 if columns * _panel_width(len(places)) > 9 else 3, styles=PARTS,
-        is_shared=True,
-    )  # fmt: skip
-
-
-def phase_bar(row: Row) -> Bar:
-    """The phases of a step and a noticeable rest; the row has a `name`, and a `failure` if it failed."""
-    step_ms = row["step_mean_ms"]
-    parts = {str(phase): row[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
-    parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
-    rest_ms = (step_ms or 0.0) - sum(parts.values())
-    if step_ms is not None and rest_ms > LEAST_REST * step_ms:
-        parts[REST] = rest_ms
-    words = "" if step_ms is None else significant(step_ms, 3)
-    return Bar(name=row["name"], parts=parts, words=words, failure=row["failure"] or "")
-
-
-def _panel_width(num_sizes: int) -> float:
-    return max(2.4, 0.62 * num_sizes + 0.6)
-
-
-def _columns(num_sizes: int) -> int:
-    """Panels of so many bars that stand beside each other."""
-    return max(1, int(WIDEST / _panel_width(num_sizes)))
 
 
 def setting_chart(name: str, sizes: dict[str, list[Row]], setting: str, title: str, settings: str) -> Chart:
