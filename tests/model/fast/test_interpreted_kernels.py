@@ -283,17 +283,18 @@ print(json.dumps(found))
 
 
 CASTS = """
-from cs336_systems.model.fast import fp8, fp8_kernel as kernel
+from cs336_systems.model.fast import fp8, fused_blocks_kernel as kernel
 
 found = []
 # one program, several, and parts that a matrix fills or not; nothing is rounded, which the interpreter does wrongly
-for rows, columns in ((16, 16), (kernel.ROWS, kernel.COLUMNS), (kernel.ROWS + 16, 2 * kernel.COLUMNS + 48)):
+tile = kernel.CAST_ROWS, kernel.CAST_COLUMNS
+for rows, columns in ((16, 16), tile, (tile[0] + 16, 2 * tile[1] + 48)):
     for dtype in (torch.float32, torch.bfloat16):
         cast = (30 * torch.randn(rows, columns)).to(torch.float8_e4m3fn).float()
         cast[0, 0] = fp8.MAX
         x = (cast / 128).to(dtype)
         for transposes in (False, True):
-            here, transpose = kernel.casts(x, fp8.unit_of(x.abs()), transposes)
+            here, transpose = kernel.casts(x, fp8.scale_of(x.abs()), transposes)
             wanted = cast.t() if transposes else torch.empty(0, 0)
             found.append(torch.equal(here.float(), cast) and torch.equal(transpose.float(), wanted))
 print(json.dumps(found))
