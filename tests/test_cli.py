@@ -476,13 +476,10 @@ def test_a_report_of_records_made_under_other_conditions_says_so(
 ) -> None:
     other = replace(ENVIRONMENT, identity=replace(IDENTITY, torch="2.12.0"))
     elsewhere = replace(ENVIRONMENT, identity=replace(IDENTITY, device_name="another CPU"))
-    directory_of(empty_directory / "a", [record(0.1)])
-    directory_of(empty_directory / "b", [replace(record(0.1, precision="bf16"), environment=other)])
-    directory_of(empty_directory / "c", [replace(record(0.1), environment=elsewhere)])
-    assert cli.main(["report", "a", "b", "--output", "ab"]) == 0
-    assert "warning: the records come from different drivers, torch or code" in capsys.readouterr().err
-    assert cli.main(["report", "a", "c", "--output", "ac"]) == 0
-    assert "warning" not in capsys.readouterr().err, "a device has rows of its own"
+    for environment, count in ((other, 1), (elsewhere, 0)):  # a device has rows of its own
+        directory_of(empty_directory / f"{count}", [record(0.1), replace(record(0.1, 1), environment=environment)])
+        assert cli.main(["report", f"{count}"]) == 0
+        assert capsys.readouterr().err.count("warning: the records come from different drivers, torch or code") == count
 
 
 # Real processes
