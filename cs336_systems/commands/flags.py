@@ -28,6 +28,7 @@ from cs336_systems.config import (
     Attention,
     Device,
     ModelConfig,
+    OptimizerKind,
     Parallel,
     Precision,
     Profiler,
@@ -381,8 +382,10 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
         check_tokens(settings["tokens"], shape.context_length)
     size = size if _same_shape(shape, preset) else "custom"
     config = RunConfig(size=size, model=shape, device=device, **settings)
-    if config.model_factory is not None:
-        check_factory(config.model_factory)
+    named = {"--model": config.model_factory, "--own-ddp": config.own_ddp, "--own-optimizer": config.own_optimizer}
+    for flag, name in named.items():
+        if name is not None:
+            check_factory(name, flag)
     return config
 
 
@@ -396,12 +399,28 @@ def config_of(
     many: bool = False,
 ) -> RunConfig:
     """The run of the settings `given` by the user, by the flags of a sweep if `many`, and of those of `point` first."""
-    settings = {**given, **point}
+    settings = _with_own_parts({**given, **point}, many=many)
     if global_batch_size is not None:
         settings["batch_size"] = batch_of_each(global_batch_size, settings.get("ranks", 1))
-    asked = {name: settings[name] for name in given}
+    asked = {name: settings[name] for name in given if name in settings}
     config = make_fast_config(device, asked, many=many, **settings) if fast else make_config(device, **settings)
     return checked_factory(config, given, many=many)
+
+
+OWN_PARTS = (("own_ddp", "parallel", Parallel.OWN), ("own_optimizer", "optimizer", OptimizerKind.OWN))
+"""Settings that name a part of the user's own, and those that say that it is used, with this value."""
+
+
+def _with_own_parts(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
+    """The settings with `own` where one names an own part, and in a sweep without it where other parts are used."""
+    for own, name, kind in OWN_PARTS:
+        if not many and own in settings:
+            settings[name] = kind if settings.get(name) in (None, Parallel.NONE) else settings[name]
+        elif many and settings.get(name) is not kind:
+            settings.pop(own, None)
+    if many and settings.get("parallel") not in (Parallel.DDP_OVERLAP, Parallel.OWN):
+        settings.pop("bucket_mib", None)
+    return settings
 
 
 def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = False) -> RunConfig:

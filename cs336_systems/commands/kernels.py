@@ -73,7 +73,7 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.kernels.entries import explained
-    from cs336_systems.report.sections.kernels.files import tables_of_one, write_kernels
+    from cs336_systems.report.sections.kernels.files import answer_of, tables_of_one, write_kernels
 
     with StatusLine() as status:
         status.reading(arguments.file)
@@ -95,6 +95,7 @@ def run(arguments: KernelsArguments) -> int:
         lambda: encode_profile(profile),
         lambda: tables_of_one(entry, arguments.top),
         arguments.output,
+        answer_of(entry),
     )
     return OK
 

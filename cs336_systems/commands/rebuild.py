@@ -149,6 +149,5 @@ _KINDS: Mapping[str, Callable[[Path, Callable[[Path], Ceilings]], Directory]] = 
     CEILINGS_FILE: lambda path, _: Directory(path=path, study=StudyResults(*ceilings.load(path))),
     **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES if subject != "ceilings"},
     RUNS: _sweep,
-    COMPARISON_FILE: lambda path, _: Directory(path=path, compared=checked(partial(load_compared, path))),
 }
 """The function that reads a directory, by a file or folder that it contains; the first match in this order decides."""

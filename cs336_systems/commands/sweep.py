@@ -18,6 +18,7 @@ from cs336_systems.commands.flags import (
     FIELDS,
     FIRST,
     MAX_NAME_LENGTH,
+    OWN_PARTS,
     Flags,
     Flat,
     GlobalBatchSize,
@@ -187,6 +188,9 @@ class SweepArguments(Flags):
             if (found := FIELDS[name][1].by_device) is not None
         }
         values = usual | self._given() | {"precision": self.chosen_precisions}
+        for own, name, kind in OWN_PARTS:
+            if own in values and kind not in values.get(name, ()):
+                values[name] = (*values.get(name, ()), kind)
         return {name: values[name] for name in AXES if name in values}
 
     def _grid(self, on_gpu: bool) -> list[dict[str, Any]]:

@@ -318,7 +318,9 @@ class Work:
 
 
 def forward_work(config: RunConfig) -> tuple[Work, ...]:
-    """The matmuls of one forward pass and the lookup of the embedding; attention's FLOPs in full.
+    """The matmuls of one forward pass and the lookup of the embedding.
+
+    Attention's FLOPs are those of causal pairs where a fused kernel computes it, which skips the others, else in full.
 
     Every factor and result of a matmul counts once, in the type of the run's matmuls. A factor that several matmuls of
     a part share, such as the input of queries, keys and values, counts once in all. The scores of fused attention move
@@ -327,7 +329,7 @@ def forward_work(config: RunConfig) -> tuple[Work, ...]:
     element_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
     elements, moved_bytes = _matmul_elements(config), {Component.EMBEDDING: _embedding_bytes(config)}
     moved_bytes |= {part: found.forward_bytes(element_bytes, element_bytes) for part, found in elements.items()}
-    flops = forward_flops(config.model, config.batch_size)
+    flops = forward_flops(config.model, config.batch_size, causal=_is_fused(config.model))
     return tuple(
         Work(name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision)
         for part in Component

@@ -330,7 +330,8 @@ def _shipped(published: Path) -> Iterator[RunConfig]:
             size=size, model=replace(SIZES[size], attention=attention), precision=precision, mode=mode,
             device=Device.CUDA,
         )  # fmt: skip
-    alone = {"small": tuple(Parallel)[1:], "xl": tuple(Parallel)[1:], "2.7B": (Parallel.FSDP,)}
+    ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
+    alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,)}
     for size, ways in alone.items():
         for way, shards in itertools.product(ways, (False, True)):
             if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from cs336_systems.costs.shards import AHEAD, REST, aligned
 from cs336_systems.model.annotate import annotate
+from cs336_systems.model.own import blocks_of
 from cs336_systems.model.transformer import Embedding
 from cs336_systems.parallel.collectives import divide_gradients, graded, take_from_rank_0
 from cs336_systems.parallel.exchange import Collectives, Copies, Exchange, Started, start_gather
@@ -76,15 +77,6 @@ def parameters_of(module: nn.Module) -> list[ShardedParameter]:
             path = f"{prefix}.{name}" if prefix else name
             found.setdefault(parameter, ShardedParameter(path, parameter)).slots.append(ParameterSlot(owner, name))
     return list(found.values())
-
-
-def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the outermost ModuleLists in the module, such as the blocks of a Transformer."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from blocks_of(child)
 
 
 def units_of(module: nn.Module) -> list[Unit]:

@@ -19,7 +19,7 @@ from cs336_systems.report.sections.kernels.files import sections_of as kernel_se
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.kernels.tables import by_configuration
-from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memory
+from cs336_systems.report.sections.memory.findings import MemoryEntry, load_memory
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.tables import memory_tables
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections

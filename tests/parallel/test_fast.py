@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.costs.communication import sent_bytes
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.parallel import sharded_weights
+from tests.costs.live import sent_bytes
 from tests.parallel import fast
 from tests.parallel.ranks import ranks_of
 from tests.parallel.test_ways import distance

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, Profiler, RunConfig
-from cs336_systems.costs.communication import sent_bytes
 from cs336_systems.record import Measurement, RunRecord, Status, WarningCode, read_record
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.ranks import merge
 from cs336_systems.sweep.run import run_sweep
+from tests.costs.live import sent_bytes
 from tests.faults.harness import eventually, processes_in
 from tests.parallel.models import SLEEP_S
 from tests.report.writing import write_tables

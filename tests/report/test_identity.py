@@ -23,7 +23,7 @@ from cs336_systems.report.identity import PARALLEL, file_names, identities, name
 from cs336_systems.report.plots import draw
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Profiled
-from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.steps import AXES, results_table
 from cs336_systems.sweep.store import kernel_profile_path

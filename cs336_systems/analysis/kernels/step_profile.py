@@ -24,9 +24,10 @@ from cs336_systems.record import MAX_TIME_S, Count
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-MAX_TIME_NS, le=MAX_TIME_NS)]
 Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
-PROFILE_FORMAT_VERSION = 3
+PROFILE_FORMAT_VERSION = 4
 """Version 1 had merged kernels only: `PicturedStep` had `pieces`, but no `streams`, `copies` and `idle`. Version 2 had
-no phase `communication`, and nothing about collectives and other ranks."""
+no phase `communication`, and nothing about collectives and other ranks. Version 3 had no copies by kind, no
+distribution of idle times, no doubts, no rank, and convolutions among the matmuls."""
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
@@ -199,6 +200,20 @@ class IdleTimes:
     cause: IdleCause
     count: Count
     total_s: Time
+    median_s: Time | None = None
+    longest_s: Time | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTimes:
+    """Copies or fills of one kind over the steps, or (`kind` None) all of them."""
+
+    kind: str | None
+    """Direction and memory: `host to device, pageable`."""
+    count: Count
+    total_s: Time
+    alone_s: Time
+    """The part of the steps in which such copies ran on the device, and no kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,11 +307,7 @@ class IdleSpans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Kernels of one class and phase that follow each other closely on one stream of the pictured step.
-
-    If there are too many to draw, a piece holds all kernels that begin within one pixel, with the class that ran
-    longest.
-    """
+    """A kernel of the pictured step, or several that follow each other, with the class that ran longest."""
 
     stream: int
     phase: LaunchPhase
@@ -320,7 +331,7 @@ class PicturedStep:
     idle: tuple[IdleSpans, ...] = ()
     """The longest idle times with a known cause."""
     pieces: tuple[Piece, ...] = ()
-    """Merged kernels instead of `streams`, where they are too many or the profile is of format version 1."""
+    """Merged kernels instead of `streams`, in profiles of versions before 4 with many kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,6 +407,12 @@ class StepProfile:
     """Collectives by phase and kind; empty for a trace of a CPU."""
     ranks: tuple[RankTimes, ...] = ()
     """All ranks of a run on several ranks; everything else in the profile is about the first rank."""
+    copies: tuple[CopyTimes, ...] = ()
+    """The longest total first, then all together."""
+    doubts: tuple[str, ...] = ()
+    """What cannot be in so many events that no verdict is sure."""
+    rank: Count | None = None
+    """Rank of the process, if the file or its ranges name it."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 

@@ -45,7 +45,7 @@ from cs336_systems.report.sections.kernels.findings import is_launch_bound
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from cs336_systems.report.sections.kernels.tables import phase_rows
 from cs336_systems.report.sections.ladder import MAX_SLOWDOWN, ladder_section
-from cs336_systems.report.sections.memory.entries import MemoryEntry, by_category, check_words, difference_bytes, size
+from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes, size
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.plots import peak_charts
 from cs336_systems.report.sections.steps import BY_PHASE, PARTS, REST, phase_bars

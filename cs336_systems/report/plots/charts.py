@@ -283,6 +283,7 @@ PRECISION_COLOURS = {
 """The palette of Okabe and Ito (2008), which people with any colour vision tell apart."""
 CLASS_COLOURS = {
     KernelClass.MATMUL: "#0072B2",
+    KernelClass.CONVOLUTION: "#CCFFAA",
     KernelClass.ATTENTION: "#56B4E9",
     KernelClass.SOFTMAX: "#D55E00",
     KernelClass.ELEMENT_WISE: "#E69F00",

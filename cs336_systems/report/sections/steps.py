@@ -12,8 +12,9 @@ from typing import TypeVar
 import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.config import SETTINGS, UNSIZED, Mode, Precision, RunConfig
-from cs336_systems.record import Status, WarningCode
+from cs336_systems.analysis.warnings import DOUBTFUL
+from cs336_systems.config import SETTINGS, UNSIZED, Mode, Phase, Precision, RunConfig
+from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column, three_digits
 from cs336_systems.report.frame import (
     RESULTS,
@@ -67,7 +68,7 @@ from cs336_systems.report.words import (
     status_text,
     warning_counts,
 )
-from cs336_systems.text import text_of
+from cs336_systems.text import counted, text_of
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
@@ -84,6 +85,24 @@ OFFERED = "Offered: what the factory of a model of one's own was given to choose
 MOST_NAMED = 8
 """Most configurations that a finding names one by one."""
 DOUBTED = f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."
+
+
+def step_answer(frame: pd.DataFrame, record: RunRecord) -> list[str]:
+    """Three sentences on one run: its times, its speed and peak of memory, and what puts the times in doubt."""
+    (row,), measured = rows_of(frame), record.measurement(Phase.STEP)
+    if measured is None:
+        return []
+    low, median, high = (significant(1e3 * time_s) for time_s in
+                         (measured.min_s, measured.median_s, max(measured.times_s)))  # fmt: skip
+    phases = ", ".join(f"{column(key).name} {column(key).cell(row)}" for key in PHASES if row[key])
+    found = known([column(key) for key in ("tokens_per_s", "mfu", "peak_allocated_gib")], [row])
+    speed = ", ".join(f"{each.label} {each.cell(row)}" for each in found)
+    doubts = ", ".join(w.code for w in record.warnings if w.code in DOUBTFUL)
+    return [
+        f"A step takes {column('step_mean_ms').cell(row)} ms: {phases}.",
+        f"Minimum {low}, median {median}, maximum {high} ms in {counted(len(measured.times_s), 'step')}; {speed}.",
+        f"The times are in doubt: {doubts}." if doubts else "Nothing puts the times in doubt.",
+    ]
 
 
 def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
@@ -219,7 +238,7 @@ ALONG = {
     WARMUP: "warm-up steps",
 }
 """Settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
-CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer"}
+CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer", "bucket_mib"}
 """Settings with named values, whose points no line joins; tables list them in the order in which they are declared."""
 TIME = ("time (ms), mean ± std", "step_mean_ms", "step_std_ms")
 SHOWN = {

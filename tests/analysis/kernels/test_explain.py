@@ -13,7 +13,7 @@ import pytest
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels import explain as explaining
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import CELLS, MAX_IDLE, read_trace
+from cs336_systems.analysis.kernels.explain import MAX_IDLE, read_trace
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile, encode_profile
 from tests.analysis.kernels.kineto_files import events_of, write_trace
@@ -223,7 +223,7 @@ def test_several_processes_are_taken_together() -> None:
         for value in ("launches", "kernel_s", "busy_s", "wall_s", "host_s"):
             apart = [getattr(one.phases[index], value) for one in alone]
             assert getattr(times, value) == apart[0] + apart[1]
-    assert "There are 2 processes" in both.notes[-1]
+    assert any("There are 2 processes" in note for note in both.notes)
 
 
 def test_a_host_without_a_device_has_operators() -> None:
@@ -288,7 +288,10 @@ def test_every_kernel_of_the_step_is_kept_as_it_was(seed: int) -> None:
         phase = "forward" if launch < 2_000 else "backward" if launch < 4_000 else "unattributed"
         inner = [s for s in made.spans[3:] if s.start_ns <= launch < s.end_ns]
         path = tuple(s.name for s in sorted(inner, key=lambda span: span.start_ns))
-        expected.append((device, stream, start - 100, duration, launch - 100, name, phase, path))
+        expected.append((device, stream, start, duration, launch, name, phase, path))
+    # times count from when the device has finished what was launched before the step
+    zero = max([100, *(k.start_ns + k.duration_ns for k in made.kernels if (k.launch_ns or 0) < 100)])
+    expected = [(*row[:2], row[2] - zero, row[3], row[4] - zero, *row[5:]) for row in expected]
     found = profile(made)
     assert sorted(kernels_of(found)) == sorted(expected)
     for stream in found.pictured.streams:
@@ -344,17 +347,9 @@ def test_only_the_longest_idle_times_are_kept() -> None:
     assert (len(lengths), set(lengths)) == (MAX_IDLE, {50})
 
 
-def test_a_picture_of_very_many_kernels_is_bounded_and_loses_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 4 * CELLS
-    monkeypatch.setattr(explaining, "MAX_KERNELS", count - 1)
-    made = Recording(spans=[Span("step", 0, 20 * count), Span("forward", 0, 20 * count)])
-    made.kernels = [
-        Kernel("gemm" if i % 2 else "softmax", 20 * i, start_ns=20 * i, duration_ns=9 if i % 2 else 5)
-        for i in range(count)
-    ]
-    found = profile(made).pictured
-    assert (len(found.pieces), found.streams) == (CELLS, ())
-    assert {piece.kind for piece in found.pieces} == {"matrix product"}
-    assert sum(ns(piece.busy_s) for piece in found.pieces) == 7 * count
-    monkeypatch.setattr(explaining, "MAX_KERNELS", count)
-    assert sum(map(sum, (stream.duration_ns for stream in profile(made).pictured.streams))) == 7 * count
+def test_a_step_of_very_many_kernels_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Recording(spans=[Span("step", 0, 800), Span("forward", 0, 800)])
+    made.kernels = [Kernel("gemm", 20 * i, start_ns=20 * i, duration_ns=9) for i in range(40)]
+    for limit, has_picture in ((39, False), (40, True)):
+        monkeypatch.setattr(explaining, "MAX_KERNELS", limit)
+        assert (profile(made).pictured is not None) is has_picture

@@ -27,16 +27,18 @@ from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing
 from cs336_systems.report.section import Section, Table, findings_table, known, make_table, with_note
-from cs336_systems.report.sections.memory.entries import (
+from cs336_systems.report.sections.memory.findings import (
     GIB_CELL,
     MIB_CELL,
     START,
     MemoryEntry,
     MemoryUnit,
     about,
+    answer,
     check_words,
     difference_bytes,
     fields_of,
+    findings,
     in_unit,
     innermost,
     moment_ms,
@@ -45,7 +47,6 @@ from cs336_systems.report.sections.memory.entries import (
     typical,
     unit_for,
 )
-from cs336_systems.report.sections.memory.findings import answer, findings
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from cs336_systems.report.words import GIB, MIB, label, percent, ratio
 from cs336_systems.text import counted

@@ -10,9 +10,11 @@ from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels import files as kernel_files
+from cs336_systems.report.sections.kernels import findings as kernel_findings
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import (
     MAX_MODULES,
+    answer_of,
     collapsed,
     host_calls_section,
     idle_section,
@@ -55,12 +57,15 @@ def names(directory):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_findings_are_numbered_in_their_order(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_files, "findings", lambda *_: ("first", "second"))
-    table = tables_of_one(of_file(), 3)[0]
-    assert (table.title, table.rows) == ("Findings", (("1", "first"), ("2", "second")))
+def test_the_answer_has_three_sentences_and_further_findings_are_lines(monkeypatch, tmp_path):
+    for found in (("1st",), ("1st", "2nd", "3rd", "4th", "5th")):
+        for module in (kernel_files, kernel_findings):
+            monkeypatch.setattr(module, "findings", lambda *_, found=found: found)
+        lines = answer_of(of_file())
+        assert lines[: len(found[:3])] == list(found[:3])
+        assert all(lines[:3])
+        assert lines[3:] == (["", "- 4th", "- 5th"] if len(found) > 3 else [])
     monkeypatch.setattr(kernel_files, "findings", lambda *_: ())
-    assert tables_of_one(of_file(), 3)[0].title == "Phases of a step"
     write_kernels(of_file(), tmp_path, 3)
     assert "Nothing stands out." in (tmp_path / "findings.md").read_text()
 
