@@ -175,17 +175,15 @@ def test_pictures_follow_the_theme_and_are_printed_in_light(show) -> None:
     assert tab.locator("#bars text", has_text="Bars of small").is_visible()
 
     def looks():
-        parts = ("#bars text", "fill"), ("body", "backgroundColor")
-        return [tab.evaluate(f"getComputedStyle(document.querySelector('{where}')).{what}") for where, what in parts]
+        parts = {"#bars text": "fill", "body": "backgroundColor"}
+        return [tab.evaluate(f"getComputedStyle(document.querySelector('{at}')).{what}") for at, what in parts.items()]
 
     light = looks()
     assert light == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
     tab.click("#page-theme")
     assert looks() == ["rgb(230, 230, 230)", "rgb(20, 23, 27)"]
     tab.emulate_media(media="print")
-    assert light == [
-        tab.evaluate(f"getComputedStyle(document.querySelector('{where}')).{what}") for what, where in looks
-    ]
+    assert looks() == light
     assert not tab.locator("button:visible, nav:visible, .tools:visible").count()
     assert tab.pdf().startswith(b"%PDF")
 
