@@ -73,7 +73,11 @@ def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", [cli.benchmark, cli.sweep, cli.precision, cli.main])
-def test_help_is_for_people(command: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_for_people_and_the_version_that_of_the_package(
+    command: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(command, ["--version"]) == 0
+    assert capsys.readouterr().out.split()[-1] == cs336_systems.__version__
     assert status_of(command, ["--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: ")
@@ -109,14 +113,6 @@ def test_a_subcommand_does_what_the_script_of_its_name_does(
     assert [script(argv), cli.main([name, *argv])] == [status, status]
     by_script, by_subcommand = given
     assert by_script == by_subcommand
-
-
-@pytest.mark.parametrize("command", [cli.benchmark, cli.sweep, cli.precision, cli.main])
-def test_the_version_is_that_of_the_package(
-    command: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(command, ["--version"]) == 0
-    assert capsys.readouterr().out.split()[-1] == cs336_systems.__version__
 
 
 # One run
