@@ -30,7 +30,6 @@ from cs336_systems.report.page.write import (
     Page,
     PictureBlock,
     Prose,
-    Shelf,
     TableBlock,
     Tile,
 )
@@ -131,14 +130,12 @@ def page_of(directory: Directory) -> Page:
 
 def list_of(root: Path, pages: Mapping[Path, tuple[str, Page]], unreadable: Mapping[Path, str]) -> Page:
     """The list of all pages below `root`, by their directories relative to it and with their subjects."""
-    shelves = []
+    shelves: dict[str, list[Entry]] = {}
     for subject, title in SUBJECTS.items():
-        entries = [
-            Entry(link=f"{quote(os.fsencode(path.as_posix()))}/{PAGE_FILE}", name=str(path), page=page)
-            for path, (own, page) in pages.items()
-            if own == subject
-        ]
-        shelves += [Shelf(title=title, entries=entries)] if entries else []
+        for path, (own, page) in pages.items():
+            if own == subject:
+                link = f"{quote(os.fsencode(path.as_posix()))}/{PAGE_FILE}"
+                shelves.setdefault(title, []).append(Entry(link=link, name=str(path), page=page))
     lost = [f"{path}: {why}" for path, why in unreadable.items()]
     chapters = [Chapter(id="unreadable", title="What cannot be read", blocks=[Prose(paragraphs=lost)])] if lost else []
     title = f"All results in {root.resolve().name}"

@@ -69,7 +69,7 @@ def figure_of(chart: Chart) -> Figure:
     height, weights = rows * chart.size[1], [1.0] * rows
     if chart.is_lying:
         weights = [len(panel.x.names) + 0.3 for panel in chart.panels]
-        names = [_wrapped(name) for panel in chart.panels for name in panel.x.names]
+        names = [wrapped(name) for panel in chart.panels for name in panel.x.names]
         height = 0.4 * rows + len(names) * max([0.36, *(0.16 * (1 + name.count("\n")) for name in names)])
     handles = {
         inert(label): Patch(**_look(style))
@@ -271,7 +271,7 @@ def _label(axes: Axes, chart: Chart, number: int) -> None:
     is_left, is_last = number % chart.columns == 0, number + chart.columns >= len(chart.panels)
     axes.set_title(inert(title), fontsize=10)
     if chart.is_lying:
-        axes.set_yticks(range(len(panel.x.names)), [_wrapped(name) for name in panel.x.names], linespacing=1.3)
+        axes.set_yticks(range(len(panel.x.names)), [wrapped(name) for name in panel.x.names], linespacing=1.3)
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel(inert(panel.y.label) if is_last else "", fontsize=9)
         return
@@ -303,10 +303,6 @@ def _show_decades(axis: AnyAxis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _wrapped(name: str) -> str:
-    return wrapped(name, LONGEST_LABEL)
-
-
 CROSS: Final[dict[str, Any]] = {
     "marker": "X", "markersize": 7, "color": FAILURE_COLOUR, "linestyle": "none",
     "zorder": 5, "markeredgecolor": "white",
@@ -325,7 +321,7 @@ def inert(text: str, longest: int = LONGEST_TEXT) -> str:
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
-def wrapped(text: str, longest: int) -> str:
+def wrapped(text: str, longest: int = LONGEST_LABEL) -> str:
     """The text, inert, on lines that are at most so long; of more than three lines the middle is left out."""
     whole = inert_line(text)
     short = whole if len(whole) <= 3 * longest else f"{whole[: 2 * longest - 1]}…{whole[-longest:]}"
