@@ -22,7 +22,6 @@ from tests.analysis.kernels.tracing import (
     FORWARD_KERNELS,
     LOSS_KERNELS,
     OPTIMIZER_KERNELS,
-    PROCESS,
     Call,
     Kernel,
     Recording,
@@ -164,13 +163,6 @@ def test_an_empty_trace() -> None:
     assert decode_profile(encode_profile(found)) == found
 
 
-def test_kernels_without_a_launch_or_outside_are_left() -> None:
-    made = training(2)
-    made.kernels += [Kernel("lost", None, duration_ns=3), Kernel("early", 1, start_ns=2, duration_ns=4)]
-    left = profile(made).left
-    assert (left.no_launch, ns(left.no_launch_s), left.outside, ns(left.outside_s)) == (1, 3, 1, 4)
-
-
 def test_steps_told_from_threads_end_where_the_next_begins() -> None:
     found = profile(training(3, phases=False))
     assert found.phases_from == (PhaseSource.THREADS,)
@@ -204,13 +196,6 @@ def test_statistics_of_kernels_are_pythons(seed: int) -> None:
     for phase in set(phases):
         totals = [row.total_s for row in rows if row.phase == phase]
         assert totals == sorted(totals, reverse=True)
-
-
-def test_what_is_computed_again_is_told() -> None:
-    made = Recording(spans=[Span("forward", 0, 10), Span("backward", 10, 90), Span("forward", 20, 30, PROCESS + 101)])
-    made.kernels = [Kernel("a", 5, duration_ns=3), Kernel("a", 25, PROCESS + 101, duration_ns=7), Kernel("b", 50)]
-    found = profile(made)
-    assert {t.phase.value: [ns(v) for v in t.recomputed_s] for t in found.phases} == {"forward": [0], "backward": [7]}
 
 
 def test_several_processes_are_taken_together() -> None:
@@ -311,12 +296,6 @@ def test_copies_of_the_step_are_kept_apart_from_its_kernels() -> None:
         (7, "Memcpy", "forward", (60, 600), (5, 5)), (7, "Memset", "forward", (300,), (5,)),
         (7, "Memcpy", "backward", (650,), (5,)), (8, "Memset", "forward", (320,), (5,)),
     ]  # fmt: skip
-
-
-def test_kernels_without_a_launch_in_the_file_have_none() -> None:
-    made = Recording(kernels=[Kernel("a", 5, start_ns=10, duration_ns=30), Kernel("b", None, start_ns=50)])
-    made.calls = [Call("cudaDeviceSynchronize", 0, 100)]
-    assert [kernel[4] for kernel in kernels_of(profile(made))] == [5, None]
 
 
 def test_idle_times_are_the_times_without_a_kernel() -> None:
