@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from cs336_systems.report.results import Study
     from cs336_systems.studies.operators import AttentionStudy, FusionStudy
     from cs336_systems.studies.precision_records import PrecisionStudy
-    from cs336_systems.studies.step_parts import StepParts
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
 StudyT = TypeVar("StudyT", bound="Study")
@@ -186,12 +185,8 @@ def show_study(
     directory: Path | None,
     *,
     as_json: bool,
-    parts: "StepParts | None" = None,
 ) -> StudyT:
-    """Measure, showing progress; write the results into the directory, if one is given; print and return them.
-
-    `parts` of a step are on the roofline of ceilings.
-    """
+    """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
     from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import StudyResults
@@ -201,7 +196,7 @@ def show_study(
     with json_alone(as_json) as print_json:
         with StatusLine() as status:
             study = measure(status)
-            results = StudyResults(study, parts)
+            results = StudyResults(study)
             if directory is not None:
                 status("drawing and writing")
                 results.write(directory)
