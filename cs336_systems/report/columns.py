@@ -333,6 +333,7 @@ COLUMNS: dict[str, Column] = {
                             "Used on the device at the end: CUDA context, libraries, other processes."),
     "gpu_index": Column("device", "index", "Index of the GPU."),
     "recorded_steps": Column("steps", "steps", "Steps in the recording."),
+    "flops": Column("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
     "status": _text("status", "How the run ended.", write=status_text),
     "peak_allocated_bytes": Column("peak", "",
                                    "The most in blocks at any time, as torch.cuda.max_memory_allocated() counts."),
