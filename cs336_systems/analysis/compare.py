@@ -149,11 +149,6 @@ def _exp(logarithm: float) -> float:
     return math.exp(min(logarithm, 700))  # two processes 10x apart give an interval beyond what a float holds
 
 
-def least_difference() -> float:
-    """Relative difference below which one process of each side cannot tell, however little its steps scatter."""
-    return math.expm1(_half_width(2 * (TIME_DEVIATION**2 + PROCESS_DEVIATION**2), [], CONFIDENCE))
-
-
 def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
     """The order A B B A A B ... as pairs of configuration and repeat, in which a steady drift does not favour a side.
 

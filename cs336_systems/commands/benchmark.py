@@ -132,7 +132,10 @@ def run(arguments: BenchmarkArguments) -> int:
             # nsys writes its report to the path in its own command line
             profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
             if config.is_shared:
-                record = _measure_on_ranks(config, runs, arguments.timeout_s, status)
+                from cs336_systems.sweep.run import measure_one
+
+                status(f"measuring on {counted(config.ranks, 'rank')}")
+                record = measure_one(config, runs, timeout_s=arguments.timeout_s)
             else:
                 record = _measure(config, profile, status, arguments.until_stable)
             write_record(record, runs)
@@ -164,14 +167,6 @@ def _measure(config: RunConfig, profile: Path | None, status: "StatusLine", unti
     record = measure(config, profile=profile, say=status, until_stable=until_stable)
     os.chdir(here)  # the user's own model may have changed it
     return record
-
-
-def _measure_on_ranks(config: RunConfig, runs: Path, timeout_s: float, status: "StatusLine") -> RunRecord:
-    """Measure in processes that are started for the ranks."""
-    from cs336_systems.sweep.run import measure_one
-
-    status(f"measuring on {counted(config.ranks, 'rank')}")
-    return measure_one(config, runs, timeout_s=timeout_s)
 
 
 def print_measured(record: RunRecord, runs: Path) -> None:

@@ -94,7 +94,7 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     from cs336_systems.report.compared import Sides, compare_sides, records_at
 
     if arguments.baseline is not None:
-        kept = arguments.output / "baselines" / _plain(arguments.baseline)
+        kept = arguments.output / "baselines" / checked(functools.partial(checked_name, arguments.baseline))
         if arguments.b is not None or not both_on_disk(arguments.a, arguments.a):
             raise UsageError("--baseline compares one directory of results with those kept earlier; leave out B")
         if not kept.exists():
@@ -135,7 +135,8 @@ def _measure(
     from cs336_systems.report.compared import by_parity, compare_sides
 
     a, b = configs
-    name = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else _plain(arguments.name)
+    given = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else arguments.name
+    name = checked(functools.partial(checked_name, given))
     directory = arguments.output / "e2e_benchmark" / name
     if not arguments.fresh:
         _refuse_another(configs, directory)
@@ -201,11 +202,6 @@ def _guard(compared: "Compared", percent: float | None) -> int:
         f"of {len(unknown)} it cannot be told"
     )
     return FAILED if slower else OK
-
-
-def _plain(name: str) -> str:
-    """The name itself; raise UsageError unless it is a plain directory name."""
-    return checked(functools.partial(checked_name, name))
 
 
 def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:

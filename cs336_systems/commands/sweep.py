@@ -437,7 +437,7 @@ def measure_all(
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,
         )  # fmt: skip
     with StatusLine() as status:
-        show_results({directory: outcome.records}, directory, status, print_json)
+        show_results(outcome.records, directory, directory, status, print_json)
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 from cs336_systems.report.words import (
@@ -105,24 +106,12 @@ def column(key: str, **changes: Unpack[Changes]) -> Column:
     return replace(found, std=f"{key}_std", doubt=f"{key}_is_doubted") if found.derived else found
 
 
-def two_digits(value: float) -> str:
-    """To two significant digits."""
-    return significant(value, 2)
-
-
-def three_digits(value: float) -> str:
-    """To three significant digits."""
-    return significant(value, 3)
+two_digits, three_digits, six_digits = (partial(significant, digits=digits) for digits in (2, 3, 6))
 
 
 def four_decimals(value: float) -> str:
     """Signed, to four decimals."""
     return f"{value:+z.4f}"
-
-
-def six_digits(value: float) -> str:
-    """To six significant digits."""
-    return significant(value, 6)
 
 
 def short(value: float) -> str:

@@ -13,13 +13,10 @@ from cs336_systems.analysis.compare import (
     CONFIDENCE,
     LEAST_EFFECT,
     PROCESS_DEVIATION,
-    STEP_FACTOR,
-    TIME_DEVIATION,
     Comparison,
     Matching,
     Verdict,
     compare_processes,
-    least_difference,
     match,
     refuse_unlike,
     without_profiled,
@@ -285,13 +282,9 @@ def _counted(rows: Sequence[Row]) -> Iterator[str]:
 def _rules(rows: Sequence[Row]) -> Iterator[str]:
     """What the interval of the ratio rests on."""
     numbers = [min(row["a_processes"], row["b_processes"]) for row in rows if row["ratio"] is not None]
-    level = f"{100 * CONFIDENCE:g} % interval of the ratio"
-    if any(number >= FEWEST for number in numbers):
-        yield f"{level} where both sides have {FEWEST} processes or more: Welch's, over their means."
-    if any(number < FEWEST for number in numbers):
+    if numbers:
+        few = f"; with fewer than {FEWEST} on a side, a deviation between processes of {100 * PROCESS_DEVIATION:g} %"
         yield (
-            f"{level} where a side has fewer than {FEWEST} processes: a process's mean is taken to have a standard "
-            f"deviation of {100 * PROCESS_DEVIATION:g} % and {STEP_FACTOR:g} times that of its steps, and a time of "
-            f"measurement one of {100 * TIME_DEVIATION:g} %. One process of each side cannot tell differences below "
-            f"{100 * least_difference():.1f} %: repeats can (--repeats {FEWEST})."
+            f"{100 * CONFIDENCE:g} % interval of the ratio: Welch's, over the means of processes"
+            f"{few + ' is assumed (--repeats shows it)' if min(numbers) < FEWEST else ''}."
         )

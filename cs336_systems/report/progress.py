@@ -113,8 +113,8 @@ class TerminalListener(Listener):
         )  # fmt: skip
         self._task: TaskID | None = None
         self._running: dict[str, str] = {}
-        self._numbers: dict[RunConfig, int] = {}
-        """Numbers of the runs that this command, not an earlier one, has started; a second try keeps its number."""
+        self._started: set[RunConfig] = set()
+        """The runs that this command, not an earlier one, has started."""
         self._lines = StatusLine()
         self._total = 0
 
@@ -148,11 +148,11 @@ class TerminalListener(Listener):
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those in progress; without a bar, in a line of its own."""
         label = self._label(config)
-        number = self._numbers.setdefault(config, len(self._numbers))
+        self._started.add(config)
         is_named = gpu is not None and gpu.index > 0 and not config.is_shared
         self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and is_named else label
         if not self.console.is_terminal:
-            self._lines(self._running[config.key], number, self._total)
+            self._lines(self._running[config.key], len(self._started) - 1, self._total)
         self._show()
 
     def finished(self, record: RunRecord) -> None:
@@ -170,7 +170,7 @@ class TerminalListener(Listener):
     def explaining(self, config: RunConfig) -> None:
         """Show whose profile is being explained; without a bar, only if an earlier command measured the run."""
         self._running[config.key] = doing = f"explaining the profile of {self._label(config)}"
-        if not self.console.is_terminal and config not in self._numbers:
+        if not self.console.is_terminal and config not in self._started:
             self._lines(doing)
         self._show()
 

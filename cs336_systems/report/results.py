@@ -1,6 +1,6 @@
 """The results of sweeps, their one frame and their sections; and those of studies, as their pages show them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,17 +52,6 @@ class Results:
         """The records with the explained profiles in the sweep's directory; a missing profile is a warning."""
         kernels, memory = load_profiled(records, directory), load_memory(records, directory)
         return cls(records=records, kernels=kernels, memory=memory, ceilings=ceilings)
-
-    @classmethod
-    def together(cls, several: Iterable["Results"], ceilings: Ceilings) -> "Results":
-        """The results of several sweeps taken together, as if they were one."""
-        found = list(several)
-        return cls(
-            records=[record for results in found for record in results.records],
-            kernels=[entry for results in found for entry in results.kernels],
-            memory=[entry for results in found for entry in results.memory],
-            ceilings=ceilings,
-        )
 
     @property
     def published(self) -> list[RunRecord]:

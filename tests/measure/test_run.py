@@ -438,13 +438,6 @@ def test_a_model_s_own_code_that_raises_an_interrupt_is_a_crash() -> None:
     assert "in interrupted" in record.failure.traceback
 
 
-def test_a_model_that_ends_the_process_does_not_end_it() -> None:
-    record = measure(replace(CONFIG, model_factory="tests.own_models:ends_the_process"))
-    assert record.status is Status.CRASHED
-    assert "status 0" in record.failure.message
-    assert record.failure.where == "set-up"
-
-
 def test_an_interrupt_is_no_failure_of_the_run(ctrl_c_is_heard: None) -> None:
     def interrupt(step: int) -> None:
         raise KeyboardInterrupt

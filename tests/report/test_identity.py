@@ -21,12 +21,11 @@ from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
 from cs336_systems.report.plots import draw
-from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
-from cs336_systems.report.sections.steps import results_table
+from cs336_systems.report.sections.steps import AXES, results_table
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of

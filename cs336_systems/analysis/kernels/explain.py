@@ -19,7 +19,6 @@ from cs336_systems.analysis.columns import (
     ZIP_MAGIC,
     Mask,
     ProfileError,
-    groups,
     read_head,
     what_it_is,
 )
@@ -40,11 +39,8 @@ from cs336_systems.analysis.kernels.communication import (
     without_rank,
 )
 from cs336_systems.analysis.kernels.device_time import (
-    CAUSES,
-    UNKNOWN_CAUSE,
     DeviceSteps,
     DeviceWindows,
-    Gaps,
     busy_devices,
     busy_ns,
     copy_times,
@@ -75,14 +71,12 @@ from cs336_systems.analysis.kernels.nsys import NEEDED as NSYS_FILE
 from cs336_systems.analysis.kernels.nsys import export, read_nsys
 from cs336_systems.analysis.kernels.phases import PHASES, check_names
 from cs336_systems.analysis.kernels.step_profile import (
-    IdleSpans,
     KernelTimes,
     Left,
     ModuleTimes,
     PhaseTimes,
     PicturedStep,
     StepProfile,
-    StreamCopies,
     StreamKernels,
     Window,
     Work,
@@ -137,7 +131,6 @@ def summarise(
     parts = range_parts(attribution, AttentionNames() if names is None else names)
     kernels = with_roles(work[~work["is_copy"]].assign(kind=kind), attribution, parts)
     in_step, step = kernels[kernels["step"] >= 0], _median_step(spans)
-    copies = work[work["is_copy"] & (work["step"] == step)]
     by_kernel, by_module = kernel_times(in_step, trace.strings), module_times(in_step, parts)
     attention, attention_notes = attention_times(in_step, parts, model, batch_size)
     grave, slight = doubts(attribution)
@@ -167,8 +160,6 @@ def summarise(
             spans,
             windows,
             _with_rows(in_step[in_step["step"] == step], by_kernel, by_module, trace.strings, parts),
-            copies.assign(text=[trace.strings[name] for name in copies["name"]]),
-            gaps,
         ),
         notes=(
             *attribution.notes,
@@ -291,9 +282,7 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
 
 
 MAX_KERNELS = 50_000
-"""A step of more kernels and copies, which would take some 2 MB, has no picture."""
-MAX_IDLE = 3000
-"""Only the longest idle times are kept."""
+"""A step of more kernels, which would take some 2 MB, has no picture."""
 
 
 def _median_step(spans: DeviceSteps) -> int:
@@ -307,14 +296,11 @@ def _picture(
     spans: DeviceSteps,
     windows: DeviceWindows,
     kernels: pd.DataFrame,
-    copies: pd.DataFrame,
-    gaps: Gaps,
 ) -> PicturedStep | None:
-    """The picture of one step; `kernels` are from `_with_rows`, `copies` have their names in the column `text`."""
+    """The picture of one step; `kernels` are from `_with_rows`."""
     start = int(spans.origin_ns[step])
     wall = int(spans.end_ns[step]) - start
-    kernels, copies = _by_stream(kernels, start), _by_stream(copies, start)
-    if len(kernels) + len(copies) > MAX_KERNELS:
+    if len(kernels) > MAX_KERNELS:
         return None
     return PicturedStep(
         step=step,
@@ -329,9 +315,7 @@ def _picture(
             )
             for row in np.flatnonzero(windows.step == step).tolist()
         ),
-        streams=tuple(_streams(kernels)),
-        copies=tuple(_copies(copies)),
-        idle=tuple(_idle(gaps, step, start)),
+        streams=tuple(_streams(_by_stream(kernels, start))),
     )
 
 
@@ -371,30 +355,3 @@ def _streams(rows: pd.DataFrame) -> Iterator[StreamKernels]:
             kernel=tuple(own["kernel_row"].tolist()),
             module=tuple(own["module_row"].tolist()),
         )
-
-
-def _copies(rows: pd.DataFrame) -> Iterator[StreamCopies]:
-    for _, own in rows.groupby(["device", "stream", "text", "phase"], sort=False):
-        yield StreamCopies(
-            device=int(own["device"].iloc[0]),
-            stream=int(own["stream"].iloc[0]),
-            name=own["text"].iloc[0][:MAX_NAME],
-            phase=PHASES[own["phase"].iloc[0]],
-            start_ns=tuple(own["start_ns"].tolist()),
-            duration_ns=tuple(own["duration_ns"].tolist()),
-        )
-
-
-def _idle(gaps: Gaps, step: int, start: int) -> Iterator[IdleSpans]:
-    rows = np.flatnonzero((gaps.step == step) & (gaps.cause != UNKNOWN_CAUSE))
-    length = gaps.end_ns - gaps.start_ns
-    rows = np.sort(rows[np.argsort(-length[rows], kind="stable")[:MAX_IDLE]])
-    for device, of_device in groups(gaps.device[rows]):
-        for cause, own in groups(gaps.cause[rows[of_device]].astype(np.int64)):
-            chosen = rows[of_device[own]]
-            yield IdleSpans(
-                device=device,
-                cause=CAUSES[cause],
-                start_ns=tuple((gaps.start_ns[chosen] - start).tolist()),
-                duration_ns=tuple(length[chosen].tolist()),
-            )

@@ -10,7 +10,7 @@ from cs336_systems.record import Status
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.plots import charts, draw
 from cs336_systems.report.plots.charts import Axis, Curve, Line, Panel, Point
-from cs336_systems.report.plots.steps import named_rows, split
+from cs336_systems.report.sections.steps import named_rows, split
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
 from tests.report.writing import write_plots
