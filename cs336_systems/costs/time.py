@@ -20,7 +20,6 @@ from cs336_systems.config import (
     Device,
     Mode,
     OptimizerKind,
-    Parallel,
     Phase,
     Precision,
     RunConfig,
@@ -154,7 +153,7 @@ def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -
     found = []
     for config in configs:
         if config.device is Device.CUDA and (of_users or config.model_factory is None):
-            alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+            alone = config.alone
             found += [each for each in (config, alone) if each == each.without_shortcuts or is_fast_step(each)]
     prepare(found)
 
@@ -234,7 +233,7 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
 
     Those of a rank are those of one process, but that its optimizer updates its share.
     """
-    tape = tape_of(replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False))
+    tape = tape_of(config.alone)
     found: dict[Phase, list[Operation]] = {
         phase: [tape.operations[number] for number in tape.launches[first:stop]]
         for phase, _, (first, stop) in phases_of(tape, -1)
