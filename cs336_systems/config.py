@@ -25,6 +25,8 @@ MAX_RANKS = 2**20
 """Most ranks of one step, more than any step has had: a step of many ranks is predicted, and not measured."""
 MAX_MEASURED_RANKS = 64
 """Most ranks of a measured step: they are processes of one machine, which has at most 16 GPUs, or more CPU cores."""
+BUCKET_MIB = 25
+"""Usual MiB of gradients that are averaged together, as in PyTorch's DistributedDataParallel."""
 MAX_PADDING = 2**16
 """Largest multiple that a vocabulary may be padded to; no kernel needs a larger one."""
 MODULE_DEPTH = 3
@@ -91,11 +93,12 @@ class SdpaBackend(StrEnum):
 
 
 class OptimizerKind(StrEnum):
-    """AdamW written out, one tensor at a time, or PyTorch's foreach or fused AdamW."""
+    """AdamW written out, one tensor at a time, PyTorch's foreach or fused AdamW, or the user's own optimizer."""
 
     ADAMW = "adamw"
     FOREACH = "foreach"
     FUSED = "fused"
+    OWN = "own"
 
 
 class CompileMode(StrEnum):
@@ -121,6 +124,7 @@ class Parallel(StrEnum):
     FSDP = "fsdp"
     FSDP_PUSH = "fsdp-push"
     FSDP2 = "fsdp2"
+    OWN = "own"
 
     @property
     def shards_parameters(self) -> bool:
@@ -135,7 +139,7 @@ class Parallel(StrEnum):
     @property
     def takes_any_tensor(self) -> bool:
         """Whether gradients of other tensors than parameters can be averaged, and CUDA graphs can hold collectives."""
-        return self not in (Parallel.DDP, Parallel.FSDP2)
+        return self not in (Parallel.DDP, Parallel.FSDP2, Parallel.OWN)
 
     @property
     def writes_to_others(self) -> bool:
@@ -301,6 +305,7 @@ def _needs(needed: str, is_met: Callable[[Any], bool], found: str, subject: str 
 
 
 _OUR_MODEL = _needs("this project's model", lambda run: run.model_factory is None, "--model {config.model_factory!r}")
+_NOT_OF_A_MODULE = "{flag} must be package.module:Class, got "
 _BF16 = _needs("--precision bf16", lambda run: run.precision is Precision.BF16, "--precision {config.precision}")
 _UNSCALED = _needs(
     "a precision whose loss is not scaled", lambda run: run.precision is not Precision.FP16,
@@ -390,10 +395,29 @@ class RunConfig:
     optimizer: Annotated[
         OptimizerKind,
         Setting(
-            "adamw: written out, one tensor at a time. foreach, fused: PyTorch's.", plural="optimizer",
-            chosen_by_fast=True, word="", label=1, note="{} optimizer", axis="optimizer",
+            "adamw: written out, one tensor at a time. foreach, fused: PyTorch's. own: that of --own-optimizer.",
+            plural="optimizer", chosen_by_fast=True, word="", label=1, note="{} optimizer", axis="optimizer",
+            rules=(
+                _needs(
+                    "--own-optimizer", lambda run: run.optimizer is not OptimizerKind.OWN or run.own_optimizer, "none"
+                ),
+            ),
         ),
     ] = OptimizerKind.ADAMW
+    own_optimizer: Annotated[
+        str | None,
+        Setting(
+            "Your own optimizer as package.module:Class, a torch.optim.Optimizer; or a sharded one, whose "
+            "optimizer_cls is that of a rank's share (torch.optim.AdamW). A sweep has it beside --optimizer.",
+            metavar="MODULE:CLASS", default="none", word="", label=1, column="",
+            rules=(
+                Rule(lambda run: is_import_name(run.own_optimizer), _NOT_OF_A_MODULE + "{config.own_optimizer!r}"),
+                _needs("--optimizer own", lambda run: run.optimizer is OptimizerKind.OWN, "{config.optimizer}"),
+                _UNSCALED,
+                Rule(lambda run: not run.shard_optimizer, "{flag} cannot be combined with --shard-optimizer, ours"),
+            ),
+        ),
+    ] = None
     compile: Annotated[
         CompileMode,
         Setting(
@@ -483,7 +507,13 @@ class RunConfig:
             "residual stream and the branch), and recompute the rest in backward; 0 saves everything.",
             plural="checkpoint_blocks", several="Several make a study of what it costs and saves.", least=0,
             default="0, and with --fast 1 where the step does not fit",
-            word="checkpoint", label=1, rules=(_OUR_MODEL,), axis="blocks per checkpoint",
+            word="checkpoint", label=1, axis="blocks per checkpoint",
+            rules=(
+                _needs(
+                    "1 for your own model, as what it does between its blocks is not known",
+                    lambda run: run.model_factory is None or run.checkpoint_blocks == 1, "{config.checkpoint_blocks}",
+                ),
+            ),
             note="a checkpoint every {} blocks", notes={0: "no checkpoints", 1: "a checkpoint every block"},
         ),
     ] = 0
@@ -716,7 +746,7 @@ class RunConfig:
             "each parameter after backward), ddp-flat (one for all), ddp-overlap (during backward), ddp-push (during "
             "backward, by copies to the other GPUs, which slow computing less than all-reduces do), fsdp (parameters "
             "sharded, gathered ahead of use), fsdp-push (the same by copies from and to the other GPUs). PyTorch's: "
-            "ddp (DistributedDataParallel), fsdp2 (fully_shard).",
+            "ddp (DistributedDataParallel), fsdp2 (fully_shard). own: that of --own-ddp.",
             plural="parallel", word="", label=1, note="{}", axis="way to share a step",
             rules=(
                 _needs(
@@ -730,6 +760,7 @@ class RunConfig:
                     "{flag} {config.parallel} with --cuda-graph cannot be combined with --sync-phases: one graph holds "
                     "backward and communication",
                 ),
+                _needs("--own-ddp", lambda run: run.parallel is not Parallel.OWN or run.own_ddp, "none"),
                 _alone("--compile reduce-overhead", lambda run: run.compile is CompileMode.REDUCE_OVERHEAD),
                 _alone(
                     "--memory", lambda run: run.profiler is Profiler.MEMORY,
@@ -763,6 +794,32 @@ class RunConfig:
             ),
         ),
     ] = 1
+    own_ddp: Annotated[
+        str | None,
+        Setting(
+            "Your own way to share a step as package.module:Class: made with the module (and bucket_size_mb, if it "
+            "takes that), called like it; finish_gradient_synchronization() comes after backward. It may shard "
+            "parameters. A sweep has it beside --parallel.",
+            metavar="MODULE:CLASS", default="none", word="", label=1, column="",
+            rules=(
+                Rule(lambda run: is_import_name(run.own_ddp), _NOT_OF_A_MODULE + "{config.own_ddp!r}"),
+                _needs("--parallel own", lambda run: run.parallel is Parallel.OWN, "--parallel {config.parallel}"),
+            ),
+        ),
+    ] = None
+    bucket_mib: Annotated[
+        int,
+        Setting(
+            "MiB of gradients that ddp-overlap averages together; 0: each parameter alone.", plural="bucket_mib",
+            least=0, most=2**20, label=1, note="buckets of {} MiB", axis="MiB per bucket",
+            rules=(
+                _needs(
+                    "--parallel ddp-overlap, or own",
+                    lambda run: run.parallel in (Parallel.DDP_OVERLAP, Parallel.OWN), "--parallel {config.parallel}",
+                ),
+            ),
+        ),
+    ] = BUCKET_MIB
     shard_optimizer: Annotated[
         bool,
         Setting(
@@ -893,7 +950,8 @@ class RunConfig:
     def needs_fast_model(self) -> bool:
         """Whether a setting asks for what only the fast model can do; fused blocks and fp8 need weights cast once."""
         is_fast = self.cast_once or self.fused_loss or self.compile_blocks
-        return is_fast or self.checkpoint_blocks > 0 or self.pad_vocabulary > 1
+        has_checkpoints = self.checkpoint_blocks > 0 and self.model_factory is None
+        return is_fast or has_checkpoints or self.pad_vocabulary > 1
 
     @property
     def is_shared(self) -> bool:

@@ -57,13 +57,11 @@ class KernelsArguments:
     json: Switch = False
     """Print JSON instead of tables."""
 
-    def __post_init__(self) -> None:
-        if self.top < 1:
-            raise ValueError(f"--top must be at least 1, got {self.top}")
-
 
 def run(arguments: KernelsArguments) -> int:
     """Read, explain, print, and write where asked."""
+    if arguments.top < 1:
+        raise UsageError(f"--top must be at least 1, got {arguments.top}")
     attention = checked(arguments.ranges.attention)
     existing(arguments.file, "a report of nsys, its SQLite export, or a trace of torch.profiler")
     path = _record_path(arguments)

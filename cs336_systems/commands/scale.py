@@ -1,6 +1,7 @@
 """`cs336 scale`: a training step on many GPUs, on paper."""
 
 import functools
+from collections.abc import Collection
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated
@@ -139,7 +140,7 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
         raise ValueError(f"needed --device-name: this machine has no GPU whose data sheet is known{found}")
     links, source = _links(arguments, name, device, ceilings)
     measured = ceilings.curves(name)
-    if measured is not None and not has_large_matmuls(config, measured):
+    if measured is not None and not has_large_matmuls(config, measured, _least_tensor_ranks(arguments.parallel)):
         measured = None
     peak = None if device is None else device.peak_flops_per_s.get(config.precision)
     rate = None if measured is None else ceilings.flops_per_s(name, config.precision)
@@ -167,6 +168,10 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
             rate_source=rate_source(name, config.precision, is_measured=measured is not None),
         ),
     )  # fmt: skip
+
+
+def _least_tensor_ranks(schemes: Collection[Scheme]) -> int:
+    return 2 if {*schemes} <= {Scheme.TENSOR, Scheme.BOTH} else 1
 
 
 def run(arguments: ScaleArguments) -> int:

@@ -1,7 +1,7 @@
 """A simulation of PyTorch's CUDA caching allocator: allocated and reserved bytes for a sequence of requests."""
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 MIB = 2**20
 ROUND_BYTES = 512
@@ -14,24 +14,17 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_OWN_SEGMENT_BYTES = 10 * MIB
 """Requests from this size on get a segment of their own size, in steps of 2 MiB (kMinLargeAlloc, kRoundLarge)."""
 
+ADDRESS_BITS = 48
+ADDRESS_MASK = 2**ADDRESS_BITS - 1
+"""Addresses are below this number of ROUND_BYTES, 128 PiB: segments of a step that fits no GPU get addresses too."""
+
 
 class OutOfMemoryError(Exception):
     """The simulated device has no room for the segment that a request needs."""
 
 
-@dataclass(slots=True, eq=False)
-class Block:
-    """A part of a segment, in use or free, linked to its neighbours in the segment."""
-
-    address: int
-    size_bytes: int
-    before: "Block | None" = None
-    after: "Block | None" = None
-    used: bool = False
-
-
 class CachingAllocator:
-    """The pools of each stream with default settings: best fit, blocks split and merged, free segments kept.
+    """Places tensors as PyTorch does with default settings: best fit, blocks split and merged, free segments kept.
 
     Follows c10/cuda/CUDACachingAllocator.cpp (torch 2.11) without expandable segments. Addresses grow with time here,
     so of two free blocks of one size the one in the older segment is taken; the driver may order them differently.
@@ -41,92 +34,100 @@ class CachingAllocator:
         self.capacity_bytes = capacity_bytes
         """Bytes that the driver can provide; None means no limit."""
         self.reserved_bytes = 0
-        self._pools: dict[tuple[bool, str], Pool] = {}
+        self.addresses: list[int] = []
+        """Of the block of each tensor by its handle, in units of ROUND_BYTES, as are all addresses and sizes below.
+
+        Segments are apart, so that their blocks are no neighbours.
+        """
+        self._tails: list[int] = []
+        """Where these blocks end."""
+        self._pools: dict[tuple[bool, str], list[int]] = {}
+        """Free blocks as numbers, size before address, so that the first that is large enough is the best fit."""
+        self._ends: dict[int, int] = {}
+        """Where each free block ends, by its address."""
+        self._starts: dict[int, int] = {}
+        """Where each free block begins, by its end."""
+        self._segments: dict[int, int] = {}
+        """Where each segment ends, by its address."""
         self._next_address = 0
 
-    def pool(self, size_bytes: int, stream: str = "") -> "Pool":
-        """The pool that serves requests of this size on this stream."""
-        small = size_bytes <= SMALL_BYTES
-        return self._pools.setdefault((small, stream), Pool(self, ROUND_BYTES if small else SMALL_BYTES + 1))
+    def replay(self, events: Iterable[int], kinds: Sequence[int], requests: Sequence[tuple[int, str]]) -> None:
+        """Allocate each tensor whose handle is among the events, and free it at the complement of the handle (~handle).
 
-    def new_segment(self, size_bytes: int) -> Block:
-        """A segment for a request of this size; raise OutOfMemoryError if it does not fit the device."""
-        segment_bytes = segment_size(size_bytes)
+        A tensor's kind is the place of its bytes and its stream in `requests`. Raises OutOfMemoryError.
+        """
+        pools = [self._request(*request) for request in requests]
+        addresses, tails, starts, ends = self.addresses, self._tails, self._starts, self._ends
+        for event in events:
+            if event >= 0:
+                free, wanted, key, least_rest = pools[kinds[event]]
+                place = bisect_left(free, key)
+                if place < len(free):
+                    address = free.pop(place) & ADDRESS_MASK
+                    end = ends.pop(address)
+                else:
+                    address, end = self._new_segment(wanted)
+                begin = address + wanted
+                rest = end - begin
+                if rest >= least_rest:
+                    starts[end], ends[begin] = begin, end
+                    insort(free, rest << ADDRESS_BITS | begin)
+                    end = begin
+                else:
+                    starts.pop(end, None)
+                addresses.append(address)
+                tails.append(end)
+            else:
+                handle = ~event
+                free, address, end = pools[kinds[handle]][0], addresses[handle], tails[handle]
+                if (before := starts.pop(address, None)) is not None:
+                    del ends[before], free[bisect_left(free, (address - before) << ADDRESS_BITS | before)]
+                    address = before
+                if (after := ends.pop(end, None)) is not None:
+                    del free[bisect_left(free, (after - end) << ADDRESS_BITS | end)]
+                    end = after
+                starts[end], ends[address] = address, end
+                insort(free, (end - address) << ADDRESS_BITS | address)
+
+    @property
+    def sizes_bytes(self) -> list[int]:
+        """Of the block of each tensor; larger than asked for if the remainder is too small to be split off."""
+        return [ROUND_BYTES * (end - address) for address, end in zip(self.addresses, self._tails, strict=True)]
+
+    def _request(self, size_bytes: int, stream: str) -> tuple[list[int], int, int, int]:
+        """The free blocks that serve such a request, its size, the least that serves, the least rest to split off."""
+        is_small = size_bytes <= SMALL_BYTES
+        free, wanted = self._pools.setdefault((is_small, stream), []), -(-size_bytes // ROUND_BYTES)
+        return free, wanted, wanted << ADDRESS_BITS, 1 if is_small else SMALL_BYTES // ROUND_BYTES + 1
+
+    def _new_segment(self, size: int) -> tuple[int, int]:
+        """Where a segment for a request begins and ends; raise OutOfMemoryError if it does not fit the device."""
+        segment_bytes = segment_size(size * ROUND_BYTES)
         if self._lacks(segment_bytes):
-            for pool in self._pools.values():
-                self.reserved_bytes -= pool.release_free_segments()
+            self._release_free_segments()
             if self._lacks(segment_bytes):
                 raise OutOfMemoryError(
                     f"{segment_bytes} bytes asked of a device of {self.capacity_bytes}, of which {self.reserved_bytes} "
                     "are reserved"
                 )
         self.reserved_bytes += segment_bytes
-        block = Block(self._next_address, segment_bytes)
-        self._next_address += segment_bytes
-        return block
+        address = self._next_address
+        self._segments[address] = end = address + segment_bytes // ROUND_BYTES
+        self._next_address = end + 1
+        return address, end
 
     def _lacks(self, segment_bytes: int) -> bool:
         return self.capacity_bytes is not None and self.reserved_bytes + segment_bytes > self.capacity_bytes
 
-
-class Pool:
-    """Segments for small or for large requests on one stream."""
-
-    def __init__(self, allocator: CachingAllocator, least_rest_bytes: int) -> None:
-        self._allocator = allocator
-        self._least_rest_bytes = least_rest_bytes
-        """A smaller remainder is not split off."""
-        self._free: list[tuple[int, int, Block]] = []
-        """Free blocks by size and address, so that the first one that is large enough is the best fit."""
-
-    def allocate(self, size_bytes: int) -> Block:
-        """Allocate a block of at least `size_bytes`, a multiple of ROUND_BYTES.
-
-        It is larger if the remainder is too small to be split off.
-        """
-        free = self._free
-        index = bisect_left(free, (size_bytes,))
-        block = free.pop(index)[2] if index < len(free) else self._allocator.new_segment(size_bytes)
-        rest_bytes = block.size_bytes - size_bytes
-        if rest_bytes >= self._least_rest_bytes:
-            rest = Block(block.address + size_bytes, rest_bytes, block, block.after)
-            if rest.after is not None:
-                rest.after.before = rest
-            block.after, block.size_bytes = rest, size_bytes
-            insort(free, (rest_bytes, rest.address, rest))
-        block.used = True
-        return block
-
-    def free(self, block: Block) -> None:
-        """Take back a block of this pool, and merge it with free neighbours."""
-        block.used = False
-        if (before := block.before) is not None and not before.used:
-            self._remove(before)
-            block.address, block.size_bytes = before.address, block.size_bytes + before.size_bytes
-            block.before = before.before
-            if block.before is not None:
-                block.before.after = block
-        if (after := block.after) is not None and not after.used:
-            self._remove(after)
-            block.size_bytes += after.size_bytes
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
-        insort(self._free, (block.size_bytes, block.address, block))
-
-    def release_free_segments(self) -> int:
-        """Return all wholly free segments to the driver, as PyTorch does before it raises an out-of-memory error.
-
-        Returns their bytes.
-        """
-        whole = [block for *_, block in self._free if block.before is None and block.after is None]
-        for block in whole:
-            self._remove(block)
-        return sum(block.size_bytes for block in whole)
-
-    def _remove(self, block: Block) -> None:
-        """Take a free block out of the list."""
-        del self._free[bisect_left(self._free, (block.size_bytes, block.address))]
+    def _release_free_segments(self) -> None:
+        """Return all wholly free segments to the driver, as PyTorch does before it raises an out-of-memory error."""
+        for free in self._pools.values():
+            for block in [*free]:
+                address, size = block & ADDRESS_MASK, block >> ADDRESS_BITS
+                if self._segments.get(address) == address + size:
+                    free.remove(block)
+                    del self._segments[address], self._starts[self._ends.pop(address)]
+                    self.reserved_bytes -= ROUND_BYTES * size
 
 
 def round_up(size_bytes: int, step_bytes: int) -> int:

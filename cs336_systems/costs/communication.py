@@ -13,8 +13,6 @@ from cs336_systems.config import Arch, Parallel, Precision, RunConfig
 from cs336_systems.costs.memory import MAX_LAYERS
 from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES, LOOKUP, REST, kept_elements, parameter_elements, units
 
-BUCKET_BYTES = 25 * 2**20
-"""Least bytes of a full bucket of gradients, averaged during backward, in ddp-overlap and PyTorch's DDP."""
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket of PyTorch's DistributedDataParallel, which is smaller so that its all-reduce starts early."""
 
@@ -120,7 +118,8 @@ def gradient_groups(config: RunConfig) -> list[list[str]]:
         return [[name] for name in sizes]
     if config.parallel is Parallel.DDP_FLAT:
         return [[*sizes]]
-    return buckets_of(sizes, BUCKET_BYTES, FIRST_BUCKET_BYTES if config.parallel is Parallel.DDP else None)
+    first_bytes = FIRST_BUCKET_BYTES if config.parallel is Parallel.DDP else None
+    return buckets_of(sizes, config.bucket_mib * 2**20, first_bytes)
 
 
 def _of_shards(config: RunConfig) -> Iterator[Call]:

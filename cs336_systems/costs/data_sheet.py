@@ -18,7 +18,8 @@ LAUNCH_S = 7e-6
 """Time that a host needs to launch a kernel."""
 KERNEL_S = 1.5e-6
 """Least time of a kernel."""
-_SIDE = 4096
+_SIDE = 2**20
+"""Of the one matmul of the curves: more than any step has, because the efficiency is that of all matmuls."""
 
 
 def data_sheet_curves(device: DeviceSpec) -> Curves:

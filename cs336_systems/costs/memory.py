@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import invert
 
 from cs336_systems.config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.accounting import count_parameters, state_bytes
-from cs336_systems.costs.allocator import ROUND_BYTES, Block, CachingAllocator, OutOfMemoryError, round_up
+from cs336_systems.costs.allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
 from cs336_systems.costs.tape import REPEATED, Category, Tape, TensorSpec, phases_of
 from cs336_systems.costs.traces import as_costed, has_tape, is_at_hand, tape_of
@@ -95,12 +96,21 @@ def _predict(config: RunConfig) -> MemoryPrediction:
 
 def predicted_peak_bytes(config: RunConfig) -> int | None:
     """torch.cuda.max_memory_allocated of the measured steps; None if that is not predicted."""
-    if config.device is not Device.CUDA or (found := predict_memory(config)) is None:
+    if config.device is not Device.CUDA or not is_predictable(config):
         return None
+    first_bytes, last_bytes = _peaks_bytes(as_costed(config))
     if config.warmup_steps:
-        return found.peak.allocated_bytes
-    later = 0 if config.measured_steps == 1 else found.peak.allocated_bytes
-    return max(found.first_step_peak.allocated_bytes, later)
+        return last_bytes
+    return max(first_bytes, 0 if config.measured_steps == 1 else last_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _peaks_bytes(config: RunConfig) -> tuple[int, int]:
+    """The peaks of the first step and of a steady one, without what they consist of."""
+    replayed = _Replay(tape_of(config))
+    steps, levels = replayed.tape.steps, replayed.levels()
+    first, last = (max(levels[steps[place][0][1] : steps[place][-1][1] + 1]) for place in (0, -1))
+    return first, last
 
 
 def host_bytes(config: RunConfig) -> int | None:
@@ -237,6 +247,8 @@ def is_predictable(config: RunConfig) -> bool:
     return (
         config == config.without_shortcuts
         and not refused
+        and config.parallel is not Parallel.OWN
+        and config.own_optimizer is None
         and config.model.num_layers <= MAX_LAYERS
         and has_tape(config)
     )
@@ -283,27 +295,19 @@ class _Replay:
 
     def __init__(self, tape: Tape, capacity_bytes: int | None = None) -> None:
         self.tape = tape
-        self.sizes_bytes: list[int] = []
-        """Bytes of the block that holds each tensor, by handle."""
         allocator = CachingAllocator(capacity_bytes)
-        self.wanted_bytes = [_rounded(spec.size_bytes) for spec in tape.specs]
-        pools = [allocator.pool(spec.size_bytes, spec.stream) for spec in tape.specs]
-        blocks: list[Block] = []
-        for event in tape.events:
-            if event >= 0:
-                kind = tape.tensors[event]
-                block = pools[kind].allocate(self.wanted_bytes[kind])
-                blocks.append(block)
-                self.sizes_bytes.append(block.size_bytes)
-            else:
-                pools[tape.tensors[~event]].free(blocks[~event])
+        allocator.replay(tape.events, tape.tensors, [(spec.size_bytes, spec.stream) for spec in tape.specs])
+        self.sizes_bytes = allocator.sizes_bytes
+        """Bytes of the block that holds each tensor, by handle."""
         self.reserved_bytes = allocator.reserved_bytes
-        for block in blocks:  # blocks refer to each other, so only the garbage collector would free them
-            block.before = block.after = None
+
+    def levels(self) -> list[int]:
+        """Bytes allocated before the first event and after each."""
+        return _levels(self.tape, self.sizes_bytes)
 
     def prediction(self) -> MemoryPrediction:
         """The peaks of the first and the last step, and the last step's memory phase by phase."""
-        levels = _levels(self.tape, self.sizes_bytes)
+        levels = self.levels()
         first, last = ([(phase, begin) for phase, begin, _ in self.tape.steps[place]] for place in (0, -1))
         return MemoryPrediction(
             peak=self._peak(last, levels),
@@ -322,10 +326,10 @@ class _Replay:
         when = levels.index(peak_bytes, start)
         tape, sizes = self.tape, self.sizes_bytes
         done = tape.events[:when]
-        seen = set(done)
-        live = [event for event in done if event >= 0 and ~event not in seen]
+        live = sorted({*range(max(done, default=-1) + 1)}.difference(map(invert, done)))
         parts = _parts(Counter(map(tape.spec, live)))
-        rests = [sizes[handle] - self.wanted_bytes[tape.tensors[handle]] for handle in live]
+        wanted = [_rounded(spec.size_bytes) for spec in tape.specs]
+        rests = [sizes[handle] - wanted[tape.tensors[handle]] for handle in live]
         unsplit = Part(
             category=Category.UNSPLIT,
             label="what the allocator does not split off",

@@ -103,7 +103,7 @@ def compute_time(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> Ti
     Tensor ranks share out every operation evenly, norms and the residual stream by positions (Korthikanti et al. 2022).
     """
     alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
-    if not is_predictable(alone) or not has_known_kernels(alone, curves):
+    if not is_predictable(alone) or not has_known_kernels(alone, curves, tensor_ranks):
         return None
     found = operations(config)
     share = cache(lambda each: _share(each, tensor_ranks))  # only few of the thousands of operations differ

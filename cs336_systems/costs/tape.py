@@ -7,11 +7,12 @@ d_model`, so that one tape serves all sizes of a model with as many layers.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
+from operator import not_
 from typing import Any
 
 from cs336_systems.config import Phase
@@ -144,9 +145,10 @@ class Names:
             names[names.index("d_head")] = "d_model"
         return " ".join([*([str(left)] if left != 1 or not names else []), *names])
 
-    def size(self, shape: str) -> int:
-        """Number of elements of a shape, which consists of names of axes and numbers."""
-        return prod(map(self._factor, shape.split()))
+    @cached_property
+    def size(self) -> Callable[[str], int]:
+        """Gives the number of elements of a shape, which consists of names of axes and numbers."""
+        return cache(lambda shape: prod(map(self._factor, shape.split())))
 
     def _factor(self, word: str) -> int:
         if (match := ROUNDED.fullmatch(word)) is not None:
@@ -188,8 +190,7 @@ class Tape:
         self.specs = [self._spec(*key) for key in self.kinds]
         """Each kind of tensor by its number."""
         self.operations = [
-            replace(getattr(_Maker(self.names), make)(*arguments), views=views)
-            for views, make, *arguments in self.makes
+            getattr(_Maker(self.names, views), make)(*arguments) for views, make, *arguments in self.makes
         ]
         """Each operation by its number."""
 
@@ -245,10 +246,9 @@ class Tape:
         """The tape that `to_json` has made."""
         tape = cls(kept["axes"], kept["kinds"], kept["makes"])
         tape.tensors, tape.launches = kept["tensors"], kept["launches"]
-        made = 0
-        for age in kept["events"]:
-            tape.events.append(~(made - age) if age else made)
-            made += not age
+        ages = kept["events"]
+        made = accumulate(map(not_, ages), initial=0)
+        tape.events = [~(count - age) if age else count for age, count in zip(ages, made, strict=False)]
         for name in ("places", "parameters", "exact"):  # shipped tapes have none
             setattr(tape, name, kept.get(name, getattr(tape, name)))
         tape.steps = [[(Phase(phase), at, of) for phase, at, of in step] for step in kept["steps"]]
@@ -260,16 +260,21 @@ class _Maker:
     """Makes operations for the sizes of axes, from the names of methods and their arguments, which are kept as JSON."""
 
     names: Names
+    views: int
+    """Views before the operation."""
 
     def passes(self, moved: Sequence[tuple[str, int]], how: str, launches: int = 1, calls: int = 1) -> Operation:
         """Kernels that each move these shapes, with the bytes of an element."""
         moved_bytes = sum(self.names.size(shape) * element_bytes for shape, element_bytes in moved)
-        return Operation(kind=Kind.PASS, how=Pass(how), moved_bytes=moved_bytes, launches=launches, calls=calls)
+        return Operation(
+            kind=Kind.PASS, how=Pass(how), moved_bytes=moved_bytes, launches=launches, calls=calls, views=self.views
+        )
 
     def matmul(self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str) -> Operation:
         m, k, n = sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
         count = self.names.size(batch)
         return Operation(
+            views=self.views,
             kind=Kind.MATMUL,
             form=Form(form),
             moved_bytes=element_bytes * count * (m * k + k * n + m * n),
@@ -283,6 +288,7 @@ class _Maker:
     ) -> Operation:
         sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
         return Operation(
+            views=self.views,
             kind=Kind.ATTENTION,
             form=Form(form),
             moved_bytes=element_bytes * sum(map(self.names.size, moved)),
@@ -293,14 +299,14 @@ class _Maker:
 
     def adamw(self, moved_bytes: int, shapes: Sequence[str]) -> Operation:
         """A fused update that moves so many bytes for each element of these shapes."""
-        return Operation(kind=Kind.ADAMW, moved_bytes=moved_bytes * sum(map(self.names.size, shapes)))
+        return Operation(kind=Kind.ADAMW, moved_bytes=moved_bytes * sum(map(self.names.size, shapes)), views=self.views)
 
     def foreach(self, tensors: int, element_bytes: int, shapes: Sequence[str]) -> Operation:
         """A pass over many tensors, in launches that each cover as many elements as PyTorch gives to one."""
         counts = [*map(self.names.size, shapes)]
         launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
         moved_bytes = tensors * element_bytes * sum(counts) // launches
-        return Operation(kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches)
+        return Operation(kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches, views=self.views)
 
 
 FOREACH_CHUNK = 65_536

@@ -159,14 +159,14 @@ def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -
     prepare(found)
 
 
-def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
+def has_known_kernels(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> bool:
     """Whether the kernels of a step, on each rank, are known from its configuration, and curves have their times."""
     is_math = config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
     is_known = is_predictable(config.without_graph) or (
         config.model_factory is None and is_fast_step(config) and has_tape(config)
     )
-    return not refused and is_known and has_large_matmuls(config, curves)
+    return not refused and is_known and has_large_matmuls(config, curves, tensor_ranks)
 
 
 def is_fast_step(config: RunConfig) -> bool:
@@ -182,8 +182,11 @@ def is_fast_step(config: RunConfig) -> bool:
     return all(settings) and not any(others)
 
 
-def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
-    """Whether a matmul was measured that is large enough to tell the rate of those of a feed-forward network."""
+def has_large_matmuls(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> bool:
+    """Whether a matmul was measured that is large enough to tell the rate of those of a feed-forward network.
+
+    Tensor ranks share these out.
+    """
     model = config.model
     if config.model_factory is None:
         needed = config.batch_size * model.context_length * model.d_model * model.d_ff
@@ -193,7 +196,7 @@ def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
         return False
     measured = curves.matmuls.get(config.precision, ())
     largest = max((each.batch * each.rows * each.inner * each.columns for each in measured), default=0)
-    return needed <= MAX_EXTRAPOLATION * largest
+    return needed <= MAX_EXTRAPOLATION * largest * tensor_ranks
 
 
 @lru_cache(maxsize=4096)
@@ -329,14 +332,16 @@ def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: 
     begun_s = host_begun_s = 0.0
     for phase, launches in phases.items():
         for launch in launches:
-            for _ in range(launch.count):
-                if launch.is_after_wait:
-                    host_s = max(host_s, device_s)
-                host_s += launch.host_s
-                launch_s += launch.host_s
-                if len(ends) == depth:
-                    host_s = max(host_s, ends[0])
-                device_s = max(device_s + gap_s, host_s) + launch.kernel_s
+            host_each_s, kernel_s = launch.host_s, launch.kernel_s
+            for _ in range(launch.count):  # no calls of max, for speed
+                if launch.is_after_wait and device_s > host_s:
+                    host_s = device_s
+                host_s += host_each_s
+                launch_s += host_each_s
+                if len(ends) == depth and ends[0] > host_s:
+                    host_s = ends[0]
+                device_s += gap_s
+                device_s = (host_s if host_s > device_s else device_s) + kernel_s
                 ends.append(device_s)
         ended_s = max(device_s, host_s)
         phases_s[phase] = ended_s - begun_s

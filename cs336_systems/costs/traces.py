@@ -41,11 +41,13 @@ WITHOUT_COST = (
 """Settings that change no operation and no tensor. Configurations that differ only in these share one tape."""
 
 
+@lru_cache(maxsize=4096)
 def as_costed(config: RunConfig) -> RunConfig:
     """The configuration without the settings that change no forecast of a step."""
     return replace(config, size="").with_defaults(*WITHOUT_COST)
 
 
+@lru_cache(maxsize=4096)
 def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     """The configuration that is traced in place of this one, and the axes that can be told apart in its sizes."""
     config = replace(as_costed(config), device=Device.CUDA).without_graph
@@ -74,8 +76,13 @@ def tape_of(config: RunConfig) -> Tape:
     prepare([config])
     kept = _kept(_name(traced_as(config)[0]))
     assert kept, f"{config.label} cannot be traced"
+    return _resized(kept, tuple(axes(config).items()))
+
+
+@lru_cache(maxsize=256)
+def _resized(kept: bytes, sizes: tuple[tuple[str, int], ...]) -> Tape:
     tape = _decoded(kept)
-    return tape.resized({name: size for name, size in axes(config).items() if name in tape.names.axes})
+    return tape.resized({name: size for name, size in sizes if name in tape.names.axes})
 
 
 def has_tape(config: RunConfig) -> bool:
@@ -123,9 +130,8 @@ def _kept(name: str) -> bytes | None:
     """A tape as it is kept: by this process, in the archive, or in the cache."""
     if name in _traced:
         return _traced[name]
-    if name in _shipped():
-        with zipfile.ZipFile(SHIPPED) as archive:
-            return archive.read(name)
+    if (shipped := _shipped().get(name)) is not None:
+        return shipped
     path = _cache() / name
     if not path.is_file():
         return None
@@ -133,11 +139,11 @@ def _kept(name: str) -> bytes | None:
 
 
 @cache
-def _shipped() -> frozenset[str]:
+def _shipped() -> dict[str, bytes]:
     if not SHIPPED.is_file():
-        return frozenset()
+        return {}
     with zipfile.ZipFile(SHIPPED) as archive:
-        return frozenset(archive.namelist())
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 @lru_cache(maxsize=4096)

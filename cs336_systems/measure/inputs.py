@@ -35,9 +35,8 @@ _FIRST_NAMES = re.compile(rb"(?:^|,)\s*(\w+)", re.ASCII)
 
 def inputs_of(config: RunConfig) -> tuple[Input, ...]:
     """Current state of the user's files that the run depends on; none for this project's model on random tokens."""
-    found = []
-    if (factory := config.model_factory) is not None:
-        found.append(source_of(factory))
+    named = config.model_factory, config.own_ddp, config.own_optimizer
+    found = [source_of(name) for name in named if name is not None]
     if config.tokens is not None:
         found.append(Input(name=f"token file {config.tokens}", state=_file_state(Path(config.tokens))))
     return tuple(found)
@@ -45,7 +44,7 @@ def inputs_of(config: RunConfig) -> tuple[Input, ...]:
 
 def all_inputs(configs: Iterable[RunConfig]) -> tuple[Input, ...]:
     """Inputs of all the runs; each is listed once and read once."""
-    alike = {(config.model_factory, config.tokens): config for config in configs}
+    alike = {(each.model_factory, each.own_ddp, each.own_optimizer, each.tokens): each for each in configs}
     return tuple(dict.fromkeys(found for config in alike.values() for found in inputs_of(config)))
 
 

@@ -223,7 +223,7 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
 
     from cs336_systems.parallel import data_parallel, exchange
 
-    gather, scatter = exchange.start_gather, exchange.Collectives.scatter
+    gather, scatter = exchange.start_gather, exchange.CollectiveExchange.scatter
     instead: list[tuple[object, str, object]] = [
         (dist, "get_backend", lambda *_: "nccl"),
         (dist, "broadcast_object_list", lambda *_, **__: None),
@@ -231,7 +231,7 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
         *((each, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)])
           for each in (data_parallel, exchange)),
         (exchange, "start_gather", lambda *tensors: [_Started(work, *tensors) for work in gather(*tensors)]),
-        (exchange.Collectives, "scatter", lambda *each: _Started(scatter(*each), *each)),
+        (exchange.CollectiveExchange, "scatter", lambda *each: _Started(scatter(*each), *each)),
         (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
     ]  # fmt: skip
     dist.init_process_group("fake", store=FakeStore(), rank=largest_rank(config), world_size=config.ranks)
@@ -330,7 +330,8 @@ def _shipped(published: Path) -> Iterator[RunConfig]:
             size=size, model=replace(SIZES[size], attention=attention), precision=precision, mode=mode,
             device=Device.CUDA,
         )  # fmt: skip
-    alone = {"small": tuple(Parallel)[1:], "xl": tuple(Parallel)[1:], "2.7B": (Parallel.FSDP,)}
+    ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
+    alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,)}
     for size, ways in alone.items():
         for way, shards in itertools.product(ways, (False, True)):
             if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):

@@ -107,6 +107,8 @@ def make_optimizer(
             return torch.optim.AdamW(parameters, **settings, foreach=True)
         case OptimizerKind.FUSED:
             return torch.optim.AdamW(parameters, **settings, fused=True, capturable=capturable)
+        case OptimizerKind.OWN:
+            raise ValueError("an own optimizer is made by own_optimizer")
 
 
 def _checked(given: Hyperparameters) -> Hyperparameters:

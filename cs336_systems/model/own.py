@@ -1,9 +1,10 @@
-"""A model that this project did not write: its factory, its logits or its own loss, and its vocabulary."""
+"""What this project did not write: a user's model, its logits or loss, its vocabulary; their DDP and optimizer."""
 
+import functools
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems import find_modules_of_the_user
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.tape import TraceError
 
+BUCKET_SIZE = "bucket_size_mb"
+"""Parameter of the course's data parallelism with buckets."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of a batch, from its tokens and its targets."""
 TARGETS = ("targets", "labels")
@@ -60,6 +64,48 @@ def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Mo
     if not isinstance(made, nn.Module):
         raise ValueError(f"the model factory must return a torch.nn.Module, got {type(made).__name__}")
     return made
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the outermost ModuleLists in the module, such as the blocks of a Transformer."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from blocks_of(child)
+
+
+def checkpoint_each_block(model: nn.Module) -> None:
+    """Let each block save its inputs alone, and compute the rest again in backward; raise ValueError without blocks."""
+    blocks = list(blocks_of(model))
+    if not blocks:
+        raise ValueError(
+            "--checkpoint-blocks needs blocks in a torch.nn.ModuleList, and the model has none; leave the flag out"
+        )
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def own_way(name: str, module: nn.Module, bucket_mib: int) -> Any:  # noqa: ANN401 (a class of the user)
+    """The module in the user's way to share a step; raise ValueError where that has not the course's interface."""
+    made = load_callable(name, "--own-ddp", "a class that is made with a module")
+    way = made(module, bucket_mib) if BUCKET_SIZE in inspect.signature(made).parameters else made(module)
+    if not callable(way) or not hasattr(way, "finish_gradient_synchronization"):
+        came = type(way).__name__
+        raise ValueError(f"--own-ddp {name}: needed a module with finish_gradient_synchronization(), got {came}")
+    return way
+
+
+def own_optimizer(name: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """The user's optimizer of these parameters, or sharded one, which is given the class of the optimizer."""
+    made = load_callable(name, "--own-optimizer", "an optimizer")
+    _, *others = inspect.signature(made).parameters.values()
+    is_sharded = any(each.name == "optimizer_cls" for each in others)
+    takes_lr = any(each.name == "lr" or each.kind is each.VAR_KEYWORD for each in others)
+    optimizer = made(parameters, *([torch.optim.AdamW] if is_sharded else []), **({"lr": lr} if takes_lr else {}))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"--own-optimizer {name}: needed a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return optimizer
 
 
 def logits_of(output: object) -> Tensor | None:

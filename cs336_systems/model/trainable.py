@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from cs336_systems.config import CompileMode, LossKind, RunConfig
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.optimizer import make_optimizer
-from cs336_systems.model.own import Loss, call_factory, check_logits, load_factory, own_loss
+from cs336_systems.model.own import (
+    Loss,
+    call_factory,
+    check_logits,
+    checkpoint_each_block,
+    load_factory,
+    own_loss,
+    own_optimizer,
+)
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
 
@@ -23,6 +31,8 @@ class Trainable:
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         self.model, self.config = model, config
+        if config.checkpoint_blocks and config.model_factory is not None:
+            checkpoint_each_block(model)
         self.criterion: Criterion = cross_entropy
         self.loss = self._compiled(own_loss(model) if config.loss is LossKind.MODEL else self._loss)
         """Mean cross-entropy of a batch, compiled as the configuration says."""
@@ -41,6 +51,8 @@ class Trainable:
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The configuration's optimizer, for all parameters."""
         config = self.config
+        if config.own_optimizer is not None:
+            return own_optimizer(config.own_optimizer, self.model.parameters(), config.learning_rate)
         return make_optimizer(
             config.optimizer, self.model.parameters(), lr=config.learning_rate, capturable=config.cuda_graph
         )

@@ -25,8 +25,6 @@ from cs336_systems.parallel.collectives import (
 )
 from cs336_systems.parallel.exchange import Pushes, of_all_ranks, shared_rows
 
-BUCKET_BYTES = 25 * 2**20
-"""Least bytes of gradients in a full bucket, as in PyTorch's DistributedDataParallel."""
 OTHER_GRADIENTS = "backward made other gradients than in the first step; use ddp-naive or ddp-flat"
 
 
@@ -92,9 +90,7 @@ class OverlapDDP(NaiveDDP):
     computes gradients of other tensors than in the first step.
     """
 
-    def __init__(
-        self, module: nn.Module, leaves: Sequence[Leaf] | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None, bucket_bytes: int = 25 * 2**20) -> None:
         super().__init__(module, leaves)
         self._bucket_bytes = bucket_bytes
         self._ready: dict[int, None] = {}
@@ -288,8 +284,11 @@ class ShardedOptimizer(EagerOptimizer):
         super().__init__(params, kwargs)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters of this rank, then broadcast every parameter with a gradient from its owner."""
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override] # noqa: ANN401
+        """Update the parameters of this rank, then broadcast every parameter with a gradient from its owner.
+
+        `kwargs` are given to the optimizer's own step, as in the course's interface.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -297,7 +296,7 @@ class ShardedOptimizer(EagerOptimizer):
         for group, local in self._local_groups:
             local.update({name: value for name, value in group.items() if name != "params"})
         if self._local is not None:
-            self._local.step()
+            self._local.step(**kwargs)
         updated = [each for each in self._owner if each.grad is not None]
         values = [each.detach().contiguous() for each in updated]
         works = [

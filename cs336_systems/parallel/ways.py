@@ -13,10 +13,11 @@ from cs336_systems.config import Mode, Parallel, Precision, RunConfig
 from cs336_systems.model.fast.master_adamw import storage_of
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.optimizer import make_optimizer
+from cs336_systems.model.own import blocks_of, own_way
 from cs336_systems.model.trainable import Trainable
 from cs336_systems.parallel.collectives import take_from_rank_0
 from cs336_systems.parallel.data_parallel import FlatDDP, Leaf, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
-from cs336_systems.parallel.fully_sharded import FSDP, blocks_of
+from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.sharded_weights import CopyFSDP, ShardedMasterAdamW, leaves_of, with_received
 
 
@@ -64,14 +65,6 @@ class TorchFSDP(_TorchWay):
         fully_shard(module, mesh=mesh, mp_policy=policy)
         self.module = module
 
-    @torch.no_grad()
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """All parameters whole, by their names in the module; every rank must call it."""
-        return {
-            name: each.full_tensor() if hasattr(each, "full_tensor") else each.detach().clone()
-            for name, each in self.module.named_parameters(remove_duplicate=False)
-        }
-
 
 Way = NaiveDDP | TorchDDP | FSDP | TorchFSDP
 
@@ -110,7 +103,7 @@ def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -
         case Parallel.DDP_FLAT:
             return FlatDDP(module, leaves)
         case Parallel.DDP_OVERLAP:
-            return OverlapDDP(module, leaves)
+            return OverlapDDP(module, leaves, config.bucket_mib * 2**20)
         case Parallel.DDP_PUSH:
             return PushDDP(module, leaves, adds=leaves is None or not _optimizer_adds(config))
         case Parallel.DDP:
@@ -119,6 +112,9 @@ def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -
             return FSDP(module, _compute_dtype(config), copies=config.parallel is Parallel.FSDP_PUSH)
         case Parallel.FSDP2:
             return TorchFSDP(module, _compute_dtype(config))
+        case Parallel.OWN:
+            way: Way = own_way(config.own_ddp or "", module, config.bucket_mib)
+            return way
     raise AssertionError(config.parallel)
 
 

@@ -43,8 +43,8 @@ SPEED_UPS: Mapping[str, tuple[str, ...]] = {
     "speed_up": ("precision",),
     "attention_speed_up": ("attention", "sdpa_backend"),
     "compile_speed_up": ("compile", "compile_blocks"),
-    "optimizer_speed_up": ("optimizer",),
-    "weak_scaling": ("parallel", "ranks", "shard_optimizer"),
+    "optimizer_speed_up": ("optimizer", "own_optimizer"),
+    "weak_scaling": ("parallel", "ranks", "shard_optimizer", "own_ddp", "bucket_mib"),
 }
 """Columns of speed-ups, by the settings in which a run differs from its baseline.
 
@@ -54,7 +54,7 @@ efficiency of weak scaling.
 """
 SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib", "predicted_collectives_ms")
 """Columns that results.csv has only if a run has several ranks."""
-BESIDE = ("processes", "parallel", "ranks", *SHARED, "first_step_ms", "is_off_forecast",
+BESIDE = ("processes", "parallel", "ranks", "bucket_mib", *SHARED, "first_step_ms", "is_off_forecast",
           "prediction_is_doubted", "prediction_is_shipped",
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""

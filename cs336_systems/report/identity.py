@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from cs336_systems.config import (
+    BUCKET_MIB,
     MODULE_DEPTH,
     SETTINGS,
     SIZES,
@@ -55,6 +56,7 @@ OPTIONAL: tuple[Mapping[str, object], ...] = (
     PARALLEL,
     MappingProxyType({"selective_checkpoints": False, "keep_hidden": 0, "expandable_segments": False}),
     MappingProxyType({"loss_chunks": 1}),
+    MappingProxyType({"bucket_mib": BUCKET_MIB}),
     MappingProxyType({"update_in_backward": False}),
     MappingProxyType({"bf16_moments": False}),
     MappingProxyType({"split_masters": False}),
@@ -148,6 +150,8 @@ def _by_columns(values: Mapping[str, Any]) -> Identity:
         "arch": None if is_watched else values["model_factory"] if is_own else values["arch"],
         "vocab_size": None if values["size"] == UNSIZED else values["vocab_size"],
         "attention": None if is_own else f"{attention}-{backend}" if has_backend else attention,
+        "parallel": values["own_ddp"] or values["parallel"],
+        **({} if is_watched else {"optimizer": values["own_optimizer"] or values["optimizer"]}),
         **({} if is_watched else {"compile": f"{values['compile']}-blocks" if by_block else values["compile"]}),
     }
     cells = {}

@@ -9,9 +9,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from cs336_systems.config import Phase, RunConfig
+from cs336_systems.costs.communication import calls, sent_share
 from cs336_systems.costs.tape import phases_of
 from cs336_systems.costs.traces import tape_of
 from cs336_systems.measure.step import TrainingStep
+
+
+def sent_bytes(config: RunConfig) -> int:
+    """Bytes that each rank sends in a step by its calls, if the ranks form a ring."""
+    found = calls(config)
+    assert found is not None
+    return round(sum(count * call.num_bytes * sent_share(call.collective, config.ranks)
+                     for call, count in found.items()))  # fmt: skip
 
 
 class FusedRMSNorm(torch.autograd.Function):

@@ -1,15 +1,15 @@
 """Oracle: a brute force that knows nothing but which bytes of which segment are in use."""
 
 import random
+from typing import NamedTuple
 
 import pytest
 
 from cs336_systems.costs.allocator import (
     MIB,
-    Block,
+    ROUND_BYTES,
     CachingAllocator,
     OutOfMemoryError,
-    round_up,
     segment_size,
 )
 
@@ -29,13 +29,21 @@ REQUESTS_BYTES = (
 )
 
 
+class Block(NamedTuple):
+    address: int
+    size_bytes: int
+    handle: int
+    asked_bytes: int
+
+
 def allocate(allocator: CachingAllocator, size: int) -> Block:
-    rounded = round_up(size, 512)
-    return allocator.pool(rounded).allocate(rounded)
+    handle = len(allocator.addresses)
+    allocator.replay([handle], [0] * (handle + 1), [(size, "")])
+    return Block(ROUND_BYTES * allocator.addresses[handle], allocator.sizes_bytes[handle], handle, size)
 
 
 def free(allocator: CachingAllocator, block: Block) -> None:
-    allocator.pool(block.size_bytes).free(block)
+    allocator.replay([~block.handle], [0] * (block.handle + 1), [(block.asked_bytes, "")])
 
 
 class Intervals:
@@ -51,7 +59,7 @@ class Intervals:
         gaps = [gap for start, length, kind in self.segments if kind == small for gap in self._gaps(start, length)]
         fitting = sorted((length, start) for start, length in gaps if length >= size)
         if not fitting:
-            start = sum(length for _, length, _ in self.segments)
+            start = sum(length + ROUND_BYTES for _, length, _ in self.segments)
             self.segments.append((start, segment_size(size), small))
             fitting = [(segment_size(size), start)]
         length, start = fitting[0]

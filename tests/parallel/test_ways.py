@@ -7,7 +7,7 @@ import torch
 
 from cs336_systems.config import Mode, ModelConfig, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import count_parameters
-from cs336_systems.costs.communication import sent_bytes
+from tests.costs.live import sent_bytes
 from tests.parallel import checks
 from tests.parallel.checks import OPTIMIZERS, SHAPE, WAYS
 from tests.parallel.fast import config_of

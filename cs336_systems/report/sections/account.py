@@ -398,8 +398,8 @@ def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
         for work in _work(config)
     ]
     notes = [
-        "Every factor and result of a product moves once; the scores of fused attention do not. Norms, softmax, casts "
-        "and the loss come on top."
+        "Every factor and result of a product moves once. Fused attention moves no scores, and computes only those of "
+        "causal pairs. Norms, softmax, casts and the loss come on top."
     ]
     if device is not None:
         columns += [column("bound_by"), column("least_s")]

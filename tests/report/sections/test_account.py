@@ -8,11 +8,12 @@ import pytest
 
 from cs336_systems.config import SIZES, Arch, Attention, Device, Mode, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters, mfu, state_bytes
-from cs336_systems.costs.communication import Collective, sent_bytes
+from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predict_memory
 from cs336_systems.report.formats import csv_of
 from cs336_systems.report.sections.account import CSV_COLUMNS, Account, account_json, account_section
+from tests.costs.live import sent_bytes
 
 H200 = find_device("NVIDIA H200")
 FLOPS, STATE, INTENSITY, RULE = range(1, 5)

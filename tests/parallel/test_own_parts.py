@@ -1,0 +1,93 @@
+"""A user's own way to share a step, and own optimizer, train as ours do, on two ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.cli import main
+from cs336_systems.commands.flags import config_of
+from cs336_systems.config import SIZES, Device, OptimizerKind, Parallel, RunConfig
+from tests.parallel.ranks import ranks_of
+
+PARTS = "tests.parallel.own_parts"
+MODEL = replace(SIZES["tiny"], vocab_size=50, context_length=8, d_model=16, d_ff=32, num_heads=2)
+OURS = RunConfig(
+    size="custom", model=MODEL, parallel=Parallel.DDP_FLAT, ranks=2, optimizer=OptimizerKind.FOREACH
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks_of(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"own_ddp": f"{PARTS}:DDP"},
+        {"own_ddp": f"{PARTS}:Bucketed", "bucket_mib": 3},
+        {"own_optimizer": f"{PARTS}:Sharded"},
+        {"own_ddp": f"{PARTS}:DDP", "own_optimizer": f"{PARTS}:Sharded"},
+    ],
+    ids=str,
+)
+def test_own_parts_train_as_ours_do(two, parts):
+    """torch.optim.AdamW has the same weight decay as ours."""
+    config = replace(
+        OURS,
+        parallel=Parallel.OWN if "own_ddp" in parts else OURS.parallel,
+        optimizer=OptimizerKind.OWN if "own_optimizer" in parts else OURS.optimizer,
+        **parts,
+    )
+    for (ours, _), (found, sizes) in zip(
+        two.call(f"{PARTS}:losses", OURS), two.call(f"{PARTS}:losses", config), strict=True
+    ):
+        assert found == pytest.approx(ours, rel=1e-5)
+        assert sizes[-1:] == [config.bucket_mib] or "Bucketed" not in str(parts)
+
+
+def test_buckets_of_zero_hold_one_parameter_each(two):
+    config = replace(OURS, parallel=Parallel.DDP_OVERLAP)
+    parameters = 2 + 1 + MODEL.num_layers * 9
+    assert two.call(f"{PARTS}:buckets", replace(config, bucket_mib=0)) == [parameters] * 2
+    assert two.call(f"{PARTS}:buckets", config) == [1, 1]
+
+
+def test_a_class_without_the_interface_is_refused(two):
+    config = replace(OURS, parallel=Parallel.OWN, own_ddp=f"{PARTS}:WithoutInterface")
+    with pytest.raises(
+        pytest.fail.Exception if False else AssertionError, match="needed a module with finish_gradient"
+    ):
+        two.call(f"{PARTS}:losses", config)
+
+
+def test_a_sweep_has_own_parts_beside_ours(capsys):
+    flags = "--context-lengths 32 --parallel ddp-naive ddp-overlap --ranks 2 --bucket-mib 0 25 --device cpu"
+    words = [
+        "sweep",
+        "--sizes",
+        "tiny",
+        *flags.split(),
+        "--own-ddp",
+        f"{PARTS}:DDP",
+        "--dry-run",
+        "--output",
+        str(tmp_path),
+    ]
+    assert main(words) == 0
+    runs = [line for line in capsys.readouterr().out.splitlines() if "5 + 10 steps" in line]
+    assert sum("ddp-naive" in line for line in runs) == 1, "it has no buckets"
+    assert sum("ddp-overlap" in line for line in runs) == 2
+    assert sum(f"{PARTS}:DDP" in line for line in runs) == 2
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"bucket_mib": 3, "parallel": Parallel.DDP_NAIVE, "ranks": 2}, "--bucket-mib needs --parallel ddp-overlap"),
+    ({"own_ddp": f"{PARTS}:none_such", "ranks": 2}, "--own-ddp tests.parallel.own_parts:none_such"),
+    ({"parallel": Parallel.OWN, "ranks": 2}, "needs --own-ddp"),
+    ({"own_optimizer": f"{PARTS}:SGD", "optimizer": OptimizerKind.FUSED}, "--own-optimizer needs --optimizer own"),
+])  # fmt: skip
+def test_what_does_not_go_together_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        config_of(Device.CPU, given, {"size": "tiny"}, fast=False, global_batch_size=None)
