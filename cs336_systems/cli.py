@@ -3,6 +3,7 @@
 import difflib
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -40,6 +41,8 @@ GROUPS = {
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 MODULES = dict.fromkeys(("precision", "fusion", "attention"), "study")
 """The module of commands/ that has a command, if not that of its name; it is imported only when it is called."""
+NO_CHATTER = "6"
+"""The level of messages of PyTorch's profiler from which it prints none, such as that it begins or finds no GPU."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
 
 
@@ -51,6 +54,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
         from cs336_systems.sweep.store import SweepError
 
         guard_outputs()
+        os.environ.setdefault("KINETO_LOG_LEVEL", NO_CHATTER)
         if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
             print(f"cs336-systems-benchmark {__version__}")
             return OK
@@ -90,9 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    from cs336_systems.commands.flags import parse
+    from cs336_systems.commands.flags import FIELDS, flag_names, in_flags, parse
 
-    status: int = _module(name).run(parse(_arguments(name), prog, argv))
+    arguments = _arguments(name)
+    try:
+        status: int = _module(name).run(parse(arguments, prog, argv))
+    except UsageError as error:
+        raise UsageError(in_flags(str(error), {*FIELDS, *flag_names(arguments)})) from error
     return status
 
 

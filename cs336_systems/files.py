@@ -27,8 +27,8 @@ _KINDS: Mapping[str, tuple[frozenset[str], str]] = {
     RECORD: (frozenset({"config", "status", "started_at"}), "`cs336 report DIR` shows with the others of its sweep"),
     KERNEL_PROFILE: (frozenset({"source", "phases_from", "num_kernels"}), "`cs336 kernels` shows"),
     MEMORY_PROFILE: (frozenset({"source", "boundaries", "at_peak"}), "`cs336 memory` shows"),
-    CEILINGS: (frozenset({"grid", "streams", "launches"}), "`cs336 ceilings --measured` shows"),
-    LADDER: (frozenset({"rungs", "format_version"}), "`cs336 ladder --report DIR` shows"),
+    CEILINGS: (frozenset({"grid", "streams", "launches"}), "`cs336 report DIR` shows"),
+    LADDER: (frozenset({"rungs", "format_version"}), "`cs336 report DIR` shows"),
     "a trace of torch.profiler": (frozenset({"traceEvents"}), "`cs336 kernels` explains"),
     MEMORY_NOTES: (frozenset({"marks", "sightings"}), "`cs336 memory` reads with the snapshot beside"),
 }

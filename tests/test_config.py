@@ -62,10 +62,6 @@ def test_the_presets_are_the_published_ones() -> None:
         SIZES["tiny"] = SIZES["small"]
 
 
-def test_only_rope_needs_an_even_head() -> None:
-    assert shape(arch=Arch.GPT2, d_model=6, num_heads=2).d_head == 3
-
-
 @pytest.mark.parametrize("value", [0, -(10**18), 10**18])
 @pytest.mark.parametrize("name", SHAPE_NAMES)
 def test_a_shape_that_cannot_be_is_refused_by_name(name: str, value: int) -> None:

@@ -91,8 +91,8 @@ def test_a_command_prints_what_readme_shows(
     else:
         program, *argv = shlex.split(command)
         assert (program, cli.main(argv)) == ("cs336", 0)
-    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    parts = shown.rstrip("\n").split("\n…\n")
+    printed = "\n" + "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    parts = f"\n{shown.rstrip()}".split("\n…\n")
     assert re.search(r"\n(?:.*\n)*?".join(map(re.escape, parts)), printed), printed
 
 

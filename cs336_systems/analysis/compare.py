@@ -27,8 +27,6 @@ CONFIDENCE = 0.99
 """Confidence of the interval of a ratio."""
 LEAST_EFFECT = 0.005
 """Smallest relative difference that matters."""
-WIDE = 2.0
-"""Intervals that reach beyond this factor are written as factors, others in percent."""
 TIME_DEVIATION = 0.005
 """Relative standard deviation between times at which a side is measured: the machine, its clocks, its temperature."""
 PROCESS_DEVIATION = 0.02
@@ -65,37 +63,19 @@ class Comparison:
     @property
     def verdict(self) -> Verdict:
         """CANNOT_TELL without an interval, when it includes 1, or when all of it is within LEAST_EFFECT of 1."""
-        if self.low is None or self.high is None or self.low <= 1 <= self.high or self._is_within_least_effect:
+        if self.low is None or self.high is None or self.low <= 1 <= self.high or self.is_within_least_effect:
             return Verdict.CANNOT_TELL
         return Verdict.FASTER if self.ratio < 1 else Verdict.SLOWER
 
     @property
-    def _is_within_least_effect(self) -> bool:
+    def is_within_least_effect(self) -> bool:
+        """Whether the difference is surely too small to matter."""
         return all(end is not None and abs(end - 1) <= LEAST_EFFECT for end in (self.low, self.high))
 
     @property
-    def sentence(self) -> str:
-        """The verdict in plain English, with the numbers it rests on."""
-        processes = f"{self.num_a} and {self.num_b} processes"
-        if self.low is None or self.high is None:
-            return f"Cannot tell B from A: {_percent(self.ratio)} step time, {processes} of one step."
-        interval = f"{CONFIDENCE * 100:g} % interval {_interval(self.low, self.high)}"
-        numbers = f"{_percent(self.ratio)} step time, {interval}, {processes}"
-        if self.verdict is not Verdict.CANNOT_TELL:
-            return f"B is {self.verdict} than A: {numbers}."
-        if self._is_within_least_effect:
-            return f"Cannot tell B from A, and any difference is below {LEAST_EFFECT * 100:g} %: {numbers}."
-        return f"Cannot tell B from A: {numbers}; if the difference matters, run more repeats."
-
-
-def _interval(low: float, high: float) -> str:
-    if low >= 1 / WIDE and high <= WIDE:
-        return f"{_percent(low)} to {_percent(high)}"
-    return f"{low:.2g} to {high:.2g} times A's"
-
-
-def _percent(ratio: float) -> str:
-    return f"{(ratio - 1) * 100:+.2f} %"
+    def least_shown(self) -> float | None:
+        """Relative difference of step times below which these processes show none; None without an interval."""
+        return None if self.low is None or self.high is None else math.sqrt(self.high / self.low) - 1
 
 
 def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement], *, are_alternate: bool = False) -> Comparison:
@@ -167,11 +147,6 @@ def _comparison(difference: float, half_width: float | None, counts: tuple[int, 
 def _exp(logarithm: float) -> float:
     """The ratio whose logarithm this is, as far as a float holds it."""
     return math.exp(min(logarithm, 700))  # two processes 10x apart give an interval beyond what a float holds
-
-
-def least_difference() -> float:
-    """Relative difference below which one process of each side cannot tell, however little its steps scatter."""
-    return math.expm1(_half_width(2 * (TIME_DEVIATION**2 + PROCESS_DEVIATION**2), [], CONFIDENCE))
 
 
 def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:

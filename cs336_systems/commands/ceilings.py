@@ -1,8 +1,6 @@
 """`cs336 ceilings`: what this machine reaches at its best, compared with its data sheet."""
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +12,12 @@ from cs336_systems.commands.flags import (
     unset,
     value_or,
 )
-from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, existing
+from cs336_systems.commands.outcome import FAILED, OK, checked
 from cs336_systems.commands.study import StudyArguments, show_study, with_grid
 from cs336_systems.config import SIZES, Device
-from cs336_systems.files import encode_json, read_json, write_atomically
-from cs336_systems.measure.environment import identity
+from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
-from cs336_systems.record import RecordError, read_record
 from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import (
     PADDED,
@@ -29,23 +25,19 @@ from cs336_systems.studies.ceilings_records import (
     CeilingsStudy,
     Shape,
 )
-from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.store import make_writable, time_stamp
 from cs336_systems.text import print_aside
 
 if TYPE_CHECKING:
     from cs336_systems.report.progress import StatusLine
-    from cs336_systems.studies.step_parts import StepParts
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
 GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 64, 128)
 BATCH_SIZE = 4
 MIB = 2**20
-ROOFLINE_FILE = "roofline.json"
 UNFINISHED_FILE = "unfinished.json"
-"""What a study has measured so far, which --measured shows too; removed at the end."""
-_PROFILE = "what `cs336 kernels FILE --output DIR` or a sweep has kept of a trace"
+"""What a study has measured so far; removed at the end. Renamed to ceilings.json, it is a study like any other."""
 
 
 @with_grid
@@ -54,7 +46,7 @@ class CeilingsArguments(StudyArguments):
     training step), and collectives among several GPUs (--device cpu --world-size 6: among processes, over gloo).
 
     Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables, plots and index.html; other commands take
-    them for the measured ceilings of this device. With --profile the parts of a step stand on the roofline too.
+    them for the measured ceilings of this device.
     """
 
     GRID, FOLDER = CeilingsGrid, "ceilings"
@@ -75,14 +67,6 @@ class CeilingsArguments(StudyArguments):
     step_presets: Annotated[tuple[str, ...] | None, unset("[SIZE ...]", "none on a GPU, tiny on a CPU")] = None
     """Model sizes of whose training steps the matrices of every kernel are measured too, with passes over memory as
     steps make them: what makes the forecast of times exact for these steps."""
-    profile: Annotated[Path | None, unset("FILE", "no parts of a step")] = None
-    """Explained kernel profile of a step (kernels/*.json, profile.json) to put on the roofline. --measured without it
-    takes the earlier one."""
-    record: Annotated[Path | None, unset("JSON", "the run's own, if --profile is one of benchmark_sweep.py's")] = None
-    """Record of the profiled run; it says what was computed."""
-    measured: Annotated[Path | None, unset("FILE", "measure now")] = None
-    """ceilings.json of an earlier study, or unfinished.json of an interrupted one: measure nothing, and write its
-    tables and plots beside it."""
     name: Annotated[str | None, unset("NAME", "the device's")] = None
     """Name of the directory."""
 
@@ -105,10 +89,6 @@ class CeilingsArguments(StudyArguments):
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
-        if self.measured is not None:
-            if self.name is not None:
-                raise ValueError("--measured writes beside its file: leave --name out")
-            return self.measured.parent
         name = checked_name(self.name) if self.name else device_word(resolve_device(self.device))
         return self.output / self.FOLDER / name
 
@@ -133,63 +113,21 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 
 
 def run(arguments: CeilingsArguments) -> int:
-    """Measure the grid, or read an earlier study; print the tables, and write them with the record and the plots."""
-    if arguments.measured is None:
-        explain_cpu_fallback(arguments.device)
-    directory, grid = checked(arguments.directory), checked(arguments.grid)
-    earlier = arguments.measured and read_study(existing(arguments.measured, "a study of ceilings"), CeilingsStudy)
-    device_name = earlier.device_name if earlier else identity(grid.device).device_name
-    step = None if arguments.profile is None else _profiled_step(arguments.profile, arguments.record, directory)
-    if step is None and earlier is not None:
-        step = _earlier_step(directory)
-    parts = None if step is None else _parts(step, directory, device_name)
-    make_writable(directory)
-    from cs336_systems.studies.runner import run_study
-
+    """Measure the grid; print the tables, and write them with the record and the plots."""
+    explain_cpu_fallback(arguments.device)
+    grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
     unfinished = directory / UNFINISHED_FILE
 
     def measure(status: "StatusLine") -> CeilingsStudy:
-        study = earlier or run_study(grid, status, lambda so_far: write_atomically(unfinished, encode_json(so_far)))
+        from cs336_systems.studies.runner import run_study
+
+        study = run_study(grid, status, lambda so_far: write_atomically(unfinished, encode_json(so_far)))
         _keep_earlier(directory / FILE_NAME, study)
         return study
 
-    study = show_study(measure, directory, as_json=arguments.json, parts=parts)
-    if earlier is None:
-        unfinished.unlink(missing_ok=True)
-    _keep_step(step, directory)
+    study = show_study(measure, directory, as_json=arguments.json)
+    unfinished.unlink(missing_ok=True)
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfiledStep:
-    """The step on a roofline: its explained profile and its record, as paths relative to the ceilings' directory."""
-
-    profile: str
-    record: str
-    format_version: int = 1
-
-
-def load(directory: Path) -> "tuple[CeilingsStudy, StepParts | None]":
-    """The study of a directory, and the parts of the step that is on its roofline, if there is one."""
-    study, step = read_study(directory / FILE_NAME, CeilingsStudy), _earlier_step(directory)
-    return study, None if step is None else _parts(step, directory, study.device_name)
-
-
-def _profiled_step(profile: Path, record: Path | None, directory: Path) -> ProfiledStep:
-    """The step that the flags name; without --record, its record is the one in the profile's sweep."""
-    if record is None:
-        record = profile.parent.parent / "runs" / profile.name
-    else:
-        existing(record, "a record of a run, in JSON")
-    return ProfiledStep(profile=os.path.relpath(profile, directory), record=os.path.relpath(record, directory))
-
-
-def _earlier_step(directory: Path) -> ProfiledStep | None:
-    """The step that is on the roofline in the directory, or None."""
-    path = directory / ROOFLINE_FILE
-    if not path.is_file():
-        return None
-    return read_json(path, ProfiledStep, "the step on a roofline", version=1, error=RecordError)
 
 
 def _keep_earlier(present: Path, study: CeilingsStudy) -> None:
@@ -198,27 +136,3 @@ def _keep_earlier(present: Path, study: CeilingsStudy) -> None:
         kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
         write_atomically(kept, data)
         print_aside(f"the earlier ceilings are kept in {kept}")
-
-
-def _keep_step(step: ProfiledStep | None, directory: Path) -> None:
-    if step is None:
-        (directory / ROOFLINE_FILE).unlink(missing_ok=True)
-    else:
-        write_atomically(directory / ROOFLINE_FILE, encode_json(step))
-
-
-def _parts(step: ProfiledStep, directory: Path, device_name: str) -> "StepParts":
-    """Parts of the profiled step; raise UsageError if they are of another device or the run's record is missing."""
-    from cs336_systems.analysis.kernels.step_profile import read_profile
-    from cs336_systems.studies.step_parts import step_parts
-
-    path, record = (Path(os.path.normpath(directory / name)) for name in (step.profile, step.record))
-    profile = read_profile(existing(path, _PROFILE))
-    if profile is None:
-        raise UsageError(f"{path}: --profile needs {_PROFILE}")
-    if profile.device_names and device_name not in profile.device_names:
-        raise UsageError(f"{path} is of {', '.join(profile.device_names)}, the ceilings are of {device_name}")
-    if not record.is_file():
-        raise UsageError(f"{path}: what was run is not known, there is no {record}; give its record with --record")
-    config = read_record(record).config
-    return checked(lambda: step_parts(profile, config))

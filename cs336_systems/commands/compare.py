@@ -34,9 +34,9 @@ from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.record import load_records
+from cs336_systems.record import load_records, write_record
 from cs336_systems.studies.ceilings_files import ceilings_beside
-from cs336_systems.sweep.store import SweepError
+from cs336_systems.sweep.store import SweepError, make_writable
 from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
@@ -53,22 +53,25 @@ class CompareArguments(MeasuringArguments):
     are directories of finished sweeps: each configuration has a row with its own verdict. Rows are matched by all
     settings but those in which the sweeps differ throughout.
 
-    What is measured, and with --name what was measured before, is written as tables and as a page (index.html), which
-    `cs336 report` makes again.
+    What is measured is written as tables and as a page (index.html), which `cs336 report` makes again.
     """
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
     """Flags in quotes, or the directory of a sweep."""
-    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
-    """What to compare it with."""
+    b: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="B", help_behavior_hint="")] = None
+    """What to compare it with; none with --baseline."""
+    baseline: Annotated[str | None, unset("NAME", "compare with B")] = None
+    """Compare the directory A with the results kept under this name, in OUTPUT/baselines; the first time, keep them."""
+    a_against_a: Switch = False
+    """Allow equal sides, which show how much the machine scatters."""
     fail_if_slower: Annotated[float | None, unset("PERCENT", "no limit")] = None
     """End with status 1 if the verdict on any configuration is that B is slower, by more than this."""
     repeats: int = 5
     """Fresh processes of each."""
     allow_mixed: Switch = False
     """Go on with records that come from another GPU, driver, torch, code, own model, token file or warm-up."""
-    name: Annotated[str | None, unset("NAME", "made of A and B; finished sweeps are compared without writing")] = None
-    """Name of the directory, under OUTPUT/e2e_benchmark/ for what is measured, under OUTPUT/comparisons/ otherwise."""
+    name: Annotated[str | None, unset("NAME", "made of A and B")] = None
+    """Name of the directory under OUTPUT/e2e_benchmark/ for what is measured."""
     output: Path = Path("data")
     """Directory for results."""
     json: Switch = False
@@ -88,20 +91,41 @@ def run(arguments: CompareArguments) -> int:
 
 
 def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
-    from cs336_systems.report.compared import Sides, compare_paths, seen_from
+    from cs336_systems.report.compared import Sides, compare_sides, records_at
 
-    names = (arguments.a, arguments.b)
+    if arguments.baseline is not None:
+        kept = arguments.output / "baselines" / checked(functools.partial(checked_name, arguments.baseline))
+        if arguments.b is not None or not both_on_disk(arguments.a, arguments.a):
+            raise UsageError("--baseline compares one directory of results with those kept earlier; leave out B")
+        if not kept.exists():
+            records = checked(functools.partial(records_at, Path(arguments.a)))
+            runs = make_writable(kept / "runs")
+            for record in records:
+                write_record(record, runs)
+            print_line(f"baseline: {kept} (compare later results with the same --baseline)")
+            return OK
+        names = (str(kept), arguments.a)
+    elif arguments.b is None:
+        raise UsageError("needed two sides, got one: add B, or --baseline NAME")
+    else:
+        names = (arguments.a, arguments.b)
     shown = [name.strip().encode(errors="backslashreplace").decode() for name in names]  # JSON has no lone surrogates
-    sides = Sides(a=shown[0], b=shown[1], allow_mixed=arguments.allow_mixed)
+    sides = Sides(a=shown[0], b=shown[1])
     if not both_on_disk(*names):
-        return _measure(arguments, sides, configs_of(names), print_json)
-    directory = None if arguments.name is None else arguments.output / "comparisons" / _plain(arguments.name)
-    a, b = map(Path, names)
-    here = directory or Path()
-    sides = replace(sides, records=(seen_from(here, a), seen_from(here, b)))
-    compared = checked(functools.partial(compare_paths, sides, (a, b)))
-    _show(compared, directory, print_json)
+        configs = configs_of(names)
+        _refuse_equal(arguments, configs[0].configuration == configs[1].configuration)
+        return _measure(arguments, sides, configs, print_json)
+    paths = [Path(name) for name in names]
+    _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
+    mixed = arguments.allow_mixed
+    compared = checked(lambda: compare_sides(sides, [records_at(path) for path in paths], allow_mixed=mixed))
+    _show(compared, None, print_json)
     return _guard(compared, arguments.fail_if_slower)
+
+
+def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
+    if are_equal and not arguments.a_against_a:
+        raise UsageError("A and B are the same; to see how much the machine scatters, add --a-against-a")
 
 
 def _measure(
@@ -111,7 +135,8 @@ def _measure(
     from cs336_systems.report.compared import by_parity, compare_sides
 
     a, b = configs
-    name = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else _plain(arguments.name)
+    given = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else arguments.name
+    name = checked(functools.partial(checked_name, given))
     directory = arguments.output / "e2e_benchmark" / name
     if not arguments.fresh:
         _refuse_another(configs, directory)
@@ -122,7 +147,7 @@ def _measure(
         return status
     keys = {config.key for config in runs}
     records = [record for record in load_records(directory / "runs")[0] if record.key in keys]
-    compared = checked(functools.partial(compare_sides, sides, by_parity(records)))
+    compared = checked(functools.partial(compare_sides, sides, by_parity(records), are_alternate=True))
     _show(compared, directory, print_json)
     return _guard(compared, arguments.fail_if_slower)
 
@@ -144,23 +169,23 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
         print_json(encode_json(compared.json))
     else:
         for table in compared.section.tables:
-            print_table(table, directory)
+            print_table(replace(table, notes=tuple(n for n in table.notes if n != compared.answer)), directory)
     if directory is not None:
         print_line(f"page: {page}")
+    if print_json is None:
+        print_line(compared.answer)
     if all(ratio is None for _, ratio in compared.verdicts):
         raise SweepError("no configuration ended well on both sides, so nothing could be compared")
 
 
 def write_comparison(compared: "Compared", directory: Path, status: "StatusLine") -> Path:
-    """Write the tables and the page, with the runs if they are in the directory; return the path of the page."""
+    """Write the tables and the page of a comparison and of its runs in the directory; return the path of the page."""
     from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.results import Results
 
     compared.write(directory)
-    sweep = None
-    if compared.sides.records is None:
-        ceilings = load_ceilings_or_warn(ceilings_beside(directory))
-        sweep = Results.load(load_records(directory / "runs")[0], directory, ceilings)
+    ceilings = load_ceilings_or_warn(ceilings_beside(directory))
+    sweep = Results.load(load_records(directory / "runs")[0], directory, ceilings)
     return write_page_of(Directory(path=directory, sweep=sweep, compared=compared), status)[0]
 
 
@@ -177,11 +202,6 @@ def _guard(compared: "Compared", percent: float | None) -> int:
         f"of {len(unknown)} it cannot be told"
     )
     return FAILED if slower else OK
-
-
-def _plain(name: str) -> str:
-    """The name itself; raise UsageError unless it is a plain directory name."""
-    return checked(functools.partial(checked_name, name))
 
 
 def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:

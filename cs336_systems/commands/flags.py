@@ -6,6 +6,7 @@ Flags of settings are made from the declarations in config.py.
 import contextlib
 import difflib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.measure.inputs import check_factory, parameters_of
-from cs336_systems.measure.nvml import alike, visible_gpus, why_none_visible
+from cs336_systems.measure.nvml import alike, disturbances, visible_gpus, why_none_visible
 from cs336_systems.model.fast.choose import check_packages, describe_fast, fastest, missing_packages
 from cs336_systems.settings import Setting, declared, flag_of
 from cs336_systems.text import print_aside
@@ -65,8 +66,10 @@ HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None) -> T:
     """The arguments in `argv`; raise UsageError where a value contradicts another, exit where it does not parse."""
     config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
+    if os.environ.get("NO_COLOR"):
+        tyro._experimental_options["ansi_codes"] = False
     words = list(sys.argv[1:] if argv is None else argv)
-    names = _flag_names(kind)
+    names = flag_names(kind)
     if HELP_ALL in words:
         words = [HELP[-1]]
     elif len(names) > FEW and not set(words).isdisjoint(HELP):
@@ -79,12 +82,12 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
         raise UsageError(str(error)) from error
 
 
-def _flag_names(kind: Callable[..., object]) -> frozenset[str]:
+def flag_names(kind: Callable[..., object]) -> frozenset[str]:
     """The fields of a class of arguments, and of its groups."""
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return frozenset()
     groups = {each.name: _group_of(each) for each in fields(kind)}
-    return frozenset().union(*({name} if group is None else _flag_names(group) for name, group in groups.items()))
+    return frozenset().union(*({name} if group is None else flag_names(group) for name, group in groups.items()))
 
 
 def _group_of(each: Field[Any]) -> type | None:
@@ -612,6 +615,39 @@ def explain_cpu_fallback(device: DeviceChoice) -> None:
     """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of them is visible."""
     if device == "auto" and (why := why_none_visible()) is not None:
         print_aside(f"note: --device auto takes the CPU: {why}")
+
+
+def look_at_machine(device: Device) -> None:
+    """Say on standard error, before a measurement, what may put its times in doubt."""
+    if found := disturbances(visible_gpus() if device is Device.CUDA else ()):
+        print_aside(f"in doubt: {'; '.join(found)}")
+
+
+def in_flags(message: str, names: Collection[str]) -> str:
+    """The message with the flags in place of the fields of these names, unless they are part of a longer word."""
+    long = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
+    return re.sub(rf"(?<![\w./\"'-])({long})(?![\w./\"'-])", lambda name: f"--{name[0].replace('_', '-')}", message)
+
+
+def _number(words: list[str]) -> float:
+    digits, scale = words[0], 1.0
+    if digits[-1:].upper() in SCALES:
+        digits, scale = digits[:-1], SCALES[digits[-1].upper()]
+    return float(digits) * scale
+
+
+SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+Number = Annotated[
+    float,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=_number,
+        is_instance=lambda value: value is None or isinstance(value, int | float),
+        str_from_instance=lambda value: [] if value is None else [str(value)],
+    ),
+]
+"""A number that may end as in `70B` or `15T`."""
 
 
 def device_word(device: Device) -> str:

@@ -57,13 +57,11 @@ class KernelsArguments:
     json: Switch = False
     """Print JSON instead of tables."""
 
-    def __post_init__(self) -> None:
-        if self.top < 1:
-            raise ValueError(f"--top must be at least 1, got {self.top}")
-
 
 def run(arguments: KernelsArguments) -> int:
     """Read, explain, print, and write where asked."""
+    if arguments.top < 1:
+        raise UsageError(f"--top must be at least 1, got {arguments.top}")
     attention = checked(arguments.ranges.attention)
     existing(arguments.file, "a report of nsys, its SQLite export, or a trace of torch.profiler")
     path = _record_path(arguments)
@@ -73,7 +71,7 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.kernels.entries import explained
-    from cs336_systems.report.sections.kernels.files import tables_of_one, write_kernels
+    from cs336_systems.report.sections.kernels.files import answer_of, tables_of_one, write_kernels
 
     with StatusLine() as status:
         status.reading(arguments.file)
@@ -95,6 +93,7 @@ def run(arguments: KernelsArguments) -> int:
         lambda: encode_profile(profile),
         lambda: tables_of_one(entry, arguments.top),
         arguments.output,
+        answer_of(entry),
     )
     return OK
 

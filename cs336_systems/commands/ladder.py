@@ -28,25 +28,23 @@ from cs336_systems.commands.flags import (
     with_flags,
 )
 from cs336_systems.commands.outcome import (
-    FAILED,
     INTERRUPTED,
     OK,
     PrintJson,
     UsageError,
     checked,
-    existing,
     json_alone,
     load_ceilings_or_warn,
     load_records_or_warn,
     print_last,
     status_of,
 )
-from cs336_systems.commands.results import explain_or_warn, write_page_of
+from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.record import Status, load_records
+from cs336_systems.record import Status
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.ladder import (
     GATE_STEPS,
@@ -106,8 +104,6 @@ class LadderArguments(Flags):
     reasons: bool = True
     """Run each rung once more under torch.profiler."""
     device: DeviceFlag = "auto"
-    report: Annotated[Path | None, unset("DIR", "measure")] = None
-    """Directory of a ladder: measure nothing, and write its tables and picture again."""
     name: Annotated[str | None, unset("NAME", "size, context, batch and device")] = None
     """Name of the directory."""
     output: Path = Path("data")
@@ -163,15 +159,6 @@ class LadderArguments(Flags):
 def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
     with json_alone(arguments.json) as print_json:
-        if arguments.report is not None:
-            from cs336_systems.report.progress import StatusLine
-
-            existing(arguments.report / LADDER_FILE, "the rungs of a ladder")
-            runs = arguments.report / "runs"
-            with StatusLine() as status:
-                is_explained = explain_or_warn(load_records(runs)[0], runs, status)
-            _report(arguments.report, print_json)
-            return OK if is_explained else FAILED
         return _climb(arguments, print_json)
 
 

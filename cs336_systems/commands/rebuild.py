@@ -6,7 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336_systems.commands import ceilings, ladder
+from cs336_systems.commands import ladder
 from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
 from cs336_systems.commands.results import explain_or_warn, would_lose, write_page_of
 from cs336_systems.files import encode_json, in_one_line
@@ -17,7 +17,6 @@ from cs336_systems.report.page.write import Page, write_page
 from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
 from cs336_systems.report.sections.forecast import write_forecast
 from cs336_systems.report.sections.ladder import write_ladder_report
-from cs336_systems.studies.ceilings_files import FILE_NAME as CEILINGS_FILE
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.studies.records import read_study
 from cs336_systems.text import print_aside, print_line
@@ -146,9 +145,7 @@ def _study(directory: Path, _: object, subject: str) -> Directory:
 RUNS = "runs"
 _KINDS: Mapping[str, Callable[[Path, Callable[[Path], Ceilings]], Directory]] = {
     ladder.LADDER_FILE: lambda path, at: Directory(path=path, climbed=ladder.load(path, at(ceilings_beside(path)))),
-    CEILINGS_FILE: lambda path, _: Directory(path=path, study=StudyResults(*ceilings.load(path))),
-    **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES if subject != "ceilings"},
+    **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES},
     RUNS: _sweep,
-    COMPARISON_FILE: lambda path, _: Directory(path=path, compared=checked(partial(load_compared, path))),
 }
 """The function that reads a directory, by a file or folder that it contains; the first match in this order decides."""

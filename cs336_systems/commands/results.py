@@ -1,6 +1,6 @@
 """Writes and prints the results of sweeps, after a sweep and for `cs336 report`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 
 
 def show_results(
-    found: Mapping[Path, Sequence[RunRecord]],
+    records: Sequence[RunRecord],
+    directory: Path,
     output: Path,
     status: "StatusLine",
     print_json: PrintJson | None = None,
+    *,
+    prints_tables: bool = True,
 ) -> None:
-    """Write the tables and plots of all sweeps together into `output`, and print the tables, or JSON if asked for.
+    """Write tables, plots and page of the sweep in `directory` into `output`, and print the tables, or JSON if asked.
 
-    `found` has the records by the sweep's directory. Profiled runs are only in the tables of profiles, which stay as
-    they are if they would lose runs.
+    Without `prints_tables`, only the answer of the page is printed. Profiled runs are only in the tables of profiles,
+    which stay as they are if they would lose runs.
     """
     status("reading records and profiles")
     from cs336_systems.report.page.chapters import Directory
@@ -37,25 +40,25 @@ def show_results(
     from cs336_systems.report.terminal import print_sweep
     from cs336_systems.studies.ceilings_files import ceilings_beside, ceilings_files
 
-    beside = [ceilings_beside(directory) for directory in (output, *found)]
+    beside = [ceilings_beside(output), ceilings_beside(directory)]
     ceilings = load_ceilings_or_warn(next(filter(ceilings_files, beside), beside[0]))
-    several = {directory: Results.load(own, directory) for directory, own in found.items()}
-    lost = [directory for directory, results in several.items() if would_lose(results, directory, output)]
-    together = Results.together(several.values(), ceilings)
-    written = replace(together, kernels=(), memory=()) if lost else together
+    results = Results.load(records, directory, ceilings)
+    written = replace(results, kernels=(), memory=()) if would_lose(results, directory, output) else results
     written.write(output, status)
-    if written.records:
-        page, _ = write_page_of(Directory(path=output, sweep=written), status)
+    if records:
+        page, made = write_page_of(Directory(path=output, sweep=written), status)
     status.end()
-    if print_json is None:
-        print_sweep(together.tables(), together.records, output)
-    else:
-        print_json(encode_json({"directory": str(output), **together.json()}))
+    if print_json is not None:
+        print_json(encode_json({"directory": str(output), **results.json()}))
         print_line(f"results: {output}")
-    if written.records:
+    elif prints_tables:
+        print_sweep(results.tables(), records, output)
+    else:
+        print_line(made.glance.answer if made.glance is not None else made.title)
+        print_line(f"results: {output}")
+    if records:
         print_line(f"page: {page}")
-    for directory, own in found.items():
-        print_profile_paths([record.config for record in own], directory / "runs")
+    print_profile_paths([record.config for record in records], directory / "runs")
 
 
 def would_lose(results: "Results", directory: Path, output: Path) -> bool:

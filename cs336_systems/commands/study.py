@@ -13,6 +13,7 @@ from cs336_systems.commands.flags import (
     Flags,
     Switch,
     explain_cpu_fallback,
+    look_at_machine,
     resolve_device,
     study_name,
     unset,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from cs336_systems.report.results import Study
     from cs336_systems.studies.operators import AttentionStudy, FusionStudy
     from cs336_systems.studies.precision_records import PrecisionStudy
-    from cs336_systems.studies.step_parts import StepParts
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
 StudyT = TypeVar("StudyT", bound="Study")
@@ -167,6 +167,8 @@ def measure_and_show(arguments: StudyArguments) -> Any:  # noqa: ANN401 (each gr
     explain_cpu_fallback(arguments.device)
     grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
 
+    look_at_machine(resolve_device(arguments.device))
+
     def measure(status: "StatusLine") -> Any:  # noqa: ANN401
         from cs336_systems.studies.runner import run_study
 
@@ -183,12 +185,8 @@ def show_study(
     directory: Path | None,
     *,
     as_json: bool,
-    parts: "StepParts | None" = None,
 ) -> StudyT:
-    """Measure, showing progress; write the results into the directory, if one is given; print and return them.
-
-    `parts` of a step are on the roofline of ceilings.
-    """
+    """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
     from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import StudyResults
@@ -198,7 +196,7 @@ def show_study(
     with json_alone(as_json) as print_json:
         with StatusLine() as status:
             study = measure(status)
-            results = StudyResults(study, parts)
+            results = StudyResults(study)
             if directory is not None:
                 status("drawing and writing")
                 results.write(directory)

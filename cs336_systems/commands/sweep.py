@@ -34,6 +34,7 @@ from cs336_systems.commands.flags import (
     device_word,
     explain_cpu_fallback,
     explain_fast,
+    look_at_machine,
     one_precision,
     plain_word,
     profiled_config,
@@ -436,7 +437,7 @@ def measure_all(
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,
         )  # fmt: skip
     with StatusLine() as status:
-        show_results({directory: outcome.records}, directory, status, print_json)
+        show_results(outcome.records, directory, directory, status, print_json)
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED
@@ -445,8 +446,10 @@ def measure_all(
 
 
 def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
-    """Say on standard error which visible GPUs a sweep of these does not use."""
+    """Say on standard error which visible GPUs a sweep of these does not use, and what may put its times in doubt."""
     from cs336_systems.sweep.run import gpus_left_out
+
+    look_at_machine(configs[0].device if configs else Device.CPU)
 
     for gpu in gpus_left_out(configs):
         print_aside(

@@ -12,7 +12,7 @@ from cs336_systems.config import Arch, Attention, Mode, ModelConfig, Precision, 
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES, kept_elements, updated_elements
 
-FP8_BYTES, INT64_BYTES = 1, 8
+INT64_BYTES = 8
 
 
 class Component(StrEnum):
@@ -324,7 +324,7 @@ def forward_work(config: RunConfig) -> tuple[Work, ...]:
 
     Every factor and result of a matmul counts once, in the type of the run's matmuls. A factor that several matmuls of
     a part share, such as the input of queries, keys and values, counts once in all. The scores of fused attention move
-    no bytes. `fp8` makes no difference here; component_bytes accounts for it.
+    no bytes. `fp8` makes no difference here.
     """
     element_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
     elements, moved_bytes = _matmul_elements(config), {Component.EMBEDDING: _embedding_bytes(config)}
@@ -350,50 +350,6 @@ class _MatmulElements:
     def forward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
         return factor_bytes * self.factors + result_bytes * (self.results + self.biases)
 
-    def backward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
-        """Bytes of backward's two matmuls for each of forward: each multiplies the result's gradient by one factor."""
-        return factor_bytes * (2 * self.results + self.factors) + result_bytes * self.factors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentBytes:
-    """Fewest bytes that the matmuls of one part move in one step of a run's mode."""
-
-    component: Component
-    forward: int
-    backward: int
-    """Bytes of the two matmuls for each one of forward; 0 in a mode without backward."""
-    recomputed: int
-    """Bytes of what backward recomputes between checkpoints."""
-
-
-def component_bytes(config: RunConfig) -> tuple[ComponentBytes, ...]:
-    """Fewest bytes that the matmuls of component_flops move, counted as in forward_work.
-
-    With `fp8` the factors of the blocks' linear layers are in fp8 and the results in half precision; casts and copies
-    around them are left out. Raises ValueError for a user's own model.
-    """
-    if config.model_factory is not None:
-        raise ValueError(f"bytes are known only of this project's model, got model_factory {config.model_factory!r}")
-    return tuple(_component_bytes(config, part, elements) for part, elements in _matmul_elements(config).items())
-
-
-def _component_bytes(config: RunConfig, part: Component, elements: _MatmulElements) -> ComponentBytes:
-    result_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
-    sizes = (FP8_BYTES if config.fp8 and part in FP8_LAYERS else result_bytes, result_bytes)
-    forward, has_backward = elements.forward_bytes(*sizes), _has_backward(config)
-    recomputed = forward if has_backward and part in _recomputed_parts(config) else 0
-    if recomputed and part is Component.FFN:
-        last = _last_matmul(config).forward_bytes(*sizes)
-        of_kept = forward // config.model.num_layers - last
-        recomputed -= _spared_matmuls(config) * last + _kept(config) * of_kept
-    return ComponentBytes(
-        component=part,
-        forward=forward,
-        backward=elements.backward_bytes(*sizes) if has_backward else 0,
-        recomputed=recomputed,
-    )
-
 
 def _matmul_elements(config: RunConfig) -> dict[Component, _MatmulElements]:
     model, layers = config.model, config.model.num_layers
@@ -415,16 +371,6 @@ def _matmul_elements(config: RunConfig) -> dict[Component, _MatmulElements]:
         part: _MatmulElements(factors=read + weights.get(part, 0), results=made, biases=biases.get(part, 0))
         for part, (read, made) in activations.items()
     }
-
-
-def _last_matmul(config: RunConfig) -> _MatmulElements:
-    """The last matmul of one block, w2."""
-    model, tokens = config.model, config.batch_size * config.model.context_length
-    return _MatmulElements(
-        factors=(tokens + model.d_model) * model.d_ff,
-        results=tokens * model.d_model,
-        biases=model.d_model if model.arch is Arch.GPT2 else 0,
-    )
 
 
 def _embedding_bytes(config: RunConfig) -> int:

@@ -14,9 +14,9 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_OWN_SEGMENT_BYTES = 10 * MIB
 """Requests from this size on get a segment of their own size, in steps of 2 MiB (kMinLargeAlloc, kRoundLarge)."""
 
-ADDRESS_BITS = 32
+ADDRESS_BITS = 48
 ADDRESS_MASK = 2**ADDRESS_BITS - 1
-"""Addresses are below this number of ROUND_BYTES, 2 TiB."""
+"""Addresses are below this number of ROUND_BYTES, 128 PiB: segments of a step that fits no GPU get addresses too."""
 
 
 class OutOfMemoryError(Exception):

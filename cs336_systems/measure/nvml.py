@@ -5,6 +5,7 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -207,3 +208,33 @@ class GpuMonitor:
         with contextlib.suppress(pynvml.NVMLError):
             return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
         return None
+
+
+BUSY_CORES = 1.0
+"""Load of the last minute from which other programs take a core from what is measured."""
+LEAST_FREE = 0.1
+"""Share of the memory that must be free, or the machine may begin to swap."""
+
+
+def disturbances(gpus: Sequence[Gpu]) -> list[str]:
+    """What of this machine and of the GPUs to be used may put times in doubt, in words."""
+    import psutil  # slow to import, and only needed before a measurement
+
+    found, load, memory = [], os.getloadavg()[0], psutil.virtual_memory()
+    if load >= BUSY_CORES:
+        found.append(f"the load is {load:.1f} on {os.cpu_count()} cores: close other programs")
+    if memory.available < LEAST_FREE * memory.total:
+        found.append(f"only {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory are free")
+    battery = psutil.sensors_battery()
+    if battery is not None and battery.power_plugged is False:
+        found.append("the machine runs on its battery, which lowers its clocks: plug it in")
+    scaling = Path("/sys/devices/system/cpu/cpu0/cpufreq")
+    with contextlib.suppress(OSError):  # other systems, and most virtual machines, have no such files
+        driver, governor = ((scaling / f"scaling_{name}").read_text().strip() for name in ("driver", "governor"))
+        if governor == "powersave" and not driver.endswith("pstate"):  # whose powersave raises clocks as needed
+            found.append("the CPU's governor is powersave: use performance (cpupower frequency-set -g performance)")
+    for gpu in gpus:
+        with contextlib.suppress(pynvml.NVMLError):
+            if count := GpuMonitor(gpu.uuid).processes():
+                found.append(f"{count} other process(es) use GPU {gpu.index} ({gpu.name}): end them")
+    return found

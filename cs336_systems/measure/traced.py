@@ -223,7 +223,7 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
 
     from cs336_systems.parallel import data_parallel, exchange
 
-    gather, scatter = exchange.start_gather, exchange.Collectives.scatter
+    gather, scatter = exchange.start_gather, exchange.CollectiveExchange.scatter
     instead: list[tuple[object, str, object]] = [
         (dist, "get_backend", lambda *_: "nccl"),
         (dist, "broadcast_object_list", lambda *_, **__: None),
@@ -231,7 +231,7 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
         *((each, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)])
           for each in (data_parallel, exchange)),
         (exchange, "start_gather", lambda *tensors: [_Started(work, *tensors) for work in gather(*tensors)]),
-        (exchange.Collectives, "scatter", lambda *each: _Started(scatter(*each), *each)),
+        (exchange.CollectiveExchange, "scatter", lambda *each: _Started(scatter(*each), *each)),
         (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
     ]  # fmt: skip
     dist.init_process_group("fake", store=FakeStore(), rank=largest_rank(config), world_size=config.ranks)

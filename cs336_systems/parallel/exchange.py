@@ -156,7 +156,7 @@ class Parts(Protocol):
         """Each parameter's part of a tensor that is laid out like the masters."""
 
 
-class Collectives:
+class CollectiveExchange:
     """Exchange by NCCL on GPUs, by gloo on a CPU."""
 
     is_late = False
@@ -207,7 +207,7 @@ class Collectives:
         Averaging(gradients).wait()
 
 
-class Copies:
+class PeerCopies:
     """Exchange by copies from and to the other ranks' memory, which occupy no multiprocessor of a GPU.
 
     Ranks wait for each other when forward begins, so that all parts are up to date, and at the end of backward.
@@ -302,7 +302,7 @@ class Copies:
             group.wait()
 
 
-Exchange = Collectives | Copies
+Exchange = CollectiveExchange | PeerCopies
 
 
 def start_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[Started]:

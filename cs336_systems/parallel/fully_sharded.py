@@ -24,7 +24,7 @@ from cs336_systems.model.annotate import annotate
 from cs336_systems.model.own import blocks_of
 from cs336_systems.model.transformer import Embedding
 from cs336_systems.parallel.collectives import divide_gradients, graded, take_from_rank_0
-from cs336_systems.parallel.exchange import Collectives, Copies, Exchange, Started, start_gather
+from cs336_systems.parallel.exchange import CollectiveExchange, Exchange, PeerCopies, Started, start_gather
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class ShardedParameter:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Unit:
+class UnitParameters:
     """Parameters that are gathered together, and the module that holds them."""
 
     name: str
@@ -79,7 +79,7 @@ def parameters_of(module: nn.Module) -> list[ShardedParameter]:
     return list(found.values())
 
 
-def units_of(module: nn.Module) -> list[Unit]:
+def units_of(module: nn.Module) -> list[UnitParameters]:
     """The parameters of the module by the unit that they belong to, in the order of its modules.
 
     Units are the blocks, and outside of them each module that has parameters itself. The last one has the parameters
@@ -99,11 +99,11 @@ def units_of(module: nn.Module) -> list[Unit]:
         else:
             members.setdefault(target, []).append(each)
     units = [
-        Unit(name=path, module=part, found=members[id(part)])
+        UnitParameters(name=path, module=part, found=members[id(part)])
         for path, part in module.named_modules()
         if id(part) in members
     ]
-    return [*units, Unit(name=REST, module=None, found=shared)]
+    return [*units, UnitParameters(name=REST, module=None, found=shared)]
 
 
 class FSDP(nn.Module):
@@ -123,7 +123,7 @@ class FSDP(nn.Module):
         self,
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
-        units: Sequence[Unit] | None = None,
+        units: Sequence[UnitParameters] | None = None,
         *,
         copies: bool = False,
         adds: bool = True,
@@ -135,14 +135,15 @@ class FSDP(nn.Module):
         matrices = [replace(unit, found=[each for each in unit.found if each.parameter.ndim > 1]) for unit in every]
         self._replicated = [each.parameter for unit in every for each in unit.found if each.parameter.ndim <= 1]
         device = next(module.parameters()).device
-        self._exchange = exchange = Copies(device, adds=adds) if copies else Collectives()
-        self._units = [_Unit(unit, compute_dtype, exchange) for unit in matrices if unit.found or unit.module is None]
+        self._exchange = exchange = PeerCopies(device, adds=adds) if copies else CollectiveExchange()
+        kept = (unit for unit in matrices if unit.found or unit.module is None)
+        self._units = [_ShardedUnit(unit, compute_dtype, exchange) for unit in kept]
         exchange.connect([flat for unit in self._units for flat in unit.flats])
-        self._order: list[_Unit] = []
+        self._order: list[_ShardedUnit] = []
         """Units in the order of the last forward."""
-        self._seen: list[_Unit] = []
+        self._seen: list[_ShardedUnit] = []
         self._in_backward = False
-        self._reducing: _Unit | None = None
+        self._reducing: _ShardedUnit | None = None
         *self._parts, self._whole = self._units
         for unit in self._parts:
             self._watch(unit)
@@ -178,7 +179,7 @@ class FSDP(nn.Module):
         self._exchange.average([each.grad for each in self._replicated if each.grad is not None])
         self._in_backward = False
 
-    def _watch(self, unit: "_Unit") -> None:
+    def _watch(self, unit: "_ShardedUnit") -> None:
         """Have the unit gathered before each call of its module, and freed after it."""
         module = unit.module
         assert module is not None
@@ -191,7 +192,7 @@ class FSDP(nn.Module):
             lambda _module, _inputs, output: self._after_forward(unit, output), always_call=True
         )
 
-    def _call(self, unit: "_Unit", compiled: Callable[..., Any], *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+    def _call(self, unit: "_ShardedUnit", compiled: Callable[..., Any], *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         self._before_forward(unit)
         output = None
         try:
@@ -224,7 +225,7 @@ class FSDP(nn.Module):
 
     def received(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
         """Buffers with the other ranks' gradients of this rank's part, in rank order; None if they send none."""
-        if not isinstance(self._exchange, Copies):
+        if not isinstance(self._exchange, PeerCopies):
             return None
         for flat in (flat for unit in self._units for flat in unit.flats):
             for sharded, rows in zip(flat.sharded, self._exchange.received(flat), strict=True):
@@ -232,7 +233,7 @@ class FSDP(nn.Module):
                     return rows
         return None
 
-    def _before_forward(self, unit: "_Unit") -> None:
+    def _before_forward(self, unit: "_ShardedUnit") -> None:
         unit.gather()
         unit.install()
         if self._in_backward:  # a checkpoint computes the unit again
@@ -242,7 +243,7 @@ class FSDP(nn.Module):
         if self._order[place : place + 1] == [unit]:
             self._gather_ahead(self._order[place + 1 : place + 1 + AHEAD])
 
-    def _after_forward(self, unit: "_Unit", output: Any) -> None:  # noqa: ANN401
+    def _after_forward(self, unit: "_ShardedUnit", output: Any) -> None:  # noqa: ANN401
         unit.uninstall()
         if self._in_backward:
             return
@@ -251,7 +252,7 @@ class FSDP(nn.Module):
         for tensor in graded(output):
             tensor.register_hook(lambda _gradient, unit=unit: self._before_backward(unit))
 
-    def _before_backward(self, unit: "_Unit") -> None:
+    def _before_backward(self, unit: "_ShardedUnit") -> None:
         self._in_backward = True
         if not unit.is_lookup:
             unit.gather()
@@ -259,7 +260,7 @@ class FSDP(nn.Module):
         next_ones = reversed(self._seen[max(0, place - AHEAD) : place])
         self._gather_ahead([each for each in next_ones if not each.is_lookup])
 
-    def _after_backward(self, unit: "_Unit") -> None:
+    def _after_backward(self, unit: "_ShardedUnit") -> None:
         """Start to average the unit's gradients, all of which are ready, and wait for those of the previous unit.
 
         So the whole gradients of at most two units are in memory.
@@ -271,7 +272,7 @@ class FSDP(nn.Module):
         if unit is not self._whole and not unit.has_frozen:
             unit.free()
 
-    def _gather_ahead(self, units: Sequence["_Unit"]) -> None:
+    def _gather_ahead(self, units: Sequence["_ShardedUnit"]) -> None:
         for unit in units:
             unit.start_gather()
 
@@ -382,10 +383,10 @@ class _Flat:
         return list(flat.split(self._cuts)[::2])
 
 
-class _Unit:
+class _ShardedUnit:
     """Sharded parameters that are gathered, freed and averaged together."""
 
-    def __init__(self, unit: Unit, compute_dtype: torch.dtype | None, exchange: Exchange) -> None:
+    def __init__(self, unit: UnitParameters, compute_dtype: torch.dtype | None, exchange: Exchange) -> None:
         self.module, self._exchange = unit.module, exchange
         self._name = name = unit.name.removeprefix("model.")  # LossModule's name for the model
         self._gather_range, self._wait_range, self._scatter_range = f"gather {name}", f"wait {name}", f"scatter {name}"

@@ -20,7 +20,7 @@ from cs336_systems.model.fast.weights import ALIGNMENT, LeafSlice, Received, Wei
 from cs336_systems.parallel.collectives import all_gather, grouped, own_part
 from cs336_systems.parallel.data_parallel import Leaf, PushDDP
 from cs336_systems.parallel.exchange import Pushes, of_all_ranks
-from cs336_systems.parallel.fully_sharded import FSDP, ShardedParameter, Unit, gathered, padded_part, units_of
+from cs336_systems.parallel.fully_sharded import FSDP, ShardedParameter, UnitParameters, gathered, padded_part, units_of
 
 BUCKET_BYTES = 64 * 2**20
 """Least bytes of copies in a full bucket; one bucket is exchanged while the next is updated."""
@@ -284,7 +284,7 @@ class CopyFSDP(OwnsWeights, FSDP):
         model.weights = tuple(weight for owned in self._owned for weight in owned.weights)
 
 
-def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[Unit]:
+def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[UnitParameters]:
     """The units of the module, with the tensors that the model reads in the place of the masters."""
     pack_of = {weight.master: pack for pack in packs for weight in pack.weights}
     for unit in units_of(module):
@@ -295,7 +295,7 @@ def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[Unit]:
             for leaf in pack.leaves:
                 slots = own[leaf].slots if leaf in own else []
                 found.append(ShardedParameter(" + ".join(pack.names), leaf, slots, elements))
-        yield Unit(name=unit.name, module=unit.module, found=found)
+        yield UnitParameters(name=unit.name, module=unit.module, found=found)
 
 
 def _own_parts_of(pack: Pack, fsdp: FSDP, *, is_summed: bool) -> list[Weight]:

@@ -65,14 +65,6 @@ class TorchFSDP(_TorchWay):
         fully_shard(module, mesh=mesh, mp_policy=policy)
         self.module = module
 
-    @torch.no_grad()
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """All parameters whole, by their names in the module; every rank must call it."""
-        return {
-            name: each.full_tensor() if hasattr(each, "full_tensor") else each.detach().clone()
-            for name, each in self.module.named_parameters(remove_duplicate=False)
-        }
-
 
 Way = NaiveDDP | TorchDDP | FSDP | TorchFSDP
 

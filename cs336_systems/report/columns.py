@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 from cs336_systems.report.words import (
@@ -105,24 +106,12 @@ def column(key: str, **changes: Unpack[Changes]) -> Column:
     return replace(found, std=f"{key}_std", doubt=f"{key}_is_doubted") if found.derived else found
 
 
-def two_digits(value: float) -> str:
-    """To two significant digits."""
-    return significant(value, 2)
-
-
-def three_digits(value: float) -> str:
-    """To three significant digits."""
-    return significant(value, 3)
+two_digits, three_digits, six_digits = (partial(significant, digits=digits) for digits in (2, 3, 6))
 
 
 def four_decimals(value: float) -> str:
     """Signed, to four decimals."""
     return f"{value:+z.4f}"
-
-
-def six_digits(value: float) -> str:
-    """To six significant digits."""
-    return significant(value, 6)
 
 
 def short(value: float) -> str:
@@ -396,14 +385,6 @@ COLUMNS: dict[str, Column] = {
     "recompiles": Column("recompiles", "", "Graphs that were compiled again.", drop_order=8, write=str),
     "launches_per_step": Column("kernels", "", "Kernels or operators that were launched.", write=short),
     "busy_ms": Column("busy", "ms", "Time in which a kernel or copy ran.", drop_order=1, write=rounded),
-    "least_weights_bytes": Column("weights", "GB", "Weights that products read, and their gradients.",
-                                  drop_order=5, scale=1e-9, write=short),
-    "least_casts_bytes": Column("casts", "GB", "What autocast reads and writes.",
-                                drop_order=4, scale=1e-9, write=short),
-    "least_optimizer_bytes": Column("AdamW", "GB", "What the optimizer reads and writes.",
-                                    drop_order=3, scale=1e-9, write=short),
-    "least_activations_bytes": Column("activations", "GB", "What else the products read and write.",
-                                      drop_order=6, scale=1e-9, write=short),
     "last": _text("over", "The rung that this one is compared with.", drop_order=1),
     "class_s": Column("longest", "ms", "The classes of kernels that take most time.", numeric=False, drop_order=7),
     # the study of precision
@@ -545,13 +526,6 @@ COLUMNS: dict[str, Column] = {
     "measured": Column("measured", "", "The best that was measured.", std="measured_std", doubt="is_doubted"),
     "data_sheet": Column("data sheet", "", "What the data sheet promises.", drop_order=2),
     "reached_at": _text("reached at", "Size at which it was reached.", drop_order=3),
-    # parts of a step on the roofline
-    "flops": Column("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
-    "least_mib": Column("least", "MiB", "The least bytes that the part must move.", drop_order=7),
-    "time_ms": Column("time", "ms", "Time of the part's kernels."),
-    "roof_tflops_per_s": Column("roof", "TFLOP/s", "What the measured ceilings allow.", drop_order=4),
-    "roof_share": Column("of roof", "%", "Rate over the roof.", drop_order=1, scale=100, write=three_digits),
-    "limit": _text("limit", "Whether memory or arithmetic sets the roof.", drop_order=3),
     # the study of fusion; times and rates of ceilings too
     "op": _text("op", "The operation."),
     "version": _text("version", "Written out, compiled, or PyTorch's own fused operation."),

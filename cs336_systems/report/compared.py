@@ -1,24 +1,22 @@
 """Two sides compared, each one configuration or a sweep: the verdict on each configuration, as a table.
 
-What was compared is kept in COMPARISON_FILE, from which the tables are made again.
+What was measured alternately is kept with COMPARISON_FILE, from which the tables are made again.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote_to_bytes
 
 from cs336_systems.analysis.compare import (
     CONFIDENCE,
+    LEAST_EFFECT,
     PROCESS_DEVIATION,
-    STEP_FACTOR,
-    TIME_DEVIATION,
+    Comparison,
     Matching,
+    Verdict,
     compare_processes,
-    least_difference,
     match,
     refuse_unlike,
     without_profiled,
@@ -41,7 +39,7 @@ from cs336_systems.report.identity import (
     without_unused,
 )
 from cs336_systems.report.section import Section, known, make_table
-from cs336_systems.report.words import DOUBT, status_text
+from cs336_systems.report.words import DOUBT, in_percent, mean_and_std, significant, status_text
 from cs336_systems.text import counted, print_aside, text_of
 
 COMPARISON_FILE = "comparison.json"
@@ -59,13 +57,6 @@ class Sides:
 
     a: str
     b: str
-    records: tuple[str, str] | None = None
-    """Paths of the records of A and B, relative to the file, quoted as in a URL.
-
-    None if they are in `runs` beside it, because they were measured alternately: even repeats are A's, odd ones B's.
-    """
-    allow_mixed: bool = False
-    """Whether the records may come from other hardware, software or inputs."""
     format_version: int = 1
 
     @property
@@ -92,6 +83,11 @@ class Compared:
         return [(row["verdict"], row["ratio"]) for row in rows if row["verdict"] not in (ONLY_A, ONLY_B)]
 
     @property
+    def answer(self) -> str:
+        """The verdict in one sentence; of several configurations, how many have each."""
+        return self.section.tables[0].findings[0]
+
+    @property
     def json(self) -> dict[str, Any]:
         """The names of both sides, and a row for each configuration in SI units."""
         sides = [{"side": side, "configuration": name} for side, name in zip("AB", self.sides.names, strict=True)]
@@ -102,10 +98,14 @@ class Compared:
         write_files(texts_of(self.section), directory)
 
 
-def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]]) -> Compared:
-    """Compare each configuration of A with that of B; raise ValueError for what must not be compared."""
-    are_alternate = sides.records is None
-    is_mixed = are_alternate or sides.allow_mixed  # what is measured alternately was checked before the first run
+def compare_sides(
+    sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_alternate: bool = False, allow_mixed: bool = False
+) -> Compared:
+    """Compare each configuration of A with that of B; raise ValueError for what must not be compared.
+
+    With `allow_mixed` the records may come from other hardware, software or inputs.
+    """
+    is_mixed = are_alternate or allow_mixed  # what is measured alternately was checked before the first run
     plain = [without_profiled(side) for side in records]
     refuse_unlike(plain, is_mixed)
     left_out = [
@@ -117,28 +117,12 @@ def compare_sides(sides: Sides, records: Sequence[Sequence[RunRecord]]) -> Compa
     return Compared(sides=sides, records=plain, section=section, left_out=left_out)
 
 
-def compare_paths(sides: Sides, paths: Sequence[Path]) -> Compared:
-    """Compare the records at two paths, each a directory of a sweep or a record."""
-    return compare_sides(sides, [records_at(path) for path in paths])
-
-
 def load_compared(directory: Path, records: Sequence[RunRecord] | None = None) -> Compared:
-    """Compare again what COMPARISON_FILE in the directory names; `records` are those in it, if they were read."""
+    """Compare again what was measured alternately into the directory; `records` are its records, if they were read."""
     what = "the names of both sides of a comparison"
     sides = read_json(directory / COMPARISON_FILE, Sides, what, version=1, error=RecordError)
-    if sides.records is not None:
-        return compare_paths(sides, [_found_from(directory, path) for path in sides.records])
     own = load_records(directory / "runs")[0] if records is None else records
-    return compare_sides(sides, by_parity(own))
-
-
-def seen_from(directory: Path, path: Path) -> str:
-    """The path relative to the directory, so that both can be moved together; quoted because JSON must be UTF-8."""
-    return quote(os.fsencode(os.path.relpath(path.resolve(), directory.resolve())))
-
-
-def _found_from(directory: Path, quoted: str) -> Path:
-    return Path(os.path.normpath(directory / os.fsdecode(unquote_to_bytes(quoted))))
+    return compare_sides(sides, by_parity(own), are_alternate=True)
 
 
 def by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -189,7 +173,7 @@ def comparison_section(
     identities = [row["identity"] for row in rows]
     columns = [*identity_columns(rows, always), *known([column(key) for key in SWEEPS], rows)]
     shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
-    told = [*_what_is_what(names, found, matching, are_alternate), *_counted(rows)]
+    told = [*_counted(rows), *_what_is_what(names, found, matching, are_alternate)]
     notes = [*told, *_rules(rows), *([f"{shared}."] if shared else [])]
     table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told)
     apart = [f"{name}_{side}" for name in matching.differing for side in "ab"]
@@ -246,7 +230,7 @@ def _row(
         row |= {f"{side}_{name}": own[name] if own else None for name in ("step_mean_ms", "step_std_ms", "processes")}
         row |= {f"{side}_{name}": own[name] if own else None for name in ("status", "warnings")}
         row[f"{side}_ended"] = status_text(own["status"]) if own else ""
-    row |= {"ratio": None, "ratio_low": None, "ratio_high": None, "ratio_is_doubted": False, "sentence": ""}
+    row |= {"ratio": None, "ratio_low": None, "ratio_high": None, "ratio_is_doubted": False, "answer": ""}
     if a is None or b is None:
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     if not all(measured):
@@ -254,7 +238,20 @@ def _row(
     found = compare_processes(*measured, are_alternate=are_alternate)
     doubted = in_doubt([*codes_of(a), *codes_of(b)])
     ratio = {"ratio": found.ratio, "ratio_low": found.low, "ratio_high": found.high, "ratio_is_doubted": doubted}
-    return row | ratio | {"verdict": str(found.verdict), "sentence": found.sentence}
+    return row | ratio | {"verdict": str(found.verdict), "answer": _answer(found)}
+
+
+def _answer(found: Comparison) -> str:
+    """`B is 2.19 ± 0.01 times as fast as A`, with half of the interval of the quotient, or what cannot be told."""
+    of = f"{found.num_a} and {found.num_b} processes"
+    if found.low is None or found.high is None or found.least_shown is None:
+        return f"Cannot tell: {of} of one step show no spread."
+    if found.verdict is not Verdict.CANNOT_TELL:
+        speed = mean_and_std(1 / found.ratio, (1 / found.low - 1 / found.high) / 2)
+        return f"B is {speed} times as fast as A ({100 * CONFIDENCE:g} % interval, {of})."
+    if found.is_within_least_effect:
+        return f"Cannot tell: any difference is below {in_percent(LEAST_EFFECT)} % ({of})."
+    return f"Cannot tell: a difference below {significant(100 * found.least_shown, 2)} % would not show ({of})."
 
 
 def _what_is_what(
@@ -274,8 +271,8 @@ def _what_is_what(
 def _counted(rows: Sequence[Row]) -> Iterator[str]:
     """How many rows have each verdict; of a single row its verdict with the numbers it rests on."""
     counts = Counter(row["verdict"] for row in rows)
-    if len(rows) == 1 and rows[0]["sentence"]:
-        yield rows[0]["sentence"]
+    if len(rows) == 1 and rows[0]["answer"]:
+        yield rows[0]["answer"]
     else:
         yield f"Of {counted(len(rows), 'row')}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}."
     if any(row["ratio_is_doubted"] for row in rows):
@@ -285,13 +282,9 @@ def _counted(rows: Sequence[Row]) -> Iterator[str]:
 def _rules(rows: Sequence[Row]) -> Iterator[str]:
     """What the interval of the ratio rests on."""
     numbers = [min(row["a_processes"], row["b_processes"]) for row in rows if row["ratio"] is not None]
-    level = f"{100 * CONFIDENCE:g} % interval of the ratio"
-    if any(number >= FEWEST for number in numbers):
-        yield f"{level} where both sides have {FEWEST} processes or more: Welch's, over their means."
-    if any(number < FEWEST for number in numbers):
+    if numbers:
+        few = f"; with fewer than {FEWEST} on a side, a deviation between processes of {100 * PROCESS_DEVIATION:g} %"
         yield (
-            f"{level} where a side has fewer than {FEWEST} processes: a process's mean is taken to have a standard "
-            f"deviation of {100 * PROCESS_DEVIATION:g} % and {STEP_FACTOR:g} times that of its steps, and a time of "
-            f"measurement one of {100 * TIME_DEVIATION:g} %. One process of each side cannot tell differences below "
-            f"{100 * least_difference():.1f} %: repeats can (--repeats {FEWEST})."
+            f"{100 * CONFIDENCE:g} % interval of the ratio: Welch's, over the means of processes"
+            f"{few + ' is assumed (--repeats shows it)' if min(numbers) < FEWEST else ''}."
         )

@@ -27,6 +27,8 @@ LARGE_BYTES = 8 * 2**20
 FIRST = "importing PyTorch, once for all runs"
 MOST_NAMED = 8
 """How many runs in progress are named beside the bar; of more, as on a cluster, only their number is."""
+LEAST_APART_S = 5.0
+"""Least time between two lines where there is no terminal; what a command does in between has no line."""
 _STARTED = monotonic()
 
 
@@ -38,6 +40,7 @@ class StatusLine:
 
     def __init__(self) -> None:
         self._live: Live | None = None
+        self._printed_s: float | None = None
 
     def __enter__(self) -> "StatusLine":
         if sys.stderr.isatty():
@@ -73,10 +76,12 @@ class StatusLine:
 
     def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
         """Say what begins now, and for one of `total` parts of a task how many are done."""
-        count = f"{done + 1} of {total}: " if total else ""
-        line = f"[{monotonic() - _STARTED:5.1f} s] {count}{doing}"
+        count, now_s = f"{done + 1} of {total}: " if total else "", monotonic()
+        line = f"[{now_s - _STARTED:5.1f} s] {count}{doing}"
         if self._live is None:
-            print_aside(line)
+            if self._printed_s is None or now_s - self._printed_s >= LEAST_APART_S:
+                self._printed_s = now_s
+                print_aside(line)
         else:
             from rich.text import Text
 
@@ -108,8 +113,8 @@ class TerminalListener(Listener):
         )  # fmt: skip
         self._task: TaskID | None = None
         self._running: dict[str, str] = {}
-        self._numbers: dict[RunConfig, int] = {}
-        """Numbers of the runs that this command, not an earlier one, has started; a second try keeps its number."""
+        self._started: set[RunConfig] = set()
+        """The runs that this command, not an earlier one, has started."""
         self._lines = StatusLine()
         self._total = 0
 
@@ -143,17 +148,21 @@ class TerminalListener(Listener):
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those in progress; without a bar, in a line of its own."""
         label = self._label(config)
-        number = self._numbers.setdefault(config, len(self._numbers))
+        self._started.add(config)
         is_named = gpu is not None and gpu.index > 0 and not config.is_shared
         self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and is_named else label
         if not self.console.is_terminal:
-            self._lines(self._running[config.key], number, self._total)
+            self._lines(self._running[config.key], len(self._started) - 1, self._total)
         self._show()
 
     def finished(self, record: RunRecord) -> None:
-        """Print the result in one line."""
+        """Print the result in one line; in a pipe, failures and what is not too close to the line before."""
         self._running.pop(record.key, None)
-        print_aside(describe_run(record, self._label(record.config)))
+        told = describe_run(record, self._label(record.config))
+        if self.console.is_terminal or record.measurement(Phase.STEP) is None:
+            print_aside(told)
+        else:
+            self._lines(told)
         if self._task is not None:
             self._progress.advance(self._task)
         self._show()
@@ -161,7 +170,7 @@ class TerminalListener(Listener):
     def explaining(self, config: RunConfig) -> None:
         """Show whose profile is being explained; without a bar, only if an earlier command measured the run."""
         self._running[config.key] = doing = f"explaining the profile of {self._label(config)}"
-        if not self.console.is_terminal and config not in self._numbers:
+        if not self.console.is_terminal and config not in self._started:
             self._lines(doing)
         self._show()
 

@@ -1,6 +1,6 @@
 """The results of sweeps, their one frame and their sections; and those of studies, as their pages show them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from cs336_systems.report.sections.kernels.files import sections_of as kernel_se
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.kernels.tables import by_configuration
-from cs336_systems.report.sections.memory.entries import MemoryEntry, load_memory
+from cs336_systems.report.sections.memory.findings import MemoryEntry, load_memory
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.tables import memory_tables
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
@@ -30,7 +30,6 @@ from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.operators import AttentionStudy, FusionStudy
 from cs336_systems.studies.precision_records import PrecisionStudy
-from cs336_systems.studies.step_parts import StepParts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,17 +52,6 @@ class Results:
         """The records with the explained profiles in the sweep's directory; a missing profile is a warning."""
         kernels, memory = load_profiled(records, directory), load_memory(records, directory)
         return cls(records=records, kernels=kernels, memory=memory, ceilings=ceilings)
-
-    @classmethod
-    def together(cls, several: Iterable["Results"], ceilings: Ceilings) -> "Results":
-        """The results of several sweeps taken together, as if they were one."""
-        found = list(several)
-        return cls(
-            records=[record for results in found for record in results.records],
-            kernels=[entry for results in found for entry in results.kernels],
-            memory=[entry for results in found for entry in results.memory],
-            ceilings=ceilings,
-        )
 
     @property
     def published(self) -> list[RunRecord]:
@@ -150,8 +138,6 @@ class StudyResults:
     """A study as its directory and its page show it."""
 
     study: Study
-    parts: StepParts | None = None
-    """The parts of a step that are on the roofline of ceilings."""
 
     @property
     def subject(self) -> str:
@@ -162,7 +148,7 @@ class StudyResults:
     def sections(self) -> Sequence[Section]:
         """Its tables and pictures."""
         if isinstance(self.study, CeilingsStudy):
-            return ceilings_sections(self.study, self.parts)
+            return ceilings_sections(self.study)
         if isinstance(self.study, AttentionStudy):
             return [attention_section(self.study)]
         return [fusion_section(self.study)] if isinstance(self.study, FusionStudy) else precision_sections(self.study)

@@ -72,9 +72,11 @@ def plain(text: str) -> str:
 def print_run(record: RunRecord, path: Path | None = None, ceilings: Ceilings = NO_CEILINGS) -> None:
     """Print the table of one run, its failure or warnings, and the path of its record."""
     from cs336_systems.report.frame import to_frame  # pandas is slow to import, and the other functions do not need it
-    from cs336_systems.report.sections.steps import results_table
+    from cs336_systems.report.sections.steps import results_table, step_answer
 
-    print_table(results_table(to_frame([record], ceilings), has_csv=False))
+    frame = to_frame([record], ceilings)
+    print_sentences(step_answer(frame, record))
+    print_table(results_table(frame, has_csv=False))
     console = _console(_width())
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""

@@ -25,8 +25,9 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-# Ray reads them when it is imported; without the second, a run for which memory is too small would have endless tries
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_task_oom_retries": "0"}
+# Ray reads them when it is imported; without the second, a run for which memory is too small would have endless tries,
+# and without the third Ray's own lines surround the one that says why there is no connection
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_task_oom_retries": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 
 import msgspec
 import psutil

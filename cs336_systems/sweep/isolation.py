@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -57,15 +58,20 @@ Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 @functools.cache
 def fork_server() -> ForkServerContext:
     """The context whose server imports torch once and never touches CUDA, so that a fork of it is a fresh process."""
-    _remove_afterwards(get_temp_dir())
+    _make_temporary_directory()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD])
     return context
 
 
-def _remove_afterwards(directory: str) -> None:
-    """Have a shell remove this process's temporary directory once this process has ended, in whatever way."""
+def _make_temporary_directory() -> None:
+    """Make what `get_temp_dir` names here and in workers; a shell removes it once this process has ended.
+
+    That of multiprocessing itself would be left by a process that is killed.
+    """
+    directory = tempfile.mkdtemp(prefix="pymp-")
+    multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
     reader, _ = os.pipe()  # the other end is closed when this process ends, and no process that it starts has it
     words = ["/bin/sh", "-c", 'trap "" INT TERM HUP; read -r _; rm -rf -- "$0"', directory]
     null = subprocess.DEVNULL
@@ -131,6 +137,11 @@ def start(process: BaseProcess) -> None:
         try:
             _start(process)
             return
+        except FileNotFoundError as error:  # the fork server's socket
+            raise SweepError(
+                f"{get_temp_dir()}: these temporary files were removed while they were in use; have TMPDIR left alone "
+                "and run the same command again"
+            ) from error
         except (EOFError, ConnectionError) as error:
             reason = error
     raise SweepError("the process that starts the workers died; run the same command again") from reason

@@ -10,6 +10,7 @@ from cs336_systems.analysis.statistics import (
     outliers,
     quotient_stdev,
     slope,
+    steady_interval,
 )
 
 
@@ -27,10 +28,13 @@ def test_it_takes_three_values_to_have_an_interval() -> None:
     assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
 
 
-@pytest.mark.parametrize("confidence", [0, 1, 95, math.nan])
-def test_confidence_is_a_fraction(confidence) -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        mean_interval([1.0, 2.0, 3.0], confidence)
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_the_interval_of_steps_that_resemble_each_other_covers_the_truth(correlation: float) -> None:
+    """Of 300 processes of 100 steps; Student's t alone covers it in about 74 % of those with a correlation of 0.5."""
+    times = 0.01 * correlated_steps(np.random.default_rng(0), 1, 300, 100, correlation)[0]
+    half = [steady_interval(steps.tolist()) * steps.mean() for steps in times]
+    assert np.mean(np.abs(times.mean(axis=1) - 1) <= half) == pytest.approx(0.945, abs=0.035)
+    assert steady_interval([1.0] * 9) is None
 
 
 def correlated_steps(generator, trials: int, processes: int, steps: int, correlation: float = 0.8) -> np.ndarray:
@@ -81,10 +85,6 @@ def test_a_value_ten_standard_deviations_out_is_found(n) -> None:
     samples = np.random.default_rng(n).normal(1, 0.03, (200, n))
     samples[:, n // 2] += 0.3
     assert np.mean([n // 2 in outliers(sample.tolist(), 0.005) for sample in samples]) > 0.95
-
-
-def test_equal_or_few_values_have_no_outliers() -> None:
-    assert outliers([1.0] * 10, 0.005) == outliers([1.0, 2.0], 0.005) == []
 
 
 def test_the_deviation_of_a_quotient_is_that_of_many_drawn_ones() -> None:

@@ -5,49 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.commands import ceilings
 from cs336_systems.commands.ceilings import CeilingsArguments, layer_shapes, run
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.outcome import FAILED, OK, UsageError
-from cs336_systems.config import SIZES, Device, ModelConfig, RunConfig
-from cs336_systems.files import encode_json
+from cs336_systems.config import SIZES, Device
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.record import RunRecord, Status, write_record
+from cs336_systems.record import Status
 from cs336_systems.studies import runner
 from cs336_systems.studies.ceilings_files import load_ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy, ProductCell, ProductPrecision, Shape, Stream
 from cs336_systems.studies.records import read_study
-from tests.report.ceilings import lost, make_ceilings, make_whole, square, stream_at
-from tests.report.sections.kernels.profiles import make_profile
+from tests.report.ceilings import lost, make_ceilings, square, stream_at
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 TINY = "--device cpu --sizes 16 32 --presets --precisions fp32 --memory-mib 1 --step-presets --loops 2 --loop-s 0.001"
-MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=2, num_heads=4)
 
 
 def parsed(*words: object) -> CeilingsArguments:
     return parse(CeilingsArguments, "cs336 ceilings", [str(word) for word in words])
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    """A profile as a sweep keeps it, its run's record beside."""
-    config = RunConfig(size="custom", model=MODEL, batch_size=3)
-    for folder in ("kernels", "runs"):
-        (tmp_path / "sweep" / folder).mkdir(parents=True)
-    record = RunRecord(config=config, status=Status.OOM, started_at="2026-11-21T00:00:00+00:00")
-    write_record(record, tmp_path / "sweep" / "runs")
-    path = tmp_path / "sweep" / "kernels" / f"{config.key}.json"
-    write_profile(make_profile(), path)
-    return path
-
-
-def write_study(directory: Path, study: CeilingsStudy) -> Path:
-    directory.mkdir()
-    (directory / "ceilings.json").write_bytes(encode_json(study))
-    return directory / "ceilings.json"
 
 
 def test_a_cpu_is_measured_and_its_ceilings_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,10 +51,6 @@ def test_ceilings_of_an_earlier_study_are_kept_beside(tmp_path: Path, monkeypatc
     (kept,) = directory.glob("ceilings-before-*.json")
     assert read_study(kept, CeilingsStudy) == first
     assert load_ceilings(directory.parent).studies == (second,)
-    assert run(parsed("--device", "cpu", "--measured", directory / "ceilings.json")) == OK
-    assert list(directory.glob("ceilings-before-*.json")) == [kept], "written again, it is the same study"
-    assert run(parsed("--device", "cpu", "--measured", kept)) == OK
-    assert read_study(directory / "ceilings.json", CeilingsStudy) == first, "taken back"
 
 
 def test_a_failure_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,41 +60,6 @@ def test_a_failure_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(runner, "run_study", lambda *_, study=study: study)
         assert run(parsed(*TINY.split(), "--output", tmp_path)) == expected
         assert read_study(tmp_path / "ceilings" / "cpu" / "ceilings.json", CeilingsStudy) == study
-
-
-def test_a_profile_stands_on_the_roofline_of_an_earlier_study(
-    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = write_study(tmp_path / "h200", make_whole())
-    assert run(parsed("--measured", measured, "--profile", profile)) == OK
-    assert "Parts of a step on the roofline: custom ctx 8 train fp32" in capsys.readouterr().out
-    assert read_study(measured, CeilingsStudy) == make_whole()
-    assert "linear layers, products alone" in (tmp_path / "h200" / "roofline.md").read_text()
-    elsewhere = tmp_path / "elsewhere.json"
-    profile.rename(elsewhere)
-    (record,) = (tmp_path / "sweep" / "runs").iterdir()
-    assert run(parsed("--measured", measured, "--profile", elsewhere, "--record", record)) == OK
-
-
-@pytest.mark.parametrize("kind", ["device", "record", "trace", "missing"])
-def test_a_profile_of_another_run_is_refused_before_anything_is_measured(
-    tmp_path: Path, profile: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(runner, "run_study", lambda *_: pytest.fail("it measured"))
-    words = [*TINY.split(), "--output", tmp_path / "data", "--profile", profile]
-    expected = "is of NVIDIA H200, the ceilings are of "
-    if kind == "record":
-        words = ["--measured", write_study(tmp_path / "a", make_whole()), "--profile", tmp_path / "p.json"]
-        profile.rename(tmp_path / "p.json")
-        expected = "give its record with --record"
-    if kind in ("trace", "missing"):
-        words[-1] = tmp_path / "trace.json"
-        expected = "what `cs336 kernels FILE --output DIR` or a sweep has kept"
-    if kind == "trace":
-        (tmp_path / "trace.json").write_text('{"traceEvents": []}')
-    with pytest.raises(UsageError, match=expected):
-        run(parsed(*words))
-    assert not (tmp_path / "data").exists()
 
 
 def test_flags_mean_a_grid() -> None:
@@ -171,7 +109,6 @@ def test_an_unaligned_head_is_also_measured_padded() -> None:
     [
         (["--presets", "huge"], "unknown preset 'huge'. Presets: tiny, small"),
         (["--memory-mib", "0"], "stream_bytes must be at least 28, got 0"),
-        (["--measured", "x/ceilings.json", "--name", "y"], "leave --name out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -63,7 +63,7 @@ def test_a_percentage_that_cannot_be_meant_is_wrong_usage(percent, capsys) -> No
     assert "--fail-if-slower" in capsys.readouterr().err
 
 
-def test_sweeps_on_disk_are_written_under_their_name_alone_and_as_json(here, capsys) -> None:
+def test_sweeps_on_disk_are_compared_and_nothing_is_written(here, capsys) -> None:
     a, b = sweep("a", 0.1, 0.2), sweep("b", 0.2, 0.2, 0.3)
     before = sorted(here.rglob("*"))
     assert compare(a, b, "--json") == 0
@@ -71,33 +71,6 @@ def test_sweeps_on_disk_are_written_under_their_name_alone_and_as_json(here, cap
     rows = json.loads(capsys.readouterr().out)["results"]
     assert [row["verdict"] for row in rows] == ["slower", "cannot tell", "only in B"]
     assert rows[0]["b_step_mean_s"] == pytest.approx(0.2)
-    assert compare(a, b, "--name", "mine", "--output", "out") == 0
-    directory = here / "out/comparisons/mine"
-    assert {path.suffix for path in directory.iterdir()} == {".csv", ".html", ".json", ".md", ".tex", ".typ"}
-    with (directory / "comparison.csv").open(newline="") as file:
-        assert [row["verdict"] for row in csv.DictReader(file)] == [row["verdict"] for row in rows]
-
-
-def files_in(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-def test_a_named_comparison_is_written_again_from_the_records_of_both_sides(here, capsys) -> None:
-    assert compare(sweep("a", 0.1, 0.2), sweep("b", 0.2, 0.2), "--name", "mine", "--output", "out") == 0
-    directory = here / "out/comparisons/mine"
-    before = files_in(directory)
-    for path in directory.glob("comparison.[cmt]*"):
-        path.unlink()
-    (directory / "index.html").write_text("")
-    (here / "moved").mkdir()
-    for name in ("a", "b", "out"):
-        (here / name).rename(here / "moved" / name)
-    assert cli.main(["report", "moved/out/comparisons"]) == 0
-    assert files_in(here / "moved/out/comparisons/mine") == before
-    (here / "moved/b").rename(here / "elsewhere")
-    assert cli.main(["report", "moved/out"]) == 1
-    assert "moved/b: no records of runs" in capsys.readouterr().err
-    assert files_in(here / "moved/out/comparisons/mine") == before, "it is left as it was"
 
 
 def test_records_of_other_conditions_are_refused_in_one_line_unless_allowed(here, capsys) -> None:
@@ -106,23 +79,41 @@ def test_records_of_other_conditions_are_refused_in_one_line_unless_allowed(here
     write_record(profiled, a / "runs")  # is left out, about which a refusal says nothing
     for path in (b / "runs").iterdir():
         path.write_text(path.read_text().replace(f'"{profiled.device_name}"', '"another"'))
-    assert compare(a, b, "--name", "x") == 2
+    assert compare(a, b) == 2
     assert re.fullmatch(r"error: [^\n]*another[^\n]*\n", capsys.readouterr().err)
-    assert not (here / "data").exists()
-    assert compare(a, b, "--name", "x", "--allow-mixed") == 0
-    assert cli.main(["report", "data/comparisons/x"]) == 0, "what was allowed is remembered"
+    assert compare(a, b, "--allow-mixed") == 0
     assert "note: 1 run under a profiler" in capsys.readouterr().err
-    assert "another" in (here / "data/comparisons/x/index.html").read_text()
 
 
-@pytest.mark.parametrize("side", ["attention/bf16", "comparisons/x", "nowhere", "README.md"])
-def test_what_holds_no_sweep_is_refused_in_one_line(side, here, capsys) -> None:
-    path = here / "x/comparisons/x" if side == "comparisons/x" else DATA / side
+@pytest.mark.parametrize("side", ["attention/bf16", "nowhere", "README.md"])
+def test_what_holds_no_sweep_is_refused_in_one_line(side, capsys) -> None:
+    assert compare(DATA / side, sweep("a", 0.1)) == 2
+    assert re.fullmatch(rf"error: [^\n]*{re.escape(str(DATA / side))}[^\n]*\n", capsys.readouterr().err)
+
+
+def test_equal_sides_are_refused_in_one_line_unless_asked_for(measured, capsys) -> None:
     a = sweep("a", 0.1)
-    assert compare(a, a, "--name", "x", "--output", "x") == 0
+    for sides in ((a, "./a"), (ONE, f" {ONE} --seed 0")):
+        assert compare(*sides) == 2
+        assert re.fullmatch(r"error: [^\n]*--a-against-a[^\n]*\n", capsys.readouterr().err)
+        assert compare(*sides, "--a-against-a") == 0
+        capsys.readouterr()
+    for wrong in ((a,), (a, a, "--baseline", "x"), (ONE, "--baseline", "x")):
+        assert compare(*wrong) == 2
+        assert "--baseline" in capsys.readouterr().err
+
+
+def test_a_baseline_is_kept_once_and_compared_with_later(here, capsys) -> None:
+    """The results change from 100 to 50 ms: B is twice as fast, give or take what one process each can tell."""
+    a = sweep("a", 0.1)
+    assert compare(a, "--baseline", "before") == 0
+    for path in (a / "runs").iterdir():
+        path.unlink()
+    write_record(make_record(make_config("small", 128), [0.05] * 5), a / "runs")
     capsys.readouterr()
-    assert compare(path, a) == 2
-    assert re.fullmatch(rf"error: [^\n]*{re.escape(str(path))}[^\n]*\n", capsys.readouterr().err)
+    assert compare(a, "--baseline", "before") == 0
+    assert re.fullmatch(r"B is 2\.00 ± 0\.1\d times as fast as A .*", capsys.readouterr().out.splitlines()[-1])
+    assert len([*(here / "data/baselines/before/runs").iterdir()]) == 1
 
 
 class Measured:

@@ -13,17 +13,13 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands.account import AccountArguments
-from cs336_systems.config import Device, Profiler
+from cs336_systems.config import Profiler
 from cs336_systems.costs.accounting import component_flops, mfu
 from cs336_systems.costs.memory import largest_batch, predict_memory
-from cs336_systems.files import encode_json
 from cs336_systems.record import write_record
 from cs336_systems.studies.ceilings_files import shipped
-from cs336_systems.sweep.ladder import write_ladder
 from cs336_systems.sweep.run import Outcome
 from cs336_systems.sweep.store import kernel_profile_path
-from tests.report.ceilings import make_whole
-from tests.report.ladders import make_ladder, make_records
 from tests.report.making import H200, make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
@@ -121,17 +117,7 @@ def test_a_comparison_is_its_ratio_and_what_it_rests_on(results: Callable[..., d
     assert row["ratio"] == pytest.approx(2)
 
 
-def test_a_ladder_has_a_row_for_each_rung(results: Callable[..., dict], here: Path) -> None:
-    rungs = make_ladder()
-    (here / "x" / "runs").mkdir(parents=True)
-    write_ladder(rungs, here / "x" / "ladder.json")
-    for record in make_records(rungs):
-        write_record(record, here / "x" / "runs")
-    rows = results("ladder", "--report", "x")["rungs"]
-    assert [(row["rung"], row["step_mean_s"]) for row in rows] == [
-        ("fp32", pytest.approx(0.8)), ("bf16", pytest.approx(0.4)),
-        ("compile", pytest.approx(0.1)), ("fused", pytest.approx(0.05)),
-    ]  # fmt: skip
+def test_a_ladder_names_its_rungs(results: Callable[..., dict]) -> None:
     planned = results("ladder", "--device", "cpu", "--dry-run")
     assert [rung["name"] for rung in planned["rungs"]][:2] == ["fp32", "bf16"]
 
@@ -169,16 +155,11 @@ def test_a_number_of_parameters_has_seconds_and_parameters(results: Callable[...
     assert found["largest_model"]["parameters"] == pytest.approx(2 * 80 * GIB / 16)
 
 
-def test_profiles_and_studies_are_what_their_files_hold(results: Callable[..., dict], here: Path) -> None:
+def test_profiles_are_what_their_files_hold(results: Callable[..., dict], here: Path) -> None:
     write_profile(make_profile(), here / "kernels.json")
     assert results("kernels", "kernels.json") == json.loads((here / "kernels.json").read_text())
     write_memory_profile(make_memory(), here / "memory.json")
     assert results("memory", "memory.json") == json.loads((here / "memory.json").read_text())
-    (here / "x").mkdir()
-    (here / "x" / "ceilings.json").write_bytes(encode_json(make_whole()))
-    assert results("ceilings", "--measured", "x/ceilings.json", "--device", Device.CPU) == json.loads(
-        (here / "x" / "ceilings.json").read_text()
-    )
 
 
 def test_nothing_of_a_library_or_a_child_process_is_among_the_json(capfd: pytest.CaptureFixture[str]) -> None:

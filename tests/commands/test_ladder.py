@@ -95,9 +95,7 @@ def test_a_dry_run_names_the_rungs_and_makes_nothing(empty_directory: Path, caps
     assert not list(empty_directory.iterdir())
 
 
-@pytest.mark.parametrize(
-    "words", [["--rungs", "fp8"], ["--warmup-steps", "30", "--measured-steps", "0"], ["--report", "."]], ids=" ".join
-)
+@pytest.mark.parametrize("words", [["--rungs", "fp8"], ["--warmup-steps", "30", "--measured-steps", "0"]], ids=" ".join)
 def test_what_cannot_be_meant_is_refused_before_anything_runs(words: list[str], empty_directory: Path) -> None:
     with contextlib.suppress(SystemExit):  # the parser's
         assert ladder(*CPU, *words) == 2
@@ -209,17 +207,6 @@ def test_another_ladder_does_not_write_over_the_tables(fake: FakeSweep, capsys: 
     assert Path("data/ladder/x/ladder.md").read_bytes() == before
     assert ladder(*words) == 0, "the same one goes on"
     assert ladder(*words, "--seed", "7", "--fresh") == 0
-
-
-def test_tables_are_made_again_from_the_records(fake: FakeSweep, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16") == 0
-    before = Path("data/ladder/x/ladder.csv").read_bytes()
-    Path("data/ladder/x/ladder.csv").unlink()
-    capsys.readouterr()
-    assert ladder("--report", "data/ladder/x") == 0
-    assert Path("data/ladder/x/ladder.csv").read_bytes() == before
-    assert len(fake.calls) == 1
-    assert "From the slow way to the fast way" in capsys.readouterr().out
 
 
 # The whole of it

@@ -132,15 +132,17 @@ def test_what_is_not_what_is_needed_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--top", "0"], "--top must be at least 1"),
+        (["--top", "-3"], "error: --top must be at least 1, got -3"),
         (["--size", "smal"], "did you mean small?"),
-        (["--size", "small", "--batch-size", "0"], "batch_size"),
+        (["--size", "small", "--batch-size", "0"], "--batch-size"),
     ],
     ids=["top", "size", "batch"],
 )
 def test_wrong_usage(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory("a", *words) == 2
-    assert problem in capsys.readouterr().err
+    for command in ("memory", "kernels") if "--top" in words else ("memory",):
+        assert main([command, "a", *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert problem in line
 
 
 def test_a_file_for_another_command_is_called_what_it_is(

@@ -41,7 +41,6 @@ from cs336_systems.costs.accounting import (
     Work,
     attention_backward_flops,
     attention_forward_flops,
-    component_bytes,
     component_flops,
     count_parameters,
     forward_flops,
@@ -486,45 +485,6 @@ def test_least_bytes_are_those_of_the_tensors_that_products_read_and_write(arch,
     assert {name: part.flops for name, part in work.items()} == forward_flops(config.model, 3)
 
 
-class MovedByProducts(TorchDispatchMode):
-    """Bytes of the factors, biases and results of every product that is carried out, by sizes that tell the parts
-    apart; a product's scales are left out."""
-
-    PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten._scaled_mm)
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.model = model
-        self.by_name: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        if func.overloadpacket in self.PRODUCTS:
-            tensors = [t for t in (*args, *(kwargs or {}).values(), out) if isinstance(t, Tensor) and t.dim()]
-            sides = {side for tensor in tensors for side in tensor.shape}
-            self.by_name[self._name(func.overloadpacket, sides)] += sum(tensor.nbytes for tensor in tensors)
-        return out
-
-    def _name(self, product: object, sides: set[int]) -> str:
-        if product is aten.bmm:
-            return "attention"
-        if self.model.vocab_size in sides:
-            return "d_model vocabulary"
-        return "d_model d_ff" if {self.model.d_ff, 2 * self.model.d_ff} & sides else "d_model d_model"
-
-
-def moved_in_a_step(config: RunConfig) -> tuple[Counter[str], Counter[str]]:
-    """By the products of forward and of backward of a real step."""
-    step, clock = TrainingStep(config), make_clock(config)
-    step(clock)
-    batch = step.batches()
-    with MovedByProducts(config.model) as forward:
-        loss = step.forward(batch)
-    with MovedByProducts(config.model) as backward:
-        step.backward(loss)
-    return forward.by_name, backward.by_name
-
-
 OF_16 = ModelConfig(vocab_size=112, context_length=16, d_model=32, d_ff=80, num_layers=3, num_heads=2)
 """Sizes that fp8 can have, and that tell the parts apart."""
 
@@ -535,55 +495,16 @@ OF_16 = ModelConfig(vocab_size=112, context_length=16, d_model=32, d_ff=80, num_
     [*((arch, blocks, False, 0) for arch in Arch for blocks in (0, 1, 2)), *((Arch.CS336, 1, True, k) for k in (0, 2))],
 )
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_bytes_and_flops_again_are_those_of_the_products_of_a_step(
-    arch, blocks, selective, kept, fp8, fp8_products_of_a_gpu
-) -> None:
-    """Of weights kept in bf16, whose layers that share an input have one product, so that nothing is read twice."""
-    model = replace(OF_16, arch=arch, attention=Attention.SDPA)
+def test_flops_again_are_those_of_the_products_that_checkpoints_spare(arch, blocks, selective, kept, fp8) -> None:
     config = run_config(
-        model, batch_size=1, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, fp8=fp8,
-        checkpoint_blocks=blocks, fused_blocks=selective, selective_checkpoints=selective, keep_hidden=kept,
+        replace(OF_16, arch=arch, attention=Attention.SDPA), batch_size=1, precision=Precision.BF16,
+        optimizer=OptimizerKind.FUSED, cast_once=True, fp8=fp8, checkpoint_blocks=blocks, fused_blocks=selective,
+        selective_checkpoints=selective, keep_hidden=kept,
     )  # fmt: skip
-    forward, backward = moved_in_a_step(config)
-    parts = {part.component: part for part in component_bytes(config)}
-    for name in (name for name in GROUPS if name != "attention"):
-        assert sum(parts[c].forward for c in GROUPS[name]) == forward[name], name
-        assert sum(parts[c].backward + parts[c].recomputed for c in GROUPS[name]) == backward[name], name
     flops = {part.component: part for part in component_flops(config)}[Component.FFN]
     spared = 0 if fp8 or not blocks else -(-3 // blocks) + 2 * kept
     last = 2 * 16 * 80 * 32  # a block's last product
     assert flops.recomputed == (flops.forward - spared * last if blocks else 0)
-
-
-@pytest.mark.parametrize("blocks", [0, 1, 2])
-def test_bytes_of_attention_written_out_are_those_of_its_products(blocks) -> None:
-    config = run_config(replace(OF_16, attention=Attention.NAIVE), batch_size=3, checkpoint_blocks=blocks)
-    forward, backward = moved_in_a_step(config)
-    parts = [part for part in component_bytes(config) if part.component in ATTENTION]
-    assert sum(part.forward for part in parts) == forward["attention"]
-    assert sum(part.backward + part.recomputed for part in parts) == backward["attention"]
-
-
-@every_arch
-@pytest.mark.parametrize("attention", [Attention.NAIVE, Attention.SDPA])
-@pytest.mark.parametrize("mode", Mode)
-def test_bytes_of_forward_are_those_of_its_work(arch, attention, mode) -> None:
-    """And backward, where there is one, has two products for each of forward, of the same matrices without biases."""
-    model = replace(UNEQUAL[1], arch=arch, attention=attention)
-    config = run_config(model, precision=Precision.BF16, mode=mode)
-    work = {part.name: part.moved_bytes for part in forward_work(config)}
-    passes = 2 if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN) else 0
-    d_model, biases = 12, 2 * 3 if arch is Arch.GPT2 else 0  # of 2 bytes, in 3 layers
-    of = {Component.QKV: 3 * d_model, Component.OUTPUT: d_model, Component.FFN: 7 + d_model}
-    for part in component_bytes(config):
-        assert part.forward == work[part.component], part
-        assert part.backward == passes * (part.forward - biases * of.get(part.component, 0)), part
-        assert part.recomputed == 0
-
-
-def test_bytes_of_the_users_own_model_are_not_known() -> None:
-    with pytest.raises(ValueError, match=r"package\.module:factory"):
-        component_bytes(run_config(UNEQUAL[0], model_factory="package.module:factory"))
 
 
 def test_intensity_of_a_large_product_is_a_sixth_of_its_size() -> None:

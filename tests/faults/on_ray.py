@@ -22,6 +22,8 @@ from tests.faults.harness import ROOT, lay_out_models
 
 END_S = 20
 """How long processes on the nodes may outlive the sweep."""
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray then takes 127.0.0.1 for this machine's address, here and in its drivers."""
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
 """Ray asks for it, as docs/CLUSTER.md recommends: others on this machine can reach its ports too."""
 HEALTH = {
@@ -52,7 +54,7 @@ class RayCluster:
         own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests/faults/ray_cluster.py")],
-            cwd=directory, env=os.environ | HEALTH | SPARING | TOKEN | own, text=True,
+            cwd=directory, env=os.environ | HEALTH | SPARING | LOOPBACK | TOKEN | own, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(directory / "stderr").open("w"),
         )  # fmt: skip
         found = self._reply()

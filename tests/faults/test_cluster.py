@@ -16,7 +16,7 @@ from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.record import Status, load_records
 from tests.faults.harness import NAME, ROOT, WITHOUT_REPORT, command, contents, eventually, runs, sweep
 from tests.faults.models import PAUSED, RELEASED
-from tests.faults.on_ray import END_S, TOKEN, RayCluster, family, is_alive, send
+from tests.faults.on_ray import END_S, LOOPBACK, TOKEN, RayCluster, family, is_alive, send
 
 pytestmark = [
     pytest.mark.cluster,
@@ -54,7 +54,7 @@ def start(launch, ray_cluster):
     """Start a sweep on the cluster."""
     return lambda *words, script=WITHOUT_REPORT, **options: launch(
         [*command(script=script, **options), "--cluster", ray_cluster.address, *words],
-        env=os.environ | TOKEN | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | LOOPBACK | TOKEN | {"PYTHONPATH": str(ROOT)},
     )
 
 
@@ -108,7 +108,8 @@ def test_what_listens_there_is_not_ray(launch, place, talks):
 
 
 def test_without_the_token_the_line_says_what_to_set(launch, place, ray_cluster):
-    running = launch([*command(), "--cluster", ray_cluster.address], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    env = os.environ | LOOPBACK | {"PYTHONPATH": str(ROOT)}
+    running = launch([*command(), "--cluster", ray_cluster.address], env=env)
     assert running.wait() == 1
     assert "RAY_AUTH_TOKEN" in running.stderr.splitlines()[-1]
 

@@ -14,6 +14,8 @@ from time import monotonic
 
 import pytest
 
+from cs336_systems.studies.ceilings_records import CeilingsStudy
+from cs336_systems.studies.records import read_study
 from tests.faults.harness import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -95,14 +97,20 @@ def test_a_users_module_cannot_catch_ctrl_c_while_it_is_imported_even_where_nobo
     assert subprocess.run(words, cwd=place, env=environment, capture_output=True, timeout=100).returncode == 130
 
 
-def test_a_study_that_is_interrupted_leaves_no_temporary_directory(place: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_study_that_ends_early_keeps_its_rows_and_leaves_no_temporary_directory(place: Path, number: int) -> None:
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # sockets need a short path
-    words = [sys.executable, "-m", "cs336_systems", "attention", "--device", "cpu"]
+    words = [sys.executable, "-m", "cs336_systems", "ceilings", "--device", "cpu", "--name", "x"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
-    study = subprocess.Popen(words, cwd=place, env=environment, stderr=subprocess.PIPE, start_new_session=True)
-    assert eventually(lambda: [*temporary.glob("pymp-*")])
-    os.killpg(study.pid, signal.SIGINT)
+    study = subprocess.Popen(
+        words, cwd=place, env=environment, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: number == signal.SIGKILL or signal.signal(number, signal.SIG_DFL),  # nohup ignores some
+    )  # fmt: skip
+    assert eventually((kept := place / "data/ceilings/x/unfinished.json").exists)
+    assert [*temporary.glob("pymp-*")]
+    os.killpg(study.pid, number)
     _, said = study.communicate(timeout=100)
-    assert study.returncode == 130, said
+    assert study.returncode == (-number if number == signal.SIGKILL else 130), said
+    assert read_study(kept, CeilingsStudy).timings
     assert eventually(lambda: not [*temporary.glob("pymp-*")], patience_s=5)
     shutil.rmtree(temporary)

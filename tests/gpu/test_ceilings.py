@@ -14,7 +14,9 @@ from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.sections.ceilings import promised_flops
 from cs336_systems.studies.ceilings_cell import (
     NARROW,
+    measure,
     measure_rows,
+    replayed,
     why_unavailable,
 )
 from cs336_systems.studies.ceilings_records import (
@@ -27,7 +29,6 @@ from cs336_systems.studies.ceilings_records import (
 )
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.runner import run_study
-from cs336_systems.studies.timing import measure, replayed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 

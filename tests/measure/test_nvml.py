@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
+import psutil
 import pynvml
 import pytest
 
@@ -237,3 +238,15 @@ def test_the_driver_says_what_cuda_says() -> None:
         assert gpu.memory_bytes == pytest.approx(p.total_memory, rel=0.02), "the driver keeps some for itself"
     torch.zeros(1, device="cuda")
     assert GpuMonitor(gpus[0].uuid).processes() >= 1
+
+
+def test_what_may_disturb_a_measurement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    battery, memory = SimpleNamespace(power_plugged=True), SimpleNamespace(total=16 * 2**30, available=8 * 2**30)
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: battery)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.2, 9.0, 9.0))
+    assert not [text for text in nvml.disturbances(()) if "governor" not in text]
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    battery.power_plugged, memory.available = False, 2**30
+    found = [text for text in nvml.disturbances(()) if "governor" not in text]
+    assert all(word in text for word, text in zip(("load is 3.0", "1.0 of 16.0 GiB", "battery"), found, strict=True))

@@ -113,6 +113,17 @@ def test_a_record_holds_every_step_of_every_phase(mode: Mode, precision: Precisi
     assert read_record(write_record(record, tmp_path)) == record
 
 
+@pytest.mark.parametrize(("within", "most", "num_steps"), [(1e9, 200, 10), (0, 13, 13)])
+def test_steps_are_added_until_their_mean_is_known(
+    within: float, most: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten are the fewest whose correlation is known; the record says how many there were."""
+    monkeypatch.setattr(measurement, "STABLE", within)
+    monkeypatch.setattr(measurement, "MAX_STABLE_STEPS", most)
+    record = measure(CONFIG, until_stable=True)
+    assert len(record.measurement(Phase.STEP).times_s) == record.config.measured_steps == num_steps
+
+
 def test_losses_follow_the_seed() -> None:
     first, again, other = measure(CONFIG), measure(CONFIG), measure(replace(CONFIG, seed=1))
     assert first.losses == again.losses
@@ -425,13 +436,6 @@ def test_a_model_s_own_code_that_raises_an_interrupt_is_a_crash() -> None:
     assert "KeyboardInterrupt" in record.failure.message
     assert record.failure.where == "set-up"
     assert "in interrupted" in record.failure.traceback
-
-
-def test_a_model_that_ends_the_process_does_not_end_it() -> None:
-    record = measure(replace(CONFIG, model_factory="tests.own_models:ends_the_process"))
-    assert record.status is Status.CRASHED
-    assert "status 0" in record.failure.message
-    assert record.failure.where == "set-up"
 
 
 def test_an_interrupt_is_no_failure_of_the_run(ctrl_c_is_heard: None) -> None:

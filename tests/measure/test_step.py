@@ -216,17 +216,6 @@ def test_a_factory_is_called_with_what_its_signature_names() -> None:
     call_factory(lambda *nothing: nn.Identity(), MODEL)
 
 
-def test_the_course_s_signature_gets_all_it_names() -> None:
-    factory = load_factory("tests.own_models:BasicsTransformerLM")
-    model = call_factory(factory, MODEL)
-    assert type(model).__name__ == "BasicsTransformerLM"
-    assert model.token_embeddings.weight.shape == (11, 8)
-    assert model.cos_sin.shape == (2, 8, MODEL.d_head // 2)
-    assert len(model.layers) == 2
-    logits = model(torch.zeros(3, 5, dtype=torch.long))
-    assert logits.shape == (3, 5, 11)
-
-
 def test_what_a_factory_needs_and_there_is_not_is_named() -> None:
     factory = load_factory("tests.own_models:needs_dropout")
     with pytest.raises(ValueError, match="the model factory needs dropout, experts; it can have: ") as caught:

@@ -82,7 +82,9 @@ def loss_of(model, tokens):
 
 
 def weights_of(model):
-    return {name: each.detach().cpu().clone() for name, each in model.named_parameters()}
+    """All parameters whole; PyTorch's FSDP has parts of them, which it gathers."""
+    named = ((name, each.detach()) for name, each in model.named_parameters())
+    return {name: (each.full_tensor() if hasattr(each, "full_tensor") else each).cpu().clone() for name, each in named}
 
 
 def train_alone(kind, optimizer, dtype, seed=0):
@@ -142,7 +144,8 @@ def train_in_bf16(way):
         types = {each.grad.dtype for each in wrapped.parameters()}
         opt.step()
         opt.zero_grad()
-    return seen, types, {name: each.dtype for name, each in wrapped.gather_full_parameters().items()}, loss.item()
+    masters = wrapped.gather_full_parameters() if hasattr(wrapped, "gather_full_parameters") else weights_of(model)
+    return seen, types, {name: each.dtype for name, each in masters.items()}, loss.item()
 
 
 def train_alone_in_bf16():

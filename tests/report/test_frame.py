@@ -15,7 +15,7 @@ from cs336_systems.costs.time import step_time
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
-from cs336_systems.report.plots.steps import named_rows
+from cs336_systems.report.sections.steps import named_rows
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import CollectiveCell
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
@@ -272,7 +272,8 @@ def test_attention_and_compile_say_what_was_chosen():
 
 
 def test_rows_stand_in_the_order_of_the_presets(monkeypatch):
-    monkeypatch.setattr(frame_module, "predicted_peak_bytes", lambda _: None)  # seconds, for so many
+    for name in ("predicted_peak_bytes", "prepare_forecasts"):  # minutes, for so many
+        monkeypatch.setattr(frame_module, name, lambda _: None)
     sizes = [name for name, model in SIZES.items() if model.arch is Arch.CS336]
     ordered = [
         make_config(size, context, precision=precision, mode=mode, warmup_steps=warmup)

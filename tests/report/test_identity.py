@@ -21,12 +21,11 @@ from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
 from cs336_systems.report.plots import draw
-from cs336_systems.report.plots.steps import AXES
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Profiled
-from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
-from cs336_systems.report.sections.steps import results_table
+from cs336_systems.report.sections.steps import AXES, results_table
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
@@ -134,13 +133,14 @@ def test_runs_that_differ_in_one_setting_have_rows_of_their_own(where, field, tm
     assert one != other
 
 
-@each_setting(*AXES, "repeat", "profiler", "warmup_steps")
+@each_setting(*AXES, "repeat", "profiler", "warmup_steps", "precision")
 def test_pictures_of_runs_that_differ_in_one_setting_have_names_and_titles_of_their_own(
     where, field, tmp_path, monkeypatch
 ) -> None:
     """Here each file holds what its picture says of the settings, in the place of the picture.
 
-    What runs along an axis needs no picture of its own, and of several numbers of warm-up steps the largest is shown.
+    What runs along an axis or is a line needs no picture of its own; of several numbers of warm-up steps the largest is
+    shown.
     """
     monkeypatch.setattr(draw, "png_of", lambda chart: chart.settings.encode())
     pair, *_ = neighbours(where, field.name)
@@ -148,10 +148,9 @@ def test_pictures_of_runs_that_differ_in_one_setting_have_names_and_titles_of_th
                for length in (config.model.context_length, 2 * config.model.context_length)]  # fmt: skip
     device = {"device_name": None} if field.name == "device" else {}
     paths = write_plots([make_record(config, (0.1, 0.1), **device) for config in configs], tmp_path)
-    for kind in ("step_time", "context_length")[: 1 if field.name == "precision" else 2]:  # which has lines of its own
-        own = [path for path in paths if path.name.startswith(kind)]
-        assert len({path.name.casefold() for path in own}) == len({path.read_text() for path in own}) == 2
-        assert not any(re.search(r"_no\d", path.name) for path in own)
+    own = [path for path in paths if path.name.startswith("context_length")]
+    assert len({path.name.casefold() for path in own}) == len({path.read_text() for path in own}) == 2
+    assert not any(re.search(r"_no\d", path.name) for path in own)
 
 
 def test_all_neighbours_together_are_told_apart() -> None:

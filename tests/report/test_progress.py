@@ -105,12 +105,3 @@ def test_a_pipe_gets_one_line_for_each_result_and_no_bar(capsys: pytest.CaptureF
     *_, result = lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3, "kept records, the import, the result"
     assert result.endswith(message)
-
-
-def test_a_run_that_is_started_again_keeps_its_number(capsys: pytest.CaptureFixture[str]) -> None:
-    configs = [make_config(), make_config(context_length=256)]
-    with TerminalListener() as listener:
-        listener.planned([], configs, [])
-        for config in [*configs, configs[0]]:
-            listener.started(config, None)
-    assert [line for line in capsys.readouterr().err.splitlines() if "3 of 2" in line] == []

@@ -25,7 +25,7 @@ from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.kernels.entries import Explained, Profiled
 from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
 from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
-from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import memory_tables
 from cs336_systems.report.sections.memory.tables import tables_of_one as snapshot_tables
 from cs336_systems.report.sections.operators import attention_section, fusion_section

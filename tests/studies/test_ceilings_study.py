@@ -18,16 +18,22 @@ from cs336_systems.config import Device
 from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.time import step_time
 from cs336_systems.record import Status
-from cs336_systems.studies import ceilings_cell, ceilings_ranks
+from cs336_systems.studies import ceilings_cell
 from cs336_systems.studies.ceilings_cell import (
+    GRAPH_S,
+    MAX_GRAPH_RUNS,
     NARROW,
+    host_timer,
     make_product,
     make_stream,
+    measure_collectives,
     measure_rows,
+    replayed,
+    runs_in_graph,
     time_calls,
+    timed_loops,
     why_unavailable,
 )
-from cs336_systems.studies.ceilings_ranks import measure_collectives
 from cs336_systems.studies.ceilings_records import (
     STREAM_BYTES,
     CeilingsGrid,
@@ -39,14 +45,6 @@ from cs336_systems.studies.ceilings_records import (
 )
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.runner import run_study
-from cs336_systems.studies.timing import (
-    GRAPH_S,
-    MAX_GRAPH_RUNS,
-    host_timer,
-    replayed,
-    runs_in_graph,
-    timed_loops,
-)
 from tests.report.ceilings import make_rates
 
 SHAPE = Shape(rows=5, inner=7, columns=3, name="unequal on purpose")
@@ -287,10 +285,10 @@ def test_numbers_of_processes_are_powers_of_two_and_the_last() -> None:
 
 def test_a_pause_before_the_loops_of_a_collective_makes_them_no_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = iter([0.0, 0.5])
-    monkeypatch.setattr(ceilings_ranks, "_agreed", lambda time_s, _device: time_s)
-    monkeypatch.setattr(ceilings_ranks, "host_timer", lambda _run, count: count * 1e-4 + next(pauses, 0.0))
-    loops = ceilings_ranks._time(replace(GRID, loop_s=0.1), lambda: None)
-    assert loops.count == 0.1 * ceilings_ranks.LOOP_SHARE / 1e-4
+    monkeypatch.setattr(ceilings_cell, "_agreed", lambda time_s, _device: time_s)
+    monkeypatch.setattr(ceilings_cell, "host_timer", lambda _run, count: count * 1e-4 + next(pauses, 0.0))
+    loops = ceilings_cell._time(replace(GRID, loop_s=0.1), lambda: None)
+    assert loops.count == 0.1 * ceilings_cell.LOOP_SHARE / 1e-4
 
 
 def test_processes_that_fail_at_a_row_keep_those_before_and_new_ones_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +299,7 @@ def test_processes_that_fail_at_a_row_keep_those_before_and_new_ones_go_on(monke
     assert [cell.timing.status for cell in cells] == [Status.OK, Status.OOM]
     loops = cells[0].timing.loops
     groups = iter([([loops], (Status.OOM, cells[1].timing.failure)), ([loops, None], None)])
-    monkeypatch.setattr(ceilings_ranks, "_in_processes", lambda _grid, _left: next(groups))
+    monkeypatch.setattr(ceilings_cell, "_in_processes", lambda _grid, _left: next(groups))
     found = measure_collectives(GRID, [one, other, one, other])
     assert [cell.timing.status for cell in found] == [Status.OK, Status.OOM, Status.OK, Status.UNAVAILABLE]
 

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
+from cs336_systems.analysis.kernels.call_names import is_launch
 from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes
 from cs336_systems.analysis.kernels.phases import (
     CODES,
@@ -35,7 +36,7 @@ from cs336_systems.analysis.kernels.phases import (
     known_names,
     phase_plan,
 )
-from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Trace
+from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Trace, of_names
 from cs336_systems.ranges import PhaseNames
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
@@ -238,6 +239,8 @@ class Selection:
     """Process ids as in the trace."""
     is_whole_trace: bool
     is_warmup: bool
+    notes: tuple[str, ...]
+    """Sentences about steps that are left out, or empty."""
     number: Ints
     """Index into `steps` for each of the attribution's steps, -1 for those left out; the last element is -1."""
 
@@ -254,11 +257,16 @@ class Selection:
 
 
 def select(attribution: Attribution) -> Selection:
-    """Select the steps that are not warm-up; all steps if there are no others; the whole trace if it has no steps."""
+    """Select the steps that are not warm-up; all steps if there are no others; the whole trace if it has no steps.
+
+    Steps that the profiler did not record are left out: those without any kernel or copy that launched some, or that
+    lie before or after all calls of the host. A step that launched nothing is one.
+    """
     steps = attribution.steps
     processes = np.array(list(attribution.sources), dtype=np.int64)
     is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
-    used = np.flatnonzero(~steps.is_warmup | is_warmup)
+    is_empty, is_recorded = _recorded(attribution)
+    used = np.flatnonzero((~steps.is_warmup | is_warmup) & is_recorded)
     number = np.full(len(steps) + 1, -1, dtype=np.int64)
     number[used] = np.arange(len(used))
     first, last = _extent(attribution.trace)
@@ -276,8 +284,36 @@ def select(attribution: Attribution) -> Selection:
         processes=processes,
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
+        notes=tuple(_notes_on_steps(len(steps), int((~is_recorded).sum()), int((is_empty & is_recorded).sum()))),
         number=number,
     )
+
+
+def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
+    """Whether each step has no kernel or copy, and whether the profiler recorded it."""
+    steps, trace = attribution.steps, attribution.trace
+    in_step = np.concatenate([attribution.kernels.step, attribution.copies.step])
+    is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
+    is_recorded = np.ones(len(steps), dtype=np.bool_)
+    calls = trace.api_calls
+    if is_empty.all() or not len(calls):
+        return is_empty, is_recorded
+    launches = of_names(calls.name, trace.strings, is_launch, np.bool_)
+    for process, rows in groups(steps.process):
+        times = np.sort(calls.start_ns[calls.process == process])
+        launched = np.sort(calls.start_ns[launches & (calls.process == process)])
+        start, end = steps.start_ns[rows], steps.end_ns[rows]
+        has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
+        is_outside = (end <= times[0]) | (start > times[-1]) if len(times) else np.ones(len(rows), dtype=np.bool_)
+        is_recorded[rows] = ~(is_empty[rows] & (has_launched | is_outside))
+    return is_empty, is_recorded
+
+
+def _notes_on_steps(count: int, unrecorded: int, empty: int) -> Iterator[str]:
+    if unrecorded:
+        yield f"{unrecorded} of {count} steps were not recorded by the profiler, and are left out."
+    if empty and empty < count:
+        yield f"{empty} of {count} steps launched no kernel: they count in all averages."
 
 
 def _extent(trace: Trace) -> tuple[int, int]:

@@ -21,7 +21,8 @@ class KernelClass(StrEnum):
     """What a kernel does."""
 
     MATMUL = "matrix product"
-    """Matmuls and convolutions, with helpers such as the sum over split-K parts."""
+    """Matmuls, with helpers such as the sum over split-K parts."""
+    CONVOLUTION = "convolution"
     ATTENTION = "fused attention"
     """Scores, softmax and values in one kernel, with its helpers. Naive attention is matmuls and a softmax."""
     SOFTMAX = "softmax"
@@ -51,11 +52,15 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
     (r"flash_(?:fwd|bwd)|flash::|flash_?attn", KernelClass.ATTENTION),
     # xFormers and PyTorch's efficient backend (fmha_cutlassF_...), cuDNN (cudnn_generated_fort_native_sdpa_...)
     # and the helpers of its backward (compute_dot_do_o_specialized, convert_dq_to_16bits)
-    (r"fmha|sdpa|scaled_dot_product|compute_dot_do_o|convert_dq_to", KernelClass.ATTENTION),
+    # AMD's CK and AITER (FmhaFwdKernel, aiter::mla_..., aiter::pa_bf16_...)
+    (r"fmha|sdpa|scaled_dot_product|compute_dot_do_o|convert_dq_to|aiter.{0,8}?(?:mla|pa)_", KernelClass.ATTENTION),
     # Triton's tutorial and what grew from it (_attn_fwd), FlashInfer, vLLM
     (r"attention|(?<![a-z])attn(?![a-z])", KernelClass.ATTENTION),
     # the CUDA driver: "Memcpy DtoH (Device -> Pageable)" in Kineto, "[CUDA memset]" in nsys
-    (r"memcpy|memset", KernelClass.COPY_AND_FILL),
+    (r"memcpy|memset|__amd_rocclr_(?:copy|fill)", KernelClass.COPY_AND_FILL),
+    # FBGEMM's tables of embeddings and permutations; its name says nothing about what a kernel does
+    (r"split_embedding|embedding_bag", KernelClass.REDUCTION),
+    (r"fbgemm_gpu::\w{0,40}(?:permute|transpose|jagged|index_select)", KernelClass.COPY_AND_FILL),
     # PyTorch's foreach copy and zero, before the other foreach kernels
     (r"multi_tensor_apply_kernel.{0,200}?(?:CopyFunctor|ZeroFunctor|::Copy<|<copy>|<zero>)", KernelClass.COPY_AND_FILL),
     # PyTorch's foreach norm by the largest magnitude (NormType 2), as for the scales of fp8; others clip gradients
@@ -75,11 +80,19 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
     # PyTorch's layer norm and group norm, kernel by kernel
     (r"RowwiseMoments|GammaBetaBackward|ComputeInternalGradients|Compute\w{0,9}FusedParams", KernelClass.NORMALISATION),
     (r"ComputeGradOutputCoeff|cuCompute(?:GradInput|(?:Part)?GradGammaBeta)", KernelClass.NORMALISATION),
+    # cuDNN (volta_scudnn_..., implicit_convolve_sgemm, winograd, xmma_fprop_implicit_gemm), CUTLASS, CK, MIOpen
+    # (miopenSp3AsmConv, igemm_fwd_gtcx3), and PyTorch's operators and kernels for depthwise ones
+    (
+        r"scudnn|cudnn_infer|winograd|convol|(?<![a-z])conv[123]d|conv_(?:transpose|depthwise)|implicit_(?:con|gemm)"
+        r"|fprop|(?<![a-z])[dw]grad(?:_(?!gemm)|[123]d|$)|cutlass(?:::|_)conv|grouped_conv|AsmConv|naive_conv"
+        r"|igemm_(?:fwd|bwd|wrw)|im2col|col2im|(?:slow|thnn|mkldnn)_conv",
+        KernelClass.CONVOLUTION,
+    ),
     # cuBLAS and cuBLASLt: ampere_sgemm_128x64_tn, sm80_xmma_gemm_..., nvjet_tst_... from Hopper on, gemvNSP_kernel,
     # splitKreduce_kernel; CUTLASS: Kernel2<cutlass_80_simt_sgemm_...>, device_kernel<...gemm...>
-    (r"gemm|gemv|nvjet|xmma|splitKreduce|cublas|cutlass_\d|cutlass::Kernel|^Kernel2$", KernelClass.MATMUL),
-    # cuDNN's convolutions; AMD's Tensile (Cijk_Ailk_Bljk_...)
-    (r"convol|(?<![a-z])conv[123]d|[dw]grad_|implicit_con|^Cijk_", KernelClass.MATMUL),
+    # AMD's Tensile (Cijk_Ailk_Bljk_...) and its mixtures of experts
+    (r"(?<!fb)gemm|gemv|nvjet|xmma|splitKreduce|cublas|cutlass_\d|cutlass::Kernel|^Kernel2$", KernelClass.MATMUL),
+    (r"Cijk_|wv_?splitk|fused_moe|fmoe|moe_gemm", KernelClass.MATMUL),
     # Triton kernels of people and of Inductor's templates (matmul_kernel_persistent, bmm, decompose_k_mm)
     (r"matmul|(?<![a-z])(?:add|badd)?b?mm(?![a-z])|linear_(?:fwd|bwd|forward|backward)", KernelClass.MATMUL),
     # PyTorch's operators, where a trace of a CPU has no kernels
@@ -126,7 +139,8 @@ _RULES = tuple((re.compile(pattern, re.IGNORECASE | re.ASCII), kind) for pattern
 _INDUCTOR = re.compile(r"(?:^|_)(?:triton_(?P<kind>[a-z]{3})|cpp)_fused(?P<ops>\w*)")
 _REDUCING_KINDS = frozenset({"red", "per", "coo", "mix", "spl"})
 
-_MATMUL_OPS = re.compile(r"_(?:(?:add|badd|_scaled_|_grouped_)?b?mm|mv|dot|convolution\w{0,9})(?=_|$)")
+_MATMUL_OPS = re.compile(r"_(?:(?:add|badd|_scaled_|_grouped_)?b?mm|mv|dot)(?=_|$)")
+_CONVOLUTION_OPS = re.compile(r"_convolution")
 _FLEX_OPS = re.compile(r"flex_(?:attention|decoding)")
 _SOFTMAX_OPS = re.compile(r"softmax|logsumexp")
 _NORM_OPS = re.compile(r"_(?:layer|rms|batch|group|instance)_norm|_rsqrt(?=_|$)")
@@ -159,6 +173,8 @@ def _inductor_class(kind: str | None, ops: str) -> KernelClass:
     if kind == "tem":
         if _FLEX_OPS.search(ops):
             return KernelClass.ATTENTION
+        if _CONVOLUTION_OPS.search(ops):
+            return KernelClass.CONVOLUTION
         return KernelClass.MATMUL if _MATMUL_OPS.search(ops) else KernelClass.OTHER
     reduces = kind in _REDUCING_KINDS or (kind != "poi" and _REDUCING_OPS.search(ops) is not None)
     # written out: exp(x - max) over its sum

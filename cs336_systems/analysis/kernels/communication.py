@@ -84,6 +84,8 @@ def _computes(jobs: Jobs, rows: Ints) -> Mask:
     return computes
 
 
+MIN_SHARE_OF_RANK = 0.25
+"""Smallest kernel time of a rank whose ranges do not name it, as a share of the largest."""
 _RANK_RANGE = re.compile(r"rank (\d{1,6})", re.ASCII)
 """Name of the range that each rank puts around its measured steps (`ranges.rank_range`)."""
 _FILE = re.compile(r"rank(\d{1,6})_(.+)", re.ASCII | re.DOTALL)
@@ -115,22 +117,34 @@ def without_rank(name: str) -> str:
 
 
 def by_rank(trace: Trace) -> dict[int, Trace]:
-    """The trace of each rank, if ranges name the ranks of several processes; empty otherwise."""
+    """The trace of each rank of several, which ranges name; without names, each GPU of each process is one.
+
+    Empty for a single rank, and where one process or GPU has most of the work, so that the others are no ranks.
+    """
     named = {index: int(found[1]) for index, name in enumerate(trace.strings) if (found := _RANK_RANGE.fullmatch(name))}
     of_ranks = np.isin(trace.ranges.name, list(named))
     pairs = zip(trace.ranges.name[of_ranks].tolist(), trace.ranges.process[of_ranks].tolist(), strict=True)
     process_of = dict(sorted((named[name], process) for name, process in pairs))
-    if not 2 <= len(set(process_of.values())) <= MAX_RANKS:
+    if 2 <= len(set(process_of.values())) <= MAX_RANKS:
+        return {rank: _of_rank(trace, rank, process) for rank, process in process_of.items()}
+    work = pd.DataFrame({"process": trace.kernels.process, "device": trace.kernels.device})
+    time_ns = work.assign(ns=trace.kernels.duration_ns).groupby(["process", "device"])["ns"].sum()
+    if trace.is_of_host or not 2 <= len(time_ns) <= MAX_RANKS or time_ns.min() < MIN_SHARE_OF_RANK * time_ns.max():
         return {}
-    return {rank: _of_process(trace, process) for rank, process in process_of.items()}
+    return {rank: _of_rank(trace, rank, *place) for rank, place in enumerate(time_ns.index.tolist())}
 
 
-def _of_process(trace: Trace, process: int) -> Trace:
+def _of_rank(trace: Trace, rank: int, process: int, device: int | None = None) -> Trace:
+    """The events of the process, and of its work that on the device if one is given."""
     is_kept = trace.api_calls.process == process
     number = np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)  # new rows of calls
-    kernels, copies = (chosen(work, work.process == process) for work in (trace.kernels, trace.copies))
+    kernels, copies = (
+        chosen(work, (work.process == process) & ((work.device == device) | (device is None)))
+        for work in (trace.kernels, trace.copies)
+    )
     return replace(
         trace,
+        rank=rank,
         kernels=replace(kernels, call=number[kernels.call]),
         copies=replace(copies, call=number[copies.call]),
         ranges=chosen(trace.ranges, trace.ranges.process == process),

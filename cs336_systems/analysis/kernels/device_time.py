@@ -20,7 +20,8 @@ copy that ends the idle time.
 5. Otherwise: LATE_LAUNCH.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,7 @@ from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_cod
 from cs336_systems.analysis.kernels.host_calls import Host
 from cs336_systems.analysis.kernels.modules import RangeParts
 from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, PHASES, Codes, LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, IdleTimes
+from cs336_systems.analysis.kernels.step_profile import CopyTimes, Gap, IdleCause, IdleTimes
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Trace, Union
 
 Floats = NDArray[np.float64]
@@ -70,6 +71,8 @@ class DeviceSteps(Columns):
     """When the host begins the first phase, or when the device has finished earlier work, if that is later."""
     end_ns: Ints
     """When the host's step ends, or when its last job ends, if that is later."""
+    origin_ns: Ints
+    """From where times within the step count: the host's start, or the device's where it still ran earlier work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +153,12 @@ def on_device(jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool)
         start_ns=start,
         end_ns=end,
     )
-    spans = DeviceSteps(start_ns=begin, end_ns=np.maximum(end[is_rest], steps.end_ns))
+    is_ahead = begin > windows.start_ns[is_first]
+    spans = DeviceSteps(
+        start_ns=begin,
+        end_ns=np.maximum(end[is_rest], steps.end_ns),
+        origin_ns=np.where(is_ahead, begin, steps.start_ns),
+    )
     return spans, chosen(found, ~is_after | (end > start))
 
 
@@ -339,7 +347,7 @@ def _starts_its_launch(jobs: Jobs) -> Mask:
 
 
 def longest_gaps(
-    gaps: Gaps, jobs: Jobs, parts: RangeParts, trace: Trace, selection: Selection, host: Host
+    gaps: Gaps, jobs: Jobs, parts: RangeParts, trace: Trace, selection: Selection, spans: DeviceSteps, host: Host
 ) -> Iterator[Gap]:
     """The NUM_GAPS longest idle times with a known cause, the longest first."""
     known = np.flatnonzero(gaps.cause != UNKNOWN_CAUSE)
@@ -350,7 +358,7 @@ def longest_gaps(
         before, after = int(gaps.before[row]), int(gaps.after[row])
         yield Gap(
             step=step,
-            start_s=(start - int(selection.steps.start_ns[step])) / 1e9,
+            start_s=(start - int(spans.origin_ns[step])) / 1e9,
             duration_s=(end - start) / 1e9,
             phase=PHASES[gaps.phase[row]],
             cause=CAUSES[gaps.cause[row]],
@@ -363,11 +371,61 @@ def longest_gaps(
 
 def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
     """Idle times by phase and cause, the longest first; the mean over the devices that a step uses."""
-    weighted = frame_of(gaps).assign(duration_ns=(gaps.end_ns - gaps.start_ns) / num_devices[gaps.step])
+    length = gaps.end_ns - gaps.start_ns
+    known = gaps.cause != UNKNOWN_CAUSE
+    weighted = frame_of(gaps).assign(duration_ns=length / num_devices[gaps.step])[known]
+    each = pd.DataFrame({"phase": gaps.phase, "cause": gaps.cause, "length": length})[known]
+    spread = each.groupby(["phase", "cause"])["length"].agg(["median", "max"])
     return tuple(
-        IdleTimes(phase=PHASES[row.phase], cause=CAUSES[row.cause], count=row.count, total_s=row.total_ns / 1e9)
-        for row in totals(weighted[gaps.cause != UNKNOWN_CAUSE], "phase", "cause")
+        IdleTimes(
+            phase=PHASES[row.phase],
+            cause=CAUSES[row.cause],
+            count=row.count,
+            total_s=row.total_ns / 1e9,
+            median_s=float(spread["median"][row.phase, row.cause]) / 1e9,
+            longest_s=float(spread["max"][row.phase, row.cause]) / 1e9,
+        )
+        for row in totals(weighted, "phase", "cause")
     )
+
+
+_DIRECTIONS = (
+    (re.compile(r"memset|fill", re.I), "fill"),
+    (re.compile(r"HtoD|Host-?to-?Device|H2D", re.I), "host to device"),
+    (re.compile(r"DtoH|Device-?to-?Host|D2H", re.I), "device to host"),
+    (re.compile(r"DtoD|Device-?to-?Device|D2D", re.I), "device to device"),
+    (re.compile(r"PtoP|Peer", re.I), "peer to peer"),
+)
+
+
+def copy_kind(name: str) -> str:
+    """Direction and memory of a copy by the name that profilers give it: `host to device, pageable`."""
+    direction = next((words for pattern, words in _DIRECTIONS if pattern.search(name)), "copy")
+    memory = next((word for word in ("pageable", "pinned") if word in name.casefold()), "")
+    return f"{direction}, {memory}" if memory and direction != "fill" else direction
+
+
+def copy_times(jobs: Jobs, devices: list[Busy], num_devices: Ints, spans: DeviceSteps, selection: Selection,
+               strings: Sequence[str]) -> tuple[CopyTimes, ...]:  # fmt: skip
+    """Copies and fills in the steps by kind, without those that are collectives, and the time without a kernel."""
+    rows = np.flatnonzero(jobs.is_copy & (jobs.step >= 0) & (jobs.collective == NO_COLLECTIVE))
+    kinds = pd.Series({name: copy_kind(strings[name]) for name in np.unique(jobs.name[rows]).tolist()}, dtype=object)
+    kind_of = np.full(len(jobs), "", dtype=object)
+    kind_of[rows] = kinds[jobs.name[rows]].to_numpy() if len(rows) else ""
+    found = []
+    for kind in [*dict.fromkeys(kinds), None] if len(rows) else ():
+        is_kind = kind_of == kind if kind else kind_of != ""
+        alone = np.zeros(len(spans), dtype=np.float64)
+        for busy in devices:
+            own, kernels = busy.rows[is_kind[busy.rows]], busy.rows[~jobs.is_copy[busy.rows]]
+            either = Union(*(times[np.append(own, kernels)] for times in (jobs.start_ns, jobs.end_ns)))
+            computing = Union(jobs.start_ns[kernels], jobs.end_ns[kernels])
+            ran = [union.until(spans.end_ns) - union.until(spans.start_ns) for union in (either, computing)]
+            alone += (selection.steps.process == busy.process) * (ran[0] - ran[1])
+        total_ns = int((jobs.end_ns - jobs.start_ns)[is_kind].sum())
+        alone_s = float((alone / np.maximum(num_devices, 1)).sum()) / 1e9
+        found.append(CopyTimes(kind=kind, count=int(is_kind.sum()), total_s=total_ns / 1e9, alone_s=alone_s))
+    return tuple(sorted(found, key=lambda times: (times.kind is None, -times.total_s)))
 
 
 def idle_notes(gaps: Gaps) -> tuple[str, ...]:

@@ -19,13 +19,11 @@ from cs336_systems.analysis.columns import (
     ZIP_MAGIC,
     Mask,
     ProfileError,
-    groups,
     read_head,
     what_it_is,
 )
 from cs336_systems.analysis.kernels.attribution import (
     Attribution,
-    HostSteps,
     Selection,
     attribute,
     frame_of,
@@ -41,13 +39,11 @@ from cs336_systems.analysis.kernels.communication import (
     without_rank,
 )
 from cs336_systems.analysis.kernels.device_time import (
-    CAUSES,
-    UNKNOWN_CAUSE,
     DeviceSteps,
     DeviceWindows,
-    Gaps,
     busy_devices,
     busy_ns,
+    copy_times,
     find_gaps,
     idle_notes,
     idle_times,
@@ -55,11 +51,11 @@ from cs336_systems.analysis.kernels.device_time import (
     longest_gaps,
     on_device,
 )
+from cs336_systems.analysis.kernels.doubts import doubts
 from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
 from cs336_systems.analysis.kernels.kineto import read_kineto
 from cs336_systems.analysis.kernels.modules import (
-    CLASSES,
     AttentionNames,
     RangeParts,
     attention_times,
@@ -75,15 +71,12 @@ from cs336_systems.analysis.kernels.nsys import NEEDED as NSYS_FILE
 from cs336_systems.analysis.kernels.nsys import export, read_nsys
 from cs336_systems.analysis.kernels.phases import PHASES, check_names
 from cs336_systems.analysis.kernels.step_profile import (
-    IdleSpans,
     KernelTimes,
     Left,
     ModuleTimes,
     PhaseTimes,
     PicturedStep,
-    Piece,
     StepProfile,
-    StreamCopies,
     StreamKernels,
     Window,
     Work,
@@ -137,10 +130,10 @@ def summarise(
     kind = kernel_classes(trace.kernels.name, trace.strings)
     parts = range_parts(attribution, AttentionNames() if names is None else names)
     kernels = with_roles(work[~work["is_copy"]].assign(kind=kind), attribution, parts)
-    in_step, step = kernels[kernels["step"] >= 0], _median_step(selection.steps)
-    copies = work[work["is_copy"] & (work["step"] == step)]
+    in_step, step = kernels[kernels["step"] >= 0], _median_step(spans)
     by_kernel, by_module = kernel_times(in_step, trace.strings), module_times(in_step, parts)
     attention, attention_notes = attention_times(in_step, parts, model, batch_size)
+    grave, slight = doubts(attribution)
     profile = StepProfile(
         source=source,
         work=Work.OPERATORS if trace.is_of_host else Work.KERNELS,
@@ -160,24 +153,26 @@ def summarise(
         attention=attention,
         modules=by_module,
         idle=idle_times(gaps, num_devices),
-        gaps=tuple(longest_gaps(gaps, jobs, parts, trace, selection, host)),
+        gaps=tuple(longest_gaps(gaps, jobs, parts, trace, selection, spans, host)),
         host_calls=host_calls(host, selection),
         pictured=_picture(
             step,
-            selection.steps,
             spans,
             windows,
             _with_rows(in_step[in_step["step"] == step], by_kernel, by_module, trace.strings, parts),
-            copies.assign(text=[trace.strings[name] for name in copies["name"]]),
-            gaps,
         ),
         notes=(
             *attribution.notes,
             *_process_notes(attribution, selection),
             *attention_notes,
             *idle_notes(gaps),
+            *selection.notes,
+            *(f"{text}." for text in (*grave, *slight)),
         ),
         communication=communication_times(jobs, devices, num_devices, selection.steps, windows),
+        copies=copy_times(jobs, devices, num_devices, spans, selection, trace.strings),
+        doubts=grave,
+        rank=trace.rank,
     )
     if wrong := next(contradictions(profile), None):
         raise AttributionError(wrong)
@@ -266,7 +261,9 @@ def explain(
         missing = [str(rank) for rank in range(config.ranks) if rank not in dict(profiles)]
         note = f"There is no trace of rank {', '.join(missing)} of {config.ranks}."
         first = replace(first, notes=(*first.notes, note))
-    return replace(first, ranks=rank_times(profiles, collectives)) if len(profiles) > 1 else first
+    if len(profiles) == 1:
+        return first
+    return replace(first, rank=profiles[0][0], ranks=rank_times(profiles, collectives))
 
 
 def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
@@ -277,40 +274,34 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
     if several := by_rank(trace):
         yield from several.items()
         return
-    yield 0, trace
+    yield trace.rank or 0, trace
     del trace
     for rank, beside in files_of_others(path).items():
-        yield rank, read_trace(beside)
+        other = read_trace(beside)
+        yield rank if other.rank is None else other.rank, other
 
 
 MAX_KERNELS = 50_000
-"""Beyond this number, which would take some 2 MB, the kernels that begin in one cell are merged."""
-CELLS = 2000
-"""Cells that the step's time is divided into: about the width of a picture in pixels."""
-MAX_IDLE = 3000
-"""Only the longest idle times are kept."""
+"""A step of more kernels, which would take some 2 MB, has no picture."""
 
 
-def _median_step(steps: HostSteps) -> int:
+def _median_step(spans: DeviceSteps) -> int:
     """The step of median wall time; of two, the shorter."""
-    order = np.argsort(steps.end_ns - steps.start_ns, kind="stable")
+    order = np.argsort(spans.end_ns - spans.origin_ns, kind="stable")
     return int(order[(len(order) - 1) // 2])
 
 
 def _picture(
     step: int,
-    steps: HostSteps,
     spans: DeviceSteps,
     windows: DeviceWindows,
     kernels: pd.DataFrame,
-    copies: pd.DataFrame,
-    gaps: Gaps,
-) -> PicturedStep:
-    """The picture of one step; `kernels` are from `_with_rows`, `copies` have their names in the column `text`."""
-    start = int(steps.start_ns[step])
+) -> PicturedStep | None:
+    """The picture of one step; `kernels` are from `_with_rows`."""
+    start = int(spans.origin_ns[step])
     wall = int(spans.end_ns[step]) - start
-    kernels, copies = _by_stream(kernels, start), _by_stream(copies, start)
-    are_few = len(kernels) + len(copies) <= MAX_KERNELS
+    if len(kernels) > MAX_KERNELS:
+        return None
     return PicturedStep(
         step=step,
         wall_s=wall / 1e9,
@@ -324,10 +315,7 @@ def _picture(
             )
             for row in np.flatnonzero(windows.step == step).tolist()
         ),
-        streams=tuple(_streams(kernels)) if are_few else (),
-        copies=tuple(_copies(copies)) if are_few else (),
-        idle=tuple(_idle(gaps, step, start)),
-        pieces=() if are_few else _pieces(kernels, max(wall // CELLS, 1)),
+        streams=tuple(_streams(_by_stream(kernels, start))),
     )
 
 
@@ -367,54 +355,3 @@ def _streams(rows: pd.DataFrame) -> Iterator[StreamKernels]:
             kernel=tuple(own["kernel_row"].tolist()),
             module=tuple(own["module_row"].tolist()),
         )
-
-
-def _copies(rows: pd.DataFrame) -> Iterator[StreamCopies]:
-    for _, own in rows.groupby(["device", "stream", "text", "phase"], sort=False):
-        yield StreamCopies(
-            device=int(own["device"].iloc[0]),
-            stream=int(own["stream"].iloc[0]),
-            name=own["text"].iloc[0][:MAX_NAME],
-            phase=PHASES[own["phase"].iloc[0]],
-            start_ns=tuple(own["start_ns"].tolist()),
-            duration_ns=tuple(own["duration_ns"].tolist()),
-        )
-
-
-def _idle(gaps: Gaps, step: int, start: int) -> Iterator[IdleSpans]:
-    rows = np.flatnonzero((gaps.step == step) & (gaps.cause != UNKNOWN_CAUSE))
-    length = gaps.end_ns - gaps.start_ns
-    rows = np.sort(rows[np.argsort(-length[rows], kind="stable")[:MAX_IDLE]])
-    for device, of_device in groups(gaps.device[rows]):
-        for cause, own in groups(gaps.cause[rows[of_device]].astype(np.int64)):
-            chosen = rows[of_device[own]]
-            yield IdleSpans(
-                device=device,
-                cause=CAUSES[cause],
-                start_ns=tuple((gaps.start_ns[chosen] - start).tolist()),
-                duration_ns=tuple(length[chosen].tolist()),
-            )
-
-
-def _pieces(rows: pd.DataFrame, cell: int) -> tuple[Piece, ...]:
-    """Merge the kernels of one stream and phase that begin in one cell; the class is that which ran longest."""
-    ordered = [rows[name].to_numpy() for name in ("device", "stream", "phase")]
-    start, end, kind = (rows[name].to_numpy() for name in ("start_ns", "end_ns", "kind"))
-    apart = np.any([np.diff(column) != 0 for column in [*ordered, start // cell]], axis=0)
-    first = np.flatnonzero(np.append(True, apart))
-    piece = np.cumsum(np.append(False, apart))
-    weight = np.zeros((len(first), len(CLASSES)), dtype=np.int64)
-    np.add.at(weight, (piece, kind), end - start + 1)  # + 1, so that a kernel of no duration has weight too
-    busy = np.add.reduceat(end - start, first)
-    piece_end = np.maximum.reduceat(end, first)
-    return tuple(
-        Piece(
-            stream=int(ordered[1][begin]),
-            phase=PHASES[ordered[2][begin]],
-            kind=CLASSES[weight[index].argmax()],
-            start_s=int(start[begin]) / 1e9,
-            end_s=int(piece_end[index]) / 1e9,
-            busy_s=int(busy[index]) / 1e9,
-        )
-        for index, begin in enumerate(first.tolist())
-    )

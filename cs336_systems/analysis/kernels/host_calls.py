@@ -1,48 +1,22 @@
 """Calls of the device's runtime and driver by the host: which of them launch work, and which wait for the device."""
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.kernels.attribution import Selection, frame_of, totals
+from cs336_systems.analysis.kernels.call_names import (
+    KERNEL,
+    STREAM_WAIT,
+    TO_HOST,
+    call_name,
+    is_launch,
+    is_synchronisation,
+)
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls
 from cs336_systems.analysis.kernels.trace import GroupNesting, Strings, Trace, of_names
-
-# nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
-# cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
-_VARIANT = re.compile(r"(?:_ptsz|_ptds|_spt|_v\d{1,6})+$")
-_KERNEL = re.compile(
-    r"^(?:cuda|cu|hip)(?:Ext)?(?:Module)?(?:Launch(?:Cooperative|ByPtr)?(?:Kernel|$)|GraphLaunch)|^urEnqueue\w{0,20}KernelLaunch"
-)
-"""CUDA's, HIP's and Level Zero's: cudaLaunchKernelExC, cuLaunchKernelEx, hipExtModuleLaunchKernel, cudaGraphLaunch."""
-_LAUNCH = re.compile(rf"{_KERNEL.pattern}|^(?:cuda|cu|hip)Mem(?:cpy|set)|^urEnqueueUSM")
-_SYNCHRONISE = re.compile(
-    r"^(?:cuda|cu|hip)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))|^ur(?:QueueFinish|EventWait)$"
-)
-"""Functions that return when the device has finished: synchronisations, and copies that are not asynchronous."""
-_ALL_OF_DEVICE = re.compile(r"^(?:cuda|cu|hip)(?:Device|Ctx)Synchronize$")
-_CAPTURE = re.compile(r"^(?:cuda|cu|hip)Stream(Begin|End)Capture")
-_STREAM_WAIT = re.compile(r"^(?:cuda|cu|hip)StreamWaitEvent$")
-"""The function that makes a stream, and not the host, wait for the work of another stream."""
-_TO_HOST = re.compile(r"Device-to-Host|DtoH|D2H|DeviceToHost")
-
-
-def call_name(name: str) -> str:
-    """The function's name without suffixes for version and variant."""
-    return _VARIANT.sub("", name)
-
-
-def is_launch(name: str) -> bool:
-    """Whether the function `name` launches kernels, copies or fills."""
-    return _LAUNCH.match(call_name(name)) is not None
-
-
-def is_synchronisation(name: str) -> bool:
-    """Whether the function `name` returns only after the device has finished some work."""
-    return _SYNCHRONISE.match(call_name(name)) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +51,7 @@ class Host:
         self.names = called.all
         launches, waits, kernels = (
             of_names(api.name, trace.strings, is_one, np.bool_)
-            for is_one in (is_launch, is_synchronisation, lambda name: _KERNEL.match(name) is not None)
+            for is_one in (is_launch, is_synchronisation, lambda name: KERNEL.match(name) is not None)
         )
         copies, their_waits = _copies_awaited(trace, launches, waits)
         of_copy = waits & launches
@@ -111,14 +85,14 @@ class Host:
     def stream_waits(self, process: int) -> Ints:
         """When the process made a stream wait for another one, in order."""
         calls = self.calls
-        names = [index for index, name in enumerate(self.names) if _STREAM_WAIT.match(name)]
+        names = [index for index, name in enumerate(self.names) if STREAM_WAIT.match(name)]
         return np.sort(calls.start_ns[(calls.process == process) & np.isin(calls.name, names)])
 
 
 def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
     """Copies to the host whose thread waits before it launches anything else, and the calls that wait."""
     api, copies = trace.api_calls, trace.copies
-    to_host = [index for index, name in enumerate(trace.strings) if _TO_HOST.search(name)]
+    to_host = [index for index, name in enumerate(trace.strings) if TO_HOST.search(name)]
     is_copy = np.isin(np.arange(len(api)), copies.call[np.isin(copies.name, to_host)])
     # of two calls with one start the longer comes first: a profiler may show a call around its own
     by_thread = np.lexsort((-api.duration_ns, api.start_ns, api.thread))

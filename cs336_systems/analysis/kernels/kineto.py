@@ -150,8 +150,10 @@ class Events:
 
     def nodes(self) -> Batch:
         """The nodes of backward, which are operators of the host."""
-        return self._batch([event for event in self._events if event.cat == "cpu_op" and event.dur is not None
-                            and (event.name.startswith(BOOKKEEPING) or _NODE.search(event.name))])  # fmt: skip
+        return self._batch([
+            event for event in self._events if event.cat == "cpu_op" and event.dur is not None
+            and (event.name.startswith(BOOKKEEPING) or ("Backward" in event.name and _NODE.search(event.name)))
+        ])  # fmt: skip
 
     def _chosen(self, groups: Sequence[Collection[str]]) -> list[list[AnyEvent]]:
         """The events of each group that have a duration."""
@@ -266,7 +268,7 @@ def _decode(path: Path, content: bytes | bytearray, *, is_exact: bool = False) -
 
 def _what_is_malformed(content: bytes | bytearray, error: str) -> str:
     at = re.search(r"\(byte (\d+)\)", error)
-    if at is None:
+    if at is None or ("number" in error and int(at[1]) >= len(content) - 1):
         return "truncated: copy it again or export it again"
     before = content[max(0, int(at[1]) - MAX_EXCERPT) : int(at[1])].decode(errors="replace")
     return (

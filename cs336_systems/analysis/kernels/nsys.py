@@ -167,6 +167,7 @@ class _Export:
         elif table == COPIES:
             labels = self._names("ENUM_CUDA_MEMCPY_OPER", "label")
             name = self._strings.column(kinds, {kind: f"memcpy {label}" for kind, label in labels.items()}, "memcpy")
+            name = self._with_memory(name)
         else:
             name = np.full(len(start), self._strings.id("memset" if table == FILLS else "CUDA graph"), dtype=np.int64)
         return DeviceWork(
@@ -180,6 +181,17 @@ class _Export:
             mark=np.full(len(start), -1, dtype=np.int64),
             **calls.columns(process, correlation),
         )
+
+    def _with_memory(self, name: Ints) -> Ints:
+        """Names of copies with the memory of both sides, as in `memcpy Host-to-Device (Pageable -> Device)`."""
+        kinds = self._names("ENUM_CUDA_MEM_KIND", "label")
+        if not kinds or not {"srcKind", "dstKind"} <= self._columns(COPIES):
+            return name
+        source, target = self._ints(COPIES, {"srcKind": 0, "dstKind": 0})
+        used, index = np.unique(np.stack([name, source, target]), axis=1, return_inverse=True)
+        strings = self._strings.all
+        texts = (f"{strings[own]} ({kinds.get(a, '?')} -> {kinds.get(b, '?')})" for own, a, b in used.T.tolist())
+        return self._strings.ids(texts)[index.reshape(-1)]
 
     def _ranges(self, last_ns: int) -> Ranges:
         kinds = {name: number for number, name in self._names("ENUM_NSYS_EVENT_TYPE", "name").items()}

@@ -73,14 +73,18 @@ class Known:
         return np.concatenate([*phases, self.step, self.warmup, self.measure])
 
 
+def _means(pattern: str, text: str) -> bool:
+    """Whether the name or pattern means this text, in upper or lower case."""
+    return text.casefold() == pattern.casefold() or fnmatchcase(text.casefold(), pattern.casefold())
+
+
 def known_names(trace: Trace, names: PhaseNames) -> Known:
     """Find the ranges that these names and patterns mean, in upper or lower case, or else PyTorch's own."""
     there = np.unique(trace.ranges.name)
-    texts = [(int(index), trace.strings[index].casefold()) for index in there]
+    texts = [(int(index), trace.strings[index]) for index in there]
 
     def ids(*patterns: str) -> Ints:
-        wanted = [pattern.casefold() for pattern in patterns]
-        found = [index for index, text in texts if any(text == own or fnmatchcase(text, own) for own in wanted)]
+        found = [index for index, text in texts if any(_means(pattern, text) for pattern in patterns)]
         return np.array(found, dtype=np.int64)
 
     phases: dict[LaunchPhase, Ints] = {
@@ -105,11 +109,9 @@ def check_names(trace: Trace, names: PhaseNames) -> None:
     given = {field.name: getattr(names, field.name) for field in fields(PhaseNames)}
     if len({name.casefold() for name in given.values()}) < len(given):
         raise RangeNameError(f"each phase needs a range name of its own, got {', '.join(given.values())}")
-    there = [trace.strings[name].casefold() for name in np.unique(trace.ranges.name)]
+    there = [trace.strings[name] for name in np.unique(trace.ranges.name)]
     for field, name in given.items():
-        wanted = name.casefold()
-        is_there = any(text == wanted or fnmatchcase(text, wanted) for text in there)
-        if not is_there and name != getattr(PhaseNames(), field):
+        if not any(_means(name, text) for text in there) and name != getattr(PhaseNames(), field):
             found = _listed(_by_time(trace, np.arange(len(trace.ranges))))
             raise RangeNameError(f"no range has the name {name!r} that was given for {field}; the names are: {found}")
 
@@ -353,9 +355,9 @@ def _plan_of_steps(trace: Trace, process: int, rows: Ints, launched: Ints, known
     for first, last in zip(start.tolist(), end.tolist(), strict=True):
         own = fixed[bisect_left(starts, first) : bisect_left(starts, last)]
         before, at = LaunchPhase.FORWARD, first
-        for index, (begins, ends, phase, is_zero) in enumerate(own):
-            has_backward = any(later[2] is LaunchPhase.BACKWARD for later in own[index:])
-            between = LaunchPhase.FORWARD if has_backward or before is LaunchPhase.FORWARD else before
+        last_backward = max((row[0] for row in own if row[2] is LaunchPhase.BACKWARD), default=first)
+        for begins, ends, phase, is_zero in own:
+            between = LaunchPhase.FORWARD if begins <= last_backward else before
             windows += [(at, begins, between), (begins, ends, phase)]
             at = max(at, ends)
             if not is_zero:  # after the optimizer, nothing is of a phase until the next step
@@ -486,7 +488,7 @@ def _no_plan(
     """A plan without phases, with steps if these are known, as around a CUDA graph of a whole step."""
     note = (
         f"The phases of process {process} are unknown: no range is named as a phase, and no thread has ranges while "
-        f"another one launches backward. {_advice(trace, rows)[:1].upper()}{_advice(trace, rows)[1:]}."
+        f"another one launches backward; {_advice(trace, rows)}."
     )
     return PhasePlan(
         source=PhaseSource.NOTHING,

@@ -24,13 +24,14 @@ from cs336_systems.record import MAX_TIME_S, Count
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-MAX_TIME_NS, le=MAX_TIME_NS)]
 Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
-PROFILE_FORMAT_VERSION = 3
+PROFILE_FORMAT_VERSION = 4
 """Version 1 had merged kernels only: `PicturedStep` had `pieces`, but no `streams`, `copies` and `idle`. Version 2 had
-no phase `communication`, and nothing about collectives and other ranks."""
+no phase `communication`, and nothing about collectives and other ranks. Version 3 had no copies by kind, no
+distribution of idle times, no doubts, no rank, and convolutions among the
+matmuls; its picture had copies and idle times, which nothing read."""
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
-_COPIES = "copies"
 _NUMBERS = re.compile(rb"\[\n((?:[-+.\deE,\s]|null)+)\]")
 """A list of numbers in indented JSON; a line never ends within a text."""
 
@@ -199,6 +200,20 @@ class IdleTimes:
     cause: IdleCause
     count: Count
     total_s: Time
+    median_s: Time | None = None
+    longest_s: Time | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTimes:
+    """Copies or fills of one kind over the steps, or (`kind` None) all of them."""
+
+    kind: str | None
+    """Direction and memory: `host to device, pageable`."""
+    count: Count
+    total_s: Time
+    alone_s: Time
+    """The part of the steps in which such copies ran on the device, and no kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,37 +281,8 @@ class StreamKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamCopies:
-    """Copies or fills by the driver of one name in one phase of the pictured step, on one stream, in order.
-
-    Times are nanoseconds from the start of the step.
-    """
-
-    device: Count
-    stream: int
-    name: str
-    phase: LaunchPhase
-    start_ns: tuple[Nanoseconds, ...]
-    duration_ns: tuple[Duration, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdleSpans:
-    """Idle times of one device in the pictured step with one cause, in order; in nanoseconds from the step's start."""
-
-    device: Count
-    cause: IdleCause
-    start_ns: tuple[Nanoseconds, ...]
-    duration_ns: tuple[Duration, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Kernels of one class and phase that follow each other closely on one stream of the pictured step.
-
-    If there are too many to draw, a piece holds all kernels that begin within one pixel, with the class that ran
-    longest.
-    """
+    """A kernel of the pictured step, or several that follow each other, with the class that ran longest."""
 
     stream: int
     phase: LaunchPhase
@@ -316,11 +302,8 @@ class PicturedStep:
     windows: tuple[Window, ...]
     streams: tuple[StreamKernels, ...] = ()
     """All kernels of the step."""
-    copies: tuple[StreamCopies, ...] = ()
-    idle: tuple[IdleSpans, ...] = ()
-    """The longest idle times with a known cause."""
     pieces: tuple[Piece, ...] = ()
-    """Merged kernels instead of `streams`, where they are too many or the profile is of format version 1."""
+    """Merged kernels instead of `streams`, in profiles of versions before 4 with many kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,6 +379,12 @@ class StepProfile:
     """Collectives by phase and kind; empty for a trace of a CPU."""
     ranks: tuple[RankTimes, ...] = ()
     """All ranks of a run on several ranks; everything else in the profile is about the first rank."""
+    copies: tuple[CopyTimes, ...] = ()
+    """The longest total first, then all together."""
+    doubts: tuple[str, ...] = ()
+    """What cannot be in so many events that no verdict is sure."""
+    rank: Count | None = None
+    """Rank of the process, if the file or its ranges name it."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 
@@ -457,28 +446,26 @@ def _of_columns(what: str, columns: Iterable[Sequence[object]], needed: int) -> 
 
 def _of_picture(profile: StepProfile, step: PicturedStep) -> Iterator[str]:
     """Contradictions between the kernels of the pictured step and the times of its phases, in words."""
-    rows: list[StreamKernels | StreamCopies | IdleSpans] = [*step.streams, *step.copies, *step.idle]
-    for own in rows:
+    for own in step.streams:
         yield from _of_columns("the pictured step", _columns(own), len(own.start_ns))
     if step.pieces and not step.streams:
         return
-    sums: dict[tuple[str, LaunchPhase], list[int]] = {}
+    sums: dict[LaunchPhase, list[int]] = {}
     for stream in step.streams:
         for kernel, module, duration_ns in zip(stream.kernel, stream.module, stream.duration_ns, strict=False):
             if kernel >= len(profile.kernels) or module >= len(profile.modules):
                 yield f"stream {stream.stream} names kernel {kernel} and module {module}, which are not there"
                 return
-            sums.setdefault((profile.work, profile.modules[module].phase), []).append(duration_ns)
-    for copies in step.copies:
-        sums.setdefault((_COPIES, copies.phase), []).extend(copies.duration_ns)
-    needed = {(str(profile.work), own.phase): (own.launches, own.kernel_s) for own in profile.phases}
-    needed |= {(_COPIES, own.phase): (own.copies, own.copy_s) for own in profile.phases}
-    for what, phase in {*sums, *needed}:
-        numbers, times_s = needed.get((what, phase), ((), ()))
-        number, time_s = (numbers[step.step], times_s[step.step]) if numbers else (0, 0.0)
-        found = sums.get((what, phase), [])
+            sums.setdefault(profile.modules[module].phase, []).append(duration_ns)
+    needed = {own.phase: (own.launches[step.step], own.kernel_s[step.step]) for own in profile.phases}
+    for phase in {*sums, *needed}:
+        number, time_s = needed.get(phase, (0, 0.0))
+        found = sums.get(phase, [])
         if len(found) != number or not math.isclose(sum(found), time_s * 1e9, rel_tol=1e-12, abs_tol=0.5):
-            yield f"its picture has {len(found)} {what} and {sum(found)} ns of {phase}, needed {number}, {time_s:.9f} s"
+            yield (
+                f"its picture has {len(found)} {profile.work} and {sum(found)} ns of {phase}, needed {number}, "
+                f"{time_s:.9f} s"
+            )
 
 
 def read_profile(path: Path) -> StepProfile | None:

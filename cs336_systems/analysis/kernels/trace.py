@@ -6,7 +6,6 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -111,14 +110,6 @@ class Trace:
     """No device was traced: the `kernels` are operators of the host, without the time of operators inside them."""
     notes: tuple[str, ...] = ()
     """Sentences about what the file lacks."""
-
-    @cached_property
-    def _ids(self) -> Mapping[str, int]:
-        return {string: index for index, string in enumerate(self.strings)}
-
-    def string_ids(self, *names: str) -> Ints:
-        """Indices of the `names` that occur in the trace."""
-        return np.array([self._ids[name] for name in names if name in self._ids], dtype=np.int64)
 
 
 def with_copies_apart(trace: Trace) -> Trace:

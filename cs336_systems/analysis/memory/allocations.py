@@ -11,7 +11,6 @@ A recording begins while the program runs and may have lost its oldest events. S
 is allocated when the snapshot is taken, but was not allocated by an event, existed before the recording.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -107,7 +106,8 @@ class LifetimeReader:
         self._life = np.cumsum(is_first) - 1
         self._address = address[self._first]
         self._is_followed = np.append(self._address[1:] == self._address[:-1], False)[: len(self._first)]
-        self._contradictions: Counter[str] = Counter()
+        self.num_contradictions = 0
+        """Events that do not fit those before: freed twice or with another size, or allocated while in use."""
 
     def lifetimes(self) -> Lifetimes:
         """All memory that an event allocated or freed."""
@@ -116,7 +116,7 @@ class LifetimeReader:
         start = np.where(self._action[self._first] == self._allocate, first, BEFORE)
         requested, end = self._ends(start)
         sizes = events.num_bytes[self._event]
-        self._count("freed with another size than it was allocated with", sizes != sizes[self._first][self._life])
+        self._count(sizes != sizes[self._first][self._life])
         return Lifetimes(
             address=self._address,
             num_bytes=events.num_bytes[first],
@@ -136,9 +136,9 @@ class LifetimeReader:
         elif self._request_free is not None and self._has(self._request_free):
             is_early = requested > end
             requested[is_early & (start == BEFORE)] = BEFORE
-            self._count("freed before the program gave it back", is_early & (start != BEFORE))
+            self._count(is_early & (start != BEFORE))
         is_lost = self._is_followed & (end == never)
-        self._count("allocated while it was in use", is_lost)
+        self._count(is_lost)
         end[is_lost] = np.append(start[1:], never)[is_lost]
         return np.minimum(requested, end), end
 
@@ -146,7 +146,7 @@ class LifetimeReader:
         """In each life the first event with this action; the number of all events if there is none."""
         rows = np.flatnonzero(self._action == action)
         is_second = np.append(False, self._life[rows][1:] == self._life[rows][:-1])[: len(rows)]
-        self._count("freed twice", is_second)
+        self._count(is_second)
         found = np.full(len(self._first), self._num_events, dtype=np.int64)
         found[self._life[rows[~is_second]]] = self._event[rows[~is_second]]
         return found
@@ -154,16 +154,8 @@ class LifetimeReader:
     def _has(self, action: Action) -> bool:
         return bool((self._action == action).any())
 
-    def _count(self, what: str, is_so: Mask) -> None:
-        self._contradictions[what] += int(np.count_nonzero(is_so))
-
-    def notes(self) -> Iterator[str]:
-        """What was found wrong with the events."""
-        if self._request_free is not None and self._has(self._request_free) and not self._has(self._free):
-            yield "No completed frees were recorded: memory counts as free as soon as the program gives it back."
-        for what, count in self._contradictions.items():
-            if count:
-                yield f"Events contradict each other: {counted(count, 'time')} memory is {what}."
+    def _count(self, is_so: Mask) -> None:
+        self.num_contradictions += int(np.count_nonzero(is_so))
 
 
 ROUNDING_BYTES = 512
@@ -293,8 +285,11 @@ def replay(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
         is_private=is_private,
         private_bytes=private_bytes,
         are_sizes_known=not notes_on_sizes,
-        notes=(*reader.notes(), *notes_on_held, *notes_on_sizes),
+        notes=(*notes_on_held, *notes_on_sizes),
     )
+    if reader.num_contradictions:
+        note = f"Events contradict each other {counted(reader.num_contradictions, 'time')}: some are lost or damaged."
+        found = replace(found, notes=(note, *found.notes))
     in_blocks = found.curve(allocations.num_bytes, allocations.end)
     if (missing := int((in_blocks - found.reserved_bytes).max())) > 0:
         note = f"Segments are missing in the file: blocks take up to {missing:,} bytes more than were reserved."
@@ -343,17 +338,13 @@ def _held_throughout(memory: DeviceMemory, recorded: Lifetimes) -> tuple[Lifetim
     blocks, never, notes = memory.blocks, len(memory.events), []
     is_left, is_used = recorded.end == never, blocks.state != BlockState.INACTIVE
     is_gone = is_left & ~np.isin(recorded.address, blocks.address[is_used])
-    if num := int(np.count_nonzero(is_gone)):
-        notes.append(
-            f"Gone without a free: {counted(num, 'allocation')} of "
-            f"{counted(int(recorded.num_bytes[is_gone].sum()), 'byte')}; recording ended before the snapshot."
-        )
     is_unrecorded = is_used & ~np.isin(blocks.address, recorded.address[is_left])
     is_late = is_unrecorded & _overlap(blocks.address, blocks.num_bytes, recorded)
-    if num := int(np.count_nonzero(is_late)):
-        num_bytes = int(blocks.requested_bytes[is_late].sum())
+    gone, late = int(recorded.num_bytes[is_gone].sum()), int(blocks.requested_bytes[is_late].sum())
+    if gone or late:
         notes.append(
-            f"Left out: {counted(num, 'block')} of {counted(num_bytes, 'byte')} that came after the last event."
+            f"The snapshot was taken after recording had ended: {counted(gone, 'byte')} had gone since, and "
+            f"{counted(late, 'byte')} had come, which are left out."
         )
     rows = np.flatnonzero(is_unrecorded & ~is_late)
     stream = memory.segments.stream[blocks.segment[rows]]
@@ -383,13 +374,7 @@ def _reserved(memory: DeviceMemory) -> Ints:
 
 def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Any]) -> Iterator[str]:
     is_guessed = (lifetimes.start == BEFORE) & (lifetimes.end < never) & may_be_larger(lifetimes.num_bytes, settings)
-    if num := int(np.count_nonzero(is_guessed)):
-        yield (
-            f"Made before the recording and freed in it: {counted(num, 'large allocation')}. Each block may be up to "
-            "1 MiB larger than shown; requested bytes are exact."
-        )
-    if any(value not in (0, 1) for value in settings.get("roundup_power2_divisions", {}).values()):
-        yield (
-            "The allocator rounds to powers of two (roundup_power2_divisions): blocks that were freed in the "
-            "recording are larger than shown; requested bytes are exact."
-        )
+    is_rounded = any(value not in (0, 1) for value in settings.get("roundup_power2_divisions", {}).values())
+    if is_rounded or (num := int(np.count_nonzero(is_guessed))):
+        of = "all blocks (roundup_power2_divisions)" if is_rounded else counted(num, "large block") + " from before"
+        yield f"Freed in the recording, of a size that the file does not say: {of}. Requested bytes are exact."

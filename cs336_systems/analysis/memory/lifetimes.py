@@ -6,6 +6,9 @@ made, and what autograd made in its own threads, which have no Python code of th
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import chain
 
 import numpy as np
 
@@ -29,31 +32,51 @@ _CALLED_BY_STEP = frozenset({"forward", "backward", "closure", "training_step", 
 _ENGINE = re.compile(r"[/\\]torch[/\\](?:autograd|_functorch|_inductor)[/\\]")
 
 
-def made_by_optimizer(stack: Stack) -> bool:
-    """Whether an optimizer's step, or the making of its state, is on the stack, and no call of the model within it."""
-    for frame in stack:
-        function = frame.name.rpartition(".")[2]
-        if function in _CALLED_BY_STEP:
-            return False
-        if of_torch := _TORCH_OPTIM.search(frame.filename):
-            if not of_torch[1]:
-                return True
-        elif _UPDATE.search(function) and _is_of_optimizer(frame):
-            return True
-    return False
+class _Call(Enum):
+    """What a frame says of its stack."""
+
+    OPTIMIZER = auto()
+    INNER = auto()
+    """A function that is no part of an optimizer even if its step calls it."""
+    ZERO_GRAD = auto()
+    OTHER = auto()
 
 
-def _is_of_optimizer(frame: Frame) -> bool:
-    """Whether the file, its folder, or the class if the name has one, is named like an optimizer."""
-    file = re.split(r"[/\\]", frame.filename)[-1]
-    name = f"{file} {frame.name.rpartition('.')[0]}".lower()
-    return bool(_OPTIMIZER.search(name) or _FOLDERS.search(frame.filename))
+def _call_of(frame: Frame) -> _Call:
+    """Judge it by its folder in PyTorch, or by how its function and its file or class are named."""
+    name, function = frame.name.rpartition(".")[0].lower(), frame.name.rpartition(".")[2]
+    if function in _CALLED_BY_STEP:
+        return _Call.ZERO_GRAD if function == "zero_grad" else _Call.INNER
+    if of_torch := _TORCH_OPTIM.search(frame.filename):
+        return _Call.OTHER if of_torch[1] else _Call.OPTIMIZER
+    file = re.split(r"[/\\]", frame.filename)[-1].lower()
+    is_named = _OPTIMIZER.search(f"{file} {name}") or _FOLDERS.search(frame.filename)
+    return _Call.OPTIMIZER if is_named and _UPDATE.search(function) else _Call.OTHER
 
 
-def made_by_autograd(stack: Stack) -> bool:
-    """Whether the stack begins in PyTorch's engine of backward and not in a program, as in a thread of the engine."""
-    python = [frame for frame in stack if frame.filename.endswith(".py")]
-    return not python or bool(_ENGINE.search(python[-1].filename))
+@dataclass(frozen=True, slots=True)
+class Makers:
+    """What each stack of a snapshot says of who called."""
+
+    is_optimizer: Mask
+    """An optimizer's step, or the making of its state, is on it, and no call of the model within."""
+    is_autograd: Mask
+    """It begins in PyTorch's engine of backward, whose threads run no other Python code, and not in a program."""
+    clears: Mask
+    """`zero_grad` is on it."""
+
+
+def makers_of(stacks: Sequence[Stack]) -> Makers:
+    """Judge each stack; every different frame is looked at once."""
+    call_of = {frame: _call_of(frame) for frame in {*chain.from_iterable(stacks)}}
+    is_optimizer, is_autograd, clears = [], [], []
+    for stack in stacks:
+        calls = [call_of[frame] for frame in stack]
+        is_optimizer.append(next((call for call in calls if call is not _Call.OTHER), None) is _Call.OPTIMIZER)
+        outermost = next((frame for frame in reversed(stack) if frame.filename.endswith(".py")), None)
+        is_autograd.append(outermost is None or bool(_ENGINE.search(outermost.filename)))
+        clears.append(_Call.ZERO_GRAD in calls)
+    return Makers(*(np.array(column, dtype=np.bool_) for column in (is_optimizer, is_autograd, clears)))
 
 
 def by_lifetime(replay: Replay) -> Ints:
@@ -69,47 +92,42 @@ def by_lifetime(replay: Replay) -> Ints:
     )  # fmt: skip
 
 
-def optimizer_state(replay: Replay, stacks: Sequence[Stack]) -> Mask:
+def optimizer_state(replay: Replay, makers: Makers) -> Mask:
     """Allocations that a step of an optimizer made and left, and earlier ones of the same size that it replaced."""
-    rows, events = replay.allocations, replay.memory.events
-    is_step_of = np.array([made_by_optimizer(stack) for stack in stacks])
+    rows, events, is_optimizer = replay.allocations, replay.memory.events, makers.is_optimizer
     is_made = events.action == Action.ALLOC
-    others = np.append(0, np.cumsum(is_made & ~is_step_of[events.stack]))
+    others = np.append(0, np.cumsum(is_made & ~is_optimizer[events.stack]))
     between = others[np.maximum(rows.free_requested, 0)] - others[rows.start + 1]
     is_left = (rows.free_requested == len(events)) | (between >= MIN_BETWEEN)
-    is_state: Mask = is_step_of[rows.stack] & is_left  # blocks from before the recording may have their stack too
+    is_state: Mask = is_optimizer[rows.stack] & is_left  # blocks from before the recording may have their stack too
     # a free without a stack belongs to the step that allocated last
     last_made = np.maximum.accumulate(np.where(is_made, np.arange(len(events)), 0)) if len(events) else events.stack
     stack_of_free = np.where(events.stack == NO_STACK, events.stack[last_made], events.stack)
-    is_freed = (rows.start == BEFORE) & (rows.free_requested >= 0) & (rows.free_requested < len(events))
-    old = np.flatnonzero(is_freed)
-    is_replaced = is_step_of[stack_of_free[rows.free_requested[old]]]
+    old = np.flatnonzero((rows.start == BEFORE) & (rows.free_requested >= 0) & (rows.free_requested < len(events)))
+    is_replaced = is_optimizer[stack_of_free[rows.free_requested[old]]]
     is_replaced &= np.isin(rows.requested_bytes[old], rows.requested_bytes[is_state])
     is_state[old[is_replaced]] = True
     return is_state
 
 
-def gradients(replay: Replay, stacks: Sequence[Stack]) -> Mask:
+def gradients(replay: Replay, makers: Makers) -> Mask:
     """Allocations by autograd that were there while an optimizer worked, or that `zero_grad` freed.
 
     None if no stack has Python code: then it was not recorded.
     """
     rows, events = replay.allocations, replay.memory.events
-    is_autograds = np.array([made_by_autograd(stack) for stack in stacks])
-    if is_autograds[events.stack].all():
+    if makers.is_autograd[events.stack].all():
         return np.zeros(len(rows), dtype=np.bool_)
-    is_step_of = np.array([made_by_optimizer(stack) for stack in stacks])
-    is_cleared_by = np.array([any(frame.name.endswith("zero_grad") for frame in stack) for stack in stacks])
-    steps = np.append(0, np.cumsum(is_step_of[events.stack]))
+    steps = np.append(0, np.cumsum(makers.is_optimizer[events.stack]))
     was_there = steps[np.maximum(rows.free_requested, 0)] - steps[rows.start + 1] > 0
-    is_cleared = np.append(is_cleared_by[events.stack], False)[rows.free_requested]
-    is_gradient: Mask = (rows.start != BEFORE) & is_autograds[rows.stack] & (was_there | is_cleared)
+    is_cleared = np.append(makers.clears[events.stack], False)[rows.free_requested]
+    is_gradient: Mask = (rows.start != BEFORE) & makers.is_autograd[rows.stack] & (was_there | is_cleared)
     return is_gradient
 
 
 def codes_without_notes(replay: Replay, stacks: Sequence[Stack]) -> Ints:
     """The code of each allocation's category, as far as lifetimes and stacks tell."""
-    found = by_lifetime(replay)
-    found[gradients(replay, stacks)] = CODES[Category.GRADIENTS]
-    found[optimizer_state(replay, stacks)] = CODES[Category.OPTIMIZER_STATE]
+    found, makers = by_lifetime(replay), makers_of(stacks)
+    found[gradients(replay, makers)] = CODES[Category.GRADIENTS]
+    found[optimizer_state(replay, makers)] = CODES[Category.OPTIMIZER_STATE]
     return found

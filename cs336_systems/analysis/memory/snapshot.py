@@ -207,6 +207,7 @@ class _Converter:
         self._stacks: dict[Stack, int] = {(): NO_STACK}
         self._number_of: dict[tuple[int, ...], int] = {(): NO_STACK}
         """The number of a stack by the addresses of its frames: most lists of frames differ, but share their frames."""
+        self._frame_of: dict[int, Frame] = {}
 
     def convert(self, path: Path, content: Mapping[str, Any]) -> Snapshot:
         """The snapshot at `path`, whose pickle held `content`."""
@@ -262,12 +263,15 @@ class _Converter:
 
     def _stack_numbers(self, things: Sequence[Mapping[str, Any]]) -> Ints:
         """The number of the stack of each event or block, the same for equal ones."""
-        found, number_of = [], self._number_of
+        found, number_of, frame_of = [], self._number_of, self._frame_of
         for thing in things:
             frames = thing.get("frames") or ()
             ids = tuple(map(id, frames))
             if ids not in number_of:
-                stack = tuple(Frame(_readable(f["filename"]), int(f["line"]), _readable(f["name"])) for f in frames)
+                for new, f in zip(ids, frames, strict=True):
+                    if new not in frame_of:
+                        frame_of[new] = Frame(_readable(f["filename"]), int(f["line"]), _readable(f["name"]))
+                stack = tuple(map(frame_of.__getitem__, ids))
                 number_of[ids] = self._stacks.setdefault(stack, len(self._stacks))
             found.append(number_of[ids])
         return _ints(found)

@@ -37,7 +37,7 @@ def attend_backward(
     gradient: Tensor, packed: Tensor, values: Tensor, lse: Tensor, rotations: Tensor | None, num_heads: int,
     bias_type: torch.dtype | None, measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `packed` before its rotation, and of its bias; with a bias and `measures` the first's unit."""
+    """Gradients of `packed` before its rotation, and of its bias; with a bias and `measures` the first's scale."""
     result = torch.empty_like(packed)
     dq, dk, dv = _parts(result, num_heads)
     by_head = (each.contiguous().unflatten(-1, (num_heads, -1)) for each in (values, gradient))

@@ -1,11 +1,11 @@
 """Linear layers in fp8, in which tensor cores from Ada and Hopper on compute twice as fast as in bf16.
 
-Each tensor is divided by one scale, here called its unit, so that it fills the range of the type. The unit is computed
-in every step, on the device, from the largest magnitude, so no state is kept between steps and the host never waits.
+Each tensor is divided by one scale, so that it fills the range of the type. The scale is computed in every step, on the
+device, from the largest magnitude, so no state is kept between steps and the host never waits.
 
 Finding the largest magnitude costs one more read of the tensor, unless the kernel that writes the tensor finds it too.
 In forward such a kernel returns it beside the tensor. In backward autograd passes on gradients only, so a layer returns
-a tag beside its result: an element whose gradient is, by agreement, the unit of the result's gradient.
+a tag beside its result: an element whose gradient is, by agreement, the scale of the result's gradient.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ against fp32 larger by 4 to 57 %, also where the parts of a packed matmul have g
 v_proj), where elements are lognormal with sigma 3, and where one token has 10^4 times the gradient of the others.
 """
 TINY = 1e-30
-"""Lower bound on the largest element, so that a tensor of zeros has a unit too."""
+"""Lower bound on the largest element, so that a tensor of zeros has a scale too."""
 MAX = torch.finfo(DTYPE).max
 """The largest number of the type."""
 
 Largest = Float[Tensor, " parts"]
 """fp32 magnitudes whose maximum is the largest magnitude of a tensor; not finite if any element is not."""
-Unit = Float[Tensor, ""]
+Scale = Float[Tensor, ""]
 """The scale in fp32 that a tensor is divided by."""
 Tag = Float[Tensor, "1"]
-"""An element beside the result of a layer, whose gradient is the unit of the result's gradient."""
+"""An element beside the result of a layer, whose gradient is the scale of the result's gradient."""
 
 
 def fp8_linear(
@@ -42,39 +42,39 @@ def fp8_linear(
     weight: Float[Tensor, "d_out d_in"],
     bias: Float[Tensor, " d_out"] | None = None,
     largest: Largest | None = None,
-    weight_unit: Unit | None = None,
+    weight_scale: Scale | None = None,
     *,
     tags: bool = False,
 ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
     """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; backward's two matmuls likewise.
 
-    `largest` has magnitudes of x, and `weight_unit` is the weight's unit; None if not known. d_in, d_out and the number
-    of rows of x must be multiples of 16 on a GPU, as the configuration sees to. x and the weight are saved for backward
-    in fp8: half the bytes of bf16, and cast only once.
+    `largest` has magnitudes of x, and `weight_scale` is the weight's; None if not known. d_in, d_out and the number of
+    rows of x must be multiples of 16 on a GPU, as the configuration sees to. x and the weight are saved for backward in
+    fp8: half the bytes of bf16, and cast only once.
 
     With `tags` the second result is a tag, which must be given to the only operation that reads the first. As the tag's
-    gradient, that operation's backward returns the unit of the result's gradient, which this layer computes otherwise.
+    gradient, that operation's backward returns the scale of the result's gradient, which this layer computes otherwise.
     """
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
     result, tag = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, largest, weight_unit, tags, torch.is_grad_enabled()
+        rows, weight, bias, largest, weight_scale, tags, torch.is_grad_enabled()
     )
     return result.unflatten(0, x.shape[:-1]), tag if tags else None
 
 
-def unit_of(largest: Largest) -> Unit:
-    """The unit of a tensor with these magnitudes."""
-    return _units(largest.amax())
+def scale_of(largest: Largest) -> Scale:
+    """The scale of a tensor with these magnitudes."""
+    return _scales(largest.amax())
 
 
-def _units(largest: Tensor) -> Tensor:
+def _scales(largest: Tensor) -> Tensor:
     return largest.float().clamp(min=TINY) / MAX
 
 
-def own_unit(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
-    """The unit of x, as one element; empty unless `is_wanted`."""
-    return unit_of(x.abs()).view(1) if is_wanted else x.new_empty(0, dtype=torch.float32)
+def own_scale(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
+    """The scale of x, as one element; empty unless `is_wanted`."""
+    return scale_of(x.abs()).view(1) if is_wanted else x.new_empty(0, dtype=torch.float32)
 
 
 def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
@@ -82,18 +82,18 @@ def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
     return x.abs().amax().float().repeat(parts) if parts else x.new_empty(0, dtype=torch.float32)
 
 
-class KeptUnit(NamedTuple):
-    """The unit of a tensor that is kept from step to step, and the magnitudes that it is computed from."""
+class KeptScale(NamedTuple):
+    """The scale of a tensor that is kept from step to step, and the magnitudes that it is computed from."""
 
     largest: Largest
-    unit: Unit
+    scale: Scale
 
 
-def update_units(kept: Sequence[KeptUnit]) -> None:
-    """Compute all these units, in few launches; each must have the same number of magnitudes."""
+def update_scales(kept: Sequence[KeptScale]) -> None:
+    """Compute all these scales, in few launches; each must have the same number of magnitudes."""
     with torch.no_grad():
-        found = _units(torch.stack([each.largest for each in kept]).amax(dim=1))
-        torch._foreach_copy_([each.unit for each in kept], [*found.unbind()])
+        found = _scales(torch.stack([each.largest for each in kept]).amax(dim=1))
+        torch._foreach_copy_([each.scale for each in kept], [*found.unbind()])
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -104,49 +104,49 @@ class _Fp8Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         largest: Tensor | None,
-        weight_unit: Tensor | None,
+        weight_scale: Tensor | None,
         reads_tag: bool,
         is_grad_enabled: bool,  # at the call; inside this method it never is
     ) -> tuple[Tensor, Tensor]:
-        x_unit = unit_of(_largest_of_rows(x) if largest is None else largest)
-        weight_unit = unit_of(_largest_of_rows(weight)) if weight_unit is None else weight_unit
+        x_scale = scale_of(_largest_of_rows(x) if largest is None else largest)
+        weight_scale = scale_of(_largest_of_rows(weight)) if weight_scale is None else weight_scale
         has_backward = is_grad_enabled and any(ctx.needs_input_grad)
         (x8, x8_transpose), (weight8, weight8_transpose) = (
-            _fp8_casts(each, unit, has_backward) for each, unit in ((x, x_unit), (weight, weight_unit))
+            _fp8_casts(each, scale, has_backward) for each, scale in ((x, x_scale), (weight, weight_scale))
         )
-        ctx.save_for_backward(x8_transpose, x_unit, weight8_transpose, weight_unit)
+        ctx.save_for_backward(x8_transpose, x_scale, weight8_transpose, weight_scale)
         ctx.has_bias, ctx.reads_tag = bias is not None, reads_tag
         # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use full accumulation
-        result = _matmul(x8, weight8.t(), x_unit, weight_unit, x.dtype, bias, use_fast_accum=True)
+        result = _matmul(x8, weight8.t(), x_scale, weight_scale, x.dtype, bias, use_fast_accum=True)
         return result, x.new_empty(1, dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, unit: Tensor) -> tuple[Tensor | None, ...]:
-        x8_transpose, x_unit, weight8_transpose, weight_unit = ctx.saved_tensors
-        unit = unit.view(()) if ctx.reads_tag else unit_of(_largest_of_rows(gradient))
-        gradient8, gradient8_transpose = _fp8_casts(gradient, unit, True)
-        of_x = _matmul(gradient8, weight8_transpose.t(), unit, weight_unit, gradient.dtype)
-        of_weight = _matmul(gradient8_transpose, x8_transpose.t(), unit, x_unit, gradient.dtype)
+    def backward(ctx: Any, gradient: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
+        x8_transpose, x_scale, weight8_transpose, weight_scale = ctx.saved_tensors
+        scale = scale.view(()) if ctx.reads_tag else scale_of(_largest_of_rows(gradient))
+        gradient8, gradient8_transpose = _fp8_casts(gradient, scale, True)
+        of_x = _matmul(gradient8, weight8_transpose.t(), scale, weight_scale, gradient.dtype)
+        of_weight = _matmul(gradient8_transpose, x8_transpose.t(), scale, x_scale, gradient.dtype)
         return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None, None, None
 
 
 def _matmul(
     a: Tensor,
     b: Tensor,
-    a_unit: Tensor,
-    b_unit: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
     dtype: torch.dtype,
     bias: Tensor | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """a b, of factors in fp8, times both units, plus a bias, in `dtype`.
+    """a b, of factors in fp8, times both scales, plus a bias, in `dtype`.
 
     On a CPU the same factors are multiplied in fp32, because PyTorch's own fp8 matmul overflows to NaN on some
     processors, and takes a thousand times as long on others.
     """
     if a.is_cuda:
-        return torch._scaled_mm(a, b, a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
-    result = (a.float() @ b.float()) * (a_unit * b_unit)
+        return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
+    result = (a.float() @ b.float()) * (a_scale * b_scale)
     return (result if bias is None else result + bias).to(dtype)
 
 
@@ -155,13 +155,13 @@ def _largest_of_rows(x: Tensor) -> Tensor:
     return x.abs().amax(dim=1)
 
 
-@operator("fp8_kernel.casts")
-def _fp8_casts(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
+@operator("fused_blocks_kernel.casts")
+def _fp8_casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
     """A matrix in fp8, and its transpose, which is empty unless `transposes`; both row-major.
 
-    Hopper's fp8 matmul needs the inner axis contiguous in both factors. If any element is not finite, the unit is not,
+    Hopper's fp8 matmul needs the inner axis contiguous in both factors. If any element is not finite, the scale is not,
     and all products with x become NaN.
     """
     # rounding may put the largest element slightly above MAX, but the cast gives NaN only from 3 % above MAX on
-    found = (x.float() * unit.reciprocal()).to(DTYPE).contiguous()
+    found = (x.float() * scale.reciprocal()).to(DTYPE).contiguous()
     return found, found.t().contiguous() if transposes else found.new_empty(0, 0)

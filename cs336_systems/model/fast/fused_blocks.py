@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_unit
+from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_scale
 from cs336_systems.model.fast.operators import operator
 
 GELU_PART = 2, 512
@@ -113,8 +113,8 @@ def _add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
 
-    The last is in `branch_bias_type`, and empty if this is None. Then comes the unit of the branch's gradient, which is
-    empty unless `measures`.
+    The last is in `branch_bias_type`, and empty if this is None. Then comes the fp8 scale of the branch's gradient,
+    which is empty unless `measures`.
     """
     scale, *means = statistics.unsqueeze(-1)
     own = gradient.float().flatten(0, -2)
@@ -129,7 +129,7 @@ def _add_norm_backward(
     result = result.view(total.shape)
     of_branch = result.to(gradient.dtype, copy=True)
     of_stream = result.to(total.dtype, copy=True)
-    return of_stream, of_branch, torch.stack(sums), of_branch_bias, own_unit(of_branch, measures)
+    return of_stream, of_branch, torch.stack(sums), of_branch_bias, own_scale(of_branch, measures)
 
 
 @operator("fused_blocks_kernel.bias_gelu")
@@ -148,11 +148,11 @@ def gelu_parts(x: Tensor, measures: bool) -> int:
 
 @operator("fused_blocks_kernel.bias_gelu_backward")
 def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the unit of x's gradient, which is empty unless `measures`."""
+    """Gradients of x and of the bias, and the scale of x's gradient, which is empty unless `measures`."""
     wide = torch.ops.aten.gelu_backward(gradient.float(), x.float() + bias.float(), approximate="tanh")
     of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
     of_x = wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
-    return of_x, of_bias, own_unit(of_x, measures)
+    return of_x, of_bias, own_scale(of_x, measures)
 
 
 @operator()
@@ -183,11 +183,11 @@ def _differentiate_add_norm(
     branch_type, branch_bias_type, bias_type = ctx.types
     if gradient is None:
         gradient = torch.zeros_like(total, dtype=branch_type)
-    of_stream, of_branch, rows, of_branch_bias, unit = _add_norm_backward(
+    of_stream, of_branch, rows, of_branch_bias, scale = _add_norm_backward(
         stream_gradient, gradient, total, statistics, gain, bias_type is not None, branch_bias_type, ctx.is_tagged
     )
     of_bias = None if bias_type is None else rows[1].to(bias_type)
-    of_tag = unit if ctx.is_tagged else None
+    of_tag = scale if ctx.is_tagged else None
     return (
         of_stream, of_branch, of_branch_bias if branch_bias_type else None, rows[0].to(gain.dtype), of_bias, None,
         of_tag, None,
@@ -217,8 +217,8 @@ def _keep_bias_gelu(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], outp
 
 
 def _differentiate_bias_gelu(ctx: Any, gradient: Tensor, _largest: None) -> tuple[Tensor, Tensor, Tensor | None]:
-    of_x, of_bias, unit = _bias_gelu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
-    return of_x, of_bias, unit if ctx.is_tagged else None
+    of_x, of_bias, scale = _bias_gelu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
+    return of_x, of_bias, scale if ctx.is_tagged else None
 
 
 def _keep_lookup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The operations between matmuls, written in Triton: residual addition with norm, bias with GELU, the embedding.
+"""The operations between matmuls, written in Triton: residual addition with norm, bias with GELU, embedding, fp8 casts.
 
 Everything is read once and written once. Gradients of gains and biases are sums over all rows, in two stages: each
 program of a kernel that reads the rows anyway keeps the sum of its rows, and a last kernel adds up the programs' sums.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.fp8 import MAX, TINY
+from cs336_systems.model.fast.fp8 import DTYPE, MAX, TINY
 from cs336_systems.model.fast.fused_blocks import GELU_PART
 
 NUM_WARPS = 4
@@ -33,6 +33,10 @@ STAGES = 3
 SUM_ROWS, SUM_COLUMNS = 256, 16
 """Rows and columns of partial sums in one program of the last kernel."""
 SUM_WARPS = 8
+CAST_ROWS, CAST_COLUMNS, CAST_WARPS = 64, 128, 8
+"""Rows and columns of the tile that one program casts to fp8, and its warps."""
+TRANSPOSED_TYPES = torch.bfloat16, torch.float16
+"""Types that the cast can transpose: for fp32, Triton 3.6 writes a fourth of the transpose to wrong places."""
 LEAST: tl.constexpr = tl.constexpr(TINY)
 MOST: tl.constexpr = tl.constexpr(MAX)
 
@@ -112,7 +116,7 @@ def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tens
 
 
 def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the unit of x's gradient, which is empty unless `measures`."""
+    """Gradients of x and of the bias, and the scale of x's gradient, which is empty unless `measures`."""
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
@@ -139,6 +143,24 @@ def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     return result
 
 
+def casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
+    """A matrix over its scale in fp8, and its transpose, which is empty unless `transposes`; both row-major.
+
+    Hopper's fp8 matmul needs the inner axis contiguous in both factors: forward multiplies by rows, and backward by
+    columns. If the transpose were made on its own, the matrix would be read from memory once more.
+    """
+    x = x.contiguous()
+    num_rows, num_columns = x.shape
+    result = torch.empty_like(x, dtype=DTYPE)
+    in_kernel = transposes and x.dtype in TRANSPOSED_TYPES
+    transpose = result.new_empty((num_columns, num_rows) if in_kernel else (0, 0))
+    _cast_part[(triton.cdiv(num_rows, CAST_ROWS), triton.cdiv(num_columns, CAST_COLUMNS))](
+        x, scale, result, transpose, num_rows, num_columns, TRANSPOSES=in_kernel, ROWS=CAST_ROWS, COLUMNS=CAST_COLUMNS,
+        num_warps=CAST_WARPS,
+    )  # fmt: skip
+    return result, result.t().contiguous() if transposes and not in_kernel else transpose
+
+
 def num_programs(rows: int, block: int, device: torch.device) -> int:
     """Number of programs: enough to keep the memory busy, few enough that each has several rows."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
@@ -151,20 +173,20 @@ def summed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the last in `last_type`.
 
-    If `last_type` is None, the last sum is a row too, and the second result is empty. The third result is the fp8 unit
+    If `last_type` is None, the last sum is a row too, and the second result is empty. The third result is the fp8 scale
     of a tensor with these `maxima`; empty if None.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1
     rows = partial.new_empty(num_rows, width)
     last = partial.new_empty(0 if last_type is None else width, dtype=last_type)
-    unit = partial.new_empty(0 if maxima is None else 1)
+    scale = partial.new_empty(0 if maxima is None else 1)
     _reduce_sums[(triton.cdiv(width, SUM_COLUMNS), num_sums)](
-        partial, rows, last, maxima, unit, programs, width, rows.stride(0), num_rows,
+        partial, rows, last, maxima, scale, programs, width, rows.stride(0), num_rows,
         0 if maxima is None else maxima.numel(), HAS_MAXIMA=maxima is not None, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS,
         num_warps=SUM_WARPS,
     )  # fmt: skip
-    return rows, last, unit
+    return rows, last, scale
 
 
 @triton.jit
@@ -317,8 +339,24 @@ def _lookup_grads(result, tokens, gradient, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _cast_part(
+    x, scale, result, transpose, num_rows, num_columns,
+    TRANSPOSES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    at = row[:, None] * num_columns + column[None, :]
+    factor = tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale))
+    found = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor).to(result.dtype.element_ty)
+    tl.store(result + at, found, mask=inside)
+    if TRANSPOSES:
+        tl.store(transpose + column[:, None] * num_rows + row[None, :], tl.trans(found), mask=tl.trans(inside))
+
+
+@triton.jit
 def _reduce_sums(
-    partial, rows, last, maxima, unit, programs, width, stride, num_rows, num_maxima,
+    partial, rows, last, maxima, scale, programs, width, stride, num_rows, num_maxima,
     HAS_MAXIMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     which = tl.program_id(1)
@@ -340,7 +378,7 @@ def _reduce_sums(
             seen = tl.zeros((ROWS * COLUMNS,), tl.float32)
             for start in range(0, num_maxima, ROWS * COLUMNS):
                 seen = tl.maximum(seen, tl.load(maxima + start + item, mask=start + item < num_maxima, other=0.0))
-            tl.store(unit, tl.maximum(tl.max(seen, 0), LEAST) / MOST)
+            tl.store(scale, tl.maximum(tl.max(seen, 0), LEAST) / MOST)
 
 
 @triton.jit

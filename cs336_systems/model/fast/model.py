@@ -23,7 +23,7 @@ from cs336_systems.model.fast.blocks import (
 )
 from cs336_systems.model.fast.choose import IMPORTED_BY, OF_PACKAGE, package_needed
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_cross_entropy
-from cs336_systems.model.fast.fp8 import update_units
+from cs336_systems.model.fast.fp8 import update_scales
 from cs336_systems.model.fast.master_adamw import MasterAdamW, storage_of
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
 from cs336_systems.model.own import Loss
@@ -50,8 +50,8 @@ class FastLM(nn.Module):
         self.config, self._settings = reference.config, settings
         check_device(settings, reference.lm_head.weight.device)
         # with several ranks, a block's copies may be gathered only just before the block runs
-        keeps_units = not settings.is_shared
-        maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_units=keeps_units) if settings.cast_once else None
+        keeps_scales = not settings.is_shared
+        maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_scales=keeps_scales) if settings.cast_once else None
         fused = settings.fused_blocks
         self.token_embeddings = FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
         blocks = [cast("Block", block) for block in reference.layers]
@@ -62,7 +62,7 @@ class FastLM(nn.Module):
         self.register_buffer("mask", reference.mask, persistent=False)
         self.weights = maker.weights(self.parameters(), self.token_embeddings.weight) if maker else ()
         """All parameters with their copies; empty if the model reads the parameters themselves."""
-        self._units = tuple(maker.units) if maker else ()
+        self._scales = tuple(maker.scales) if maker else ()
         if settings.checkpoint_blocks:
             importlib.import_module("torch._dynamo")  # else the first checkpoint imports it, within a step
 
@@ -94,8 +94,8 @@ class FastLM(nn.Module):
         """The input of the head: the residual stream after all blocks, normed."""
         # the unbound function: a bound method would keep the reference, and so the whole parameters that FSDP shards
         rotations, mask = TransformerLM.tables(cast("TransformerLM", self), tokens.shape[1])
-        if self._units:
-            update_units(self._units)
+        if self._scales:
+            update_scales(self._scales)
         embedded = self.token_embeddings(tokens)
         x: Tensor | Deferred = self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
         del embedded  # else it stays allocated through all blocks

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.model.fast.fp8 import Tag, own_unit
+from cs336_systems.model.fast.fp8 import Tag, own_scale
 from cs336_systems.model.fast.operators import operator
 from cs336_systems.model.transformer import Rotations, rotate_pairs
 
@@ -44,7 +44,7 @@ def cut_heads(
 ) -> tuple[Heads, Heads, Heads]:
     """The heads of q, k and v, as views of `packed`, to which `bias` has been added already, without a gradient.
 
-    Backward of this function computes the gradient of `bias`, and the unit that is the tag's gradient (fp8.py).
+    Backward of this function computes the gradient of `bias`, and the scale that is the tag's gradient (fp8.py).
     """
     assert bias.shape == packed.shape[-1:]
     heads: tuple[Tensor, Tensor, Tensor] = _CutHeads.apply(packed, bias, num_heads, tag)  # type: ignore[no-untyped-call]
@@ -64,8 +64,8 @@ class _CutHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
-        of_packed, of_bias, unit = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
-        return of_packed, of_bias, None, unit if ctx.is_tagged else None
+        of_packed, of_bias, scale = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
+        return of_packed, of_bias, None, scale if ctx.is_tagged else None
 
 
 @operator("packed_kernel.swiglu")
@@ -97,9 +97,9 @@ def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> 
 def _cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` and `bias`, and the unit of `packed`'s gradient, which is empty unless `measures`."""
+    """Gradients of `packed` and `bias`, and the scale of `packed`'s gradient, which is empty unless `measures`."""
     packed = torch.stack((q, k, v), dim=2).flatten(2)
-    return packed, packed.float().sum(dim=(0, 1)).to(bias_type), own_unit(packed, measures)
+    return packed, packed.float().sum(dim=(0, 1)).to(bias_type), own_scale(packed, measures)
 
 
 def _differentiate_swiglu(ctx: Any, gradient: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def packed_attention(
     """Outputs of all heads, side by side, of the q, k and v in `packed`; with `rotations` its q and k are overwritten.
 
     A `bias` has been added to `packed` already, without a gradient; backward of this function computes its gradient,
-    and the unit that is the gradient of the tag (fp8.py), which only comes with a bias. The bias's gradient is
+    and the scale that is the gradient of the tag (fp8.py), which only comes with a bias. The bias's gradient is
     computed from two facts: a query's weights sum to 1, and a bias of k changes no weight, which is not so after a
     rotation: with `rotations` there may be no bias.
     """
@@ -158,10 +158,10 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor | None, Tensor | None]:
         packed, values, lse, rotations = ctx.saved_tensors
-        of_packed, of_bias, unit = _attend_backward(
+        of_packed, of_bias, scale = _attend_backward(
             gradient, packed, values, lse, rotations, ctx.num_heads, ctx.bias_type, ctx.is_tagged
         )
-        return of_packed, None, None, None if ctx.bias_type is None else of_bias, unit if ctx.is_tagged else None
+        return of_packed, None, None, None if ctx.bias_type is None else of_bias, scale if ctx.is_tagged else None
 
 
 def _heads(packed: Tensor, num_heads: int) -> list[Tensor]:
@@ -188,7 +188,7 @@ def _attend_backward(
     gradient: Tensor, packed: Tensor, values: Tensor, lse: Tensor, rotations: Tensor | None, num_heads: int,
     bias_type: torch.dtype | None, measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `packed` before its rotation, and of its bias; and the unit of the first.
+    """Gradients of `packed` before its rotation, and of its bias; and the scale of the first.
 
     The second is empty if `bias_type` is None, the last unless `measures`.
     """
@@ -200,7 +200,7 @@ def _attend_backward(
     if rotations is not None:
         _rotate(of_packed, rotations * rotations.new_tensor((1, -1)))
     if bias_type is None:
-        return of_packed, lse.new_empty(0), own_unit(of_packed, measures)
+        return of_packed, lse.new_empty(0), own_scale(of_packed, measures)
     of_q, of_v = (each.float().sum(dim=(0, 1)) for each in (of_packed.chunk(3, dim=-1)[0], gradient))
     of_bias = torch.cat((of_q, torch.zeros_like(of_q), of_v)).to(bias_type)
-    return of_packed, of_bias, own_unit(of_packed, measures)
+    return of_packed, of_bias, own_scale(of_packed, measures)

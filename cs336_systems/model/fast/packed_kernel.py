@@ -71,7 +71,7 @@ def rotate(packed: Tensor, rotations: Tensor, *, back: bool = False) -> None:
 def cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` (a row of q, k and v for each token) and of its bias; with `measures`, the first's unit."""
+    """Gradients of `packed` (a row of q, k and v for each token) and of its bias; with `measures` the first's scale."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     width = q.shape[2] * q.shape[3]
     rows = q.shape[0] * q.shape[1]
@@ -90,7 +90,7 @@ def cut_heads_backward(
 def packed_bias_backward(
     of_packed: Tensor, gradient: Tensor, bias_type: torch.dtype, *, measures: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the bias of q, k and v from that of `packed`; with `measures` also the fp8 unit of the latter.
+    """Gradient of the bias of q, k and v from that of `packed`; with `measures` also the fp8 scale of the latter.
 
     `gradient` is that of the outputs of all heads. A query's weights sum to 1, so its sum is that of v's gradient; a
     bias of k adds the same to all scores of a query, which changes no weight, so that its gradient is 0.

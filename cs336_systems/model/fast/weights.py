@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.model.fast.fp8 import KeptUnit, Largest, Tag, Unit, fp8_linear
+from cs336_systems.model.fast.fp8 import KeptScale, Largest, Scale, Tag, fp8_linear
 from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
@@ -169,8 +169,8 @@ class Copies(NamedTuple):
     bias: Tensor | None
     in_fp8: bool = False
     """Whether the matmul casts both its factors to fp8."""
-    unit: Unit | None = None
-    """Unit of the weight in fp8; None if it is not kept."""
+    scale: Scale | None = None
+    """Scale of the weight in fp8; None if it is not kept."""
 
     def matmul(
         self, x: Float[Tensor, "... d_in"], largest: Largest | None = None, *, tags: bool = False
@@ -180,21 +180,21 @@ class Copies(NamedTuple):
         `largest` has the largest magnitudes of x, if they are known.
         """
         if self.in_fp8:
-            return fp8_linear(x, self.weight, self.bias, largest, self.unit, tags=tags)
+            return fp8_linear(x, self.weight, self.bias, largest, self.scale, tags=tags)
         return F.linear(x, self.weight, self.bias), None
 
 
 class CopyMaker:
     """Makes the copies for a model's linear layers, and remembers which copy each parameter has.
 
-    With `keeps_units`, the optimizer keeps the largest magnitude of each fp8 copy, from which the model computes units.
+    With `keeps_scales`, the optimizer keeps the largest magnitude of each fp8 copy, from which its scale is computed.
     """
 
-    def __init__(self, dtype: torch.dtype, *, fp8: bool = False, keeps_units: bool = False) -> None:
-        self._dtype, self.fp8, self._keeps_units = dtype, fp8, keeps_units
+    def __init__(self, dtype: torch.dtype, *, fp8: bool = False, keeps_scales: bool = False) -> None:
+        self._dtype, self.fp8, self._keeps_scales = dtype, fp8, keeps_scales
         self._found: dict[nn.Parameter, Weight] = {}
-        self.units: list[KeptUnit] = []
-        """The units of the weights in fp8, if they are kept.
+        self.scales: list[KeptScale] = []
+        """The scales of the weights in fp8, if they are kept.
 
         Each comes with MOST_PARTS magnitudes: one for each packed part, and 0 for the rest.
         """
@@ -203,12 +203,12 @@ class CopyMaker:
         """Copies for one layer of a block, or packed into one weight and bias for layers that read the same tensor."""
         weights = [layer.weight for layer in layers]
         bias = self._copy(biases) if (biases := [layer.bias for layer in layers if layer.bias is not None]) else None
-        if not (self.fp8 and self._keeps_units):
+        if not (self.fp8 and self._keeps_scales):
             return Copies(self._copy(weights), bias, self.fp8)
         largest = torch.zeros(MOST_PARTS, device=weights[0].device)
-        unit = torch.empty((), device=weights[0].device)
-        self.units.append(KeptUnit(largest, unit))
-        return Copies(self._copy(weights, largest=largest), bias, self.fp8, unit)
+        scale = torch.empty((), device=weights[0].device)
+        self.scales.append(KeptScale(largest, scale))
+        return Copies(self._copy(weights, largest=largest), bias, self.fp8, scale)
 
     def padded(self, layer: Linear, multiple: int) -> Copies:
         """A copy with rows of 0 appended until their number is a multiple of `multiple`; never in fp8."""

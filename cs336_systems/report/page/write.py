@@ -13,7 +13,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,9 @@ LONGEST_LINE = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prose:
-    """Sentences below a heading."""
+    """Sentences."""
 
     paragraphs: Sequence[str]
-    heading: str = ""
     kind: str = "prose"
 
 
@@ -216,21 +215,13 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shelf:
-    """All pages of one subject."""
-
-    title: str
-    entries: Sequence[Entry]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What a reader sees first, then chapters; in the list of all pages, shelves."""
+    """What a reader sees first, then chapters; in the list of all pages, their entries by subject."""
 
     title: str
     chapters: Sequence[Chapter] = ()
     glance: Glance | None = None
-    shelves: Sequence[Shelf] = ()
+    shelves: Mapping[str, Sequence[Entry]] = field(default_factory=dict)
 
 
 def write_page(page: Page, path: Path) -> None:

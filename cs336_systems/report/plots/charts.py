@@ -142,15 +142,6 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """Words to the right of a place."""
-
-    x: float
-    y: float
-    words: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """Bars and curves over one pair of axes."""
 
@@ -160,7 +151,6 @@ class Panel:
     bars: Sequence[Bar] = ()
     curves: Sequence[Curve] = ()
     references: Sequence[Reference] = ()
-    notes: Sequence[Note] = ()
 
     @property
     def failures(self) -> dict[str, list[float]]:
@@ -206,8 +196,8 @@ class Chart:
     """Number of panels beside each other."""
     size: tuple[float, float] = (6.4, 3.8)
     """Width and height of a panel of a PNG in inches; horizontal bars take the height that they need."""
-    legend: int = 0
-    """Columns of the legend below the panels; 0 for a legend to the right, in which large values stand above small."""
+    legend: int = 4
+    """Columns of the legend below the panels."""
     styles: Mapping[str, Style] = field(default_factory=dict)
     """Parts of bars in the order of the legend."""
     is_lying: bool = False
@@ -293,6 +283,7 @@ PRECISION_COLOURS = {
 """The palette of Okabe and Ito (2008), which people with any colour vision tell apart."""
 CLASS_COLOURS = {
     KernelClass.MATMUL: "#0072B2",
+    KernelClass.CONVOLUTION: "#CCFFAA",
     KernelClass.ATTENTION: "#56B4E9",
     KernelClass.SOFTMAX: "#D55E00",
     KernelClass.ELEMENT_WISE: "#E69F00",
@@ -323,35 +314,12 @@ REST_COLOUR: Final = "#BBBBBB"
 FAILURE_COLOUR: Final = "#B00020"
 GREY: Final = "#777777"
 """Colour of values from data sheets, and of other lines that are not measured."""
-BLACK, WHITE, DARK_PAPER, GREY_INK = "#000000", "#FFFFFF", "#14171B", "#E6E9ED"
-INKS = ("#000001", "#FFFFFE")
-"""Black and white of words on colours, which are the same on dark paper."""
-
-
-def blend(first: str, second: str, weight: float) -> str:
-    """Mixture of the colours: the first at weight 0, the second at weight 1."""
-    pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * weight):02X}" for a, b in pairs)
+BLACK, WHITE = "#000000", "#FFFFFF"
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever is easier to read on the colour; on dark paper it changes where the colour does."""
-    light, dark = (BLACK, WHITE) if is_grey(colour) else INKS
-    return light if contrast(colour, BLACK) > contrast(colour, WHITE) else dark
-
-
-def on_dark(colour: str) -> str:
-    """The colour on the page's dark paper: greys from white to black turn around, too dark colours get lighter."""
-    if is_grey(colour):
-        return blend(GREY_INK, DARK_PAPER, int(colour[1:3], 16) / 255)
-    weights = (step / 20 for step in range(21))
-    lighter = (blend(colour.upper(), WHITE, weight) for weight in weights)
-    return colour if colour.upper() in INKS else next(own for own in lighter if contrast(own, DARK_PAPER) >= 3)
-
-
-def is_grey(colour: str) -> bool:
-    """Whether it has no hue."""
-    return len(set(bytes.fromhex(colour[1:]))) == 1
+    """Black or white, whichever is easier to read on the colour."""
+    return max((BLACK, WHITE), key=lambda own: contrast(colour, own))
 
 
 def contrast(first: str, second: str) -> float:

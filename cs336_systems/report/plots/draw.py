@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullLocator
 
-from cs336_systems.report.plots.charts import FAILURE_COLOUR, Bar, Chart, Curve, Panel, Style, ink, on_dark, thinned
+from cs336_systems.report.plots.charts import FAILURE_COLOUR, Bar, Chart, Curve, Panel, Style, ink
 from cs336_systems.report.words import significant
 from cs336_systems.text import inert_line, shorten
 
@@ -32,8 +32,6 @@ LONGEST_NAME = 20
 """Most characters of a name below an axis."""
 CHARACTER_INCHES, LABEL_INCHES = 0.075, 0.42
 """Width of a character of a number in a bar, and of a slanted name along an axis."""
-MAX_KEYS = 16
-"""Most entries of a legend for which there is room beside a panel."""
 BAR_WIDTH, BAR_INCHES = 0.7, 3.6
 """Width of a bar in units of the axis, and approximate length of the longest horizontal one."""
 
@@ -71,14 +69,14 @@ def figure_of(chart: Chart) -> Figure:
     height, weights = rows * chart.size[1], [1.0] * rows
     if chart.is_lying:
         weights = [len(panel.x.names) + 0.3 for panel in chart.panels]
-        names = [_wrapped(name) for panel in chart.panels for name in panel.x.names]
+        names = [wrapped(name) for panel in chart.panels for name in panel.x.names]
         height = 0.4 * rows + len(names) * max([0.36, *(0.16 * (1 + name.count("\n")) for name in names)])
     handles = {
         inert(label): Patch(**_look(style))
         for label, style in ((style.label or name, style) for name, style in chart.shown_styles.items())
         if style.label != ""
     }
-    height += 0.95 + (0.19 * -(-len(chart.keys) // chart.legend) if chart.legend else 0.0)
+    height += 0.95 + 0.19 * -(-len(chart.keys) // chart.legend)
     figure = new_figure(max(6.0, columns * chart.size[0] + 0.5), height, chart.title, chart.settings)
     grid = figure.subplots(rows, columns, sharey=chart.is_shared, squeeze=False, height_ratios=weights)
     panels = list(zip(grid.flat, chart.panels, strict=False))
@@ -91,10 +89,8 @@ def figure_of(chart: Chart) -> Figure:
     _draw_failures(panels, chart.is_shared)
     for number, (axes, _) in enumerate(panels):
         _label(axes, chart, number)
-    if chart.legend:
+    if handles:
         legend_below(figure, handles, chart.legend)
-    elif handles:
-        _legend_beside(grid[0, 0], handles)
     return figure
 
 
@@ -121,11 +117,6 @@ def _draw_panel(axes: Axes, panel: Panel, chart: Chart) -> Handles:
         drawn_line = across(line.value, color=line.colour, linewidth=1.2, linestyle=line.dash, zorder=2.5)
         if line.name:
             handles[inert(line.name)] = drawn_line
-    for note in panel.notes:
-        axes.annotate(
-            inert(note.words), (note.x, note.y), (8, 0), textcoords="offset points", va="center", fontsize=8,
-            color="#555555", zorder=5,
-        )  # fmt: skip
     if panel.x.names and chart.is_lying:
         axes.set_ylim(len(panel.x.names) - 0.45, -0.55)
     elif panel.x.names:
@@ -227,14 +218,11 @@ def _limit_values(axes: Axes, panel: Panel, chart: Chart) -> None:
 
 
 def _draw_failures(panels: Sequence[tuple[Axes, Panel]], is_shared: bool) -> None:
-    """Crosses in a band along the bottom, a row for each line and each way to fail, with its words.
-
-    The words of an only panel stand to its right, and of several on the side of the crosses that has more room.
-    """
+    """Crosses in a band along the bottom, a row for each line and each way to fail, with its words beside."""
     most = max(len(panel.failures) for _, panel in panels)
     for number, (axes, panel) in enumerate(panels):
         rows = panel.failures
-        band = min((0.05 if len(panels) == 1 else 0.08) * (most if is_shared else len(rows)), 0.4)
+        band = min(0.08 * (most if is_shared else len(rows)), 0.4)
         if band and (number == 0 or not is_shared):
             _leave_room(axes, band)
         if rows:
@@ -246,11 +234,7 @@ def _draw_failures(panels: Sequence[tuple[Axes, Panel]], is_shared: bool) -> Non
         for index, (words, places) in enumerate(rows.items()):
             height = band * (index + 0.5) / len(rows)
             axes.plot(places, [height] * len(places), transform=axes.get_xaxis_transform(), **CROSS)
-            look: dict[str, Any] = {"va": "center", "fontsize": 8, "color": FAILURE_COLOUR}
-            if len(panels) == 1:
-                axes.text(1.015, height, inert(words, 44), transform=axes.transAxes, **look)
-            else:
-                _write_inside(axes, places, height, words, look)
+            _write_inside(axes, places, height, words)
 
 
 def _leave_room(axes: Axes, band: float) -> None:
@@ -260,13 +244,15 @@ def _leave_room(axes: Axes, band: float) -> None:
     axes.set_ylim(scale.inverted().transform([low - (high - low) * band / (1 - band)])[0], axes.get_ylim()[1])
 
 
-def _write_inside(axes: Axes, places: Sequence[float], height: float, words: str, look: Mapping[str, Any]) -> None:
+def _write_inside(axes: Axes, places: Sequence[float], height: float, words: str) -> None:
+    """Words on the side of the crosses that has more room."""
     across = axes.get_xaxis_transform()
     first, last = (axes.transAxes.inverted().transform(across.transform((x, 0)))[0] for x in (min(places), max(places)))
     on_the_left = first > 1 - last
     axes.annotate(
         inert(words, 44), (min(places) if on_the_left else max(places), height), (-8 if on_the_left else 8, 0),
-        xycoords=across, textcoords="offset points", ha="right" if on_the_left else "left", **look,
+        xycoords=across, textcoords="offset points", ha="right" if on_the_left else "left", va="center", fontsize=8,
+        color=FAILURE_COLOUR,
     )  # fmt: skip
 
 
@@ -285,7 +271,7 @@ def _label(axes: Axes, chart: Chart, number: int) -> None:
     is_left, is_last = number % chart.columns == 0, number + chart.columns >= len(chart.panels)
     axes.set_title(inert(title), fontsize=10)
     if chart.is_lying:
-        axes.set_yticks(range(len(panel.x.names)), [_wrapped(name) for name in panel.x.names], linespacing=1.3)
+        axes.set_yticks(range(len(panel.x.names)), [wrapped(name) for name in panel.x.names], linespacing=1.3)
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel(inert(panel.y.label) if is_last else "", fontsize=9)
         return
@@ -317,20 +303,6 @@ def _show_decades(axis: AnyAxis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _wrapped(name: str) -> str:
-    return wrapped(name, LONGEST_LABEL)
-
-
-def _legend_beside(axes: Axes, handles: Handles) -> None:
-    """A legend to the right, in the order in which growing values stand above each other."""
-    names = thinned(list(handles), MAX_KEYS)[::-1]
-    title = f"{len(names)} of {len(handles)} lines" if len(names) < len(handles) else None
-    axes.legend(
-        [handles[name] for name in names], names, title=title, title_fontsize=9, frameon=False, fontsize=9,
-        loc="upper left", bbox_to_anchor=(1.0, 1.0),
-    )  # fmt: skip
-
-
 CROSS: Final[dict[str, Any]] = {
     "marker": "X", "markersize": 7, "color": FAILURE_COLOUR, "linestyle": "none",
     "zorder": 5, "markeredgecolor": "white",
@@ -349,7 +321,7 @@ def inert(text: str, longest: int = LONGEST_TEXT) -> str:
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
-def wrapped(text: str, longest: int) -> str:
+def wrapped(text: str, longest: int = LONGEST_LABEL) -> str:
     """The text, inert, on lines that are at most so long; of more than three lines the middle is left out."""
     whole = inert_line(text)
     short = whole if len(whole) <= 3 * longest else f"{whole[: 2 * longest - 1]}…{whole[-longest:]}"
@@ -406,7 +378,7 @@ def to_png(figure: Figure) -> bytes:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an element of a page, in which words are texts, and colours those of the page's theme.
+    """The figure as an element of a page, in which words are texts; greys turn around on a dark page.
 
     Its identifiers differ from those of pictures of other names. What has more points than MOST_POINTS is an image.
     """
@@ -423,13 +395,14 @@ def to_svg(figure: Figure, name: str) -> str:
     digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
     own = {old: f"p{digest}-{n}" for n, old in enumerate(dict.fromkeys(re.findall(r' id="(.*?)"', text)))}
     text = re.sub(r'(?<= id=")[^"]+|(?<=url\(#)[^)]+|(?<=href="#)[^"]+', lambda old: own.get(old[0], old[0]), text)
-    return "<svg" + re.sub(r"#[0-9a-f]{6}(?=[;\"])", _themed, text)
+    return "<svg" + re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)
 
 
 _OF_FILES = r"<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id=\"[^\"]*\"|font-family: [^\";]*;? ?"
 """What a file needs beside the picture, and a page has in its own style."""
 
 
-def _themed(colour: re.Match[str]) -> str:
-    dark = on_dark(colour[0])
-    return colour[0] if dark.lower() == colour[0] else f"light-dark({colour[0]}, {dark})"
+def _themed(grey: re.Match[str]) -> str:
+    """A grey from white to black turns around on dark paper; colours with a hue stay."""
+    dark = round(0xE6 - (0xE6 - 0x17) * int(grey[1], 16) / 0xFF)
+    return f"light-dark({grey[0]}, #{dark:02x}{dark:02x}{dark:02x})"

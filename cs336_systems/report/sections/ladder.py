@@ -8,7 +8,6 @@ from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import SETTINGS, Device, RunConfig
-from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Row, column, short
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
@@ -46,11 +45,10 @@ PROFILED = ("launches_per_step", "busy_ms", "busy_share")
 SPEED_UPS = ("speed_up_over_last", "speed_up_over_last_ci95_low", "speed_up_over_last_ci95_high",
              "speed_up_over_first", "speed_up_over_first_ci95_low", "speed_up_over_first_ci95_high")  # fmt: skip
 DISTANCES = (f"loss_{GATE_STEPS}", "distance_last", "distance_largest", "bound", "gate")
-LEAST = {f"least_{name}_bytes": name for name in ("weights", "casts", "optimizer", "activations")}
 CSV_COLUMNS = (
     "rung", "change", "size", *FIELDS, "context_length", "vocab_size", "attention", "device_name", "status", "error",
     "processes", *TIMES, "last", *SPEED_UPS, "peak_allocated_gib", "peak_reserved_gib", "compile_s", *COMPILED,
-    *DISTANCES, *PROFILED, *LEAST, "warnings", *PREDICTED,
+    *DISTANCES, *PROFILED, "warnings", *PREDICTED,
 )  # fmt: skip
 SPEED = (
     column("rung"), column("change"), column("step_mean_ms", instead="ended"), column("step_ci95_low_ms"),
@@ -82,7 +80,7 @@ def ladder_rows(
     rows: list[Row] = []
     means_s: dict[str, list[float]] = {}
     for rung in ladder:
-        own, least = _records_of(rung.config, records), traffic(rung.config)
+        own = _records_of(rung.config, records)
         done = [record for record in own if record.status is Status.OK]
         frame = measured.get(rung.config.configuration, dict.fromkeys(RESULTS))
         gate = judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8)
@@ -101,7 +99,6 @@ def ladder_rows(
             **_gate(gate, bool(done)),
             **_compiled(done),
             **_profiled(rung, profiles, frame["step_mean_ms"]),
-            **{key: getattr(least, name, None) for key, name in LEAST.items()},
         }
         row |= _over("speed_up_over_last", credited[-1:], row, means_s)
         row |= _over("speed_up_over_first", credited[:1], row, means_s)
@@ -212,14 +209,14 @@ def counts_of(profile: StepProfile) -> Row:
 
 
 def ladder_section(rows: Rows) -> Section:
-    """Speed; gate and compilation; counts, unless there is no profile and the model is not known."""
+    """Speed; gate and compilation; counts, if there is a profile."""
     tables = [
         make_table("From the slow way to the fast way", known(SPEED, rows), rows,
                    [f"{settings(rows)}.", *_speed_notes(rows)], _stands_out, findings(rows)),
         make_table("The same training, and what compiling takes", known(GATE, rows), rows, _gate_notes(rows),
                    _stands_out),
     ]  # fmt: skip
-    if any(row[key] is not None for row in rows for key in ("launches_per_step", *LEAST)):
+    if any(row["launches_per_step"] is not None for row in rows):
         on_cpu = rows[0]["config"].device is Device.CPU
         counts = [
             column("rung"),
@@ -227,10 +224,8 @@ def ladder_section(rows: Rows) -> Section:
             column("busy_share", write=short, scale=100),
             *([] if on_cpu else [column("busy_ms")]),
             column("class_s", text=_classes),
-            *map(column, LEAST),
         ]
-        least = "Counts of a step, and the least bytes that it must move"
-        tables.append(make_table(least, known(counts, rows), rows, _count_notes(rows)))
+        tables.append(make_table("Counts of a step", known(counts, rows), rows, _count_notes(rows)))
     chart = ladder_chart(rows, settings(rows))
     return Section(name="ladder", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS, pictures=(chart,))
 
@@ -288,12 +283,10 @@ def _gate_notes(rows: Rows) -> Iterator[str]:
 
 
 def _count_notes(rows: Rows) -> Iterator[str]:
-    """Where the counts come from, and which bytes are counted."""
-    if any(row["launches_per_step"] is not None for row in rows):
-        yield "Counts and class times are of a run under torch.profiler; busy is over the step's time without it."
+    """Where the counts come from."""
+    yield "Counts and class times are of a run under torch.profiler; busy is over the step's time without it."
     if slowed := [row["rung"] for row in rows if row["is_slowed"]]:
         yield f"The profiler slowed {', '.join(slowed)} by over {MAX_SLOWDOWN:.0%}: class times are left out."
-    yield "Least bytes are read and written by products, casts and AdamW. Element-wise work and norms are left out."
 
 
 def write_ladder_report(rows: Rows, directory: Path) -> list[Path]:

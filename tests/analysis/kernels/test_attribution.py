@@ -1,7 +1,6 @@
 """Each kernel in its place: known answers, a search through everything, and sums."""
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from tests.analysis.kernels.tracing import (
     AUTOGRAD,
     BACKWARD_KERNELS,
     FORWARD_KERNELS,
-    LAYERS,
     LOSS_KERNELS,
     MAIN,
     OPTIMIZER_KERNELS,
@@ -29,7 +27,6 @@ from tests.analysis.kernels.tracing import (
     module_path,
     process_of,
     random_recording,
-    totals,
     training,
 )
 
@@ -111,19 +108,6 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
             assert (-1 if best is None else recording.spans.index(modules[best])) == module
 
 
-def test_phases_from_ranges() -> None:
-    found = attribute(make_trace(training(4)))
-    assert found.sources == {PROCESS: PhaseSource.RANGES}
-    assert not found.notes
-    assert [counts(found, step) for step in range(4)] == [STEP] * 4
-    assert counts(found) == {name: 4 * count for name, count in STEP.items()}
-    assert totals(found, 0)["forward"] == (FORWARD_KERNELS, LAYERS * 3_005 + 2_000)
-    assert Counter(module_names(found)) == {
-        "block": 4 * LAYERS, "block/linear": 8 * LAYERS, "block/scores": 4 * LAYERS, "head": 4, "loss": 4 * 2,
-        "": 4 * (BACKWARD_KERNELS + OPTIMIZER_KERNELS),
-    }  # fmt: skip
-
-
 def test_loss_inside_forward_is_forward_and_what_comes_before_is_data() -> None:
     made = Recording()
     made.spans = [Span("step", 0, 100), Span("forward", 10, 30), Span("loss", 20, 25), Span("optimizer", 40, 60)]
@@ -133,12 +117,6 @@ def test_loss_inside_forward_is_forward_and_what_comes_before_is_data() -> None:
     assert phases(found) == ["data", "forward", "forward", "unattributed", "optimizer", "unattributed", "unattributed"]
     assert found.kernels.step.tolist() == [0] * 6 + [-1]
     assert module_names(found) == ["", "", "loss", "", "", "", ""]
-
-
-def test_launch_counts_and_not_when_the_device_ran() -> None:
-    made = Recording(spans=[Span("forward", 0, 10), Span("backward", 10, 20)])
-    made.kernels = [Kernel("k", 9, start_ns=15), Kernel("k", 10, start_ns=10), Kernel("k", 19, start_ns=900)]
-    assert phases(attribute(make_trace(made))) == ["forward", "backward", "backward"]
 
 
 def test_backward_is_launched_by_another_thread_and_named_by_its_ranges() -> None:
@@ -232,15 +210,6 @@ def test_gradient_accumulation_is_one_step_and_no_optimizer_is_a_step_each() -> 
 
 def with_kernel(recording: Recording) -> Recording:
     return Recording([Kernel("k", 1)], recording.spans)
-
-
-def test_processes_are_apart() -> None:
-    made, other = training(2), training(3, process=9 << 24, phases=False)
-    both = Recording(made.kernels + other.kernels, made.spans + other.spans)
-    found = attribute(make_trace(both))
-    assert found.sources == {PROCESS: PhaseSource.RANGES, 9 << 24: PhaseSource.THREADS}
-    assert [counts(found, step) for step in range(5)] == [STEP] * 5
-    assert found.steps.process.tolist() == [PROCESS] * 2 + [9 << 24] * 3
 
 
 def test_kernels_without_a_launch_and_of_graphs_are_said() -> None:

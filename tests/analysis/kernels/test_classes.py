@@ -105,8 +105,6 @@ MATMULS = (
     "(bool)1, (bool)1, (bool)0, (int)7, (bool)0, cublasGemvParamsEx<int>>(T13)",
     "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 2, 2, true, cublasGemvTensorStridedBatched<float const>>(float)",
     "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensor<float const>, cublasGemvTensor<float> > >(float)",
-    "void cudnn::cnn::implicit_convolve_sgemm<float, float, 128, 5, 5, 3, 3, 3, 1, false>(int)",
-    "void cudnn::cnn::conv2d_grouped_direct_kernel<float, float>(cudnnTensorStruct)",
     "Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI16x16x4x1_SE",
     "triton_tem_fused_mm_25",
     "triton_tem_fused_bmm_7",
@@ -121,6 +119,28 @@ MATMULS = (
     "aten::addmm",
     "aten::bmm",
     "aten::linear",
+    "kernel_cutlass_kernel___main__DenseGemmKernel_object_at__TiledMMA_ThrLayoutVMNK11110000",
+    "kernel_cutlass_kernel_quackgemm_sm90GemmSm90_object_at__tensor000o1",
+    "Custom_Cijk_Ailk_Bljk_BBS_BH_Bias_MT256x256x64_MI16x16x1",
+    "fused_moe_kernel",
+    "void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm_xdl_cshuffle_v3<ck::tensor_layout::gemm::RowMajor>>(int)",
+    "void fbgemm_gpu::f8f8bf16_gemm_kernel<128>(int)",
+)
+CONVOLUTIONS = (
+    "void cudnn::cnn::implicit_convolve_sgemm<float, float, 128, 5, 5, 3, 3, 3, 1, false>(int)",
+    "void cudnn::cnn::conv2d_grouped_direct_kernel<float, float>(cudnnTensorStruct)",
+    "volta_scudnn_128x128_stridedB_splitK_small_nn_v1",
+    "cudnn_infer_volta_scudnn_128x64_relu_medium_nn_v1",
+    "void cudnn::winograd_nonfused::winogradForwardData4x4<float, float>(int)",
+    "sm80_xmma_fprop_implicit_gemm_indexed_tf32f32_tf32f32_f32_nhwckrsc_nchw_tilesize128x128x16_stage4_execute_kernel",
+    "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_s1688wgrad_optimized_tf32_128x128_16x4>(Params)",
+    "void dgrad2d_grouped_direct_kernel<float, int, float, 3>(cudnnTensorStruct)",
+    "void at::native::im2col_kernel<float>(long, float const*, long)",
+    "miopenSp3AsmConv_v30_3_1_gfx94x_fp32_f2x3_stride1",
+    "igemm_fwd_gtcx3_nhwc_fp16_bx0_ex0_bt256x128x32_wt32x32x8",
+    "aten::mkldnn_convolution",
+    "aten::convolution_backward",
+    "triton_tem_fused_convolution_4",
 )
 ATTENTION = (
     "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, "
@@ -151,6 +171,11 @@ ATTENTION = (
     "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensorptrbf16",
     "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor0000o11101213_tens",
     "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_object_at__tensorptrf",
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at__tensor000o1",
+    "void ck_tile::kentry<256, 1, ck_tile::FmhaFwdKernel<ck_tile::BlockFmhaPipelineQRKSVS<float>>>(int)",
+    "_ZN5aiter37fmha_fwd_hd128_bf16_causal_rtne_groupE",
+    "_ZN5aiter19mla_dec_stage1_bf16E",
+    "_ZN5aiter33pa_bf16_pertokenFp8_gqa8_2tg_4wE",
 )
 SOFTMAX = (
     f"{UNNAMED}softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int, int, int)",
@@ -203,6 +228,8 @@ NORMALISATION = (
     "cs336_systems::rms_or_layer_norm",  # this project's operator
     "_add_norm_values",
     "_add_norm_grads",
+    "kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensorptrbf16gmem",
+    "void ck_tile::kentry<256, 1, ck_tile::Rmsnorm2dFwd<float>>(int)",
 )
 ELEMENT_WISE = (
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl{LAMBDA}, std::array<char*, 2ul> >(int)",
@@ -235,6 +262,7 @@ ELEMENT_WISE = (
     "aten::mul",
     "aten::add_",
     "aten::silu_backward",
+    "void at::native::vectorized_elementwise_kernel<4, fbgemm_gpu::SomeFunctor<float>, std::array<char*, 2> >(int)",
 )
 REDUCTION = (
     f"{NATIVE}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float, float, float>, unsigned "
@@ -281,6 +309,7 @@ REDUCTION = (
     "_reduce_sums",  # this project's kernels
     "_reduce_packed",
     "_lookup_grads",
+    "void split_embedding_codegen_forward_unweighted_kernel<float, float, long, 4>(int)",
 )
 OPTIMIZER = (
     "_adamw_chunks",  # this project's kernel
@@ -328,6 +357,8 @@ COPY_AND_FILL = (
     "triton_poi_fused_mm_t_2",
     "aten::copy_",
     "aten::fill_",
+    "void fbgemm_gpu::permute_2D_data_kernel<false, int, int, float>(int, int, int)",
+    "__amd_rocclr_fillBufferAligned",
 )
 COMMUNICATION = (
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -354,6 +385,7 @@ KNOWN = AMPERE | {
     name: kind
     for kind, names in (
         (KernelClass.MATMUL, MATMULS),
+        (KernelClass.CONVOLUTION, CONVOLUTIONS),
         (KernelClass.ATTENTION, ATTENTION),
         (KernelClass.SOFTMAX, SOFTMAX),
         (KernelClass.NORMALISATION, NORMALISATION),
@@ -411,7 +443,7 @@ def test_a_short_name_has_the_class_of_the_whole() -> None:
         (ATTENTION[0], "flash_fwd_kernel"),
         (ATTENTION[6], "device_kernel<FlashAttnFwdSm90>"),
         (ATTENTION[7], "fmha_cutlassF_bf16_aligned_64x128_rf_sm80"),
-        (ATTENTION[-2], "FlashAttentionBackwardSm90"),
+        (next(name for name in ATTENTION if "bwd_sm90FlashAttention" in name), "FlashAttentionBackwardSm90"),
         (COMMUNICATION[0], "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>(float)", "splitKreduce_kernel"),
         ("std::enable_if<!T7, void>::type internal::gemvx::kernel<int, float>(T13)", "gemvx::kernel"),

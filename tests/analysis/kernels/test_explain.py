@@ -13,7 +13,7 @@ import pytest
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels import explain as explaining
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import CELLS, MAX_IDLE, read_trace
+from cs336_systems.analysis.kernels.explain import read_trace
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile, encode_profile
 from tests.analysis.kernels.kineto_files import events_of, write_trace
@@ -22,7 +22,6 @@ from tests.analysis.kernels.tracing import (
     FORWARD_KERNELS,
     LOSS_KERNELS,
     OPTIMIZER_KERNELS,
-    PROCESS,
     Call,
     Kernel,
     Recording,
@@ -164,13 +163,6 @@ def test_an_empty_trace() -> None:
     assert decode_profile(encode_profile(found)) == found
 
 
-def test_kernels_without_a_launch_or_outside_are_left() -> None:
-    made = training(2)
-    made.kernels += [Kernel("lost", None, duration_ns=3), Kernel("early", 1, start_ns=2, duration_ns=4)]
-    left = profile(made).left
-    assert (left.no_launch, ns(left.no_launch_s), left.outside, ns(left.outside_s)) == (1, 3, 1, 4)
-
-
 def test_steps_told_from_threads_end_where_the_next_begins() -> None:
     found = profile(training(3, phases=False))
     assert found.phases_from == (PhaseSource.THREADS,)
@@ -206,13 +198,6 @@ def test_statistics_of_kernels_are_pythons(seed: int) -> None:
         assert totals == sorted(totals, reverse=True)
 
 
-def test_what_is_computed_again_is_told() -> None:
-    made = Recording(spans=[Span("forward", 0, 10), Span("backward", 10, 90), Span("forward", 20, 30, PROCESS + 101)])
-    made.kernels = [Kernel("a", 5, duration_ns=3), Kernel("a", 25, PROCESS + 101, duration_ns=7), Kernel("b", 50)]
-    found = profile(made)
-    assert {t.phase.value: [ns(v) for v in t.recomputed_s] for t in found.phases} == {"forward": [0], "backward": [7]}
-
-
 def test_several_processes_are_taken_together() -> None:
     made, other = training(2), training(3, process=9 << 24)
     other.kernels = [replace(k, duration_ns=2 * k.duration_ns) for k in other.kernels]
@@ -223,7 +208,7 @@ def test_several_processes_are_taken_together() -> None:
         for value in ("launches", "kernel_s", "busy_s", "wall_s", "host_s"):
             apart = [getattr(one.phases[index], value) for one in alone]
             assert getattr(times, value) == apart[0] + apart[1]
-    assert "There are 2 processes" in both.notes[-1]
+    assert any("There are 2 processes" in note for note in both.notes)
 
 
 def test_a_host_without_a_device_has_operators() -> None:
@@ -288,7 +273,10 @@ def test_every_kernel_of_the_step_is_kept_as_it_was(seed: int) -> None:
         phase = "forward" if launch < 2_000 else "backward" if launch < 4_000 else "unattributed"
         inner = [s for s in made.spans[3:] if s.start_ns <= launch < s.end_ns]
         path = tuple(s.name for s in sorted(inner, key=lambda span: span.start_ns))
-        expected.append((device, stream, start - 100, duration, launch - 100, name, phase, path))
+        expected.append((device, stream, start, duration, launch, name, phase, path))
+    # times count from when the device has finished what was launched before the step
+    zero = max([100, *(k.start_ns + k.duration_ns for k in made.kernels if (k.launch_ns or 0) < 100)])
+    expected = [(*row[:2], row[2] - zero, row[3], row[4] - zero, *row[5:]) for row in expected]
     found = profile(made)
     assert sorted(kernels_of(found)) == sorted(expected)
     for stream in found.pictured.streams:
@@ -296,65 +284,9 @@ def test_every_kernel_of_the_step_is_kept_as_it_was(seed: int) -> None:
     assert found.pictured.pieces == ()
 
 
-def test_copies_of_the_step_are_kept_apart_from_its_kernels() -> None:
-    made = Recording(spans=[Span("step", 100, 900), Span("forward", 100, 500), Span("backward", 500, 900)])
-    made.kernels = [Kernel("k", 200, start_ns=300)]
-    rows = [("Memcpy", 150, 160, 7), ("Memcpy", 450, 700, 7), ("Memcpy", 600, 750, 7), ("Memset", 160, 400, 7),
-            ("Memset", 170, 420, 8), ("Memset", 950, 960, 8), ("Memset", None, 500, 8)]  # fmt: skip
-    made.copies = [Kernel(name, launch, start_ns=start, duration_ns=5, stream=s) for name, launch, start, s in rows]
-    found = profile(made)
-    assert len(kernels_of(found)) == 1
-    assert [(c.stream, c.name, str(c.phase), c.start_ns, c.duration_ns) for c in found.pictured.copies] == [
-        (7, "Memcpy", "forward", (60, 600), (5, 5)), (7, "Memset", "forward", (300,), (5,)),
-        (7, "Memcpy", "backward", (650,), (5,)), (8, "Memset", "forward", (320,), (5,)),
-    ]  # fmt: skip
-
-
-def test_kernels_without_a_launch_in_the_file_have_none() -> None:
-    made = Recording(kernels=[Kernel("a", 5, start_ns=10, duration_ns=30), Kernel("b", None, start_ns=50)])
-    made.calls = [Call("cudaDeviceSynchronize", 0, 100)]
-    assert [kernel[4] for kernel in kernels_of(profile(made))] == [5, None]
-
-
-def test_idle_times_are_the_times_without_a_kernel() -> None:
-    """The first two kernels wait for their launches, of which the second comes after a pause; the third does not."""
-    made = Recording(spans=[Span("step", 0, 9_000_000), Span("forward", 0, 9_000_000)])
-    launches = (1_000_000, 5_000_000, 5_010_000)
-    for launch, start in zip(launches, (1_002_000, 5_002_000, 5_900_000), strict=True):
-        made.kernels.append(Kernel("k", launch, start_ns=start, duration_ns=500_000))
-        made.calls.append(Call("cudaLaunchKernel", launch, launch + 1_000))
-    made.calls.insert(0, Call("cudaGetDevice", 0, 1_000_000))
-    made.copies.append(Kernel("memcpy", 5_020_000, start_ns=7_000_000, duration_ns=2_000_000))
-    found = {
-        str(idle.cause): list(zip(idle.start_ns, idle.duration_ns, strict=True)) for idle in profile(made).pictured.idle
-    }
-    assert found == {
-        "late launch": [(0, 1_002_000)],
-        "host pause": [(1_502_000, 3_500_000)],
-        "between kernels": [(5_502_000, 398_000), (6_400_000, 600_000)],
-    }
-
-
-def test_only_the_longest_idle_times_are_kept() -> None:
-    count = MAX_IDLE + 500
-    made = Recording(spans=[Span("step", 0, 100 * count), Span("forward", 0, 100 * count)])
-    made.kernels = [Kernel("k", 1, start_ns=100 * i, duration_ns=99 if i < 500 else 50) for i in range(count)]
-    idle = profile(made).pictured.idle
-    lengths = [length for own in idle for length in own.duration_ns]
-    assert (len(lengths), set(lengths)) == (MAX_IDLE, {50})
-
-
-def test_a_picture_of_very_many_kernels_is_bounded_and_loses_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 4 * CELLS
-    monkeypatch.setattr(explaining, "MAX_KERNELS", count - 1)
-    made = Recording(spans=[Span("step", 0, 20 * count), Span("forward", 0, 20 * count)])
-    made.kernels = [
-        Kernel("gemm" if i % 2 else "softmax", 20 * i, start_ns=20 * i, duration_ns=9 if i % 2 else 5)
-        for i in range(count)
-    ]
-    found = profile(made).pictured
-    assert (len(found.pieces), found.streams) == (CELLS, ())
-    assert {piece.kind for piece in found.pieces} == {"matrix product"}
-    assert sum(ns(piece.busy_s) for piece in found.pieces) == 7 * count
-    monkeypatch.setattr(explaining, "MAX_KERNELS", count)
-    assert sum(map(sum, (stream.duration_ns for stream in profile(made).pictured.streams))) == 7 * count
+def test_a_step_of_very_many_kernels_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Recording(spans=[Span("step", 0, 800), Span("forward", 0, 800)])
+    made.kernels = [Kernel("gemm", 20 * i, start_ns=20 * i, duration_ns=9) for i in range(40)]
+    for limit, has_picture in ((39, False), (40, True)):
+        monkeypatch.setattr(explaining, "MAX_KERNELS", limit)
+        assert (profile(made).pictured is not None) is has_picture

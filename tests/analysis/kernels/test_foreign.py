@@ -3,9 +3,10 @@
 import gzip
 import json
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,8 +15,9 @@ from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.explain import explain, read_trace
 from cs336_systems.analysis.kernels.kineto import BOOKKEEPING
 from cs336_systems.analysis.kernels.phases import RangeNameError, check_names
-from cs336_systems.analysis.kernels.step_profile import StepProfile
+from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
 from cs336_systems.ranges import PhaseNames
+from cs336_systems.report.sections.kernels.findings import findings
 from tests.analysis.kernels.kineto_files import Event, complete, write_trace
 from tests.analysis.kernels.tracing import Recording, Span, ns, training, write_export
 
@@ -311,3 +313,199 @@ def test_modules_of_a_cuda_graph_are_those_that_pytorch_marked(tmp_path: Path) -
         ("attention",): 1, ("attention (backward)",): 1, (): 1,
     }  # fmt: skip
     assert any("2 of them" in note for note in profile.notes)
+
+
+def stepped(parts: Sequence[Callable[[Program], object]], steps: int = 3, **changes: str) -> Program:
+    """Steps in which each part is called in forward; the host waits at the end."""
+    made = Program(**changes)
+    for _ in range(steps):
+        begun = made.now
+        for part in parts:
+            part(made)
+        made.ranged("forward", begun)
+        made.wait()
+        made.ranged("step", begun)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "advice"),
+    [
+        ("Memcpy HtoD (Pageable -> Device)", "host to device, pageable", "pin"),
+        ("Memcpy HtoD (Pinned -> Device)", "host to device, pinned", "stream of its own"),
+        ("Memcpy DtoH (Device -> Pageable)", "device to host, pageable", "less often"),
+        ("Memcpy DtoD (Device -> Device)", "device to device", ""),
+        ("CopyHostToDevice", "host to device", "stream of its own"),
+        ("Memset (Device)", "fill", ""),
+    ],
+)
+def test_copies_are_time(name: str, kind: str, advice: str, tmp_path: Path) -> None:
+    """40 ms of copies and 1 ms of kernels a step: what limits is the copies, and fp32 does not matter."""
+    parts = [lambda made: made.copy(name, 40_000_000), *[lambda made: made.launch("ampere_sgemm", 200_000)] * 5]
+    profile = explained(stepped(parts), tmp_path)
+    (own, every) = profile.copies
+    assert (own.kind, own.count, ns(own.total_s), ns(own.alone_s)) == (kind, 3, 120_000_000, 120_000_000)
+    assert replace(own, kind=None) == every
+    first, *others = findings(profile)
+    assert first.startswith("Copies limit the step: for 40.0 ms")
+    assert advice in first
+    assert not any("fp32" in text for text in others)
+
+
+def test_copies_beside_kernels_cost_nothing(tmp_path: Path) -> None:
+    """A copy of 100 us on a stream of its own, of which a kernel covers 60."""
+    made = stepped(
+        [lambda made: made.launch("k", 60_000), lambda made: made.copy("Memcpy HtoD (Pinned -> Device)", 100_000)]
+    )
+    for event in made.events:
+        if event["cat"] == "gpu_memcpy":
+            event["ts"] = cast("float", event["ts"]) - 60
+    (own, _) = explained(made, tmp_path).copies
+    assert (ns(own.total_s), ns(own.alone_s)) == (300_000, 120_000)
+
+
+def test_a_host_that_runs_ahead_waits_for_nothing(tmp_path: Path) -> None:
+    """8 steps of 21 kernels of 40 us, launched every 10: a step is what the device takes from one to the next."""
+    made = Program()
+    for _ in range(8):
+        begun = made.now
+        for _ in range(21):
+            made.launch("k")
+        made.ranged("forward", begun)
+    profile = explained(made, tmp_path)
+    walls = [round(time_s * 1e6) for time_s in profile.phases[0].wall_s]
+    assert walls[1:] == [840] * 7
+    assert "the host runs ahead" in findings(profile)[0]
+    assert profile.pictured is not None
+    assert profile.pictured.wall_s == pytest.approx(840e-6, abs=7e-6)
+    assert not any("waiting for launches" in text for text in findings(profile))
+
+
+def test_one_gap_is_told_apart_from_many(tmp_path: Path) -> None:
+    """Kernels launched early, with 1 us between them but once 40 ms: nobody launched late."""
+
+    def gap(made: Program) -> None:
+        made.free += 40_000_000
+
+    def kernels(made: Program) -> None:
+        for _ in range(200):
+            made.launch("k", 20_000)
+            made.free += 1_000
+
+    profile = explained(stepped([kernels, gap, kernels], 1), tmp_path)
+    (between,) = (row for row in profile.idle if row.cause is IdleCause.BETWEEN_KERNELS)
+    assert (ns(between.median_s or 0), ns(between.longest_s or 0)) == (1_000, 40_001_000)
+    text = findings(profile)[1]
+    assert "One idle time of 40.0 ms stands out" in text
+    assert "not at fault" in text
+    assert not any("torch.compile" in text for text in findings(profile))
+
+
+def shifted(event: Event) -> None:
+    event["ts"] = cast("float", event["ts"]) - 2_000
+
+
+def emptied(event: Event) -> None:
+    event["dur"] = 0
+
+
+def lengthened(event: Event) -> None:
+    event["dur"] = 1_600_000
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "count", "words"),
+    [(shifted, range(84), 84, "begin before the call"), (emptied, range(7), 7, "last no time"),
+     (lengthened, [40], 43, "begin and end while another"), (lengthened, [83], 1, "return before its work ends"),
+     (None, range(5), 5, "not in the file")],
+    ids=["early", "empty", "covering", "over the end", "lost"],
+)  # fmt: skip
+def test_what_cannot_be_is_said(
+    change: Callable[[Event], None] | None, rows: Sequence[int], count: int, words: str, tmp_path: Path
+) -> None:
+    """Of 84 kernels: some changed or left out, and the verdict is doubted."""
+    made = plain_loop()
+    kernels = [event for event in made.events if event["cat"] == "kernel"]
+    for row in rows:
+        change(kernels[row]) if change else made.events.remove(kernels[row])
+    profile = explained(made, tmp_path)
+    (doubt,) = (text for text in profile.doubts if words in text)
+    assert doubt.startswith(f"{count} ")
+    assert "doubt" in findings(profile)[0]
+    assert profile.num_kernels == 84 - (0 if change else 5)
+    assert explained(plain_loop(), tmp_path).doubts == ()
+
+
+def test_launches_into_a_graph_are_not_lost(tmp_path: Path) -> None:
+    made = plain_loop()
+    for name in ("cudaStreamBeginCapture", "cudaLaunchKernel", "cudaLaunchKernel", "cudaStreamEndCapture"):
+        made.events.append(complete("cuda_runtime", name, 100, MAIN, made.now, 1_000, correlation=9_000 + made.now))
+        made.now += 2_000
+    assert not explained(made, tmp_path).doubts
+    made.events.append(
+        complete("cuda_runtime", "hipModuleLaunchKernel", 100, MAIN, made.now, 1_000, correlation=99_999)
+    )
+    assert explained(made, tmp_path).doubts
+
+
+def test_steps_that_were_not_recorded_are_no_steps(tmp_path: Path) -> None:
+    """Of six steps one launched nothing, one lost its kernels, and one ended before anything was recorded."""
+    made = inference()
+    begun, made.now = made.now, made.now + 1_000
+    made.ranged("ProfilerStep#5", begun)
+    made.wait()
+    last = [event for event in made.events if event["cat"] == "kernel"][-5:]
+    made.events = [event for event in made.events if event not in last]
+    made.events.append(complete("user_annotation", "ProfilerStep#7", 100, MAIN, -2_000, 1_000))
+    profile = explained(made, tmp_path)
+    assert profile.num_steps == 5
+    assert [phase.launches for phase in profile.phases if any(phase.launches)] == [(5, 5, 5, 5, 0)]
+    assert sum("2 of 7 steps" in note for note in profile.notes) == 1
+    assert sum("1 of 7 steps" in note for note in profile.notes) == 1
+
+
+def test_the_rank_is_that_of_the_file(tmp_path: Path) -> None:
+    made = plain_loop()
+    assert explained(made, tmp_path).rank is None
+    assert explained(made, tmp_path, distributedInfo={"backend": "nccl", "rank": 3, "world_size": 8}).rank == 3
+    assert explained(made, tmp_path, distributedInfo={"rank": "none"}).rank is None
+
+
+def test_two_gpus_of_one_process_are_two_ranks(tmp_path: Path) -> None:
+    """Each with its own count and time; a second GPU that hardly works is none."""
+    one, other = plain_loop(), plain_loop()
+    for event in other.events:
+        event["args"] = cast("dict[str, object]", event["args"]) | {"device": 1, "correlation": 10_000 + (
+            cast("dict[str, int]", event["args"]).get("correlation", 0))}  # fmt: skip
+    second = [event for event in other.events if event["cat"] != "user_annotation"]
+    both = explain(write_trace(tmp_path / "t.json", [*one.events, *second]))
+    assert [rank.rank for rank in both.ranks] == [0, 1]
+    assert both.num_kernels == 84
+    assert by_phase(both) == STEP
+    assert [[sum(phase.launches) for phase in rank.phases if any(phase.launches)] for rank in both.ranks] == [
+        [24, 48, 12], [24, 48, 12],
+    ]  # fmt: skip
+    few = [event for event in second if event["cat"] == "kernel"][:2]
+    alone = explain(write_trace(tmp_path / "t.json", [*one.events, *few]))
+    assert (alone.ranks, alone.num_kernels) == ((), 86)
+
+
+HIP = ("hipLaunchKernel", "hipExtModuleLaunchKernel", "hipModuleLaunchKernel", "hipGraphLaunch", "cuLaunchKernelEx",
+       "cudaLaunchKernelExC", "cudaGraphLaunch_ptsz_v10000", "cuGraphLaunch", "urEnqueueKernelLaunch")  # fmt: skip
+
+
+@pytest.mark.parametrize("call", HIP)
+def test_launches_of_any_runtime_count(call: str, tmp_path: Path) -> None:
+    profile = explained(stepped([lambda made: made.launch("k")] * 4, call=call), tmp_path)
+    (launches,) = (row for row in profile.host_calls if row.is_launch)
+    assert (launches.count, launches.is_wait) == (12, False)
+    in_graph = any("CUDA graphs" in note for note in profile.notes)
+    assert in_graph is ("Graph" in call)
+
+
+@pytest.mark.parametrize("call", ["hipDeviceSynchronize", "hipStreamSynchronize", "hipMemcpyWithStream"])
+def test_waits_of_hip_count(call: str, tmp_path: Path) -> None:
+    made = stepped([lambda made: made.launch("k"), lambda made: made.wait(call), lambda made: made.launch("k")])
+    assert {row.name for row in explained(made, tmp_path).host_calls if row.is_wait and row.phase == "forward"} == {
+        call
+    }

@@ -25,13 +25,11 @@ from cs336_systems.config import Device, ModelConfig, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import Annotator, backward_ranges, own_names, set_annotator
-from cs336_systems.ranges import PhaseNames
 from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, events_of, write_trace
 from tests.analysis.kernels.tracing import (
     PROCESS,
     Kernel,
     Recording,
-    Span,
     ints,
     make_trace,
     module_path,
@@ -99,15 +97,6 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int, zipped: bool) -> No
     assert len(read.api_calls) == launched.sum()
     assert read.device_names == ("NVIDIA H200",)
     assert not read.is_of_host
-
-
-def test_steps_of_the_schedule_of_torch_profiler(tmp_path: Path) -> None:
-    made = training(2)
-    made.spans.append(Span("ProfilerStep#3", 0, max(s.end_ns or 0 for s in made.spans) + 1))
-    made.spans.append(Span("Optimizer.step#AdamW.step", 5, 6))
-    path = write_trace(tmp_path / "t.json", events_of(made))
-    assert {"ProfilerStep#3", "Optimizer.step#AdamW.step"} <= set(read_kineto(path).strings)
-    assert len(attribute(read_kineto(path), PhaseNames(step="ProfilerStep#3")).steps) == 1
 
 
 def test_copies_fills_calls_and_graphs(tmp_path: Path) -> None:

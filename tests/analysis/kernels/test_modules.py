@@ -150,7 +150,7 @@ def test_attention_and_matmuls_of_a_known_model(names: tuple[str, ...]) -> None:
         ("backward", "softmax"): (n, n * (SOFTMAX_NS + 1), 0, 0),
         ("backward", "values"): (2 * n, 2 * n * VALUES_NS, 2 * n, 2 * n * VALUES_NS),
     }
-    assert found.notes == ()
+    assert not any("softmax" in note for note in found.notes)
 
 
 def test_names_that_the_user_gives() -> None:
@@ -200,7 +200,7 @@ def test_a_softmax_that_is_no_kernel_of_its_own_is_noted() -> None:
     found = profile(Model(softmax="elementwise_kernel").made)
     assert parts(found)["forward", "softmax"] == (LAYERS * STEPS, LAYERS * STEPS * SOFTMAX_NS, 0, 0)
     assert ("backward", "softmax") not in parts(found)
-    assert "It is unknown which kernels of backward differentiate attention's softmax" in found.notes[-1]
+    assert any("unknown which kernels of backward" in note for note in found.notes)
 
 
 def test_softmax_of_backward_by_its_number() -> None:
@@ -262,7 +262,7 @@ def test_inference_has_no_backward() -> None:
     found = profile(made)
     assert matmuls(found) == {"forward": (7 * LAYERS * STEPS + STEPS, 2 * LAYERS * STEPS, 0)}
     assert {row.phase.value for row in found.attention} == {"forward"}
-    assert found.notes == ()
+    assert not any("softmax" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0)])

@@ -9,11 +9,6 @@ from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Nesting, durations
 from tests.analysis.kernels.tracing import ints, make_trace, training
 
 
-def test_durations_are_differences() -> None:
-    assert durations(ints([1, -5]), ints([1, 7]), "kernels").tolist() == [0, 12]
-    assert durations(ints([]), ints([]), "kernels").tolist() == []
-
-
 @pytest.mark.parametrize(
     ("start", "end", "problem"),
     [
@@ -35,11 +30,6 @@ def test_columns_have_one_length() -> None:
         type(trace.ranges)(**{**columns, "thread": np.zeros(1, dtype=np.int64)})
 
 
-def test_strings_are_found_by_their_text() -> None:
-    trace = make_trace(training(1))
-    assert [trace.strings[i] for i in trace.string_ids("head", "no such", "gemm")] == ["head", "gemm"]
-
-
 def brute_force(start: list[int], end: list[int], time_ns: int) -> tuple[int, int] | None:
     """Start and end of the interval that holds the time and began last, the shortest of those."""
     holding = [(s, e) for s, e in zip(start, end, strict=True) if s <= time_ns < e]
@@ -59,8 +49,3 @@ def test_innermost_as_by_brute_force(seed: int) -> None:
     for index, parent in enumerate(timeline.parent.tolist()):
         if parent >= 0:
             assert start[parent] <= start[index] < end[parent]
-
-
-def test_parents_of_nested_intervals() -> None:
-    timeline = Nesting(ints([0, 1, 2, 5, 20]), ints([10, 5, 3, 9, 30]))
-    assert timeline.parent.tolist() == [-1, 0, 1, 0, -1]

@@ -64,7 +64,8 @@ class Recording:
 
     def launch(self, name: str, launch_ns: int, thread: int = MAIN, duration_ns: int = 10) -> None:
         # long after its range, as on a device that lags behind
-        self.kernels.append(Kernel(name, launch_ns, thread, launch_ns + 100_000, duration_ns))
+        free = self.kernels[-1].start_ns + self.kernels[-1].duration_ns if self.kernels else 0
+        self.kernels.append(Kernel(name, launch_ns, thread, max(launch_ns + 100_000, free), duration_ns))
 
 
 def process_of(thread: int) -> int:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from cs336_systems.analysis.memory.formulas import FLOAT_BYTES, Formulas, Role, candidates, element_bytes
-from cs336_systems.analysis.memory.notes import block_of_parameter, block_of_ranges, like_name, what_saved, within_block
 from cs336_systems.config import Arch, ModelConfig
 
 XL_256, XL_512 = (
@@ -12,17 +11,6 @@ XL_256, XL_512 = (
 )
 ODD = ModelConfig(vocab_size=997, context_length=29, d_model=66, d_ff=130, num_layers=2, num_heads=3)
 """Sizes without common factors, so that nothing is ambiguous."""
-
-
-def test_the_published_largest_allocation_is_softmax() -> None:
-    formulas = Formulas(XL_512, 4)
-    assert formulas.unsighted(104_857_600, Role.ACTIVATION, "softmax", True) == (
-        "batch x heads x T x T x 4: attention scores"
-    )
-    shape = (4, 25, 512, 512)
-    assert formulas.sighted(104_857_600, shape, "float32", Role.ACTIVATION, "softmax of block 17") == (
-        "batch x heads x T x T x 4: softmax of block 17"
-    )
 
 
 def test_of_equal_sizes_the_role_decides() -> None:
@@ -84,23 +72,3 @@ def test_without_a_model_the_shape_is_the_formula() -> None:
 )
 def test_element_sizes_are_those_of_torch(dtype: str) -> None:
     assert element_bytes(dtype) == getattr(torch, dtype).itemsize
-
-
-@pytest.mark.parametrize("dtype", ["", "quint4x2", "weird"])
-def test_types_that_are_not_known_have_no_size(dtype: str) -> None:
-    assert element_bytes(dtype) is None
-    assert Formulas(ODD, 5).sighted(100, (5, 5), dtype, Role.WEIGHT, "") == ""
-
-
-def test_names_of_blocks() -> None:
-    name = "block.17 > attention > attention.softmax"
-    assert like_name(name) == "block.* > attention > attention.softmax"
-    assert like_name("exp_avg of layers.3.ffn.w1.weight") == "exp_avg of layers.*.ffn.w1.weight"
-    assert (block_of_ranges(name), block_of_ranges("loss"), block_of_ranges("block.* > ffn")) == (17, None, None)
-    assert (block_of_parameter("layers.3.ffn.w1.weight"), block_of_parameter("lm_head.weight")) == (3, None)
-    assert (within_block(name), within_block("block.2"), within_block("loss")) == (
-        "attention > attention.softmax", "", "loss",
-    )  # fmt: skip
-    assert [what_saved(n) for n in (name, like_name(name), "block.4", "loss", "")] == [
-        "softmax of block 17", "softmax of the blocks", "block 4", "loss", "",
-    ]  # fmt: skip

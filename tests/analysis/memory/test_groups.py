@@ -9,7 +9,7 @@ from cs336_systems.analysis.memory.notes import Kind
 from cs336_systems.analysis.memory.profile import LikeAllocations, MemoryProfile
 from cs336_systems.config import ModelConfig
 from tests.analysis.memory.programs import Program
-from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, write
+from tests.analysis.memory.snapshots import MIB, frame
 
 XL_256 = ModelConfig(context_length=256, d_model=1600, d_ff=6400, num_layers=48, num_heads=25)
 BATCH = 4
@@ -23,15 +23,6 @@ NUM_EVENTS = 200_000
 def row_of(profile: MemoryProfile, requested_bytes: int) -> LikeAllocations:
     (row,) = {group for group in (*profile.largest, *profile.at_peak) if group.requested_bytes == requested_bytes}
     return row
-
-
-def test_what_was_there_before_is_a_weight(tmp_path: Path) -> None:
-    program = Program()
-    program.malloc(AMBIGUOUS, frames=FORWARD)
-    program.record()
-    program.malloc(512)
-    profile = explain_memory(write(tmp_path / "s.pickle", snapshot_of(program)), XL_256, BATCH)
-    assert row_of(profile, AMBIGUOUS).explanation == WEIGHT
 
 
 @pytest.mark.parametrize(
@@ -56,20 +47,6 @@ def test_only_where_half_precision_is_saved_can_anything_have_it(tmp_path: Path,
     row = row_of(explain_memory(program.write(tmp_path), XL_256, BATCH), 4 * 256 * 1600 * 4)
     assert ("2 x batch x T x d_model x 2: queries and keys" in row.explanation) == has_half
     assert "batch x T x d_model x 4: one vector of d_model for each token" in row.explanation
-
-
-def test_what_is_allocated_between_steps_is_in_no_phase(tmp_path: Path) -> None:
-    program = Program()
-    program.record()
-    for step in range(2):
-        program.malloc(1000 + step)
-        program.mark(step, "start")
-        program.malloc(5000 + step)
-        program.mark(step, "forward")
-    program.malloc(9000)
-    profile = explain_memory(program.write(tmp_path))
-    phases = {size: row_of(profile, size).phase for size in (1000, 1001, 5000, 5001, 9000)}
-    assert phases == {1000: "", 1001: "", 5000: "forward", 5001: "forward", 9000: ""}
 
 
 def test_a_peak_at_the_end_of_a_phase_is_in_it(tmp_path: Path) -> None:

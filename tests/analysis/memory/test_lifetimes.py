@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.analysis.memory.explain import explain_memory
-from cs336_systems.analysis.memory.lifetimes import made_by_optimizer
+from cs336_systems.analysis.memory.lifetimes import makers_of
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
 from cs336_systems.analysis.memory.snapshot import Frame
 from cs336_systems.report.sections.memory.findings import answer, findings
@@ -42,7 +42,10 @@ OTHERS = {
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
 def test_an_optimizer_is_known_by_its_file_or_class(name: str) -> None:
     stack = tuple(Frame(file, 1, function) for function, file in (OPTIMIZERS | OTHERS)[name])
-    assert made_by_optimizer(stack) is (name in OPTIMIZERS)
+    makers = makers_of([stack])
+    assert makers.is_optimizer.tolist() == [name in OPTIMIZERS]
+    assert makers.is_autograd.tolist() == [name == "nothing"]
+    assert makers.clears.tolist() == [name == "zero_grad"]
 
 
 def frames(calls: list[tuple[str, str]]) -> list[dict[str, Any]]:

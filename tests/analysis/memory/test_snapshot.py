@@ -70,16 +70,6 @@ def test_events_are_those_in_the_file(tmp_path: Path, protocol: int) -> None:
     assert found.notes == ()
 
 
-def test_events_of_unknown_actions_are_counted(tmp_path: Path) -> None:
-    content = snapshot_of(used(seed=0))
-    events = content["device_traces"][0]
-    for event in events[100:800:100]:
-        event["action"] = "borrowed"
-    found = read_snapshot(write(tmp_path / "s", content))
-    assert len(found.devices[0].events) == len(events) - 7
-    assert found.notes == ("Passed over: 7 events of unknown actions, such as borrowed.",)
-
-
 def test_segments_and_blocks(tmp_path: Path) -> None:
     devices = [used(1), used(2, is_expandable=True), Allocator(), used(3, num_calls=50)]
     content = snapshot_of(*devices)
@@ -121,13 +111,6 @@ def test_snapshots_of_older_versions_are_read(tmp_path: Path) -> None:
         assert old.blocks.requested_bytes[is_used].tolist() == new.blocks.requested_bytes[is_used].tolist()
         assert old.events.address.tolist() == new.events.address.tolist()
     assert [frames for frames in whole.stacks if frames not in read_snapshot(tmp_path / "old").stacks] == []
-
-
-def test_nothing_recorded(tmp_path: Path) -> None:
-    assert read_snapshot(write(tmp_path / "s", {"segments": [], "device_traces": [[], []]})).devices == ()
-    found = read_snapshot(write(tmp_path / "s", {"segments": [SEGMENT], "device_traces": [[]]}))
-    assert len(found.devices[0].events) == 0
-    assert len(found.devices[0].blocks) == 1
 
 
 def refusal(path: Path) -> str:
@@ -196,17 +179,11 @@ def put(*parts: bytes) -> bytes:
 CODE = "would run code of the file"
 HOSTILE = {
     "reduce": (pickle.dumps(Evil(), 4), CODE),
-    "reduce of protocol 2": (pickle.dumps(Evil(), 2), CODE),
     "global of a long name": (put(b"c" + b"x" * 10**6 + b"\nsystem\n."), CODE),
-    "instance": (put(b"(ios\nsystem\n."), CODE),
     "persistent id": (put(b"Pabc\n."), CODE),
-    "binary persistent id": (put(b"NQ."), CODE),
-    "object": (put(b"(No."), "cannot be read"),
     "extension": (put(b"\x82\x01."), "extension code 1"),
     "a terabyte of bytes": (put(b"\x8e" + (2**40).to_bytes(8, "little") + b"x."), "MiB of memory"),
-    "memo bomb": (bytes.fromhex("80044e72ffffff072e"), "MiB of memory"),
     "deep": (put(b"]" * 1_000_000 + b"a" * 999_999 + b"."), "not that of a snapshot"),
-    "protocol": (b"\x80\x06N.", "unsupported pickle protocol: 6"),
 }  # fmt: skip
 
 
@@ -220,12 +197,6 @@ def test_hostile_content(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert expected in refusal(path)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     assert list(tmp_path.iterdir()) == [tmp_path / path]
-
-
-def test_the_attack_works_where_it_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    pickle.loads(HOSTILE["reduce"][0])
-    assert Path(MADE).exists()
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(
     whole = torch.randn(shape[0], 2 * shape[1], generator=generator)
     whole = (whole * 2.0 ** torch.randint(-20, 1, whole.shape, generator=generator)).to(device, dtype)
     for x in (whole[:, : shape[1]], whole[:, : shape[1]].contiguous()):
-        unit = fp8.unit_of(x.abs())
+        unit = fp8.scale_of(x.abs())
         expected = (x.float() * unit.reciprocal()).to(torch.float8_e4m3fn).float()
         cast, transpose = fp8._fp8_casts(x, unit, True)
         assert cast.is_contiguous()

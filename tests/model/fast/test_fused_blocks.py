@@ -11,7 +11,7 @@ from torch import Tensor
 from cs336_systems.config import Arch
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.model.fast import fused_blocks, packed
-from cs336_systems.model.fast.fp8 import unit_of
+from cs336_systems.model.fast.fp8 import scale_of
 from tests.model.fast.steps import ARCHITECTURES, COPIED, MODEL, drawn_step
 from tests.operators import Calls, check_operator
 from tests.plain import in_fresh_process
@@ -174,11 +174,11 @@ def test_nan_in_the_first_row_reaches_the_units(is_spoilt: bool, device: str) ->
         x[0, 0] = gradient[0, 0] = math.nan
     heads = gradient.view(1, -1, 3, 2, 8).unbind(2)
     units = {
-        "norm": unit_of(fused_blocks._add_norm(stream, x, None, gain, bias, EPS, tag, True)[3]),
+        "norm": scale_of(fused_blocks._add_norm(stream, x, None, gain, bias, EPS, tag, True)[3]),
         "norm's backward": fused_blocks._add_norm_backward(None, gradient, total, statistics, gain, True, None, True)[
             4
         ],
-        "GELU": unit_of(fused_blocks._bias_gelu(x, bias, tag)[1]),
+        "GELU": scale_of(fused_blocks._bias_gelu(x, bias, tag)[1]),
         "GELU's backward": fused_blocks._bias_gelu_backward(stream, bias, gradient, True)[2],
         "heads' backward": packed._cut_heads_backward(*heads, torch.bfloat16, True)[2],
     }

@@ -90,7 +90,7 @@ def page_with(text):
     bars = Bars(title=text, bars=[bar, Bar(name="xl", failure=text)], styles={text: Style(colour="#0072B2")}, unit=text)
     glance = Glance(answer=text, more=text, bars=[bars], tiles=[Tile(text, text, text)], doubts=[text])
     blocks = [
-        Prose(paragraphs=[text], heading=text),
+        Prose(paragraphs=[text]),
         TableBlock(id="steps", table=table),
         make_picture(text),
         Facts(rows=[(text, text)]),

@@ -18,7 +18,7 @@ from cs336_systems.report.page.write import to_html, write_page
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results, StudyResults
 from cs336_systems.report.sections.ladder import ladder_rows
-from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.studies.records import read_study
@@ -58,7 +58,9 @@ def tiny(name="a"):
                 records=[make_record(memory, (0.1, 0.1))], memory=[MemoryEntry(profile=make_memory(), config=memory)]
             )
         },
-        "comparisons": {"compared": compare_sides(Sides(a="a", b="b"), [repeats[::2], repeats[1::2]])},
+        "comparisons": {
+            "compared": compare_sides(Sides(a="a", b="b"), [repeats[::2], repeats[1::2]], are_alternate=True)
+        },
         "ladder": {"climbed": climbed()},
         **{kind: {"study": StudyResults(study)} for kind, study in studies.items()},
     }
@@ -209,7 +211,7 @@ def test_report_writes_the_page_and_names_it(tmp_path, capsys, monkeypatch, no_p
 
 def test_a_sweep_that_was_stopped_before_its_first_record_has_no_page(tmp_path, capsys) -> None:
     with StatusLine() as status:
-        show_results({tmp_path: []}, tmp_path, status)
+        show_results([], tmp_path, tmp_path, status)
     assert not (tmp_path / "index.html").exists()
     assert "index.html" not in capsys.readouterr().out
 

@@ -4,20 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
 from PIL import Image
 
-from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Device
 from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.results import StudyResults
-from cs336_systems.report.sections.ceilings import ceilings_sections, parts_section
-from cs336_systems.report.sections.ceilings_plots import PHASE_COLOURS
+from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.study import all_tables
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell, Stream
 from cs336_systems.studies.records import read_study
-from cs336_systems.studies.step_parts import StepPart, StepParts
 from tests.report.ceilings import (
     FP32,
     MIB,
@@ -44,12 +39,12 @@ def near(*points):
     return pytest.approx(np.array(points))
 
 
-def section(name, study, parts=None):
-    return {own.name: own for own in ceilings_sections(study, parts)}[name]
+def section(name, study):
+    return {own.name: own for own in ceilings_sections(study)}[name]
 
 
-def drawn(study, name, parts=None):
-    (picture,) = [each for own in ceilings_sections(study, parts) for each in own.pictures if each.name == name]
+def drawn(study, name):
+    (picture,) = [each for own in ceilings_sections(study) for each in own.pictures if each.name == name]
     return figure_of(picture)
 
 
@@ -236,62 +231,3 @@ def test_everything_is_written_and_read_back(study, tmp_path):
     StudyResults(replace(study, reductions=())).write(directory)
     assert not (directory / "collectives.md").exists()
     assert not (directory / "plots" / "collectives.png").exists()
-
-
-FORWARD, BACKWARD = LaunchPhase.FORWARD, LaunchPhase.BACKWARD
-PARTS = StepParts(
-    label="a step",
-    parts=(
-        StepPart(name="linear", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.002,
-                 causal_flops=0.6e6),
-        StepPart(name="norms", phase=BACKWARD, precision=FP32, flops=1e5, moved_bytes=1e6, time_s=0.001,
-                 causal_flops=0.5e5),
-    ),
-    mixed=("all products",),
-)  # fmt: skip
-
-
-def make_study():
-    """fp32 at 1 GFLOP/s and copies at 2 GB/s: the ridge is at half a FLOP per byte."""
-    return make_ceilings([product_at(square(64), 0.001, FP32)], [stream_at(2)])
-
-
-def test_shares_of_the_roof_by_hand():
-    """As causal, memory's roof comes down with the FLOPs; arithmetic's does not."""
-    own = parts_section(make_study(), PARTS)
-    linear, norms = csv_rows(own)
-    assert (linear["limit"], norms["limit"]) == ("arithmetic", "memory")
-    assert [float(row["roof_share"]) for row in (linear, norms)] == pytest.approx([0.5, 0.5])
-    assert [float(row["causal_roof_share"]) for row in (linear, norms)] == pytest.approx([0.3, 0.5])
-    assert any("forward 30.0 %, backward 50.0 %" in note for note in own.tables[0].notes)
-    assert any("Left out" in note and "all products" in note for note in own.tables[0].notes)
-    blind = csv_rows(parts_section(make_ceilings([product_at(square(64), 1)], [stream_at(2)]), PARTS))  # bf16 alone
-    assert {(row["roof_share"], row["limit"]) for row in blind} == {("", "")}
-    assert parts_section(make_study(), None).tables == ()
-
-
-def test_parts_stand_at_their_intensity_and_rate():
-    figure = drawn(make_study(), "roofline", PARTS)
-    places = [tuple(map(float, (line.get_xdata()[0], line.get_ydata()[0]))) for line in figure.axes[0].get_lines()]
-    expected = [(part.flops / part.moved_bytes, part.flops / part.time_s / 1e12) for part in PARTS.parts]
-    assert places[-len(expected) :] == [pytest.approx(point) for point in expected]
-    left, right = figure.axes[0].get_xlim()
-    bottom, top = figure.axes[0].get_ylim()
-    assert all(left < x < right and bottom < y < top for x, y in expected)
-    assert {"linear", "norms", "in forward", "in backward"} <= set(texts(figure))
-    assert not overlaps(figure)
-
-
-def test_forward_and_backward_at_the_same_place_are_both_seen():
-    """Their colours are looked for in the picture, around the one point at which both stand."""
-    part = StepPart(name="a", phase=FORWARD, precision=FP32, flops=1e6, moved_bytes=1e6, time_s=0.01)
-    parts = StepParts(label="a step", parts=(part, replace(part, phase=BACKWARD)))
-    figure = drawn(make_study(), "roofline", parts)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    x, y = figure.axes[0].transData.transform((1, 1e-4)).astype(int)
-    around = pixels[len(pixels) - y - 15 : len(pixels) - y + 15, x - 15 : x + 15].reshape(-1, 3)
-    for phase in (FORWARD, BACKWARD):
-        colour = np.round(255 * np.array(to_rgb(PHASE_COLOURS[phase])))
-        assert (np.abs(around - colour).max(axis=1) <= 2).sum() >= 20, phase

@@ -10,7 +10,6 @@ import scipy.stats
 from PIL import Image
 
 from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.costs.traffic import traffic
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.plots.draw import figure_of
 from cs336_systems.report.sections.ladder import (
@@ -202,15 +201,11 @@ def test_no_verdict_is_said_with_its_reason(ladder):
     assert not any(note.startswith("The fastest") for note in speed.notes)
 
 
-def test_counts_by_hand(ladder, rows):
+def test_counts_by_hand(rows):
     counts = ladder_section(rows).tables[2]
     assert column(counts, "kernels") == ["", "25.0", "", "25.0"]
     assert column(counts, "busy") == ["", "20.10", "", "20.10"]
     assert column(counts, "GPU busy") == ["", "5.02", "", "40.2"]
-    assert [float(text) for text in column(counts, "AdamW")] == pytest.approx(
-        [traffic(rung.config).optimizer / GIGA for rung in ladder], rel=0.005
-    )
-    assert column(counts, "casts")[0] == "0"
     assert column(counts, "longest")[3] == "matrix product 11.0, element-wise 5.50, softmax 1.50"
 
 
@@ -241,7 +236,6 @@ def test_csv_has_every_value(ladder, rows):
     assert [row["attention"] for row in found] == ["naive-auto"] * 3 + ["sdpa-flash"]
     assert [row["optimizer"] for row in found] == ["foreach"] * 3 + ["fused"]
     assert [row["pad_vocabulary"] for row in found] == ["1", "1", "1", "128"]
-    assert int(found[3]["least_optimizer_bytes"]) == traffic(ladder[3].config).optimizer
     assert (found[3]["launches_per_step"], found[0]["launches_per_step"]) == ("25", "")
 
 

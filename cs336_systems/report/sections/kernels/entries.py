@@ -161,6 +161,13 @@ def collectives_s(profile: StepProfile, *, exposed: bool = False) -> float:
     return sum(sum(row.exposed_s if exposed else row.total_s) for row in rows)
 
 
+def copies_alone_s(profile: StepProfile) -> float:
+    """Time in which copies ran on the device and no kernel; a lower bound for profiles of earlier versions."""
+    if profile.copies:
+        return profile.copies[-1].alone_s
+    return max(sum(sum(phase.busy_s) for phase in profile.phases) - kernel_s(profile), 0.0) if profile.gaps else 0.0
+
+
 def mean_std_ms(parts_s: Sequence[Sequence[float]]) -> tuple[float, float | None]:
     """Mean and deviation over the steps, in ms, of the parts together; no deviation of one step."""
     times_s = [sum(times) for times in zip(*parts_s, strict=True)]

@@ -30,14 +30,22 @@ from cs336_systems.report.sections.kernels.entries import (
     terms,
     wall_s,
 )
-from cs336_systems.report.sections.kernels.findings import findings
+from cs336_systems.report.sections.kernels.findings import MIN_SHARE, answer, findings
 from cs336_systems.report.sections.kernels.plots import communication_chart, configuration_chart, draw_timeline
-from cs336_systems.report.sections.kernels.tables import attention, classes, communication, phases, ranks, top_kernels
+from cs336_systems.report.sections.kernels.tables import (
+    attention,
+    classes,
+    communication,
+    copies,
+    phases,
+    ranks,
+    top_kernels,
+)
 from cs336_systems.report.words import label, percent, ratio, rounded
 
 _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, communication, ranks, classes)
-_OF_ONE = (*_PRINTED, attention)
-SUBJECTS = (*_OF_ONE, top_kernels)
+_OF_ONE = (*_PRINTED, copies, attention)
+SUBJECTS = (*_PRINTED, attention, top_kernels)
 """Sections about any number of traces; `details` has more of the kernels of a single one."""
 
 
@@ -46,15 +54,42 @@ def tables_of(entries: Sequence[Explained]) -> list[Table]:
     return _noted_once(table for make in _PRINTED for table in make(entries).tables) if entries else []
 
 
-def tables_of_one(entry: Explained, top: int) -> list[Table]:
-    """The tables of one trace for a terminal, findings first; a note below the first names file, device and steps.
+def answer_of(entry: Explained) -> list[str]:
+    """The lines before the tables: the answer in three sentences, then further findings."""
+    first = answer(entry.profile, entry.config)
+    further = [f"- {text}" for text in findings(entry.profile, entry.config) if text not in first]
+    return [*first, *(["", *further] if further else [])]
 
-    At most `top` kernels and idle times are listed.
+
+def tables_of_one(entry: Explained, top: int) -> list[Table]:
+    """The tables of one trace for a terminal; a note below the first names file, device and steps.
+
+    At most `top` kernels and idle times are listed. Tables that say nothing that another one or the answer does not say
+    are left out.
     """
-    sections = [*(make([entry]) for make in _OF_ONE), *details(entry.profile, top)]
-    found = _findings(entry)
-    tables = [*([found] if found.rows else []), *(table for section in sections for table in section.tables)]
-    return _noted_once([with_note(tables[0], about(entry.profile)), *tables[1:]])
+    profile = entry.profile
+    of_phases, *others = [*(make([entry]) for make in _OF_ONE), *details(profile, top)]
+    tables = [table for section in others if _says_more(section.name, profile) for table in section.tables]
+    used = [phase.phase for phase in profile.phases if any(phase.launches)]
+    if len(used) == 1:
+        tables = [
+            table for table in tables if not table.title.startswith(f"{terms(profile)[0].capitalize()}s of {used[0]},")
+        ]
+    return _noted_once([*(with_note(table, about(profile)) for table in of_phases.tables), *tables])
+
+
+def _says_more(name: str, profile: StepProfile) -> bool:
+    """Whether the tables of this section hold more than one thing, or a part of the step that matters."""
+    match name:
+        case "classes":
+            return len({row.kind for row in profile.classes}) > 1
+        case "modules":
+            return any(row.path for row in profile.modules)
+        case "idle":
+            return added(profile.idle).total_s >= MIN_SHARE * wall_s(profile)
+        case "copies":
+            return added(profile.copies[:-1]).total_s >= MIN_SHARE * wall_s(profile)
+    return True
 
 
 def _noted_once(tables: Iterable[Table]) -> list[Table]:
@@ -223,7 +258,7 @@ def idle_section(profile: StepProfile, top: int) -> Section:
     if profile.work is Work.OPERATORS or not profile.idle:
         return Section(name="idle")
     steps, whole_s = profile.num_steps, wall_s(profile)
-    parts = [(str(row.phase), str(row.cause), added([row])) for row in profile.idle]
+    parts = [(str(row.phase), str(row.cause), added([row]), row.median_s, row.longest_s) for row in profile.idle]
     rows: list[Row] = [
         {
             "phase": phase,
@@ -232,17 +267,21 @@ def idle_section(profile: StepProfile, top: int) -> Section:
             "share_of_wall": ratio(part.total_s, whole_s),
             "count_per_step": part.count / steps,
             "idle_each_s": ratio(part.total_s, part.count),
+            "median_s": median_s,
+            "longest_s": longest_s,
         }
-        for phase, cause, part in [*parts, (WHOLE_STEP, "all", added(profile.idle))]
+        for phase, cause, part, median_s, longest_s in [*parts, (WHOLE_STEP, "all", added(profile.idle), None, None)]
     ]
+    has_spread = any(row.median_s is not None for row in profile.idle)
     columns = [
         column("phase"),
         column("cause"),
         column("idle_ms_per_step"),
         column("share_of_wall"),
         column("count_per_step", name="times", drop_order=2),
-        column("idle_each_s"),
-    ]
+        *([column("median_s"), Column("longest", "µs", "The longest.", key="longest_s", drop_order=3, scale=1e6)]
+          if has_spread else [column("idle_each_s")]),
+    ]  # fmt: skip
     notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
     table = make_table("Idle times of the GPU", columns, rows, notes)
     keys = ("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step")

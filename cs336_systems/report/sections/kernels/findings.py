@@ -3,6 +3,7 @@
 All numbers are per step. A finding is reported only if it costs at least the share that its threshold below gives.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from typing import TypeAlias
@@ -10,12 +11,13 @@ from typing import TypeAlias
 from cs336_systems.analysis.advice import OF_PRECISION, Remedy, against_launches, remedies
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, StepProfile, Work
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.costs.hardware import faster_precisions, find_device
 from cs336_systems.report.sections.kernels.entries import (
     added,
     collectives_s,
+    copies_alone_s,
     idle,
     kernel_s,
     num_launches,
@@ -38,6 +40,9 @@ MIN_LARGE_SHARE = 0.25
 products, for which tensor cores need a tenth of the time, and of waits for other ranks in the exposed time."""
 MIN_STEADY_SHARE = 0.9
 """Smallest share of the steps in which the same rank must come last to be named."""
+MIN_GAP_SHARE, TIMES_MEDIAN, MAX_GAPS = 0.05, 10, 2
+"""An idle time stands out from this share of a step and this many times the median of its phase and cause; the two
+longest are told."""
 MIN_OPTIMIZER_SHARE = 0.1
 """Smallest reported share of the wall time. A fused AdamW moves 28 bytes a parameter, a few percent of a step."""
 
@@ -80,9 +85,19 @@ def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str
     """
     own = _Findings(profile, config)
     long = [*own.late_phases(), *own.waits(), *own.pauses(), *own.unknown(), *own.unattributed(), *own.communication(),
-            *own.full_precision(), *own.optimizer(), *own.moving()]  # fmt: skip
+            *own.copies(), *own.full_precision(), *own.optimizer(), *own.moving()]  # fmt: skip
     by_cost = sorted(long, key=lambda finding: -finding[0])
-    return (*own.limit(), *own.bounds(), *(text for _, text in by_cost))
+    return (*own.limit(), *own.gaps(), *own.bounds(), *(text for _, text in by_cost))
+
+
+ANSWER = 3
+"""Number of sentences that answer where the time goes, before all tables."""
+
+
+def answer(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
+    """The first ANSWER sentences; where there are fewer findings, which kernel and which phase take longest."""
+    own, found = _Findings(profile, config), findings(profile, config)
+    return (*found, *own.longest())[:ANSWER]
 
 
 def is_launch_bound(profile: StepProfile) -> bool:
@@ -100,6 +115,9 @@ class _Findings:
         self.on_device = profile.work is Work.KERNELS
         self.wall_s, self.kernel_s = wall_s(profile), kernel_s(profile)
         self.kernels = [row for row in profile.kernels if row.phase is None]
+        self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
+        if self.copies_s and self.copies_s >= MIN_SHARE * self.wall_s:
+            self.time = "kernels' time"  # not all of the GPU's
 
     def ms(self, total_s: float) -> str:
         """The time per step, of a time over all steps."""
@@ -134,25 +152,95 @@ class _Findings:
                 )
         if not self.on_device or not self.wall_s:
             return
+        verdict = self.verdict()
+        if self.profile.doubts:
+            verdict = (
+                f"In doubt is what limits the step: {'; '.join(self.profile.doubts)}. By the file's times: {verdict}"
+            )
+        yield verdict
+
+    def verdict(self) -> str:
+        """What limits the step on a GPU."""
         busy_s = sum(sum(phase.busy_s) for phase in self.profile.phases)
-        late = self.of_wall(idle(self.profile, IdleCause.LATE_LAUNCH).total_s)
+        late_s, host_s = idle(self.profile, IdleCause.LATE_LAUNCH).total_s, sum(self.profile.step_s)
         told = (
-            f"{self.of_wall(busy_s)} of the step's {self.ms(self.wall_s)}, and idle {late} because the next kernel was "
-            "not launched yet."
+            f"{self.of_wall(busy_s)} of the step's {self.ms(self.wall_s)}, and idle {self.of_wall(late_s)} because the "
+            "next kernel was not launched yet."
         )
         if is_launch_bound(self.profile):
-            yield (
+            return (
                 f"The CPU is the limit: the GPU is busy {told}{self.launch_cost()} A profiler makes each launch "
                 f"slower: without one it is less. A faster GPU does not help; use {against_launches(self.config)}."
             )
-        elif busy_s < MIN_BUSY_SHARE * self.wall_s:
-            yield f"The GPU is busy only {told}"
-        elif busy_s - collectives_s(self.profile, exposed=True) < MIN_BUSY_SHARE * self.wall_s:
-            yield f"Communication is a limit: the GPU computes less than it seems to. It is busy {told}"
-        elif self.kernel_s < MIN_BUSY_SHARE * self.wall_s:
-            yield f"Copies limit the GPU: {self.ms(busy_s - self.kernel_s)} or more without a kernel. It is busy {told}"
-        else:
-            yield f"The GPU is the limit: it is busy {told}"
+        if self.copies_s >= MIN_LATE_SHARE * self.wall_s:
+            return (
+                f"Copies limit the step: for {self.ms(self.copies_s)} of {self.ms(self.wall_s)} the GPU copies and "
+                f"runs no kernel{self.copy_advice()}."
+            )
+        if busy_s < MIN_BUSY_SHARE * self.wall_s:
+            return f"The GPU is busy only {told}"
+        if busy_s - collectives_s(self.profile, exposed=True) < MIN_BUSY_SHARE * self.wall_s:
+            return f"Communication is a limit: the GPU computes less than it seems to. It is busy {told}"
+        if host_s < MIN_BUSY_SHARE * self.wall_s:
+            return (
+                f"The GPU is the limit, and the host runs ahead of it: it is busy {self.of_wall(busy_s)} of the "
+                f"{self.ms(self.wall_s)} from step to step, while the host's step lasts {self.ms(host_s)}."
+            )
+        return f"The GPU is the limit: it is busy {told}"
+
+    def copy_advice(self) -> str:
+        """What most of the copies are, and what helps against them."""
+        for row in self.profile.copies[:1]:
+            helps = {
+                "host to device, pageable": "pin it (pin_memory=True) and copy with non_blocking=True",
+                "device to host, pageable": "copy less often, or into pinned memory",
+                "host to device": "copy on a stream of its own while the step before computes",
+                "device to host": "copy less often",
+            }
+            found = next((text for kind, text in helps.items() if row.kind and row.kind.startswith(kind)), "")
+            return f", {self.ms(row.total_s)} {row.kind}" + (f": {found}" if found else "")
+        return ""
+
+    def copies(self) -> Iterator[Finding]:
+        """Copies that do not limit the step, and cost time in which no kernel runs."""
+        if self.profile.copies and MIN_SHARE * self.wall_s <= self.copies_s < MIN_LATE_SHARE * self.wall_s:
+            text = f"For {self.ms(self.copies_s)} of the step the GPU copies and runs no kernel{self.copy_advice()}."
+            yield self.copies_s, text
+
+    def longest(self) -> Iterator[str]:
+        """The kernel and the phases that take longest, where little else is to be said."""
+        for row in self.kernels[:1] if self.on_device else ():
+            yield (
+                f"The {self.item} that takes longest is {label(row.short_name)} ({row.kind}), "
+                f"{self.of_work(row.total_s)} in {self.count(row.count, 'launch')}."
+            )
+        shares = {phase.phase: sum(phase.kernel_s) for phase in self.profile.phases if sum(phase.kernel_s)}
+        if self.kernel_s:
+            parts = [f"{WHERE[phase]} {percent_of(time_s, self.kernel_s)}" for phase, time_s in shares.items()]
+            yield f"Of the {self.time}, {', '.join(parts)}."
+
+    def standing_out(self) -> list[Gap]:
+        """Idle times that are much longer than others of their phase and cause, and a part of a step."""
+        medians = {(row.phase, row.cause): row.median_s for row in self.profile.idle}
+        least_s = MIN_GAP_SHARE * self.wall_s / self.profile.num_steps
+        return [gap for gap in self.profile.gaps if gap.duration_s >= max(
+                least_s, TIMES_MEDIAN * (medians.get((gap.phase, gap.cause)) or math.inf))]  # fmt: skip
+
+    def gaps(self) -> Iterator[str]:
+        """The idle times that stand out: where they are, and what the host did."""
+        for gap in self.standing_out()[:MAX_GAPS]:
+            row = next(row for row in self.profile.idle if (row.phase, row.cause) == (gap.phase, gap.cause))
+            doing = f"the host was in {label(gap.host_call)}" if gap.host_call else "the host made no call"
+            if gap.cause is IdleCause.BETWEEN_KERNELS:
+                doing = (
+                    "the next kernel had been launched, so the host is not at fault (another program on the GPU, a "
+                    "migrated page, or lost events may be)"
+                )
+            yield (
+                f"One idle time of {_ms(gap.duration_s)} stands out among {row.count:,} of {_us(row.median_s or 0)} "
+                f"(median): in step {gap.step}, {WHERE[gap.phase]}, between {label(gap.before) or 'the start'} and "
+                f"{label(gap.after) or 'the end'}; {doing}."
+            )
 
     def launch_cost(self) -> str:
         """CPU time per launch and duration of a kernel; the CPU is the limit because the first is the longer one."""
@@ -168,7 +256,11 @@ class _Findings:
 
     def bounds(self) -> Iterator[str]:
         """How much shorter the step could be at most without the idle time of each cause."""
-        lost_s = {cause: idle(self.profile, cause).total_s for cause in _BOUNDS}
+        apart = self.standing_out()
+        lost_s = {
+            cause: idle(self.profile, cause).total_s - sum(gap.duration_s for gap in apart if gap.cause is cause)
+            for cause in _BOUNDS
+        }
         told = []
         for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
             if lost_s[cause] >= MIN_SHARE * self.wall_s > 0:
@@ -285,7 +377,7 @@ class _Findings:
         matmuls = (row for row in self.kernels if row.kind is KernelClass.MATMUL)
         rows = [row for row in matmuls if _FULL_PRECISION.search(row.name) and "tf32" not in row.name]
         full_s, faster = added(rows).total_s, self.faster(rows)
-        if faster and full_s >= MIN_LARGE_SHARE * self.kernel_s:
+        if faster and full_s >= MIN_LARGE_SHARE * (self.kernel_s + (self.copies_s if self.profile.copies else 0)):
             text = (
                 f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, and leave the tensor "
                 f"cores idle{self.advice(*(OF_PRECISION[precision] for precision in faster))}."

@@ -136,7 +136,8 @@ def _of_one_trace(profile: StepProfile) -> Iterator[str]:
         kept["without a launch"] = profile.left.no_launch
     parts = [(name, count) for name, count in counts.items() if count] + [*kept.items()]
     named = " + ".join(f"{name} {count:,}" for name, count in parts)
-    whole = f"all {profile.num_kernels:,} {terms(profile)[0]}s of the file, {rounded(profile.kernel_s * 1e3)} ms"
+    of_what = f"rank {profile.rank}" if profile.ranks and profile.rank is not None else "the file"
+    whole = f"all {profile.num_kernels:,} {terms(profile)[0]}s of {of_what}, {rounded(profile.kernel_s * 1e3)} ms"
     yield f"Check: {named} = {whole}."
     yield from profile.notes
 
@@ -153,9 +154,9 @@ def communication(entries: Sequence[Explained]) -> Section:
         column("exposed_share"),
     ]
     rows = rows_of(entries, communication_rows)
-    notes = ["A rank's kernel runs while it waits for other ranks, and that is a part of its time. Times are those of "
-             "rank 0, in the phase in which they pass: a collective can begin in a later phase than the one that "
-             "launched it."]  # fmt: skip
+    notes = [f"A rank's kernel runs while it waits for other ranks, and that is a part of its time. Times are those of "
+             f"rank {entries[0].profile.rank or 0}, in the phase in which they pass: a collective can begin in a later "
+             "phase than the one that launched it."]  # fmt: skip
     return over_configurations("communication", "Communication", rows, columns, _COMMUNICATION_CSV, notes)
 
 
@@ -249,15 +250,46 @@ def _sums(own: RankTimes | StepProfile) -> Row:
     return row
 
 
+def copies(entries: Sequence[Explained]) -> Section:
+    """Copies and fills by kind, their time, and what of it passes without a kernel."""
+    columns = [
+        Column("kind", "", key="kind", numeric=False, write=str, about="Direction and memory."),
+        column("copies_per_step", name="times"),
+        Column("time", "ms", key="copy_mean_ms", write=rounded, about="Durations of these copies, added up."),
+        Column("alone", "ms", key="alone_mean_ms", write=rounded, about="Time without a kernel beside it."),
+        Column("of step", "%", key="alone_share", write=in_percent, about="Share of that in the step."),
+    ]
+    keys = ("kind", "copies_per_step", "copy_mean_ms", "alone_mean_ms", "alone_share")
+    notes = ["Alone: no kernel runs meanwhile; % of the step's wall time."]
+    return over_configurations("copies", "Copies and fills", rows_of(entries, copy_rows), columns, keys, notes)
+
+
+def copy_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each kind; for all together too if there are several."""
+    steps = entry.profile.num_steps
+    for times in entry.profile.copies[: None if len(entry.profile.copies) > 2 else 1]:
+        yield {
+            "kind": times.kind or ALL_KINDS,
+            "copies_per_step": times.count / steps,
+            "copy_mean_ms": times.total_s / steps * 1e3,
+            "alone_mean_ms": times.alone_s / steps * 1e3,
+            "alone_share": ratio(times.alone_s, wall_s(entry.profile)),
+        }
+
+
 def classes(entries: Sequence[Explained]) -> Section:
     """Share of each class in the time of each phase and of the step."""
+    rows = rows_of(entries, class_rows)
+    # a column for convolutions only where there are some
+    keys_of = {kind: key for kind, key in CLASS_KEYS.items()
+               if kind is not KernelClass.CONVOLUTION or any(row[f"{key}_per_step"] for row in rows)}  # fmt: skip
     columns = [column("phase")]
-    for rank, (kind, key) in enumerate(CLASS_KEYS.items()):
+    for rank, (kind, key) in enumerate(keys_of.items()):
         columns.append(Column(kind, "%", key=f"{key}_share", drop_order=rank, write=_share, about=f"Share of {kind}."))
-    keys = ["phase", *(f"{key}_{value}" for value in _CLASS_VALUES for key in CLASS_KEYS.values())]
+    keys = ["phase", *(f"{key}_{value}" for value in _CLASS_VALUES for key in keys_of.values())]
     item, time = terms(entries[0].profile)
     notes = [f"Shares of the {time}."]
-    return over_configurations("classes", f"Classes of {item}s", rows_of(entries, class_rows), columns, keys, notes)
+    return over_configurations("classes", f"Classes of {item}s", rows, columns, keys, notes)
 
 
 def _share(part: float) -> str:

@@ -1,24 +1,183 @@
-"""What stands out in a `MemoryProfile`, in sentences: the peak, what it consists of, and what is not as it should be.
+"""What tables, pictures and sentences about memory are made of, and what stands out in a `MemoryProfile`, in sentences.
 
 Problems are named only if they cost at least as much as the thresholds below.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from cs336_systems.analysis.memory.profile import MIN_LATER, Category, LikeAllocations, MemoryProfile, Moment
-from cs336_systems.report.sections.memory.entries import (
-    START,
-    by_category,
-    check_words,
-    difference_bytes,
-    innermost,
-    size,
-    when,
+from cs336_systems.analysis.memory.profile import (
+    MIN_LATER,
+    BlockMemory,
+    Category,
+    FailedRequest,
+    LikeAllocations,
+    MemoryProfile,
+    Moment,
+    Place,
+    read_memory_profile,
 )
-from cs336_systems.report.words import GIB, MIB, label, percent_of
+from cs336_systems.config import Profiler, RunConfig
+from cs336_systems.costs.memory import predicted_peak_bytes
+from cs336_systems.record import RunRecord
+from cs336_systems.report.columns import Column, column
+from cs336_systems.report.entries import load_entries
+from cs336_systems.report.words import GIB, MIB, label, percent_of, significant
+from cs336_systems.sweep.store import memory_profile_path
 from cs336_systems.text import counted
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+START = "start"
+"""Name of the phase of a moment at which a step begins."""
+KIB = 2**10
+KEPT_FOLDERS = 2
+"""Last parts of a path that a table shows; the CSV has the whole path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEntry:
+    """One explained snapshot of any program; of a run of a sweep also its configuration and its device."""
+
+    profile: MemoryProfile
+    config: RunConfig | None = None
+    """None for a single snapshot, which has no columns of settings."""
+    device_name: str | None = None
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether memory ran out, so that the peak is only what was allocated before."""
+        return self.profile.work.out_of_memory > 0
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Predicted peak of the recorded steps; None if the configuration is unknown or has no prediction."""
+        return None if self.config is None else predicted_peak_bytes(self.config)
+
+
+def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:
+    """The runs of a sweep whose memory was recorded, with their profiles in `directory`/memory, in the order of tables.
+
+    A missing profile is left out, with a warning.
+    """
+
+    def load(record: RunRecord) -> MemoryEntry:
+        profile = read_memory_profile(memory_profile_path(record.config, directory / "runs"))
+        return MemoryEntry(config=record.config, profile=profile, device_name=record.device_name)
+
+    return load_entries(records, (Profiler.MEMORY,), load)
+
+
+def fields_of(part: "DataclassInstance") -> dict[str, Any]:
+    """The fields of a part of a profile by name, which is also the key of a column."""
+    return {field.name: getattr(part, field.name) for field in fields(part)}
+
+
+def by_category(moment: Moment) -> dict[Category, int]:
+    """Bytes of each category at the moment, counted in blocks; 0 for an absent category."""
+    return dict.fromkeys(Category, 0) | {row.category: row.num_bytes for row in moment.categories}
+
+
+def difference_bytes(moment: Moment) -> int | None:
+    """Bytes by which the snapshot's blocks exceed the allocator's count; None if not counted."""
+    return None if moment.counted_bytes is None else moment.allocated_bytes - moment.counted_bytes
+
+
+def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
+    """The first block that saves the median, the lower of the middle two, of at least one block."""
+    middle = sorted(block.saved_bytes for block in blocks)[(len(blocks) - 1) // 2]
+    return next(block for block in blocks if block.saved_bytes == middle)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUnit:
+    """A unit of memory with fixed decimals, so that the cells of a table can be compared at a glance."""
+
+    name: str
+    num_bytes: int
+    decimals: int
+
+    def cell(self, num_bytes: int) -> str:
+        """The bytes in this unit; `< 0.01` for what is more than nothing but less than the decimals show."""
+        least = 10.0**-self.decimals
+        value = num_bytes / self.num_bytes
+        if num_bytes and abs(value) < least / 2:
+            return f"< {least:.{self.decimals}f}"
+        return f"{value:,.{self.decimals}f}" if num_bytes else "0"
+
+
+GIB_CELL, MIB_CELL = MemoryUnit("GiB", GIB, 2), MemoryUnit("MiB", MIB, 2)
+
+
+def unit_for(largest_bytes: int) -> MemoryUnit:
+    """GiB for a table whose largest value is at least one, MiB below."""
+    return MemoryUnit("GiB", GIB, 3) if largest_bytes >= GIB else MIB_CELL
+
+
+def in_unit(key: str, unit: MemoryUnit, name: str = "", drop_order: int | None = None) -> Column:
+    """The column of bytes of this key in this unit, in one table under another name or with another order."""
+    found = column(key, unit=unit.name, write=unit.cell)
+    order = found.drop_order if drop_order is None else drop_order
+    return replace(found, name=name or found.name, drop_order=order)
+
+
+def size(num_bytes: int) -> str:
+    """The bytes for a sentence: `18.84 GiB`, `6.25 MiB`, one decimal from 100 on; below a KiB whole."""
+    for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:,.{1 if abs(num_bytes) >= 100 * unit else 2}f} {name}"
+    return counted(num_bytes, "byte")
+
+
+def about(profile: MemoryProfile) -> str:
+    """Which file, device and steps the tables are of, as a sentence."""
+    steps = f"{counted(profile.num_steps, 'step')}, counted from 0" if profile.num_steps > 1 else "1 step, number 0"
+    known = steps if profile.num_steps else "no steps known to the file"
+    return f"{label(profile.source)}, GPU {profile.device}, {known}."
+
+
+def when(moment: Moment | FailedRequest) -> str:
+    """The moment for a sentence: `15.0 ms after the first event, in backward of step 0`."""
+    where = f", in {label(moment.phase)}" if moment.phase else ""
+    step = f"{' of' if moment.phase else ', in'} step {moment.step}" if moment.step >= 0 else ""
+    return f"{moment_ms(moment.time_s)} ms after the first event{where}{step}"
+
+
+def moment_ms(time_s: float) -> str:
+    """The time in ms, to a tenth, or to three digits where that is more."""
+    return f"{time_s * 1e3:,.1f}" if time_s >= 0.01 else significant(time_s * 1e3, 3)
+
+
+def check_words(moments: Iterable[Moment]) -> str:
+    """Whether categories, which add up to what is allocated, agree with the allocator's own count, as a sentence."""
+    differences = [found for found in map(difference_bytes, moments) if found is not None]
+    if wrong := [difference for difference in differences if difference]:
+        return (
+            f"Check failed: at {len(wrong):,} of {len(differences):,} boundaries the blocks of the snapshot differ "
+            f"from what PyTorch's allocator counted, by {max(wrong, key=abs):+,} bytes at most."
+        )
+    where = "the one boundary" if len(differences) == 1 else f"all {len(differences):,} boundaries"
+    return f"Check: at {where} the categories add up to what PyTorch's allocator counted, to the byte."
+
+
+def shape_text(shape: tuple[int, ...], dtype: str) -> str:
+    """Shape and data type as far as they are known: `4 x 512 x 768 float32`."""
+    return " ".join(part for part in (" x ".join(map(str, shape)), label(dtype)) if part)
+
+
+def innermost(places: Sequence[Place]) -> str:
+    """The innermost place with the end of its path, `model/transformer.py:123 softmax`; empty without a stack."""
+    if not places:
+        return ""
+    folders = re.split(r"[/\\]", places[0].file)
+    return f"{label('/'.join(folders[-KEPT_FOLDERS:]))}:{places[0].line} {label(places[0].function)}".strip()
+
 
 MIN_FRAGMENTATION = 0.15
 """Smallest unused part of the reserved memory that is a finding: less is the usual cache of a few segments."""

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from cs336_systems.analysis.memory.profile import Category, MemoryProfile, PhaseMemory
+from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report.entries import labels, settings
 from cs336_systems.report.plots import charts, draw
 from cs336_systems.report.plots.charts import (
@@ -28,7 +28,7 @@ from cs336_systems.report.plots.charts import (
     distinct,
 )
 from cs336_systems.report.plots.draw import LONGEST_SOURCE
-from cs336_systems.report.sections.memory.entries import (
+from cs336_systems.report.sections.memory.findings import (
     START,
     MemoryEntry,
     MemoryUnit,
@@ -40,16 +40,12 @@ from cs336_systems.report.sections.memory.entries import (
 from cs336_systems.report.words import GIB
 from cs336_systems.text import shorten
 
-SHORT_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt."}
-"""Short names of phases, for where the whole name does not fit."""
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""
 HEADROOM = 1.17
 """Upper end of the scale over the highest value: leaves room for the words at the peak."""
 VISIBLE = 1 / 500
 """Smallest part of the highest value with which a category is in the legend."""
-FLAT = 0.85
-"""Part of the peak: if at least this much is always allocated, a second panel enlarges what changes."""
 LONGEST_NAME = 34
 TICKS_APART = 0.07
 """Smallest distance of two ticks, as a part of the panel's width."""
@@ -61,71 +57,50 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     """What was allocated over time, stacked by category, below what was reserved; phases above, the peak by name.
 
     The points of the timeline are equally far apart, as in PyTorch's viewer: on the CPU's clock, waiting for the GPU
-    would take most of the width. If nearly all memory stays allocated, as in inference, a second panel enlarges what
-    changes. `name` of the run is the title; `settings` replace the name of the file.
+    would take most of the width. `name` of the run is the title; `settings` replace the name of the file.
     """
+    timeline, peak = profile.timeline, by_category(profile.peak)
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
-    words = [settings or source, f"GPU {profile.device}", "legend: sizes at the peak"]
-    shown = _shown(profile)
+    highest_bytes = max(profile.peak.allocated_bytes, int(_allocated(profile).max()), *timeline.reserved_bytes)
+    rows = dict(zip(timeline.categories, timeline.num_bytes, strict=True))
+    shown = [category for category, values in rows.items() if max(values) > VISIBLE * highest_bytes]
     failed = ", out of memory" if profile.work.out_of_memory else ""
-    title = shorten(name, LONGEST_NAME) or "Memory over time"
-    floor_bytes = int(_allocated(profile).min())
-    is_flat = FLAT * profile.peak.allocated_bytes < floor_bytes < profile.peak.allocated_bytes
     figure = draw.new_figure(
         6.5,
-        (5.4 if is_flat else 3.9) + 0.19 * -(-(len(shown) + 1) // 3),
-        f"{title}: peak {size(profile.peak.allocated_bytes)}{failed}",
-        ", ".join(words),
+        3.9 + 0.19 * -(-(len(shown) + 1) // 3),
+        f"{shorten(name, LONGEST_NAME) or 'Memory over time'}: peak {size(profile.peak.allocated_bytes)}{failed}",
+        ", ".join([settings or source, f"GPU {profile.device}", "legend: sizes at the peak"]),
     )
-    panels, unit = figure.subplots(1 + is_flat, 1, squeeze=False, sharex=True)[:, 0], unit_for(_highest(profile))
-    for panel in panels:
-        _draw_stack(panel, profile, unit)
-        _draw_boundaries(panel, profile)
-        _draw_failure(panel, profile)
-        draw.style(panel)
-        panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
-    _name_phases(panels[0], profile)
-    _annotate_peak(panels[0], profile, unit)
-    if is_flat:
-        _enlarge(panels[1], floor_bytes, profile.peak.allocated_bytes, unit)
-    _mark_times(panels[-1], profile)
+    panel, unit = figure.subplots(), unit_for(highest_bytes)
+    x, there = np.arange(len(timeline.time_s)), [category for category, values in rows.items() if any(values)]
+    if there:
+        panel.stackplot(
+            x, [np.array(rows[category]) / unit.num_bytes for category in there], labels=there, step="post",
+            linewidth=0, colors=[CATEGORY_COLOURS[category] for category in there],
+        )  # fmt: skip
+    panel.plot(x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
+    panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
+    panel.set_ylim(0, HEADROOM * highest_bytes / unit.num_bytes or 1.0)
+    panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
+    draw.style(panel)
+    for moment in profile.boundaries:
+        dashes = "solid" if moment.phase == START else (0, (3, 2))
+        panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
+    _draw_failure(panel, profile)
+    _name_phases(panel, profile)
+    _annotate_peak(panel, profile, unit, highest_bytes)
+    _mark_times(panel, profile)
     handles: list[Patch | Line2D] = [
-        Patch(color=CATEGORY_COLOURS[category], label=f"{category}, {size(num_bytes)}")
-        for category, num_bytes in shown.items()
+        Patch(color=CATEGORY_COLOURS[category], label=f"{category}, {size(peak[category])}") for category in shown
     ]
     handles.append(Line2D([], [], label=f"reserved, {size(profile.peak.reserved_bytes)}", **RESERVED))
     draw.legend_below(figure, handles, 3)
     return figure
 
 
-def _shown(profile: MemoryProfile) -> dict[Category, int]:
-    """Categories that are large enough to be seen, from the bottom up, with their bytes at the peak."""
-    timeline, least, peak = profile.timeline, VISIBLE * _highest(profile), by_category(profile.peak)
-    return {
-        category: peak[category]
-        for category, values in zip(timeline.categories, timeline.num_bytes, strict=True)
-        if max(values) > least
-    }
-
-
 def _x(profile: MemoryProfile, time_s: float) -> int:
     """Place of a time on the x axis: the number of the first point that is not before it, or else of the last."""
     return min(bisect_left(profile.timeline.time_s, time_s), len(profile.timeline.time_s) - 1)
-
-
-def _draw_stack(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
-    timeline = profile.timeline
-    x = np.arange(len(timeline.time_s))
-    rows = {own: np.array(values) for own, values in zip(timeline.categories, timeline.num_bytes, strict=True)}
-    there = [category for category, values in rows.items() if values.any()]
-    if there:
-        panel.stackplot(
-            x, [rows[category] / unit.num_bytes for category in there], labels=there, step="post", linewidth=0,
-            colors=[CATEGORY_COLOURS[category] for category in there],
-        )  # fmt: skip
-    panel.plot(x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
-    panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
-    panel.set_ylim(0, HEADROOM * _highest(profile) / unit.num_bytes or 1.0)
 
 
 def _end_s(profile: MemoryProfile) -> float:
@@ -151,30 +126,10 @@ def _mark_times(panel: Axes, profile: MemoryProfile) -> None:
     panel.set_xlabel("all allocations and frees, equally far apart; the CPU's time at them (ms)", fontsize=9)
 
 
-def _enlarge(panel: Axes, floor_bytes: int, peak_bytes: int, unit: MemoryUnit) -> None:
-    """Begin the panel's scale just below what always stays allocated."""
-    rest = peak_bytes - floor_bytes
-    panel.set_ylim((floor_bytes - 0.1 * rest) / unit.num_bytes, (peak_bytes + 0.1 * rest) / unit.num_bytes)
-    panel.ticklabel_format(axis="y", useOffset=False)
-    panel.set_title("enlarged: what changes", fontsize=8.5, loc="left")
-
-
 def _allocated(profile: MemoryProfile) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """All categories together at each point of the timeline, in bytes."""
     rows = np.array(profile.timeline.num_bytes, np.int64).reshape(-1, len(profile.timeline.time_s))
     return np.asarray(rows.sum(axis=0), np.int64)
-
-
-def _highest(profile: MemoryProfile) -> int:
-    """The highest value of the picture in bytes."""
-    return max(profile.peak.allocated_bytes, int(_allocated(profile).max()), *profile.timeline.reserved_bytes)
-
-
-def _draw_boundaries(panel: Axes, profile: MemoryProfile) -> None:
-    """A dashed line at the end of each phase, and a solid one at the start of each step."""
-    for moment in profile.boundaries:
-        dashes = "solid" if moment.phase == START else (0, (3, 2))
-        panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
 
 
 def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
@@ -191,38 +146,30 @@ def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
 
 
 def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
-    """Names of phases above the panel between their lines, and above these the numbers of several steps."""
-    for phase in profile.phases:
-        _write_between(panel, profile, [phase], phase.phase, 1.012)
-    steps = [(step, list(own)) for step, own in groupby(profile.phases, lambda phase: phase.step)]
-    for step, own in steps if len(steps) > 1 else ():
-        _write_between(panel, profile, own, f"step {step}", 1.08, bold=True)
+    """Names of phases above the panel between their lines where they fit, and above these the numbers of steps."""
+    named = [(phase.phase, [phase], 1.012) for phase in profile.phases]
+    steps = {step: list(own) for step, own in groupby(profile.phases, lambda phase: phase.step)}
+    if len(steps) > 1:
+        named += [(f"step {step}", own, 1.08) for step, own in steps.items()]
+    for name, phases, y in named:
+        begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
+        if len(name) < (end - begin) / panel.get_xlim()[1] / CHARACTER:
+            panel.text(
+                (begin + end) / 2, y, draw.inert(name), ha="center", va="bottom", fontsize=8.5,
+                transform=panel.get_xaxis_transform(),
+            )  # fmt: skip
 
 
-def _write_between(
-    panel: Axes, profile: MemoryProfile, phases: Sequence[PhaseMemory], name: str, y: float, bold: bool = False
-) -> None:
-    """The name, or a short one, above the middle of the phases if it fits."""
-    begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
-    room = (end - begin) / panel.get_xlim()[1] / CHARACTER
-    if fitting := next((word for word in (name, SHORT_NAMES.get(name, "")) if len(word) < room), ""):
-        panel.text(
-            (begin + end) / 2, y, draw.inert(fitting), ha="center", va="bottom", fontsize=8.5,
-            transform=panel.get_xaxis_transform(), fontweight="bold" if bold else "normal",
-        )  # fmt: skip
-
-
-def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
+def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit, highest_bytes: int) -> None:
     """A point at the peak with its size in words above all lines."""
     peak = profile.peak
     x, y = int(_allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes
-    limit = panel.get_ylim()[1]
-    base = _highest(profile) / unit.num_bytes
     across = x / panel.get_xlim()[1]
     side = "left" if across < 0.2 else "right" if across > 0.8 else "center"
     where = f", in {draw.inert(peak.phase, 20)}" if peak.phase else ""
     panel.annotate(
-        f"peak {size(peak.allocated_bytes)}{where}", (x, y), (x, base + 0.035 * limit), ha=side, va="bottom",
+        f"peak {size(peak.allocated_bytes)}{where}", (x, y),
+        (x, highest_bytes / unit.num_bytes + 0.035 * panel.get_ylim()[1]), ha=side, va="bottom",
         fontsize=8.5, fontweight="bold", path_effects=_WHITE_EDGE, annotation_clip=False,
         bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
         arrowprops={"arrowstyle": "-", "color": "#222222", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2,

@@ -27,16 +27,18 @@ from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.plots.draw import Drawing
 from cs336_systems.report.section import Section, Table, findings_table, known, make_table, with_note
-from cs336_systems.report.sections.memory.entries import (
+from cs336_systems.report.sections.memory.findings import (
     GIB_CELL,
     MIB_CELL,
     START,
     MemoryEntry,
     MemoryUnit,
     about,
+    answer,
     check_words,
     difference_bytes,
     fields_of,
+    findings,
     in_unit,
     innermost,
     moment_ms,
@@ -45,9 +47,8 @@ from cs336_systems.report.sections.memory.entries import (
     typical,
     unit_for,
 )
-from cs336_systems.report.sections.memory.findings import answer, findings
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
-from cs336_systems.report.words import GIB, MIB, label, percent, ratio
+from cs336_systems.report.words import GIB, MIB, count, label, percent, ratio
 from cs336_systems.text import counted
 
 SMALL = 0.01
@@ -127,13 +128,13 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
         in_unit("block_gradient_bytes", MIB_CELL),
         column("status"),
     ]
-    failed = list(_failure_notes(entries))
-    notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *_rank_notes(entries), *failed]
+    of_runs = list(_notes_on_runs(entries))
+    notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *of_runs]
     keys = _used(tuple(next(_peak(entries[0]))), rows)
     every = over_configurations("peaks", "Peaks of memory", rows, columns, keys, notes)
     of = [*_category_columns(rows, unit, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", unit),
           column("peak_phase", drop_order=2), column("status")]  # fmt: skip
-    parts = over_configurations("", "What the peaks consist of", rows, of, (), failed)
+    parts = over_configurations("", "What the peaks consist of", rows, of, (), of_runs)
     return replace(every, tables=(*every.tables, *parts.tables))
 
 
@@ -164,13 +165,10 @@ def _peak(entry: MemoryEntry) -> Iterator[Row]:
     }
 
 
-def _rank_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+def _notes_on_runs(entries: Sequence[MemoryEntry]) -> Iterator[str]:
+    """Notes on runs on several ranks, and on those that ran out of memory."""
     if any(entry.config and entry.config.ranks > 1 for entry in entries):
         yield "Of several ranks rank 0 is explained."
-
-
-def _failure_notes(entries: Sequence[MemoryEntry]) -> Iterator[str]:
-    """A note on the rows of runs that ran out of memory, if there are any."""
     if any(entry.is_out_of_memory for entry in entries):
         yield (
             "Out of memory: what there was before it, which is less than the run needs; after a first forward pass of "
@@ -230,7 +228,7 @@ def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
 
     rows = rows_of(entries, ranked)
     columns = [
-        column("requested_bytes", unit="bytes", write=_exact, drop_order=4),
+        column("requested_bytes", unit="bytes", write=count, drop_order=4),
         in_unit("requested_bytes", MIB_CELL),
         in_unit("bytes", MIB_CELL, name="block", drop_order=8),
         column("count"),
@@ -276,10 +274,6 @@ def _at_peak(profile: MemoryProfile, top: int) -> Iterator[Table]:
     notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
     if rows:
         yield make_table("Largest allocations at the peak", known(columns, rows), rows, notes)
-
-
-def _exact(value: int) -> str:
-    return f"{value:,}"
 
 
 def _origin_columns() -> list[Column]:

@@ -10,9 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle, StepPatch
 from PIL import Image
 
-from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.step_profile import PicturedStep, StepProfile
 from cs336_systems.report.plots import charts, draw
 from cs336_systems.report.plots.charts import Chart
@@ -29,10 +27,8 @@ from cs336_systems.report.sections.kernels.plots import (
     configuration_chart,
     draw_timeline,
     parts_ms,
-    pieces_of,
     utilisation,
 )
-from tests.analysis.kernels.tracing import Kernel, Recording, Span, make_trace
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (
@@ -177,26 +173,6 @@ def test_a_stream_is_drawn_as_busy_as_it_was() -> None:
     assert top.max() <= 100 + 1e-9
     for panel in (phases, first, second):
         assert panel.get_xlim() == (0, pytest.approx(25))
-
-
-def test_kernels_that_are_kept_one_by_one_are_drawn_as_busy_as_they_were() -> None:
-    """Two kernels of 20 us in a step of 100 us, on two streams, and one in half of that time."""
-    made = Recording(spans=[Span("step", 0, 100_000), Span("forward", 0, 100_000)])
-    for name, start, stream in (("sgemm", 10_000, 7), ("softmax", 60_000, 7), ("sgemm", 15_000, 9)):
-        made.kernels.append(
-            Kernel(name, 1, start_ns=start, duration_ns=20_000 if stream == 7 else 10_000, stream=stream)
-        )
-    profile = summarise(attribute(make_trace(made)), source="p")
-    assert (profile.pictured.pieces, len(pieces_of(profile))) == ((), 3)
-    area = {}
-    for panel in draw_timeline(profile).axes[1:3]:
-        for patch in (patch for patch in panel.patches if isinstance(patch, StepPatch)):
-            values, edges, baseline = patch.get_data()
-            key = panel.get_ylabel().partition("\n")[0], str(patch.get_label())
-            area[key] = float(((values - baseline) * np.diff(edges)).sum() / 100)
-    assert area == pytest.approx(
-        {("stream 7", PRODUCT): 0.02, ("stream 7", SOFTMAX): 0.02, ("stream 9", PRODUCT): 0.01}
-    )
 
 
 def test_phases_are_drawn_on_the_host_and_on_the_device() -> None:

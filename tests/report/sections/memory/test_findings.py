@@ -46,17 +46,6 @@ def first_steps():
     )
 
 
-def test_the_peak_is_always_told_and_so_is_what_could_not_be_read() -> None:
-    assert findings(make_memory()) == (
-        "The peak is 780.0 MiB, 13.0 ms after the first event, in backward of step 0; it consists of saved activations "
-        "380.0 MiB (48.7 %), optimizer state 200.0 MiB (25.6 %), parameters 100.0 MiB (12.8 %), temporary 50.00 MiB "
-        "(6.4 %), gradients 40.00 MiB (5.1 %), held throughout 10.00 MiB (1.3 %).",
-        "two blocks were joined",
-    )
-    crumbs = make_moment("forward", 0, 900, saved=999.5, gradients=0.5)
-    assert findings(make_memory(peak=crumbs))[0].endswith(" of saved activations 999.5 MiB (100.0 %).")
-
-
 def test_out_of_memory_comes_first_with_what_was_asked_and_free() -> None:
     """PyTorch has 370 MiB that no block uses: with 120 free that would do for 300, with 179 less of its own not."""
     first = findings(make_oom())[0]
@@ -113,19 +102,6 @@ def test_steps_that_leave_memory_behind(leak: float, told: bool) -> None:
                                          (1, "optimizer", 60))]  # fmt: skip
     assert ("Every step leaves 5.00 MiB or more behind, 10.00 MiB in 2 steps." in said(
         make_memory(boundaries=tuple(moments)))) is told  # fmt: skip
-
-
-def test_what_only_the_first_step_leaves_is_no_leak() -> None:
-    sizes = ((0, "start", 0, 1), (0, "optimizer", 30, 65), (1, "start", 30, 65), (1, "optimizer", 60, 65))
-    moments = tuple(make_moment(phase, at, 900, step, temporary=held) for step, phase, at, held in sizes)
-    assert "behind" not in said(make_memory(boundaries=moments))
-
-
-def test_a_count_that_differs_is_told() -> None:
-    first, *others = make_memory().boundaries
-    wrong = replace(first, counted_bytes=first.allocated_bytes + 3 * MIB)
-    assert "Check failed: at 1 of 8 boundaries" in said(make_memory(boundaries=(wrong, *others)))
-    assert "by -3,145,728 bytes at most" in said(make_memory(boundaries=(wrong, *others)))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Pictures of hand-made memory profiles (see profiles.py): what is drawn is what there was."""
 
 import itertools
-import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +8,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.report.plots import charts, draw
+from cs336_systems.report.plots import charts
 from cs336_systems.report.plots.draw import figure_of
-from cs336_systems.report.sections.memory.entries import MemoryEntry
+from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from tests.report.drawn import overlaps, texts
 from tests.report.making import make_config
@@ -21,9 +19,7 @@ from tests.report.sections.memory.profiles import (
     make_bare,
     make_inference,
     make_memory,
-    make_moment,
     make_oom,
-    make_timeline,
 )
 
 MAKERS = (make_memory, make_inference, make_bare, make_oom)
@@ -77,28 +73,6 @@ def test_phases_and_steps_are_named_between_their_lines() -> None:
     assert not any("step" in text for text in one), "the only step needs no number"
 
 
-def test_memory_from_a_gib_on_is_drawn_in_gib() -> None:
-    (panel,) = draw_memory(make_memory()).axes
-    assert panel.get_ylabel() == "memory (MiB)"
-    figure = draw_memory(make_bare())
-    assert figure.axes[0].get_ylabel() == "memory (GiB)"
-    assert areas(figure) == pytest.approx({"held throughout": 1000 * 2 / 1024, "temporary": 500 / 1024})
-    assert figure.axes[0].get_ylim()[1] > 2000 / 1024
-
-
-def test_a_narrow_phase_has_a_short_name_or_none() -> None:
-    whole = make_memory(num_steps=1, boundaries=make_memory().boundaries[:4])
-    times_s = (0, 0.050, 0.0545, 0.0549)
-    moved = [
-        replace(phase, begin_s=begin_s, end_s=end_s)
-        for phase, begin_s, end_s in zip(whole.phases[:3], times_s[:-1], times_s[1:], strict=True)
-    ]
-    shown = texts(draw_memory(replace(whole, phases=tuple(moved))))
-    assert "forward" in shown
-    assert "bwd" in shown
-    assert not {"backward", "optimizer", "opt."} & set(shown)
-
-
 def test_the_peak_is_marked_where_it_is() -> None:
     figure = draw_memory(make_memory())
     (panel,) = figure.axes
@@ -108,14 +82,6 @@ def test_the_peak_is_marked_where_it_is() -> None:
     assert panel.get_ylim()[1] > 900
     reserved = next(line for line in panel.lines if len(line.get_xdata()) == 13)
     assert set(reserved.get_ydata()) == {900}
-
-
-def test_the_legend_says_what_the_peak_consists_of() -> None:
-    (legend,) = draw_memory(make_memory()).legends
-    assert {text.get_text() for text in legend.get_texts()} - {""} == {
-        "held throughout, 10.00 MiB", "parameters, 100.0 MiB", "optimizer state, 200.0 MiB", "gradients, 40.00 MiB",
-        "saved activations, 380.0 MiB", "temporary, 50.00 MiB", "reserved, 900.0 MiB",
-    }  # fmt: skip
 
 
 def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
@@ -128,21 +94,6 @@ def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
     marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == charts.FAILURE_COLOUR]
     assert marks == [7], "the number of the point at 35 ms"
     assert panel.get_xlim() == (0, 7), "what comes later is of no step"
-
-
-def test_little_that_changes_on_top_of_much_is_enlarged() -> None:
-    """5,000 MiB stay and 100 come and go: the second panel begins 10 MiB below and ends 10 MiB above what changes."""
-    timeline = make_timeline((0, 6, 10), 5200, parameters=[5000] * 3, temporary=[0, 100, 0])
-    peak = make_moment("forward", 6, 5200, counted=False, parameters=5000, temporary=100)
-    figure = draw_memory(make_inference(timeline=timeline, peak=peak))
-    first, second = figure.axes
-    assert first.get_ylim()[0] == 0
-    assert np.multiply(second.get_ylim(), 1024) == pytest.approx([4990, 5110])
-    assert first.get_xlim() == second.get_xlim()
-    assert texts(figure).count("forward") == 1
-    assert len(draw_memory(make_inference()).axes) == 1, "there 60 of 160 MiB come and go"
-    second.set_yticks([5000 / 1024, 5100 / 1024])  # matplotlib has ticks outside of the panel too, and hides them
-    assert overlaps(figure) == []
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -166,20 +117,6 @@ def test_bars_hold_the_categories_of_the_peak() -> None:
     assert marks == pytest.approx([900, 200])
     assert {"780.0 MiB\nin backward", "160.0 MiB\nin forward", "1.46 GiB"} <= set(texts(figure))
     assert "780.0 MiB\nout of memory" in texts(draw_peaks(make_oom(), make_oom()))
-
-
-def test_one_run_needs_no_bar() -> None:
-    assert peak_charts([MemoryEntry(profile=make_memory())]) == []
-
-
-def test_a_profile_of_one_moment_of_nothing_is_drawn() -> None:
-    timeline = replace(make_bare().timeline, time_s=(0.0,), num_bytes=((0,), (0,)), reserved_bytes=(0,))
-    peak = make_moment("", 0, 0, step=-1, counted=False)
-    nothing = make_bare(timeline=timeline, peak=peak)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        draw.to_png(draw_memory(nothing))
-        draw.to_png(draw_peaks(nothing, nothing))
 
 
 @pytest.mark.parametrize("sight", SIGHT)

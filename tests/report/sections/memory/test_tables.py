@@ -6,26 +6,19 @@ import pytest
 
 from cs336_systems.analysis.memory.profile import OPTIONAL, Category, read_memory_profile
 from cs336_systems.config import Mode, Precision, Profiler
-from cs336_systems.report.formats import WRITERS, pngs_of, texts_of, write_files
-from cs336_systems.report.sections.memory.entries import (
+from cs336_systems.report.sections.memory.findings import (
     MemoryEntry,
-    MemoryUnit,
     innermost,
-    moment_ms,
     size,
-    typical,
-    unit_for,
 )
 from cs336_systems.report.sections.memory.tables import (
     blocks,
     boundaries,
     largest,
-    memory_tables,
     peaks,
-    sections_of,
     write_memory,
 )
-from tests.report.making import HOSTILE, make_config
+from tests.report.making import make_config
 from tests.report.reading import column, csv_rows
 from tests.report.sections.memory.profiles import (
     LOGITS,
@@ -33,7 +26,6 @@ from tests.report.sections.memory.profiles import (
     MOMENTS,
     WEIGHTS,
     make_bare,
-    make_block,
     make_inference,
     make_like,
     make_memory,
@@ -78,21 +70,10 @@ def test_sizes_in_sentences(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
 
 
-def test_cells_of_one_unit() -> None:
-    assert (unit_for(2**30 - 1).name, unit_for(2**30).name) == ("MiB", "GiB")
-    unit = MemoryUnit("GiB", 2**30, 3)
-    assert [unit.cell(n) for n in (0, 512, 2**20, 3 * 2**29)] == ["0", "< 0.001", "0.001", "1.500"]
-
-
 def test_a_place_keeps_the_end_of_its_path() -> None:
     assert innermost(WEIGHTS.places) == "cs336_systems/model.py:77 softmax"
     windows = replace(WEIGHTS.places[0], file=r"C:\Users\me\code\model.py")
     assert innermost([windows]) == "code/model.py:77 softmax"
-
-
-@pytest.mark.parametrize(("time_s", "text"), [(0, "0.00"), (0.00438, "4.38"), (0.0157, "15.7"), (3.7189, "3,718.9")])
-def test_times_have_a_tenth_of_a_millisecond(time_s: float, text: str) -> None:
-    assert moment_ms(time_s) == text
 
 
 def test_the_largest_allocations_with_their_code() -> None:
@@ -131,24 +112,6 @@ def test_what_a_block_saves_over_blocks_and_within_one() -> None:
     assert blocks(make_inference()).tables == ()
 
 
-def test_what_blocks_save_only_in_backward_is_told() -> None:
-    first, *others = make_block(0).saved
-    block = replace(make_block(0), saved=(replace(first, is_recomputed=True), *others))
-    section = blocks(make_memory(blocks=(block, block)))
-    assert "20.00 MiB are not kept from forward on" in section.tables[0].notes[1]
-    assert [row["recomputed_bytes"] for row in csv_rows(section)] == [str(20 * MIB)] * 2
-    assert len(blocks(make_memory()).tables[0].notes) == 1
-
-
-@pytest.mark.parametrize(
-    ("weights", "name"),
-    [((5, 6, 7), "block.1"), ((9, 6, 6, 7), "block.1"), ((8, 9, 6, 7), "block.3"), ((5,), "block.0")],
-)
-def test_a_typical_block_saves_the_median(weights: tuple[int, ...], name: str) -> None:
-    """Of an even number the lower of the middle two, and the first of those that save as much."""
-    assert typical([make_block(index, weight) for index, weight in enumerate(weights)]).name == name
-
-
 def test_peaks_of_every_run() -> None:
     found = csv_rows(peaks(grid()))
     assert [(row["context_length"], row["mode"], row["precision"], row["status"]) for row in found] == [
@@ -162,18 +125,6 @@ def test_peaks_of_every_run() -> None:
     assert found[1]["block_saved_bytes"] == str(60 * MIB)
     assert found[0]["block_saved_bytes"] == ""
     assert {row["residual_stream_bytes"] for row in found} == {"6553600"}
-
-
-def test_each_run_has_its_peak_and_its_parts() -> None:
-    every, categories = memory_tables(grid())
-    assert [heading.name for heading in every.headings][:5] == ["size", "context", "mode", "precision", "peak"]
-    assert column(every, "peak") == ["0.16", "0.76", "0.38", "0.16", "0.76"]
-    assert [row[-1] for row in every.rows] == ["ok"] * 4 + ["out of memory"]
-    assert every.failed == {4}
-    assert len(categories.rows) == 5
-    _, categories = memory_tables([entry()])
-    assert [heading.name for heading in categories.headings][:1] == ["parameters"], "one run is told from no other"
-    assert "small, ctx 128" in categories.notes[-1]
 
 
 def test_categories_add_up_in_every_row() -> None:
@@ -208,20 +159,6 @@ def test_every_boundary_is_beside_the_allocators_count() -> None:
     assert boundaries(alone(make_bare())).tables == ()
 
 
-def test_what_ran_out_of_memory_is_no_result() -> None:
-    _, categories = memory_tables([entry(make_oom()), entry(context_length=512)])
-    assert [row[-1] for row in categories.rows] == ["out of memory", "ok"]
-    assert any("less than the run needs" in note for note in categories.notes)
-    _, categories = memory_tables([entry(), entry(context_length=512)])
-    assert not any("less than the run needs" in note for note in categories.notes)
-
-
-def test_the_first_step_has_a_prediction_of_its_own() -> None:
-    """The measured first step of xl at context 512 in fp32 peaked at 30.18 GiB on one H200, later ones at 41.72."""
-    (row,) = csv_rows(peaks([entry(size="xl", context_length=512, warmup_steps=0, measured_steps=1)]))
-    assert int(row["predicted_peak_allocated_bytes"]) / 2**30 == pytest.approx(30.18, rel=0.005)
-
-
 def test_a_single_snapshot_has_the_same_tables_without_settings() -> None:
     """900 reserved and 780 allocated leave 120; 777 were asked for."""
     section = peaks(alone(make_memory()))
@@ -233,26 +170,6 @@ def test_a_single_snapshot_has_the_same_tables_without_settings() -> None:
     assert [table.headings[0].name for table in section.tables] == ["peak", "parameters"]
     assert column(section.tables[0], "peak") == ["780.00"]
     assert csv_rows(peaks(alone(make_bare())))[0]["residual_stream_bytes"] == ""
-
-
-def test_every_file_of_a_sweep_has_inert_text(tmp_path) -> None:
-    name = HOSTILE + "x" * 8000
-    like = make_like(1, name=name, explanation=HOSTILE)
-    profile = make_memory(source=name, largest=(like,), notes=(name,))
-    files = {}
-    for section in sections_of([entry(profile, size=HOSTILE), *grid()]):
-        files |= texts_of(section) | pngs_of(section)
-    write_files(files, tmp_path)
-    tables = {f"{name}.{ending}" for name in ("peaks", "boundaries", "largest") for ending in ("csv", *WRITERS)}
-    assert {path.name for path in tmp_path.iterdir()} == tables | {"plots"}
-    assert len(list((tmp_path / "plots").glob("*_timeline.png"))) == 6
-    assert (tmp_path / "plots" / "peaks.png").is_file()
-    for ending in ("md", "tex", "typ"):
-        text = (tmp_path / f"largest.{ending}").read_text()
-        assert not any(character in text for character in "\r\t\0\x1b")
-    assert "<" not in (tmp_path / "largest.md").read_text()
-    assert r"\input{" not in (tmp_path / "largest.tex").read_text()
-    assert "'=HYPERLINK" in (tmp_path / "largest.csv").read_text()
 
 
 @pytest.mark.parametrize("make", MAKERS)

@@ -1,5 +1,3 @@
-import cProfile
-import itertools
 import statistics
 import warnings
 from dataclasses import replace
@@ -7,13 +5,12 @@ from dataclasses import replace
 import pytest
 from matplotlib.container import ErrorbarContainer
 
-from cs336_systems.config import Mode, Phase, Precision
+from cs336_systems.config import Mode, Precision
 from cs336_systems.record import Status
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.plots import charts, draw
 from cs336_systems.report.plots.charts import Axis, Curve, Line, Panel, Point
-from cs336_systems.report.plots.draw import figure_of
-from cs336_systems.report.plots.steps import named_rows, pages, phase_chart, split
+from cs336_systems.report.sections.steps import named_rows, split
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
 from tests.report.writing import write_plots
@@ -27,30 +24,32 @@ def figures(monkeypatch):
     return found
 
 
-def draw_phases(rows, *words):
-    return figure_of(phase_chart("name", rows, *words))
-
-
-def part(grid, precision):
-    return next(part for part in split(to_frame(grid)) if part["precision"].iloc[0] == precision)
-
-
-def heights(panel):
-    """Of the bars in a panel, from the left and from the bottom."""
-    return [bar.get_height() for bar in sorted(panel.patches, key=lambda bar: (round(bar.get_x(), 1), bar.get_y()))]
-
-
 def drawn_lines(panel):
     """The points of each line in a panel."""
     drawn = [container.lines[0] for container in panel.containers if isinstance(container, ErrorbarContainer)]
     return [[tuple(map(float, xy)) for xy in line.get_xydata()] for line in drawn]
 
 
-def test_bars_hold_the_phases_and_the_rest_of_the_step(grid):
-    short, long = draw_phases(named_rows(part(grid, "fp32")), "step", "settings").axes
-    assert heights(short) == pytest.approx([25, 50, 12.5, 12.5, 150, 300, 75, 75])
-    assert heights(long) == pytest.approx([100, 200, 50, 50]), "xl has no memory for it"
-    assert drawn_lines(short) == [[(0, pytest.approx(100)), (1, pytest.approx(600))]]
+def test_bars_hold_the_phases_and_the_rest_of_the_step_and_name_failures(grid, figures, tmp_path):
+    """The fixture's steps are a quarter forward, half backward, an eighth optimizer, and an eighth none of these."""
+    names = [path.stem for path in write_plots(grid, tmp_path)]
+    figure = figures[names.index("step_time")]
+    (panel,) = figure.axes
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    lengths = {name: [bar.get_width() for bar in panel.patches if round(bar.get_y() + bar.get_height() / 2) == place]
+               for place, name in enumerate(labels)}  # fmt: skip
+    assert lengths["small ctx 128 fp32"] == pytest.approx([25, 50, 12.5, 12.5])
+    assert lengths["xl ctx 128 fp32"] == pytest.approx([150, 300, 75, 75])
+    assert lengths["xl ctx 512 fp32"] == []
+    assert {"out of memory", "100 ms", "Time of a step by phase"} <= set(texts(figure))
+    assert overlaps(figure) == []
+
+
+def test_all_configurations_are_drawn_in_some_picture(figures, tmp_path):
+    paths = write_plots([make_record(make_config("tiny", 8 * i), (i / 10,)) for i in range(1, 101)], tmp_path)
+    assert [path.name for path in paths] == ["step_time.png", "step_time_no2.png", "context_length_train.png"]
+    labels = [label.get_text() for figure in figures[:2] for label in figure.axes[0].get_yticklabels()]
+    assert labels == [f"tiny ctx {8 * i}" for i in range(1, 101)]
 
 
 def make_study():
@@ -69,8 +68,11 @@ def make_study():
 
 def test_a_study_of_one_setting_is_drawn_over_it(figures, tmp_path):
     records = make_study()
-    assert [path.name for path in write_plots(records, tmp_path)] == ["checkpoint_blocks_train_ctx512.png"]
-    (figure,) = figures
+    assert [path.name for path in write_plots(records, tmp_path)] == [
+        "step_time.png",
+        "checkpoint_blocks_train_ctx512.png",
+    ]
+    _, figure = figures
     assert {"0", "8", "fp32", "bf16", "xl", "blocks per checkpoint", "peak of memory (GiB)"} <= set(texts(figure))
     fp32, bf16 = (
         [(place, pytest.approx(time_ms)) for place, time_ms in enumerate(times_ms)]
@@ -99,11 +101,14 @@ def shifted(points, aside):
 def test_any_numeric_setting_has_its_picture_and_failures_are_in_it(figures, tmp_path):
     done = [make_record(make_config(batch_size=size), (size / 10,), peak_bytes=None) for size in (1, 2)]
     failed = make_failure(make_config(batch_size=4))
-    assert [path.name for path in write_plots([*done, failed], tmp_path)] == ["batch_size_train_ctx128.png"]
-    (figure,) = figures
+    assert [path.name for path in write_plots([*done, failed], tmp_path)] == [
+        "step_time.png",
+        "batch_size_train_ctx128.png",
+    ]
+    _, figure = figures
     assert len(figure.axes) == 1, "no peak is known, as on a CPU"
     assert "out of memory" in texts(figure)
-    assert write_plots([done[0], failed], tmp_path) == [], "one time alone is no line"
+    assert [path.stem for path in write_plots([done[0], failed], tmp_path)] == ["step_time"], "one time is no line"
 
 
 def test_a_setting_with_named_values_has_points_that_no_line_joins(figures, tmp_path):
@@ -123,47 +128,9 @@ def test_a_setting_with_named_values_has_points_that_no_line_joins(figures, tmp_
     assert overlaps(figure) == []
 
 
-def make_rows(contexts, sizes):
-    known = dict.fromkeys([f"{phase}_mean_ms" for phase in Phase] + ["step_std_ms", "failure"])
-    return [
-        known | {"name": f"size {i}", "context_length": context, "step_mean_ms": 1.0}
-        for context in range(1, contexts + 1)
-        for i in range(sizes)
-    ]
-
-
-def calls(function, *arguments):
-    """Calls of functions, also of C, until the function has returned: what it costs, on however busy a machine."""
-    profile = cProfile.Profile()
-    profile.runcall(function, *arguments)
-    return sum(entry.callcount for entry in profile.getstats())
-
-
-@pytest.mark.parametrize(("contexts", "sizes"), [(500, 1), (2, 500), (60, 45)])
-def test_pictures_do_not_grow_with_the_number_of_bars(contexts, sizes):
-    """The cost of a picture grows with the square of its panels, as each looks at the limits of all others."""
-    rows = make_rows(contexts, sizes)
-    found = list(pages(rows))
-    assert sorted(map(str, itertools.chain(*found))) == sorted(map(str, rows))
-    for page in found:
-        assert len({row["context_length"] for row in page}) <= 24
-        assert len({row["name"] for row in page}) <= 24
-    assert max(draw_phases(found[0], "step", "settings").get_size_inches()) < 16
-    assert calls(list, pages(make_rows(4 * contexts, sizes))) < 5 * calls(list, pages(rows))
-
-
-def test_all_contexts_are_drawn_on_some_page(figures, tmp_path):
-    paths = write_plots([make_record(make_config("tiny", 8 * i), (i / 10,)) for i in range(1, 31)], tmp_path)
-    assert [path.name for path in paths] == [
-        "step_time_train_fp32.png", "step_time_train_fp32_no2.png", "context_length_train.png",
-    ]  # fmt: skip
-    titles = [panel.get_title() for figure in figures[:2] for panel in figure.axes]
-    assert titles == [f"context {8 * i}" for i in range(1, 31)]
-
-
 def test_labels_of_many_points_do_not_cover_each_other(figures, tmp_path):
     write_plots([make_record(make_config(warmup_steps=i), (0.1, 0.2)) for i in range(40)], tmp_path)
-    assert [overlaps(figure) for figure in figures] == [[]]
+    assert [overlaps(figure) for figure in figures] == [[]] * len(figures)
 
 
 def test_times_over_warm_up_steps(warmup_records, figures, tmp_path):
@@ -207,28 +174,14 @@ def test_pictures_are_those_that_the_records_support(grid, warmup_records, figur
 
     assert stems([]) == stems([make_failure(make_config())]) == stems(grid[:1]) == set()
     assert stems(grid) == {
-        "step_time_train_fp32", "step_time_train_bf16", "context_length_train",
+        "step_time", "context_length_train",
     }  # fmt: skip
     assert stems(warmup_records) == {"warmup_steps_train_ctx128"}
-    assert stems([make_record(make_config(size), (0.1,)) for size in ("small", "xl")]) == {"step_time_train_fp32"}
+    assert stems([make_record(make_config(size), (0.1,)) for size in ("small", "xl")]) == {"step_time"}
     again = [
         replace(record, config=replace(record.config, batch_size=2)) for record in grid if record.config.size == "small"
     ]
-    assert "step_time_train_bf16_batch_2" in stems([*grid, *again])
-
-
-def test_failures_are_written_into_every_picture(grid):
-    full = part(grid, "fp32")
-    rows = named_rows(full)
-    assert "out of memory" in texts(draw_phases(rows, "step", "settings"))
-
-
-def test_titles_and_axes_say_what_is_shown(grid, tmp_path):
-    shown = texts(draw_phases(named_rows(part(grid, "bf16")), "training step", "NVIDIA H200, batch 4"))
-    assert {"Time of one training step by phase", "context 128", "context 512", "time (ms)", "small", "xl"} <= set(
-        shown
-    )
-    assert any("NVIDIA" in text and "batch" in text for text in shown)
+    assert "context_length_train_batch_2" in stems([*grid, *again])
 
 
 def test_texts_of_a_configuration_are_inert(tmp_path):
