@@ -212,6 +212,7 @@ def test_a_run_whose_machines_die_and_one_for_which_ray_fails_have_rows_that_say
         lambda config: {"not": "bytes"},
         lambda config: b"",
         lambda config: b'{"node": 1}\n',
+        lambda config: b'{"x": ' + b"[" * 200_000 + b"\n",
         lambda config: returned(config, b"{}", name="../../x"),
         lambda config: returned(config, b"{}", num_bytes=3),
         lambda config: returned(config, b"{}", num_bytes=-1),
