@@ -412,7 +412,6 @@ class RunConfig:
             metavar="MODULE:CLASS", default="none", word="", label=1, column="",
             rules=(
                 Rule(lambda run: is_import_name(run.own_optimizer), _NOT_OF_A_MODULE + "{config.own_optimizer!r}"),
-                _needs("--optimizer own", lambda run: run.optimizer is OptimizerKind.OWN, "{config.optimizer}"),
                 _UNSCALED,
                 Rule(lambda run: not run.shard_optimizer, "{flag} cannot be combined with --shard-optimizer, ours"),
             ),
@@ -801,23 +800,14 @@ class RunConfig:
             "takes that), called like it; finish_gradient_synchronization() comes after backward. It may shard "
             "parameters. A sweep has it beside --parallel.",
             metavar="MODULE:CLASS", default="none", word="", label=1, column="",
-            rules=(
-                Rule(lambda run: is_import_name(run.own_ddp), _NOT_OF_A_MODULE + "{config.own_ddp!r}"),
-                _needs("--parallel own", lambda run: run.parallel is Parallel.OWN, "--parallel {config.parallel}"),
-            ),
+            rules=(Rule(lambda run: is_import_name(run.own_ddp), _NOT_OF_A_MODULE + "{config.own_ddp!r}"),),
         ),
     ] = None
     bucket_mib: Annotated[
         int,
         Setting(
-            "MiB of gradients that ddp-overlap averages together; 0: each parameter alone.", plural="bucket_mib",
-            least=0, most=2**20, label=1, note="buckets of {} MiB", axis="MiB per bucket",
-            rules=(
-                _needs(
-                    "--parallel ddp-overlap, or own",
-                    lambda run: run.parallel in (Parallel.DDP_OVERLAP, Parallel.OWN), "--parallel {config.parallel}",
-                ),
-            ),
+            "MiB of gradients that ddp-overlap averages together, or an own way that asks; 0: each parameter alone.",
+            plural="bucket_mib", least=0, most=2**20, label=1, note="buckets of {} MiB", axis="MiB per bucket",
         ),
     ] = BUCKET_MIB
     shard_optimizer: Annotated[
@@ -884,6 +874,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         make_choices(self)
+        for name, is_used in (
+            ("own_ddp", self.parallel is Parallel.OWN),
+            ("own_optimizer", self.optimizer is OptimizerKind.OWN),
+            ("bucket_mib", self.parallel in (Parallel.DDP_OVERLAP, Parallel.OWN)),
+        ):
+            if not is_used:  # the same run with another way or optimizer has the same key, whatever these are
+                object.__setattr__(self, name, type(self).__dataclass_fields__[name].default)
         check(self)
         if self.warmup_steps + self.measured_steps > 1_000_000:
             raise ValueError(

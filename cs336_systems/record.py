@@ -347,11 +347,6 @@ class RunRecord:
     """Empty for this project's model on random tokens, and in records written before this field existed."""
     durations: Durations | None = None
     warnings: tuple[RunWarning, ...] = ()
-    lost_tries: tuple[str, ...] = ()
-    """Why earlier tries on other machines of a cluster gave no record: the machine and what became of it."""
-    neighbours: tuple[str, ...] | None = None
-    """Keys of the runs that were measured meanwhile on other GPUs of the same machine of a cluster; None if that
-    is not known, as of a run that was not measured on a cluster."""
 
     @property
     def key(self) -> str:

@@ -18,11 +18,12 @@ import functools
 import io
 import os
 import statistics
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -30,12 +31,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.analysis.memory.notes import notes_path
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import (
     MODULE_DEPTH,
     SIZES,
     UNSIZED,
     WATCHED,
+    CompileMode,
     Device,
     Mode,
     Phase,
@@ -69,6 +72,7 @@ from cs336_systems.record import (
     read_record,
     write_record,
 )
+from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 
 MAX_KEPT_STEPS = 10_000
 """Most measured steps whose times are kept; of a longer loop, the last ones."""
@@ -121,6 +125,7 @@ def watch(
     name: str = "mine",
     warmup_steps: int = 5,
     profile: bool = False,
+    memory: bool = False,
     output: Path | str = "data",
 ) -> "Watched":
     """Watch the steps of a loop: put `with watched.step():` around each, and print the result.
@@ -130,14 +135,19 @@ def watch(
 
     With `profile`, torch.profiler records PROFILED_STEPS steps after the warm-up, with the model's modules as ranges,
     and the report says where their time went; later steps are not recorded. The record goes to kineto_profiles then.
+    With `memory`, on a GPU, the allocator's history is recorded instead, and the report says what the memory holds, by
+    which tensor it is; the record goes to memory_profiles.
     """
     if not name.isidentifier():
         raise ValueError(f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}")
     if warmup_steps < 0:
         raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
+    if profile and memory:
+        raise ValueError("watch: profile and memory record different steps: give one of them")
     several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
     several = tuple(getattr(each, "optimizer", each) for each in several)  # in the wrappers of Accelerate and Lightning
-    return Watched(model, several, name=name, warmup_steps=warmup_steps, profile=profile, output=Path(output))
+    profiler = Profiler.KINETO if profile else Profiler.MEMORY if memory else Profiler.NONE
+    return Watched(model, several, name=name, warmup_steps=warmup_steps, profiler=profiler, output=Path(output))
 
 
 class Watched:
@@ -150,11 +160,12 @@ class Watched:
         *,
         name: str,
         warmup_steps: int,
-        profile: bool,
+        profiler: Profiler,
         output: Path,
     ) -> None:
         self.model, self.name, self.warmup_steps = model, name, warmup_steps
-        self.directory = output / ("kineto_profiles" if profile else "e2e_benchmark") / name
+        self._profiler = profiler
+        self.directory = output / PROFILE_DIRECTORIES[profiler] / name
         found = next((each.device.type for each in model.parameters() if each.device.type != "meta"), "cpu")
         self.device = Device.CUDA if found == "cuda" else Device.CPU
         self.warmup: list[WatchedStep] = []
@@ -172,11 +183,18 @@ class Watched:
         self._written: Path | None = None
         self._precision = Precision.FP32
         self._gpu = _Gpu() if self.device is Device.CUDA else None
-        self._profiled = _Profiled(model, self.device, self.directory) if profile else None
+        if profiler is Profiler.MEMORY and self.device is Device.CPU:
+            raise ValueError("watch: memory=True needs the model on a GPU, whose allocator it records; got the CPU")
+        self._profiled = None if profiler is Profiler.NONE else self._make_profiled(optimizers)
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
             *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in optimizers),
         ]
+
+    def _make_profiled(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> "_Profiled":
+        if self._profiler is Profiler.MEMORY:
+            return _Recorded(self.model, self.device, self.directory, optimizers)
+        return _Profiled(self.model, self.device, self.directory)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -325,7 +343,7 @@ class Watched:
             device=self.device,
             warmup_steps=self.warmup_steps,
             measured_steps=len(steps),
-            profiler=Profiler.KINETO if self._profiled else Profiler.NONE,
+            profiler=self._profiler,
         )
 
     def _warnings(self, measured: tuple[Measurement, ...], on_host: tuple[Measurement, ...]) -> tuple[RunWarning, ...]:
@@ -372,7 +390,7 @@ class Watched:
         if earlier is not None and earlier != path:
             earlier.unlink(missing_ok=True)  # this loop's own, with fewer steps
         if self._profiled is not None:
-            self._profiled.trace.replace(raw_profile_path(record.config, runs))
+            self._profiled.move(raw_profile_path(record.config, runs))
             explain_run(record.config, runs)
         print_measured(record, runs)
         return self._written
@@ -390,6 +408,8 @@ def _precision(model: nn.Module, device: Device) -> Precision:
 
 class _Profiled:
     """Records some steps with torch.profiler, with ranges of the phases and of the model's modules."""
+
+    _annotator = Annotator.RECORD_FUNCTION
 
     def __init__(self, model: nn.Module, device: Device, directory: Path) -> None:
         self._model, self._device = model, device
@@ -429,16 +449,24 @@ class _Profiled:
             self._session.close()
             self._session = None
 
+    def move(self, target: Path) -> None:
+        """Move what was recorded to where the analysis looks for it."""
+        self.trace.replace(target)
+
     def _begin(self) -> None:
         self.trace.parent.mkdir(parents=True, exist_ok=True)
         self._session = session = contextlib.ExitStack()
-        set_annotator(Annotator.RECORD_FUNCTION)
+        set_annotator(self._annotator)
         session.callback(set_annotator, Annotator.NONE)
-        session.enter_context(kineto_trace(self.trace, self._device is Device.CUDA))
+        self._record(session)
         if not hasattr(self._model, "_orig_mod"):  # torch.compile's wrapper, whose modules have no ranges
             names = module_names(self._model, MODULE_DEPTH)
             session.enter_context(forward_ranges(names))
-            session.enter_context(backward_ranges(names))
+            if self._annotator is not Annotator.PATH:
+                session.enter_context(backward_ranges(names))
+
+    def _record(self, session: contextlib.ExitStack) -> None:
+        session.enter_context(kineto_trace(self.trace, self._device is Device.CUDA))
 
     def _enter(self, name: str) -> None:
         self._ranges.append(opened := annotate(name))
@@ -448,6 +476,43 @@ class _Profiled:
         """Close the innermost ranges until `depth` are open."""
         while len(self._ranges) > depth:
             self._ranges.pop().__exit__(None, None, None)
+
+
+class _Recorded(_Profiled):
+    """Records the allocator's history in some steps, and which tensor is at which address."""
+
+    _annotator = Annotator.PATH
+
+    def __init__(
+        self, model: nn.Module, device: Device, directory: Path, optimizers: tuple[torch.optim.Optimizer, ...]
+    ) -> None:
+        super().__init__(model, device, directory)
+        state = ChainMap(*(each.state for each in optimizers))
+        self._step = SimpleNamespace(
+            model=model, optimizer=SimpleNamespace(state=state), way=None, phase=None,
+            config=SimpleNamespace(device=device, compile=CompileMode.NONE, checkpoint_blocks=0),
+        )  # fmt: skip
+        self._recorder: Any = None
+
+    def phase(self, phase: Phase | None) -> None:
+        """As of `_Profiled`, with a mark of the recorder where a step begins and where a phase ends."""
+        if self._recorder is not None and self._session is not None:
+            ended = self._step.phase
+            if ended not in (Phase.DATA, phase):
+                self._recorder.mark(ended)
+            self._step.phase = phase
+        super().phase(phase)
+
+    def move(self, target: Path) -> None:
+        super().move(target)
+        notes_path(self.trace).replace(notes_path(target))
+
+    def _record(self, session: contextlib.ExitStack) -> None:
+        from cs336_systems.measure.memory import MemoryRecorder
+
+        self._recorder = MemoryRecorder(self._step)
+        session.callback(self._recorder.dump, self.trace)
+        session.enter_context(self._recorder.watching())
 
 
 class _Gpu:

@@ -117,8 +117,6 @@ FULL = RunRecord(
     inputs=(Input(name="source of a.b:c", state="0123456789abcdef"), Input(name="token file t.npy", state=None)),
     durations=Durations(setup_s=1.0, warmup_s=2.0, measured_s=3.0, total_s=6.5),
     warnings=tuple(RunWarning(code=code, message=f"about {code}") for code in WarningCode),
-    lost_tries=("host-1: the machine died",),
-    neighbours=("small_ctx128_b4_train_fp32_aaf7ead631_r0",),
 )  # fmt: skip
 
 

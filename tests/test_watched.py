@@ -16,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems import watch
 from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.config import Mode, Phase
+from cs336_systems.analysis.memory.notes import Kind, notes_path, read_notes
+from cs336_systems.config import Device, Mode, Phase
 from cs336_systems.model.annotate import annotate
 from cs336_systems.record import WarningCode, load_records, read_record
-from cs336_systems.watched import PROFILED_STEPS
+from cs336_systems.watched import PROFILED_STEPS, _Recorded
+from tests.measure.allocator import make_up_allocator
 
 MS = 1e-3
 FORWARD, LOSS, BACKWARD, OPTIMIZER, LOAD = 20 * MS, 5 * MS, 40 * MS, 8 * MS, 3 * MS
@@ -157,6 +159,28 @@ def test_steps_do_not_nest_and_wrong_arguments_are_refused(clock):
         watch(Model(clock), name="my model")
     with pytest.raises(ValueError, match="-1"):
         watch(Model(clock), warmup_steps=-1)
+
+
+def test_a_recorded_loop_says_which_tensor_is_at_which_address(clock, tmp_path, monkeypatch):
+    """With the counters of a GPU's allocator made up."""
+    make_up_allocator(monkeypatch)
+    model = Model(clock)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    watched = watch(model, optimizer, warmup_steps=1, output=tmp_path)
+    watched._profiled = recorded = _Recorded(model, Device.CPU, tmp_path, (optimizer,))
+    loop(model, clock, watched, optimizers=[optimizer], steps=PROFILED_STEPS + 3)
+    recorded.move(tmp_path / "raw.pickle")
+    notes = read_notes(notes_path(tmp_path / "raw.pickle"))
+    names = {kind: {each.name for each in notes.sightings if each.kind is kind} for kind in Kind}
+    parameters = {name for name, _ in model.named_parameters()}
+    assert names[Kind.PARAMETER] == names[Kind.GRADIENT] == parameters
+    assert names[Kind.OPTIMIZER_STATE] == {f"momentum_buffer of {name}" for name in parameters}
+    assert any("head" in name for name in names[Kind.SAVED])
+    assert [mark.name for mark in notes.marks[-4:]] == ["start", "forward", "backward", "optimizer"]
+    with pytest.raises(ValueError, match="needs the model on a GPU"):
+        watch(model, memory=True)
+    with pytest.raises(ValueError, match="give one of them"):
+        watch(model, memory=True, profile=True)
 
 
 def test_several_optimizers_and_none(clock):

@@ -24,7 +24,7 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, Precision, RunConfig
 from cs336_systems.costs.accounting import SECONDS_PER_DAY, largest_model, training_days
-from cs336_systems.costs.data_sheet import data_sheet_curves
+from cs336_systems.costs.curves import data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
 from cs336_systems.costs.ranks_time import depends_on_host, predicted_time
 from cs336_systems.costs.time import has_large_matmuls, prepare_forecasts

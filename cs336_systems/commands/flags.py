@@ -412,14 +412,18 @@ OWN_PARTS = (("own_ddp", "parallel", Parallel.OWN), ("own_optimizer", "optimizer
 
 
 def _with_own_parts(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
-    """The settings with `own` where one names an own part, and in a sweep without it where other parts are used."""
+    """The settings with `own` where one names an own part; raise ValueError for one that another makes useless.
+
+    A sweep has several values of the other one, so there it only has no effect.
+    """
     for own, name, kind in OWN_PARTS:
-        if not many and own in settings:
-            settings[name] = kind if settings.get(name) in (None, Parallel.NONE) else settings[name]
-        elif many and settings.get(name) is not kind:
-            settings.pop(own, None)
-    if many and settings.get("parallel") not in (Parallel.DDP_OVERLAP, Parallel.OWN):
-        settings.pop("bucket_mib", None)
+        if own in settings and not many:
+            settings[name] = kind if settings.get(name) in (None, Parallel.NONE, kind) else settings[name]
+            if settings[name] is not kind:
+                raise ValueError(f"--{own.replace('_', '-')} needs --{name} own, got --{name} {settings[name]}")
+    way, usual = settings.get("parallel"), FIELDS["bucket_mib"][0].default
+    if settings.get("bucket_mib", usual) != usual and not many and way not in (Parallel.DDP_OVERLAP, Parallel.OWN):
+        raise ValueError(f"--bucket-mib needs --parallel ddp-overlap or own, got {way or 'none'}")
     return settings
 
 

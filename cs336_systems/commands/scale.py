@@ -22,7 +22,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import OK, checked, show
 from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
-from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY, data_sheet_curves, data_sheet_link
+from cs336_systems.costs.curves import MATMUL_EFFICIENCY, data_sheet_curves, data_sheet_link
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.limits import FEED_FORMULAS, Given, Paper, Scheme, feed
 from cs336_systems.costs.links import Links, measured_links

@@ -88,11 +88,6 @@ def forward_flops(model: ModelConfig, batch_size: int, *, causal: bool = False) 
     return {Component.EMBEDDING: 0, Component.SCORES: attention, Component.VALUES: attention, **linear}
 
 
-def forward_matmul_flops(model: ModelConfig, batch_size: int) -> int:
-    """FLOPs of one forward pass, attention in full."""
-    return sum(forward_flops(model, batch_size).values())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentFlops:
     """FLOPs of one part in one step of a run's mode."""

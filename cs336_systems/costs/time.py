@@ -20,6 +20,7 @@ from cs336_systems.config import (
     Device,
     Mode,
     OptimizerKind,
+    Parallel,
     Phase,
     Precision,
     RunConfig,
@@ -152,7 +153,8 @@ def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -
     """
     found = []
     for config in configs:
-        if config.device is Device.CUDA and (of_users or config.model_factory is None):
+        is_own = config.parallel is Parallel.OWN or config.own_optimizer is not None
+        if config.device is Device.CUDA and not is_own and (of_users or config.model_factory is None):
             alone = config.alone
             found += [each for each in (config, alone) if each == each.without_shortcuts or is_fast_step(each)]
     prepare(found)

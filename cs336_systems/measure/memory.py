@@ -33,9 +33,12 @@ CHECKPOINT = "checkpoint"
 
 
 class MemoryRecorder:
-    """Records the allocator of the current CUDA device, and the addresses of one `TrainingStep`'s tensors."""
+    """Records the allocator of the current CUDA device, and the addresses of the tensors of a step.
 
-    def __init__(self, step: TrainingStep) -> None:
+    `step` is a `TrainingStep`, or has its `model`, `optimizer`, `way`, `phase` and `config`.
+    """
+
+    def __init__(self, step: Any) -> None:  # noqa: ANN401
         self._step = step
         self._weights = list(_weights(step))
         self._known = {_address(weight): name for _, name, weight in self._weights}
@@ -74,9 +77,9 @@ class MemoryRecorder:
 
     def clock(self, inner: Clock) -> Clock:
         """The clock, with a mark at the end of every phase."""
-        return ObservedClock(inner, self._mark)
+        return ObservedClock(inner, self.mark)
 
-    def _mark(self, ended: Phase | None) -> None:
+    def mark(self, ended: Phase | None) -> None:
         """Mark the start of a step or the end of a phase; when the gradients are there, note their addresses too."""
         if ended is None:
             self._step_number += 1
@@ -144,9 +147,14 @@ class MemoryRecorder:
         if optimizer is None:
             return
         for parameter, state in optimizer.state.items():
+            name = self._names.get(id(parameter), "a tensor outside of the model")
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    self._see(Kind.OPTIMIZER_STATE, f"{key} of {self._names[id(parameter)]}", value)
+                    self._see(
+                        Kind.OPTIMIZER_STATE,
+                        f"{key} of {name}",
+                        value,
+                    )
 
     def _saved(self, tensor: Tensor) -> Tensor:
         path = current_path()

@@ -9,7 +9,7 @@ import pytest
 
 from cs336_systems.cli import main
 from cs336_systems.commands import account
-from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY
+from cs336_systems.costs.curves import MATMUL_EFFICIENCY
 from cs336_systems.costs.limits import FORMULAS, Scheme
 from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import Gpu

@@ -7,7 +7,7 @@ import pytest
 
 from cs336_systems.config import SIZES, Attention, Device, OptimizerKind, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import mfu, step_flops
-from cs336_systems.costs.data_sheet import (
+from cs336_systems.costs.curves import (
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,

@@ -64,17 +64,7 @@ def test_a_class_without_the_interface_is_refused(two):
 
 def test_a_sweep_has_own_parts_beside_ours(capsys):
     flags = "--context-lengths 32 --parallel ddp-naive ddp-overlap --ranks 2 --bucket-mib 0 25 --device cpu"
-    words = [
-        "sweep",
-        "--sizes",
-        "tiny",
-        *flags.split(),
-        "--own-ddp",
-        f"{PARTS}:DDP",
-        "--dry-run",
-        "--output",
-        str(tmp_path),
-    ]
+    words = ["sweep", "--sizes", "tiny", *flags.split(), "--own-ddp", f"{PARTS}:DDP", "--dry-run"]
     assert main(words) == 0
     runs = [line for line in capsys.readouterr().out.splitlines() if "5 + 10 steps" in line]
     assert sum("ddp-naive" in line for line in runs) == 1, "it has no buckets"

@@ -23,8 +23,7 @@ from cs336_systems.costs.accounting import (
     updated_parameters,
 )
 from cs336_systems.costs.communication import Call, Collective, calls, sent_share
-from cs336_systems.costs.curves import time_s
-from cs336_systems.costs.data_sheet import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
+from cs336_systems.costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
     MemoryPrediction,
@@ -123,7 +122,6 @@ def _closed_form_tables(
 ) -> Iterator[Table]:
     """What follows from the shape of this project's model."""
     config = account.config
-    yield _state_table(config, parts[ALL])
     if config.is_shared and prediction:
         yield _moments_table(config, prediction)
     if calls(config):
@@ -270,25 +268,6 @@ def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
             f"model's FLOPs: the hardware's are {significant(parts[ALL]['hardware_flops'] / TERA)} TFLOP."
         )
     return make_table(f"FLOPs by {'module' if is_own else 'part of the model'}", columns, parts.values(), notes)
-
-
-def _state_table(config: RunConfig, whole: Row) -> Table:
-    state = state_bytes(config)
-    until = "backward has used them" if state.gradients else "forward ends"
-    held = [
-        ("parameters", Precision.FP32, state.parameters, "always"),
-        ("gradients", Precision.FP32, state.gradients, "from backward to the end of the step"),
-        ("optimizer's moments", Precision.FP32, state.optimizer_state, "from the end of the first step"),
-        ("autocast's copies of weights", config.precision, state.weight_copies, f"from forward until {until}"),
-    ]
-    rows = [
-        {"what": what, "dtype": dtype, "size_bytes": size, "each_bytes": size / whole["parameters"], "held": when}
-        for what, dtype, size, when in held
-        if size
-    ]
-    columns = (column("what"), column("dtype", drop_order=2), column("size_bytes", unit="GiB", scale=1 / GIB),
-               column("each_bytes"), column("held"))  # fmt: skip
-    return make_table("Memory for parameters, gradients and optimizer state", columns, rows)
 
 
 def _moments_table(config: RunConfig, prediction: MemoryPrediction) -> Table:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cs336_systems.costs.data_sheet import LINK_EFFICIENCY, MATMUL_EFFICIENCY
+from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY
 from cs336_systems.costs.limits import Bound, Given, Link, Paper, Scheme, bounds, largest_ranks
 from cs336_systems.costs.scale import Scale, ScaleStep
 from cs336_systems.report.columns import Row, column

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.config import SIZES, Arch, Attention, Device, Mode, Parallel, Precision, RunConfig
-from cs336_systems.costs.accounting import Component, component_flops, count_parameters, mfu, state_bytes
+from cs336_systems.costs.accounting import Component, component_flops, count_parameters, mfu
 from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predict_memory
@@ -16,9 +16,9 @@ from cs336_systems.report.sections.account import CSV_COLUMNS, Account, account_
 from tests.costs.live import sent_bytes
 
 H200 = find_device("NVIDIA H200")
-FLOPS, STATE, INTENSITY, RULE = range(1, 5)
+FLOPS, INTENSITY, RULE = range(1, 4)
 """Where the tables are that every configuration has."""
-MOMENTS, COLLECTIVES = 3, 4
+MOMENTS, COLLECTIVES = 2, 3
 """Where those are that configurations of several ranks have."""
 
 
@@ -83,17 +83,6 @@ def test_the_table_of_flops_shows_the_passes_that_the_mode_has(case) -> None:
     assert any("the hardware's are" in note for note in table.notes) == (again > 0)
 
 
-@every_case
-def test_bytes_are_listed_by_type_if_there_are_any(case) -> None:
-    table, state = tables(case)[STATE], state_bytes(case)
-    held = [state.parameters, state.gradients, state.optimizer_state, state.weight_copies]
-    assert list(column(table, "size (GiB)").values()) == pytest.approx([b / 2**30 for b in held if b], rel=1e-3)
-    types = column(table, "dtype")
-    assert types["parameters"] == "fp32"
-    assert types.get("autocast's copies of weights", case.precision) == case.precision
-    assert column(table, "for each parameter (byte)")["parameters"] == 4
-
-
 def test_which_parts_memory_bounds_depends_on_the_device_and_the_shape() -> None:
     """By hand, of an H200's 206 FLOP/byte in bf16: one token uses every weight once, 1 FLOP for each byte."""
     one_token = config("small", context_length=1, batch_size=1, precision=Precision.BF16)
@@ -105,8 +94,9 @@ def test_which_parts_memory_bounds_depends_on_the_device_and_the_shape() -> None
     assert {name for name, by in bound.items() if by == "memory"} == {"embedding", "scores", "values", "optimizer"}
     assert column(table, "takes at least (ms)")["optimizer"] == pytest.approx(128_625_408 * 28 / 4.8e9, rel=1e-3)
     assert "206.1 FLOP/byte" in table.notes[-1]
-    fused = replace(many, model=replace(many.model, attention=Attention.SDPA))
-    assert column(tables(fused, H200)[INTENSITY], "bound by")["scores"] == "arithmetic"
+    for length, by in ((512, "memory"), (1024, "arithmetic")):  # causal pairs alone: T / 4 FLOPs for each byte
+        fused = replace(many, model=replace(many.model, attention=Attention.SDPA, context_length=length))
+        assert column(tables(fused, H200)[INTENSITY], "bound by")["scores"] == by
 
 
 def test_without_a_known_peak_nothing_is_said_to_be_bound() -> None:
@@ -145,7 +135,7 @@ def test_inference_is_held_against_forwards_rule_alone() -> None:
 def test_rates_follow_from_the_time(checkpoint_blocks) -> None:
     case = config("small", precision=Precision.BF16, checkpoint_blocks=checkpoint_blocks)
     parts = component_flops(case)
-    rates = tables(case, H200, step_s=0.02)[5]
+    rates = tables(case, H200, step_s=0.02)[4]
     found = column(rates, "value")
     flops = sum(part.step for part in parts)
     assert found["tokens"] == pytest.approx(4 * 512 / 0.02, rel=1e-3)
@@ -159,7 +149,7 @@ def test_rates_follow_from_the_time(checkpoint_blocks) -> None:
 
 @pytest.mark.parametrize("device", [None, "B200"])
 def test_there_is_no_mfu_of_an_unknown_peak(device) -> None:
-    rates = tables(config("small"), device and find_device(device), step_s=0.02)[5]
+    rates = tables(config("small"), device and find_device(device), step_s=0.02)[4]
     assert "MFU" not in column(rates, "value")
     assert rates.notes[0].startswith("No MFU")
 
