@@ -225,7 +225,7 @@ def test_gathers_run_ahead_and_scatters_behind(way: Parallel, rate: float) -> No
     assert found.exposed_s + found.slowed_s == pytest.approx(end_s + later_s - of_both, abs=1e-2 * end_s)
 
 
-@pytest.mark.parametrize("way", [way for way in Parallel if way is not Parallel.NONE])
+@pytest.mark.parametrize("way", [way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN)])
 def test_no_way_hides_more_than_there_is_or_waits_longer_than_it_sends(way: Parallel) -> None:
     for rate in (1e6, 1e9, 1e12):
         found = predicted(on(way), rate)

@@ -230,10 +230,16 @@ def test_the_description_names_what_was_chosen():
 
 @pytest.mark.parametrize("way", Parallel)
 def test_on_several_ranks_only_what_works_there_is_chosen(way):
-    config = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA, parallel=way)
+    own_ddp = "a:b" if way is Parallel.OWN else None
+    config = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA, parallel=way, own_ddp=own_ddp)
     fast = fastest(config, "NVIDIA H200")
     assert (fast.precision, fast.model.attention) == (Precision.BF16, Attention.SDPA)
-    assert fast.cuda_graph == fast.cast_once == fast.fused_blocks == (way not in (Parallel.DDP, Parallel.FSDP2))
+    assert (
+        fast.cuda_graph
+        == fast.cast_once
+        == fast.fused_blocks
+        == (way not in (Parallel.DDP, Parallel.FSDP2, Parallel.OWN))
+    )
     assert fast.compile_blocks
     own = fastest(replace(config, model_factory="a:b"), "NVIDIA H200")
     assert (own.compile is CompileMode.NONE) == way.shards_parameters
