@@ -120,7 +120,7 @@ def test_without_a_known_memory_the_flag_is_needed(
         (["--model", "a:b"], "no module 'a'"),
         (["--precision", "fp16", "--mixed-precision"], "--mixed-precision"),
         (["--batch-size", str(10**18)], "batch_size"),
-        (["--checkpoint-blocks", "-1"], "checkpoint_blocks"),
+        (["--checkpoint-blocks", "-1"], "--checkpoint-blocks"),
         (["--top", "0"], "--top"),
         (["--top", "-3"], "--top"),
         *((["--step-ms", value], "--step-ms") for value in ("0", "-1", "nan", "inf", "-inf", "1e300")),
