@@ -119,7 +119,7 @@ def test_without_a_known_memory_the_flag_is_needed(
         (["--memory-gib", "80"], "add --fit"),
         (["--model", "a:b"], "no module 'a'"),
         (["--precision", "fp16", "--mixed-precision"], "--mixed-precision"),
-        (["--batch-size", str(10**18)], "batch_size"),
+        (["--batch-size", str(10**18)], "--batch-size"),
         (["--checkpoint-blocks", "-1"], "--checkpoint-blocks"),
         (["--top", "0"], "--top"),
         (["--top", "-3"], "--top"),
