@@ -944,6 +944,11 @@ class RunConfig:
         return self.with_defaults("cuda_graph")
 
     @property
+    def alone(self) -> "RunConfig":
+        """The same step in one process."""
+        return self.with_defaults("parallel", "ranks", "shard_optimizer", "own_ddp", "bucket_mib")
+
+    @property
     def needs_fast_model(self) -> bool:
         """Whether a setting asks for what only the fast model can do; fused blocks and fp8 need weights cast once."""
         is_fast = self.cast_once or self.fused_loss or self.compile_blocks

@@ -144,7 +144,7 @@ class Memory:
     """How often the allocator flushed its cache during the measured steps to satisfy an allocation."""
 
 
-class Moment(StrEnum):
+class MomentName(StrEnum):
     """When a rank's memory is looked at: before the first step, and before and after the optimizer in a later step.
 
     The last of them is after the gradients have been dropped.
@@ -159,7 +159,7 @@ class Moment(StrEnum):
 class MemoryMoment:
     """What a rank keeps at a moment."""
 
-    moment: Moment
+    moment: MomentName
     allocated_bytes: Count | None
     """All that PyTorch's CUDA allocator has given out; None on a CPU."""
     parameters_bytes: Count
@@ -347,11 +347,6 @@ class RunRecord:
     """Empty for this project's model on random tokens, and in records written before this field existed."""
     durations: Durations | None = None
     warnings: tuple[RunWarning, ...] = ()
-    lost_tries: tuple[str, ...] = ()
-    """Why earlier tries on other machines of a cluster gave no record: the machine and what became of it."""
-    neighbours: tuple[str, ...] | None = None
-    """Keys of the runs that were measured meanwhile on other GPUs of the same machine of a cluster; None if that
-    is not known, as of a run that was not measured on a cluster."""
 
     @property
     def key(self) -> str:

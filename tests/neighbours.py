@@ -45,8 +45,8 @@ def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfi
         run(size="custom", model=shape, parallel=Parallel.DDP_FLAT),
         run(size="custom", model=shape, model_factory="mine:make"),
         run(
-            size="custom", model=shape, device=Device.CUDA, parallel=Parallel.OWN, own_ddp="mine:DDP",
-            optimizer=OptimizerKind.OWN, own_optimizer="mine:AdamW",
+            size="custom", model=shape, parallel=Parallel.OWN, own_ddp="mine:DDP", optimizer=OptimizerKind.OWN,
+            own_optimizer="mine:SGD", device=Device.CUDA,
         ),
     )  # fmt: skip
 

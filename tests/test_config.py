@@ -211,7 +211,7 @@ def test_keys_are_unique_and_safe_file_names_over_a_large_grid() -> None:
         )
         for size, context_length, attention, batch_size, mode, precision, optimizer, warmup_steps, compile_mode, repeat
         in itertools.product(
-            ("tiny", "2.7B", "gpt2-medium"), (128, 1024), Attention, (1, 16), Mode, Precision, [*OptimizerKind][:3],
+            ("tiny", "2.7B", "gpt2-medium"), (128, 1024), Attention, (1, 16), Mode, Precision, tuple(OptimizerKind)[:3],
             (0, 5), (CompileMode.NONE, CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS), (0, 12),
         )
     ]  # fmt: skip

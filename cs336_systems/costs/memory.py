@@ -261,7 +261,7 @@ def peaks_by_half(config: RunConfig) -> list[int] | None:
     of blocks that the allocator does not split off, under 1 MiB each, are left out. Of a rank of PyTorch's DDP and of
     fsdp the tensors are those of one process, its state shared out in closed form: so any number of ranks is predicted.
     """
-    alone = replace(config, parallel=Parallel.NONE, ranks=1)
+    alone = config.alone
     if not is_predictable(alone):
         return None
     tape = tape_of(alone)

@@ -1,10 +1,10 @@
 """What the modules of a user's own model cost in a step, from its tape."""
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
-from cs336_systems.config import Parallel, Phase, RunConfig
+from cs336_systems.config import Phase, RunConfig
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.tape import MATMULS_OF, REPEATED, Kind, Operation, phases_of
 from cs336_systems.costs.traces import own_parameters, tape_of
@@ -29,7 +29,7 @@ def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
 
     Left out: the optimizer.
     """
-    alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+    alone = config.alone
     found: defaultdict[str, ModuleCosts] = defaultdict(ModuleCosts)
     for path, count in own_parameters(alone).items():
         found[_shown(path, config.module_depth)].parameters += count

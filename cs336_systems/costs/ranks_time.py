@@ -102,7 +102,7 @@ def compute_time(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> Ti
 
     Tensor ranks share out every operation evenly, norms and the residual stream by positions (Korthikanti et al. 2022).
     """
-    alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+    alone = config.alone
     if not is_predictable(alone) or not has_known_kernels(alone, curves, tensor_ranks):
         return None
     found = operations(config)

@@ -155,7 +155,7 @@ def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -
     for config in configs:
         is_own = config.parallel is Parallel.OWN or config.own_optimizer is not None
         if config.device is Device.CUDA and not is_own and (of_users or config.model_factory is None):
-            alone = replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+            alone = config.alone
             found += [each for each in (config, alone) if each == each.without_shortcuts or is_fast_step(each)]
     prepare(found)
 
@@ -235,7 +235,7 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
 
     Those of a rank are those of one process, but that its optimizer updates its share.
     """
-    tape = tape_of(replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False))
+    tape = tape_of(config.alone)
     found: dict[Phase, list[Operation]] = {
         phase: [tape.operations[number] for number in tape.launches[first:stop]]
         for phase, _, (first, stop) in phases_of(tape, -1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cs336_systems.config import CompileMode, Device, RunConfig
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.record import Compilation, Memory, MemoryMoment, Moment
+from cs336_systems.record import Compilation, Memory, MemoryMoment, MomentName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def compilation(config: RunConfig, before: Compilation | None = None) -> Compila
     )
 
 
-def memory_now(step: TrainingStep, moment: Moment) -> MemoryMoment:
+def memory_now(step: TrainingStep, moment: MomentName) -> MemoryMoment:
     """What the step's tensors take now."""
     trained = list(_trained(step))
     states = [] if step.optimizer is None else step.optimizer.state.values()

@@ -42,7 +42,7 @@ from cs336_systems.record import (
     Measurement,
     Memory,
     MemoryMoment,
-    Moment,
+    MomentName,
     RunRecord,
     RunWarning,
     Status,
@@ -192,7 +192,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
-    moments = [] if step.way is None else [memory_now(step, Moment.INITIALISED)]
+    moments = [] if step.way is None else [memory_now(step, MomentName.INITIALISED)]
     progress.setup_s = perf_counter() - progress.started
 
     progress.say(f"warm-up steps: {config.warmup_steps}")
@@ -387,7 +387,7 @@ def _look_inside(
 
     step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
-    moment_after = {Phase.COMMUNICATION: Moment.BEFORE_OPTIMIZER, Phase.OPTIMIZER: Moment.AFTER_OPTIMIZER}
+    moment_after = {Phase.COMMUNICATION: MomentName.BEFORE_OPTIMIZER, Phase.OPTIMIZER: MomentName.AFTER_OPTIMIZER}
 
     def look(ended: Phase | None) -> None:
         if ended in moment_after:

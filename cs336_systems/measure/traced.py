@@ -322,7 +322,7 @@ def _shipped(published: Path) -> Iterator[RunConfig]:
     for path in sorted(published.glob("*/**/runs/*.json")):
         config = read_record(path).config
         yield config
-        yield replace(config, parallel=Parallel.NONE, ranks=1, shard_optimizer=False)
+        yield config.alone
     for size, attention, precision, mode in itertools.product(
         ("tiny", "small"), Attention, (Precision.FP32, Precision.BF16), Mode
     ):

@@ -333,6 +333,7 @@ COLUMNS: dict[str, Column] = {
                             "Used on the device at the end: CUDA context, libraries, other processes."),
     "gpu_index": Column("device", "index", "Index of the GPU."),
     "recorded_steps": Column("steps", "steps", "Steps in the recording."),
+    "flops": Column("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
     "status": _text("status", "How the run ended.", write=status_text),
     "peak_allocated_bytes": Column("peak", "",
                                    "The most in blocks at any time, as torch.cuda.max_memory_allocated() counts."),
@@ -457,7 +458,6 @@ COLUMNS: dict[str, Column] = {
     "rank_state_gib": Column("optimizer's moments", "GiB", "AdamW's two moments, or the rank's share of them."),
     "rank_predicted_gib": Column("predicted", "GiB", "All that PyTorch's allocator was predicted to count then."),
     "formula": _text("bytes of each", "Size of one as a product of the model's dimensions.", drop_order=2),
-    "flops": Column("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
     "bound_by": _text("bound by", "Whether memory or arithmetic sets the time.", drop_order=1),
     "least_s": Column("takes at least", "ms", "The least time by the data sheet.", scale=1e3),
     # a step on many GPUs

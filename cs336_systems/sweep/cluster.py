@@ -25,9 +25,8 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-# Ray reads them when it is imported; without the second, a run for which memory is too small would have endless tries,
-# and without the third Ray's own lines surround the one that says why there is no connection
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_task_oom_retries": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
+# Ray reads them when it is imported; without the second, a run for which memory is too small would have endless tries
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_task_oom_retries": "0"}
 
 import msgspec
 import psutil
@@ -398,7 +397,7 @@ def sweep_on_cluster(
 
 
 class _Watch:
-    """Lists the machines of the cluster in a thread: a head that hangs, or Ray here, would hold up the driver."""
+    """Lists the machines of the cluster in a thread, because a head that hangs would hold up the driver."""
 
     def __init__(self) -> None:
         self._failure = ""
@@ -410,7 +409,6 @@ class _Watch:
         try:
             while ray.is_initialized():
                 _check_address(self._context.gcs_address)
-                ray.put(b"")  # waits for Ray on this machine
                 self._nodes, self._seen_s = ray.nodes(), monotonic()
                 time.sleep(_TICK_S)
         except Exception as error:
@@ -419,7 +417,7 @@ class _Watch:
     def alive(self) -> dict[str, dict[str, Any]]:
         """The machines that are there, by id; raise OSError if the head does not answer, or Ray has died here."""
         if self._failure or monotonic() - self._seen_s > _HEAD_S:
-            raise OSError(self._failure or f"its head, or Ray on this machine, did not answer within {_HEAD_S:g} s")
+            raise OSError(self._failure or f"its head did not answer within {_HEAD_S:g} s")
         alive = {found["NodeID"]: found for found in self._nodes if found["Alive"]}
         if self._context.get_node_id() not in alive:
             raise OSError("Ray has died on this machine, and takes along what was started from here")

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cs336_systems.sweep.run
@@ -13,10 +14,12 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands.account import AccountArguments
+from cs336_systems.commands.benchmark import statistics_of
 from cs336_systems.config import Profiler
 from cs336_systems.costs.accounting import component_flops, mfu
 from cs336_systems.costs.memory import largest_batch, predict_memory
 from cs336_systems.record import write_record
+from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.ceilings_files import shipped
 from cs336_systems.sweep.run import Outcome
 from cs336_systems.sweep.store import kernel_profile_path
@@ -160,6 +163,17 @@ def test_profiles_are_what_their_files_hold(results: Callable[..., dict], here: 
     assert results("kernels", "kernels.json") == json.loads((here / "kernels.json").read_text())
     write_memory_profile(make_memory(), here / "memory.json")
     assert results("memory", "memory.json") == json.loads((here / "memory.json").read_text())
+
+
+def test_a_run_has_statistics_beside_its_raw_times(capsys: pytest.CaptureFixture[str]) -> None:
+    times_s = (0.1, 0.4, 0.2, 0.7)
+    record = make_record(make_config(), times_s)
+    found = statistics_of(record)["step"]
+    expected = [np.mean(times_s), np.median(times_s), np.std(times_s, ddof=1), min(times_s), max(times_s)]
+    assert [*found] == ["mean_s", "median_s", "stdev_s", "min_s", "max_s"]
+    assert [*found.values()] == pytest.approx(expected)
+    print_run(record)
+    assert "Minimum 100.0, median 300.0, maximum 700.0 ms in 4 steps" in capsys.readouterr().out
 
 
 def test_nothing_of_a_library_or_a_child_process_is_among_the_json(capfd: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def test_the_record_says_which_advice_is_followed(tmp_path: Path, capsys: pytest
     profile, run = tmp_path / "profile.json", RunConfig(size="tiny", model=SIZES["tiny"])
     write_profile(make_profile(), profile)
     said = {}
-    for kind in OptimizerKind:
+    for kind in (OptimizerKind.ADAMW, OptimizerKind.FOREACH, OptimizerKind.FUSED):
         record = RunRecord(config=replace(run, optimizer=kind), status=Status.OOM, started_at="2026-11-21T00:00:00Z")
         path = write_record(record, tmp_path)
         assert kernels(profile, "--record", path, "--output", tmp_path / kind) == 0

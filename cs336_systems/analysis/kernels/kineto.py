@@ -9,9 +9,11 @@ import io
 import re
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar, cast
 
@@ -129,9 +131,9 @@ class Events:
         self.path = path
         self._content = _read(path)
         file: _File[float] | _File[Decimal] = _decode(path, self._content)
-        self._events: Sequence[AnyEvent] = _in_categories(file.traceEvents)
+        self._by_category = _by_category(file.traceEvents)
         self._is_exact = False
-        self.has_operators = any(event.cat == "cpu_op" for event in self._events)
+        self.has_operators = "cpu_op" in self._by_category
         self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
         rank = file.distributedInfo.get("rank")
         self.rank = rank if isinstance(rank, int) and rank >= 0 else None
@@ -141,29 +143,21 @@ class Events:
         found = [self._batch(events) for events in self._chosen(groups)]
         if self._is_exact or not any(_is_long(batch) for batch in found):
             return found
-        found, self._events = [], ()  # two decoded files at once would take too much memory
-        self._events, self._is_exact = (
-            _in_categories(_decode(self.path, self._content, is_exact=True).traceEvents),
-            True,
-        )
+        found, self._by_category = [], {}  # two decoded files at once would take too much memory
+        self._by_category = _by_category(_decode(self.path, self._content, is_exact=True).traceEvents)
+        self._is_exact = True
         return [self._batch(events) for events in self._chosen(groups)]
 
     def nodes(self) -> Batch:
         """The nodes of backward, which are operators of the host."""
-        return self._batch([
-            event for event in self._events if event.cat == "cpu_op" and event.dur is not None
-            and (event.name.startswith(BOOKKEEPING) or ("Backward" in event.name and _NODE.search(event.name)))
-        ])  # fmt: skip
+        operators = self._by_category.get("cpu_op", [])
+        nodes = [event for event in operators if event.name.startswith(BOOKKEEPING)]
+        return self._batch([event for event in nodes if event.dur is not None])
 
     def _chosen(self, groups: Sequence[Collection[str]]) -> list[list[AnyEvent]]:
         """The events of each group that have a duration."""
-        chosen: list[list[AnyEvent]] = [[] for _ in groups]
-        group_of = {name: group for names, group in zip(groups, chosen, strict=True) for name in names}
-        wanted = [event for event in self._events if event.cat in group_of]
-        for event in wanted:
-            if event.dur is not None:
-                group_of[event.cat].append(event)
-        return chosen
+        found = [chain.from_iterable(self._by_category.get(name, ()) for name in sorted(names)) for names in groups]
+        return [[event for event in events if event.dur is not None] for events in found]
 
     def _batch(self, events: list[AnyEvent]) -> Batch:
         what = f"events of category {events[0].cat}" if events else "events"
@@ -177,21 +171,21 @@ class Events:
 
 _OPERATOR_NAME = re.compile(r"::|Backward\d{0,2}$|^struct ")
 """Part of the names of operators and of autograd's nodes, which PyTorch 1.8 and 1.9 put in one category with ranges."""
-_NODE = re.compile(r"^\w{1,80}Backward\d{0,2}$")
 _NPU_TASK = re.compile(r"AI_|MIX_")
 """Beginning of the types of an NPU's tasks that compute; such events have no category."""
 
 
-def _in_categories(events: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
-    """The events, those of old versions of PyTorch and of NPUs in today's categories."""
-    found = {event.cat for event in events}
-    for event in events if "Operator" in found else ():
-        if event.cat == "Operator":
-            event.cat = "cpu_op" if _OPERATOR_NAME.search(event.name) else "user_annotation"
-    for event in events if "" in found else ():
-        if not event.cat and isinstance(event.args.task_type, str) and _NPU_TASK.match(event.args.task_type):
-            event.cat = "kernel"
-    return events
+def _by_category(events: Iterable[AnyEvent]) -> dict[str, list[AnyEvent]]:
+    """The events; those of old versions of PyTorch and of NPUs in today's categories."""
+    found: defaultdict[str, list[AnyEvent]] = defaultdict(list)
+    for event in events:
+        found[event.cat].append(event)
+    for event in found.pop("Operator", []):
+        found["cpu_op" if _OPERATOR_NAME.search(event.name) else "user_annotation"].append(event)
+    for event in found.pop("", []):
+        if isinstance(event.args.task_type, str) and _NPU_TASK.match(event.args.task_type):
+            found["kernel"].append(event)
+    return dict(found)
 
 
 def _read(path: Path) -> bytes | bytearray:
@@ -374,9 +368,12 @@ class _Session:
 
     def _ints(self, batch: Batch, values: Sequence[int | str | None]) -> Ints:
         try:
-            if any(type(value) is not int for value in values):
-                values = [int(value, 0) if isinstance(value, str) else value or 0 for value in values]
             return np.array(values, dtype=np.int64)
+        except (TypeError, ValueError, OverflowError):
+            pass  # some are texts or missing
+        try:
+            whole = [int(value, 0) if isinstance(value, str) else value or 0 for value in values]
+            return np.array(whole, dtype=np.int64)
         except (ValueError, OverflowError) as error:
             raise ProfileError(
                 self.path,
@@ -430,6 +427,8 @@ class _Session:
 
     def _marks(self, names: Sequence[object], phases: Sequence[object]) -> Ints:
         """The row of a range for each marked kernel, -1 for others; each name gets one range of no time at the end."""
+        if not any(names):
+            return np.full(len(names), -1, dtype=np.int64)
         texts = [
             (f"{name} ({phase})" if isinstance(phase, str) else name) if isinstance(name, str) and name else ""
             for name, phase in zip(names, phases, strict=True)

@@ -248,9 +248,5 @@ def notes_on_positions(phases: Phases, notes: MemoryNotes, events: Events) -> It
             f"Not in the file: {counted - recorded:,} of {counted:,} allocations. Its oldest events were dropped "
             "(max_entries), and phases are placed by counting from its end."
         )
-    elif recorded > counted:
-        yield (
-            f"The file has {recorded:,} allocations and the notes count {counted:,}: some came before the notes began."
-        )
     if lost := len(notes.marks) - len(phases.marks):
         yield f"Left out: {lost} of {len(notes.marks)} marks of phases, which have no place in the events."

@@ -150,7 +150,7 @@ def _chapters(
     # findings of profiles stand in tables of their own
     told = [text for own in tables for text in own.findings if text != said]
     told += directory.compared.left_out if directory.compared is not None else []
-    told += [missing] if results is not None and (missing := _missing(results)) else []
+    told += [f"{lost[0].upper()}{lost[1:]}."] if results is not None and (lost := results.lost) else []
     if told:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=told)])
     shown = {bars.title for bars in glance.bars} if glance is not None else set()
@@ -199,18 +199,6 @@ def _blocks(title: str, sections: Sequence[Section], repeated: Collection[str]) 
             notes = tuple(note for note in table.notes if note not in repeated)
             shown = replace(table, notes=notes)
             yield TableBlock(id=f"{prefix}{section.name}{number or ''}", table=shown, csv=csv)
-
-
-def _missing(results: Results) -> str:
-    """How many runs under a profiler have no explained profile, in words; empty where each that needs one has it."""
-    if not results.lost:
-        return ""
-    num_runs = sum(record.config.profiler is not Profiler.NONE for record in results.records)
-    num_kept = len(results.kernels) + len(results.memory)
-    return (
-        f"Of {counted(num_runs, 'run')} under a profiler, {num_kept} still have their explained profile here. Tables, "
-        f"pictures and sentences about profiles are of these {num_kept} alone; the records of all runs are complete."
-    )
 
 
 def _runs(records: Sequence[RunRecord]) -> Iterator[Block]:

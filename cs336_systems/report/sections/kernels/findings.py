@@ -215,7 +215,7 @@ class _Findings:
                 f"{self.of_work(row.total_s)} in {self.count(row.count, 'launch')}."
             )
         shares = {phase.phase: sum(phase.kernel_s) for phase in self.profile.phases if sum(phase.kernel_s)}
-        if self.kernel_s:
+        if len(shares) > 1:
             parts = [f"{WHERE[phase]} {percent_of(time_s, self.kernel_s)}" for phase, time_s in shares.items()]
             yield f"Of the {self.time}, {', '.join(parts)}."
 
