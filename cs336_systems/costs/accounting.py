@@ -415,9 +415,9 @@ TRAINING_FLOPS = 6
 SECONDS_PER_DAY = 86_400
 
 
-def rule_of_thumb_flops(parameters: float, tokens: float, *, backward: bool = True) -> float:
-    """6 N T, or 2 N T for forward alone: every parameter multiplies every token, and nothing else is counted."""
-    return (TRAINING_FLOPS if backward else FORWARD_FLOPS) * parameters * tokens
+def rule_of_thumb_flops(parameters: float, tokens: float) -> float:
+    """6 N T: every parameter multiplies every token, and nothing else is counted."""
+    return TRAINING_FLOPS * parameters * tokens
 
 
 def training_days(*, parameters: float, tokens: float, peak_flops_per_s: float, count: int, mfu: float) -> float:

@@ -460,12 +460,6 @@ COLUMNS: dict[str, Column] = {
     "formula": _text("bytes of each", "Size of one as a product of the model's dimensions.", drop_order=2),
     "bound_by": _text("bound by", "Whether memory or arithmetic sets the time.", drop_order=1),
     "least_s": Column("takes at least", "ms", "The least time by the data sheet.", scale=1e3),
-    "rule": _text("rule of thumb", "Formula of the rule, and what it estimates."),
-    "counted": _text("N counts", "Which parameters N counts.", drop_order=5),
-    "rule_flops": _flops("rule", "FLOPs by the rule.", 3),
-    "exact_over_rule": Column("exact / rule", "", "Exact FLOPs over those by the rule.", write="{:.4f}".format),
-    "causal_over_rule": Column("causal / rule", "", "Exact FLOPs over those by the rule, attention counted as causal.",
-                               drop_order=1, write="{:.4f}".format),
     # a step on many GPUs
     "way": _text("way", "How the ranks share a step."),
     "ranks": Column("ranks", "", "GPUs that share a step.", write=count),

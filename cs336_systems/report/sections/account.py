@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 
-from cs336_systems.config import Arch, Mode, Phase, Precision, RunConfig
+from cs336_systems.config import Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import (
     FORWARD_FLOPS,
     SECONDS_PER_DAY,
@@ -106,7 +106,7 @@ def account_section(account: Account, top: int) -> Section:
         *([_fit_table(config, account.memory_bytes)] if account.memory_bytes is not None else ()),
         _cost_table(config, whole, prediction),
         _flops_table(parts, is_own=is_own),
-        *(() if is_own else _closed_form_tables(account, prediction, parts)),
+        *(() if is_own else _closed_form_tables(account, prediction)),
         *([_time_table(account, time)] if time else ()),
         *([_rates_table(account, whole)] if account.step_s is not None else ()),
     ]
@@ -117,9 +117,7 @@ def account_section(account: Account, top: int) -> Section:
     return Section(name="account", tables=tuple(tables), rows=list(parts.values()), keys=CSV_COLUMNS)
 
 
-def _closed_form_tables(
-    account: Account, prediction: MemoryPrediction | None, parts: Mapping[str, Row]
-) -> Iterator[Table]:
+def _closed_form_tables(account: Account, prediction: MemoryPrediction | None) -> Iterator[Table]:
     """What follows from the shape of this project's model."""
     config = account.config
     if config.is_shared and prediction:
@@ -127,7 +125,6 @@ def _closed_form_tables(
     if calls(config):
         yield _collectives_table(config, account.collective_times)
     yield _intensity_table(config, account.device)
-    yield _rule_table(config, parts)
 
 
 def account_json(account: Account) -> dict[str, object]:
@@ -405,29 +402,6 @@ def _ridge_note(device: DeviceSpec, precision: Precision) -> Iterator[str]:
         f"{device.memory_bandwidth_bytes_per_s / TERA:g} TB/s are {significant(ridge)} FLOP/byte; what has less is "
         "bound by memory."
     )
-
-
-def _rule_table(config: RunConfig, parts: Mapping[str, Row]) -> Table:
-    whole = parts[ALL]
-    multiplying = whole["parameters"] - parts[Component.EMBEDDING]["parameters"]
-    rows = []
-    for rule, backward, key in (("2 N T", False, "forward"), ("6 N T", True, "step")):
-        for name, count in (("all parameters", whole["parameters"]), ("without the embedding", multiplying)):
-            flops = rule_of_thumb_flops(count, _tokens(config), backward=backward)
-            exact, causal = whole[f"{key}_flops"], whole[f"{key}_causal_flops"]
-            if whole["backward_flops"] or not backward:
-                rows.append({
-                    "rule": f"{rule}, {key}", "counted": name, "parameters": count, "rule_flops": flops,
-                    "step_flops": exact, "exact_over_rule": exact / flops, "causal_over_rule": causal / flops,
-                })  # fmt: skip
-    columns = (
-        column("rule"), column("counted"), column("parameters", name="N", drop_order=4), column("rule_flops"),
-        column("step_flops", name="exact", drop_order=2), column("exact_over_rule"), column("causal_over_rule"),
-    )  # fmt: skip
-    is_tied = config.model.arch is Arch.GPT2
-    shared = "positions alone, as its table is the head's" if is_tied else "the table that tokens look up"
-    note = f"T: the {_tokens(config):,} tokens of the batch. The embedding: {shared}. The rule knows no attention."
-    return make_table("The rule of thumb against the exact count", columns, rows, [note])
 
 
 def _rates(account: Account, whole: Row, step_s: float) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import SIZES, Arch, Attention, Device, Mode, Parallel, Precision, RunConfig
+from cs336_systems.config import SIZES, Attention, Device, Mode, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters, mfu
 from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.hardware import find_device
@@ -16,7 +16,7 @@ from cs336_systems.report.sections.account import CSV_COLUMNS, Account, account_
 from tests.costs.live import sent_bytes
 
 H200 = find_device("NVIDIA H200")
-FLOPS, INTENSITY, RULE = range(1, 4)
+FLOPS, INTENSITY = 1, 2
 """Where the tables are that every configuration has."""
 MOMENTS, COLLECTIVES = 2, 3
 """Where those are that configurations of several ranks have."""
@@ -107,35 +107,11 @@ def test_without_a_known_peak_nothing_is_said_to_be_bound() -> None:
     assert unknown.notes[-1] == "No peak of B200 at fp32 is known."
 
 
-@pytest.mark.parametrize("size", ["small", "gpt2"])
-def test_the_rule_of_thumb_stands_beside_the_exact_count(size) -> None:
-    """By hand: small 128,625,408 parameters, 7,680,000 of them in the table; gpt2 124,439,808 and 786,432."""
-    case = config(size)
-    table = tables(case)[RULE]
-    counts = {"small": (128_625_408, 120_945_408), "gpt2": (124_439_808, 123_653_376)}[size]
-    exact = sum(part.step for part in component_flops(case))
-    causal = sum(part.step for part in component_flops(case, causal=True))
-    tokens = 4 * case.model.context_length
-    forward, whole = [row for row in table.rows if "2 N T" in row[0]], [row for row in table.rows if "6 N T" in row[0]]
-    assert [number(row[2]) for row in forward] == [number(row[2]) for row in whole] == list(counts)
-    for row, count in zip(whole, counts, strict=True):
-        assert number(row[3]) == pytest.approx(6 * count * tokens / 1e12, rel=1e-3)
-        assert number(row[5]) == pytest.approx(exact / (6 * count * tokens), abs=1e-4)
-        assert number(row[6]) == pytest.approx(causal / (6 * count * tokens), abs=1e-4)
-    assert [row[5] for row in forward] == [row[5] for row in whole], "backward is twice forward in both counts"
-    assert ("positions alone" in table.notes[0]) == (case.model.arch is Arch.GPT2)
-
-
-def test_inference_is_held_against_forwards_rule_alone() -> None:
-    rules = tables(config("tiny", mode=Mode.INFERENCE))[RULE].rows
-    assert {row[0] for row in rules} == {"2 N T, forward"}
-
-
 @pytest.mark.parametrize("checkpoint_blocks", [0, 3])
 def test_rates_follow_from_the_time(checkpoint_blocks) -> None:
     case = config("small", precision=Precision.BF16, checkpoint_blocks=checkpoint_blocks)
     parts = component_flops(case)
-    rates = tables(case, H200, step_s=0.02)[4]
+    rates = tables(case, H200, step_s=0.02)[3]
     found = column(rates, "value")
     flops = sum(part.step for part in parts)
     assert found["tokens"] == pytest.approx(4 * 512 / 0.02, rel=1e-3)
@@ -149,7 +125,7 @@ def test_rates_follow_from_the_time(checkpoint_blocks) -> None:
 
 @pytest.mark.parametrize("device", [None, "B200"])
 def test_there_is_no_mfu_of_an_unknown_peak(device) -> None:
-    rates = tables(config("small"), device and find_device(device), step_s=0.02)[4]
+    rates = tables(config("small"), device and find_device(device), step_s=0.02)[3]
     assert "MFU" not in column(rates, "value")
     assert rates.notes[0].startswith("No MFU")
 
