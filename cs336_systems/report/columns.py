@@ -519,7 +519,6 @@ COLUMNS: dict[str, Column] = {
     "measured": Column("measured", "", "The best that was measured.", std="measured_std", doubt="is_doubted"),
     "data_sheet": Column("data sheet", "", "What the data sheet promises.", drop_order=2),
     "reached_at": _text("reached at", "Size at which it was reached.", drop_order=3),
-    "flops": Column("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
     # the study of fusion; times and rates of ceilings too
     "op": _text("op", "The operation."),
     "version": _text("version", "Written out, compiled, or PyTorch's own fused operation."),
