@@ -125,8 +125,12 @@ def _as_of_whole_sequences() -> Iterator[None]:
     if masks is None:
         yield
         return
-    with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
+    with mock.patch.object(masks, "find_packed_sequence_indices", _finds_nothing):
         yield
+
+
+def _finds_nothing(*_: object, **__: object) -> None:
+    """No sequences within rows. A Mock would keep its arguments, which are tensors of the step."""
 
 
 def _expand(trace: Trace, call: Call) -> None:

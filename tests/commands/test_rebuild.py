@@ -28,7 +28,8 @@ def tree(tmp_path: Path) -> Path:
     study = tmp_path / "data/precision"
     study.mkdir()
     shutil.copy(DATA / "precision/precision.json", study)
-    shutil.copytree(DATA / "e2e_benchmark/out_of_memory", tmp_path / "data/e2e_benchmark/damaged")
+    made = shutil.ignore_patterns("index.html")
+    shutil.copytree(DATA / "e2e_benchmark/out_of_memory", tmp_path / "data/e2e_benchmark/damaged", ignore=made)
     next((tmp_path / "data/e2e_benchmark/damaged/runs").iterdir()).write_text("{")
     return tmp_path / "data"
 

@@ -43,7 +43,7 @@ COMMANDS = {
     "sweep": lambda: cli.sweep([*SMALL, "--context-lengths", "8"]),
     "ladder": lambda: cli.main(["ladder", *SMALL, "--context-length", "8", "--rungs", "fp32", "--no-reasons"]),
     "compare": lambda: cli.main(
-        ["compare", *[f" {' '.join(SMALL)} --context-length 8"] * 2, "--repeats", "2"]
+        ["compare", *[f" {' '.join(SMALL)} --context-length 8"] * 2, "--repeats", "2", "--a-against-a"]
     ),
     "attention": lambda: cli.main(
         ["attention", "--implementations", "naive", "--d-heads", "16", "--context-lengths", "8", "--passes", "2"]

@@ -158,7 +158,7 @@ def test_a_comparison_has_a_model_on_each_side(place, capsys):
     assert "source of side_b:make was " in refusal
     assert "source of side_a" not in refusal
     assert records_in(place) == earlier
-    assert comparison_of("side_a", "side_a") == 0, "what no side names may change"
+    assert comparison_of("side_a", "side_a", "--a-against-a") == 0, "what no side names may change"
 
 
 def test_versions_of_a_model_are_compared_by_directories_of_one_version_each(place, capsys):
