@@ -78,7 +78,9 @@ def test_ctrl_c_at_any_moment_is_one_line(name: str, place: Path) -> None:
             continue
         assert status == 130, (stop_at, found[-1], said)
         assert said[-1].startswith("interrupted"), (stop_at, found[-1], said)
-        assert all(line.startswith("[") for line in said[:-1]), "the status of a sweep that has begun"
+        assert all(line.startswith(("[", "in doubt")) for line in said[:-1]), (
+            "the status of a sweep that has begun, and a busy machine"
+        )
         assert took_s < 10, "it takes well below a second, and a busy machine longer"
     assert missed <= MOMENTS // 2
 
