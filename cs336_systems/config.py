@@ -874,12 +874,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         make_choices(self)
-        for name, is_used in (
-            ("own_ddp", self.parallel is Parallel.OWN),
-            ("own_optimizer", self.optimizer is OptimizerKind.OWN),
-            ("bucket_mib", self.parallel in (Parallel.DDP_OVERLAP, Parallel.OWN)),
-        ):
-            if not is_used:  # the same run with another way or optimizer has the same key, whatever these are
+        for name, (other, values) in USED_WITH.items():
+            if getattr(self, other) not in values:
                 object.__setattr__(self, name, type(self).__dataclass_fields__[name].default)
         check(self)
         if self.warmup_steps + self.measured_steps > 1_000_000:
@@ -1006,6 +1002,17 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 def _is_unicode(text: str) -> bool:
     """False for a file name that is not UTF-8: Python holds it with lone surrogates, which JSON cannot represent."""
     return text.encode(errors="ignore").decode() == text
+
+
+USED_WITH: Mapping[str, tuple[str, tuple[Parallel | OptimizerKind, ...]]] = {
+    "own_ddp": ("parallel", (Parallel.OWN,)),
+    "own_optimizer": ("optimizer", (OptimizerKind.OWN,)),
+    "bucket_mib": ("parallel", (Parallel.DDP_OVERLAP, Parallel.OWN)),
+}
+"""Settings that only have an effect with these values of another one.
+
+With other values they have their defaults, so that runs that do the same have the same key.
+"""
 
 
 def is_import_name(text: str) -> bool:

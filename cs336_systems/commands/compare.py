@@ -2,6 +2,7 @@
 
 import functools
 import shlex
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -99,9 +100,10 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
             raise UsageError("--baseline compares one directory of results with those kept earlier; leave out B")
         if not kept.exists():
             records = checked(functools.partial(records_at, Path(arguments.a)))
-            runs = make_writable(kept / "runs")
+            begun = Path(tempfile.mkdtemp(prefix=".", dir=make_writable(kept.parent)))
             for record in records:
-                write_record(record, runs)
+                write_record(record, make_writable(begun / "runs"))
+            begun.rename(kept)  # so that it is there wholly or not at all
             print_line(f"baseline: {kept} (compare later results with the same --baseline)")
             return OK
         names = (str(kept), arguments.a)

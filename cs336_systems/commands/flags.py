@@ -24,11 +24,11 @@ from cs336_systems.config import (
     MAX_MEASURED_RANKS,
     SIZES,
     UNSIZED,
+    USED_WITH,
     Arch,
     Attention,
     Device,
     ModelConfig,
-    OptimizerKind,
     Parallel,
     Precision,
     Profiler,
@@ -67,7 +67,7 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
     """The arguments in `argv`; raise UsageError where a value contradicts another, exit where it does not parse."""
     config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
     if os.environ.get("NO_COLOR"):
-        tyro._experimental_options["ansi_codes"] = False
+        getattr(tyro, "_experimental_options", {})["ansi_codes"] = False  # tyro has no public way
     words = list(sys.argv[1:] if argv is None else argv)
     names = flag_names(kind)
     if HELP_ALL in words:
@@ -399,7 +399,9 @@ def config_of(
     many: bool = False,
 ) -> RunConfig:
     """The run of the settings `given` by the user, by the flags of a sweep if `many`, and of those of `point` first."""
-    settings = _with_own_parts({**given, **point}, many=many)
+    settings = {**given, **point}
+    if not many:  # a sweep has several values of the settings that others need
+        settings = _with_own_parts(settings)
     if global_batch_size is not None:
         settings["batch_size"] = batch_of_each(global_batch_size, settings.get("ranks", 1))
     asked = {name: settings[name] for name in given if name in settings}
@@ -407,23 +409,17 @@ def config_of(
     return checked_factory(config, given, many=many)
 
 
-OWN_PARTS = (("own_ddp", "parallel", Parallel.OWN), ("own_optimizer", "optimizer", OptimizerKind.OWN))
-"""Settings that name a part of the user's own, and those that say that it is used, with this value."""
-
-
-def _with_own_parts(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
-    """The settings with `own` where one names an own part; raise ValueError for one that another makes useless.
-
-    A sweep has several values of the other one, so there it only has no effect.
-    """
-    for own, name, kind in OWN_PARTS:
-        if own in settings and not many:
-            settings[name] = kind if settings.get(name) in (None, Parallel.NONE, kind) else settings[name]
-            if settings[name] is not kind:
-                raise ValueError(f"--{own.replace('_', '-')} needs --{name} own, got --{name} {settings[name]}")
-    way, usual = settings.get("parallel"), FIELDS["bucket_mib"][0].default
-    if settings.get("bucket_mib", usual) != usual and not many and way not in (Parallel.DDP_OVERLAP, Parallel.OWN):
-        raise ValueError(f"--bucket-mib needs --parallel ddp-overlap or own, got {way or 'none'}")
+def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with `own` where one names an own part; raise ValueError for one that another makes useless."""
+    for name, (other, values) in USED_WITH.items():
+        if settings.get(name, FIELDS[name][0].default) == FIELDS[name][0].default:
+            continue
+        if len(values) == 1 and settings.get(other) in (None, Parallel.NONE):
+            settings[other] = values[0]
+        if settings.get(other) not in values:
+            needed = " or ".join(values)
+            flag, of_other = (flag_of(each, FIELDS[each][1]) for each in (name, other))
+            raise ValueError(f"{flag} needs {of_other} {needed}, got {settings.get(other) or 'none'}")
     return settings
 
 

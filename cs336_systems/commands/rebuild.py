@@ -43,7 +43,7 @@ def results_below(root: Path) -> list[Path]:
 
 
 def load(directory: Path, ceilings_at: Callable[[Path], Ceilings] = load_ceilings_or_warn) -> Directory:
-    """The results of one directory; raise one of UNREADABLE where they cannot be read."""
+    """The results of one directory; raise where they cannot be read."""
     return _KINDS[_source(directory)](directory, ceilings_at)
 
 

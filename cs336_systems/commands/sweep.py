@@ -18,7 +18,6 @@ from cs336_systems.commands.flags import (
     FIELDS,
     FIRST,
     MAX_NAME_LENGTH,
-    OWN_PARTS,
     Flags,
     Flat,
     GlobalBatchSize,
@@ -55,7 +54,7 @@ from cs336_systems.commands.outcome import (
     status_of,
 )
 from cs336_systems.commands.results import show_results
-from cs336_systems.config import Device, Mode, Parallel, Precision, Profiler, RunConfig
+from cs336_systems.config import USED_WITH, Device, Mode, Parallel, Precision, Profiler, RunConfig
 from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected, expect
 from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
 from cs336_systems.costs.hardware import devices_called
@@ -188,8 +187,8 @@ class SweepArguments(Flags):
             if (found := FIELDS[name][1].by_device) is not None
         }
         values = usual | self._given() | {"precision": self.chosen_precisions}
-        for own, name, kind in OWN_PARTS:
-            if own in values and kind not in values.get(name, ()):
+        for own, (name, (kind, *others)) in USED_WITH.items():
+            if own in values and not others and kind not in values.get(name, ()):
                 values[name] = (*values.get(name, ()), kind)
         return {name: values[name] for name in AXES if name in values}
 

@@ -150,11 +150,7 @@ class MemoryRecorder:
             name = self._names.get(id(parameter), "a tensor outside of the model")
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    self._see(
-                        Kind.OPTIMIZER_STATE,
-                        f"{key} of {name}",
-                        value,
-                    )
+                    self._see(Kind.OPTIMIZER_STATE, f"{key} of {name}", value)
 
     def _saved(self, tensor: Tensor) -> Tensor:
         path = current_path()

@@ -8,7 +8,7 @@ import torch
 
 from cs336_systems.analysis.memory.explain import explain_memory
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment
-from cs336_systems.config import SIZES, Attention, Device, Mode, Precision, Profiler, RunConfig
+from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Precision, Profiler, RunConfig
 from cs336_systems.costs.accounting import count_parameters
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.measure.nvml import usable_gpu_bytes
@@ -58,6 +58,30 @@ def test_categories_add_up_and_are_what_the_closed_form_says(
     assert record.memory is not None
     assert profile.peak.allocated_bytes == record.memory.peak_allocated_bytes
     assert profile.peak.allocated_bytes == pytest.approx(predicted_peak_bytes(config), rel=0.03, abs=64 * 2**20)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_what_a_checkpoint_keeps_is_its_input(blocks: int, tmp_path: Path) -> None:
+    config = config_of(checkpoint_blocks=blocks)
+    record, profile = recorded(config, tmp_path)
+    assert record.status is Status.OK, record.failure
+    end_of_forward = next(moment for moment in profile.boundaries if moment.phase == "forward")
+    saved = requested(end_of_forward, Category.SAVED)
+    model, tokens = config.model, config.batch_size * config.model.context_length
+    inputs = -(-model.num_layers // blocks) * tokens * model.d_model * 4
+    # beside them what the final norm, the head and the loss save: x, its norm, logits twice, and small change
+    rest = tokens * (2 * model.d_model + 2 * model.vocab_size) * 4
+    assert inputs < saved < inputs + 1.1 * rest
+    assert profile.peak.allocated_bytes == pytest.approx(predicted_peak_bytes(config), rel=0.03, abs=64 * 2**20)
+
+
+def test_low_precision_copies_are_a_category_of_their_own(tmp_path: Path) -> None:
+    config = config_of(precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True)
+    _, profile = recorded(config, tmp_path)
+    start, model = profile.boundaries[0], config.model
+    linear = count_parameters(model) - model.vocab_size * model.d_model - (2 * model.num_layers + 1) * model.d_model
+    assert requested(start, Category.AUTOCAST_COPIES) == 2 * linear
+    assert requested(start, Category.PARAMETERS) == 4 * count_parameters(model)
 
 
 def test_running_out_of_memory_leaves_its_evidence(tmp_path: Path) -> None:

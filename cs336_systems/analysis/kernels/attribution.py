@@ -201,7 +201,7 @@ def _what_is_missing(trace: Trace) -> Iterator[str]:
         where = (
             f"{marked} of them have a module, marked by PyTorch"
             if marked
-            else ("they have no module, because PyTorch marked none (torch.cuda.graph_annotations.mark_kernels)")
+            else "they have no module, because PyTorch marked none (torch.cuda.graph_annotations.mark_kernels)"
         )
         yield (
             f"{in_graph} kernels came from CUDA graphs: they belong to the phase that launched the graph, "

@@ -18,7 +18,7 @@ _ALL_OF_DEVICE = re.compile(r"^(?:cuda|cu|hip)(?:Device|Ctx)Synchronize$")
 _CAPTURE = re.compile(r"^(?:cuda|cu|hip)Stream(Begin|End)Capture")
 STREAM_WAIT = re.compile(r"^(?:cuda|cu|hip)StreamWaitEvent$")
 """The function that makes a stream, and not the host, wait for the work of another stream."""
-TO_HOST = re.compile(r"Device-to-Host|DtoH|D2H|DeviceToHost")
+TO_HOST = re.compile(r"Device-?to-?Host|DtoH|D2H", re.I)
 
 
 def call_name(name: str) -> str:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 from cs336_systems.analysis.kernels.attribution import Attribution, HostSteps, HostWindows, Selection, frame_of, totals
+from cs336_systems.analysis.kernels.call_names import TO_HOST
 from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, short_name
 from cs336_systems.analysis.kernels.host_calls import Host
 from cs336_systems.analysis.kernels.modules import RangeParts
@@ -392,7 +393,7 @@ def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
 _DIRECTIONS = (
     (re.compile(r"memset|fill", re.I), "fill"),
     (re.compile(r"HtoD|Host-?to-?Device|H2D", re.I), "host to device"),
-    (re.compile(r"DtoH|Device-?to-?Host|D2H", re.I), "device to host"),
+    (TO_HOST, "device to host"),
     (re.compile(r"DtoD|Device-?to-?Device|D2D", re.I), "device to device"),
     (re.compile(r"PtoP|Peer", re.I), "peer to peer"),
 )

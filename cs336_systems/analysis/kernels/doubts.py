@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, Mask, chosen, groups, joined
+from cs336_systems.analysis.columns import Mask, chosen, groups, joined
 from cs336_systems.analysis.kernels.attribution import Attribution
 from cs336_systems.analysis.kernels.call_names import is_capture, is_for_device, is_kernel_launch
 from cs336_systems.analysis.kernels.device_time import WAIT_SLACK_S
@@ -105,6 +105,8 @@ def _captured(trace: Trace, api: ApiCalls) -> Mask:
 
 
 def _of_launches(trace: Trace) -> Iterator[tuple[int, str]]:
-    api: Ints = trace.api_calls.start_ns
     if len(trace.kernels) and (lost := int(lost_launches(trace).sum())):
-        yield lost, f"{lost} of {len(api)} calls launched a kernel that is not in the file: events were lost"
+        yield (
+            lost,
+            f"{lost} of {len(trace.api_calls)} calls launched a kernel that is not in the file: events were lost",
+        )

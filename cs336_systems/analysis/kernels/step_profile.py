@@ -27,8 +27,8 @@ Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
 PROFILE_FORMAT_VERSION = 4
 """Version 1 had merged kernels only: `PicturedStep` had `pieces`, but no `streams`, `copies` and `idle`. Version 2 had
 no phase `communication`, and nothing about collectives and other ranks. Version 3 had no copies by kind, no
-distribution of idle times, no doubts, no rank, and convolutions among the
-matmuls; its picture had copies and idle times, which nothing read."""
+distribution of idle times, no doubts, no rank, and convolutions among the matmuls; its picture had copies and idle
+times, which nothing read."""
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
-from cs336_systems.config import Phase, Profiler
+from cs336_systems.config import Mode, Phase, Profiler
 from cs336_systems.record import Environment, RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.compared import Compared
@@ -48,7 +48,16 @@ from cs336_systems.report.sections.memory.findings import MemoryEntry, by_catego
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.plots import peak_charts
 from cs336_systems.report.sections.steps import BY_PHASE, PARTS, REST, phase_bars
-from cs336_systems.report.words import GIB, between, mean_and_std, milliseconds, percent_of, significant, status_text
+from cs336_systems.report.words import (
+    DOUBT,
+    GIB,
+    between,
+    mean_and_std,
+    milliseconds,
+    percent_of,
+    significant,
+    status_text,
+)
 from cs336_systems.studies.precision_records import PrecisionStudy
 from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
 from cs336_systems.text import counted, shortened
@@ -355,6 +364,9 @@ def _of_memory(entries: Sequence[MemoryEntry]) -> Glance:
             answer = f"{answer.partition('; ')[0].rstrip('.')}."
     else:
         answer, more = f"Memory peaks at {between(peaks, lambda value: size(round(value)))}.", ""
+    configs = [entry.config for entry in entries]
+    if all(own is not None and own.warmup_steps == 0 and own.mode is Mode.TRAIN for own in configs):
+        more += f"{' ' * bool(more)}It is the first step: later ones hold the optimizer's state from their beginning."
     charts = peak_charts(entries)
     parts = {
         str(part): num_bytes / GIB for part, num_bytes in by_category(entries[0].profile.peak).items() if num_bytes
@@ -391,7 +403,7 @@ def _tiles(rows: Sequence[Row], note: str = "") -> list[Tile]:
     return [
         Tile("step", step, notes),
         Tile("tokens/s", _range(rows, "tokens_per_s", lambda value: significant(value, 3)), "in a step over its time"),
-        Tile("MFU", _range(rows, "mfu", percent_of), "of the data sheet's peak"),
+        Tile("MFU", _range(rows, "mfu", percent_of), "model FLOPs, of the data sheet's peak"),
         Tile("peak of memory", _range(rows, "peak_allocated_gib", lambda value: f"{significant(value, 3)} GiB"),
              "allocated at most"),
     ]  # fmt: skip
@@ -422,9 +434,9 @@ def _doubts(rows: Sequence[Row]) -> list[str]:
     told = ", ".join(f"{code} in {count}" if len(rows) > 1 else code for code, count in counts.most_common())
     if not number:
         return []
-    return [
-        f"{number} of {len(rows)} times are in doubt: {told}." if len(rows) > 1 else f"The time is in doubt: {told}."
-    ]
+    several = ", some in several ways" if counts.total() > number else ""
+    many = f"{number} of {len(rows)} times are in doubt ({DOUBT}){several}: {told}."
+    return [many if len(rows) > 1 else f"The time is in doubt: {told}."]
 
 
 def _steady(rows: Sequence[Row]) -> str:

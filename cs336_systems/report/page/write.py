@@ -115,11 +115,12 @@ class Bars:
 
     @property
     def legend(self) -> list[tuple[str, Style, str]]:
-        """Name and style of each part that can be seen in some bar, and its value in a bar that is alone."""
+        """Name and style of each part that can be seen in some bar; of a bar alone in its order, with the values."""
         used = {name for bar in self.bars for name, value in bar.parts.items() if value > VISIBLE * bar.length}
         only = self.bars[0] if len(self.bars) == 1 else None
         return [(style.label or name, style, self.words(only, name) if only else "")
-                for name, style in self.styles.items() if name in used]  # fmt: skip
+                for name in (only.parts if only else self.styles) if name in used
+                for style in [self.styles[name]]]  # fmt: skip
 
     def words(self, bar: Bar, name: str) -> str:
         """How large the part is, and which share of the bar."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.analysis.warnings import DOUBTFUL
+from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import SETTINGS, UNSIZED, Mode, Phase, Precision, RunConfig
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column, three_digits
@@ -295,7 +295,8 @@ def phase_bars(rows: Sequence[Row]) -> list[Bar]:
         rest_ms = (step_ms or 0.0) - sum(parts.values())
         if step_ms is not None and rest_ms > LEAST_REST * step_ms:
             parts[REST] = rest_ms
-        words = "" if step_ms is None else f"{significant(step_ms, 3)} ms"
+        doubt = f" {DOUBT}" if in_doubt(codes_of(row)) else ""
+        words = "" if step_ms is None else f"{significant(step_ms, 3)} ms{doubt}"
         bars.append(Bar(name=name, parts=parts, words=words, failure=_failure(row) or ""))
     return bars
 

@@ -163,10 +163,10 @@ class _Findings:
         """What limits the step on a GPU."""
         busy_s = sum(sum(phase.busy_s) for phase in self.profile.phases)
         late_s, host_s = idle(self.profile, IdleCause.LATE_LAUNCH).total_s, sum(self.profile.step_s)
-        told = (
-            f"{self.of_wall(busy_s)} of the step's {self.ms(self.wall_s)}, and idle {self.of_wall(late_s)} because the "
-            "next kernel was not launched yet."
-        )
+        told = f"{self.of_wall(busy_s)} of the step's {self.ms(self.wall_s)}"
+        if late_s >= MIN_SHARE * self.wall_s:
+            told += f", and idle {self.of_wall(late_s)} because the next kernel was not launched yet"
+        told += "."
         if is_launch_bound(self.profile):
             return (
                 f"The CPU is the limit: the GPU is busy {told}{self.launch_cost()} A profiler makes each launch "
