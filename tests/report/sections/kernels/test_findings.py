@@ -1,10 +1,9 @@
 """Known causes in hand-made profiles (see profiles.py), each named with its numbers, and nothing else named."""
 
 import re
-from dataclasses import re
+from dataclasses import replace
 
 import pytest
-import replace
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
