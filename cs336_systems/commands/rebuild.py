@@ -37,7 +37,10 @@ def results_below(root: Path) -> list[Path]:
     below = (path for depth in ("*", "*/*", "*/*/*") for path in sorted(root.glob(depth)))
     for directory in (root, *(path for path in below if path.relative_to(root).parts[0] != PUBLISHED)):
         is_within = any(other in directory.parents for other in found)  # such as earlier runs that --fresh set aside
-        if not is_within and any((directory / name).exists() for name in _KINDS):
+        kept = {name for name in _KINDS if (directory / name).exists()}
+        if kept == {RUNS} and not any((directory / RUNS).glob("*.json")):
+            continue  # a sweep that was interrupted before its first record
+        if kept and not is_within:
             found.append(directory)
     return sorted(found)
 

@@ -20,7 +20,7 @@ DATA = Path(__file__).parents[2] / "data" / "published"
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A comparison, with runs set aside beside; a study; and a sweep with a damaged record."""
+    """A comparison, with runs set aside beside; a study; a sweep with a damaged record, and one without any."""
     sweep = tmp_path / "data/e2e_benchmark/a"
     shutil.copytree(DATA / "e2e_benchmark/a_against_a/runs", sweep / "runs")
     shutil.copy(DATA / "e2e_benchmark/a_against_a/comparison.json", sweep)
@@ -31,6 +31,7 @@ def tree(tmp_path: Path) -> Path:
     made = shutil.ignore_patterns("index.html")
     shutil.copytree(DATA / "e2e_benchmark/out_of_memory", tmp_path / "data/e2e_benchmark/damaged", ignore=made)
     next((tmp_path / "data/e2e_benchmark/damaged/runs").iterdir()).write_text("{")
+    (tmp_path / "data/e2e_benchmark/interrupted/runs").mkdir(parents=True)
     return tmp_path / "data"
 
 
@@ -140,6 +141,7 @@ def test_a_ladder_is_no_sweep_though_it_has_runs(directory: str, is_other: bool)
 def test_results_lie_at_most_three_folders_deep(tmp_path: Path) -> None:
     for place in ("one", "e2e_benchmark/two", "group/e2e_benchmark/three", "far/too/deep/four", "one/of/its/own"):
         (tmp_path / place / "runs").mkdir(parents=True)
+        (tmp_path / place / "runs/a.json").touch()
     assert results_below(tmp_path) == [tmp_path / place for place in
                                        ("e2e_benchmark/two", "group/e2e_benchmark/three", "one")]  # fmt: skip
     assert results_below(DATA / "e2e_benchmark/train") == [DATA / "e2e_benchmark/train"]
