@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, in shapes that no published measurement has: `--model tests.gpu.foreign_models:llama`."""
+"""Models that nobody here wrote, in shapes that nobody published: `--model tests.gpu.foreign_models:llama`."""
 
 import torch
 import transformers
