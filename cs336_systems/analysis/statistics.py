@@ -55,22 +55,6 @@ def lag1_autocorrelation(values: Sequence[float]) -> float | None:
     return lagged / math.fsum(d * d for d in deviations)
 
 
-def steady_interval(values: Sequence[float], confidence: float = 0.95) -> float | None:
-    """Half the confidence interval of the mean, relative to it, of values of which each may resemble the last.
-
-    With lag-1 autocorrelation r > 0, n values are worth n (1 - r) / (1 + r) independent ones. None for fewer than 10
-    values, from which r is not known.
-    """
-    if len(values) < MIN_CORRELATED:
-        return None
-    from scipy.special import stdtrit  # slow to import, and few commands need it
-
-    r = max(lag1_autocorrelation(values) or 0.0, 0.0)
-    worth = max(len(values) * (1 - r) / (1 + r), 2.0)
-    error = statistics.stdev(values) / math.sqrt(worth)
-    return float(stdtrit(worth - 1, (1 + confidence) / 2)) * error / statistics.fmean(values)
-
-
 def slope(values: Sequence[float]) -> tuple[float, float]:
     """Least-squares slope per position and its standard error, of at least 3 values."""
     line = statistics.linear_regression(range(len(values)), values)

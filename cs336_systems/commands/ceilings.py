@@ -125,7 +125,7 @@ def run(arguments: CeilingsArguments) -> int:
         _keep_earlier(directory / FILE_NAME, study)
         return study
 
-    study = show_study(measure, directory, as_json=arguments.json)
+    study = show_study(measure, directory)
     unfinished.unlink(missing_ok=True)
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
 

@@ -2,7 +2,6 @@
 
 import functools
 import shlex
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,10 +23,8 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import (
     FAILED,
     OK,
-    PrintJson,
     UsageError,
     checked,
-    json_alone,
     load_ceilings_or_warn,
     load_records_or_warn,
 )
@@ -35,9 +32,9 @@ from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.record import load_records, write_record
+from cs336_systems.record import load_records
 from cs336_systems.studies.ceilings_files import ceilings_beside
-from cs336_systems.sweep.store import SweepError, make_writable
+from cs336_systems.sweep.store import SweepError
 from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
@@ -59,10 +56,8 @@ class CompareArguments(MeasuringArguments):
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
     """Flags in quotes, or the directory of a sweep."""
-    b: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="B", help_behavior_hint="")] = None
-    """What to compare it with; none with --baseline."""
-    baseline: Annotated[str | None, unset("NAME", "compare with B")] = None
-    """Compare the directory A with the results kept under this name, in OUTPUT/baselines; the first time, keep them."""
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
+    """What to compare it with."""
     a_against_a: Switch = False
     """Allow equal sides, which show how much the machine scatters."""
     fail_if_slower: Annotated[float | None, unset("PERCENT", "no limit")] = None
@@ -75,8 +70,6 @@ class CompareArguments(MeasuringArguments):
     """Name of the directory under OUTPUT/e2e_benchmark/ for what is measured."""
     output: Path = Path("data")
     """Directory for results."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,41 +80,20 @@ class CompareArguments(MeasuringArguments):
 
 def run(arguments: CompareArguments) -> int:
     """Measure both sides alternately, or read them, and say which is faster."""
-    with json_alone(arguments.json) as print_json:
-        return _compare(arguments, print_json)
-
-
-def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     from cs336_systems.report.compared import Sides, compare_sides, records_at
 
-    if arguments.baseline is not None:
-        kept = arguments.output / "baselines" / checked(functools.partial(checked_name, arguments.baseline))
-        if arguments.b is not None or not both_on_disk(arguments.a, arguments.a):
-            raise UsageError("--baseline compares one directory of results with those kept earlier; leave out B")
-        if not kept.exists():
-            records = checked(functools.partial(records_at, Path(arguments.a)))
-            begun = Path(tempfile.mkdtemp(prefix=".", dir=make_writable(kept.parent)))
-            for record in records:
-                write_record(record, make_writable(begun / "runs"))
-            begun.rename(kept)  # so that it is there wholly or not at all
-            print_line(f"baseline: {kept} (compare later results with the same --baseline)")
-            return OK
-        names = (str(kept), arguments.a)
-    elif arguments.b is None:
-        raise UsageError("needed two sides, got one: add B, or --baseline NAME")
-    else:
-        names = (arguments.a, arguments.b)
-    shown = [name.strip().encode(errors="backslashreplace").decode() for name in names]  # JSON has no lone surrogates
-    sides = Sides(a=shown[0], b=shown[1])
+    names = (arguments.a, arguments.b)
+    a, b = (name.strip().encode(errors="backslashreplace").decode() for name in names)  # JSON has no lone surrogates
+    sides = Sides(a=a, b=b)
     if not both_on_disk(*names):
         configs = configs_of(names)
         _refuse_equal(arguments, configs[0].configuration == configs[1].configuration)
-        return _measure(arguments, sides, configs, print_json)
+        return _measure(arguments, sides, configs)
     paths = [Path(name) for name in names]
     _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
     mixed = arguments.allow_mixed
     compared = checked(lambda: compare_sides(sides, [records_at(path) for path in paths], allow_mixed=mixed))
-    _show(compared, None, print_json)
+    _show(compared, None)
     return _guard(compared, arguments.fail_if_slower)
 
 
@@ -130,9 +102,7 @@ def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
         raise UsageError("A and B are the same; to see how much the machine scatters, add --a-against-a")
 
 
-def _measure(
-    arguments: CompareArguments, sides: "Sides", configs: Sequence[RunConfig], print_json: PrintJson | None
-) -> int:
+def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunConfig]) -> int:
     """Measure the configurations of A and B alternately, and compare them."""
     from cs336_systems.report.compared import by_parity, compare_sides
 
@@ -150,12 +120,12 @@ def _measure(
     keys = {config.key for config in runs}
     records = [record for record in load_records(directory / "runs")[0] if record.key in keys]
     compared = checked(functools.partial(compare_sides, sides, by_parity(records), are_alternate=True))
-    _show(compared, directory, print_json)
+    _show(compared, directory)
     return _guard(compared, arguments.fail_if_slower)
 
 
-def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | None) -> None:
-    """Write the comparison into the directory, if there is one, and print its tables or its JSON."""
+def _show(compared: "Compared", directory: Path | None) -> None:
+    """Write the comparison into the directory, if there is one, and print its tables."""
     from cs336_systems.report.compared import COMPARISON_FILE
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.terminal import print_table
@@ -167,15 +137,11 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
         write_atomically(directory / COMPARISON_FILE, encode_json(compared.sides))
         with StatusLine() as status:
             page = write_comparison(compared, directory, status)
-    if print_json is not None:
-        print_json(encode_json(compared.json))
-    else:
-        for table in compared.section.tables:
-            print_table(replace(table, notes=tuple(n for n in table.notes if n != compared.answer)), directory)
+    for table in compared.section.tables:
+        print_table(replace(table, notes=tuple(n for n in table.notes if n != compared.answer)), directory)
     if directory is not None:
         print_line(f"page: {page}")
-    if print_json is None:
-        print_line(compared.answer)
+    print_line(compared.answer)
     if all(ratio is None for _, ratio in compared.verdicts):
         raise SweepError("no configuration ended well on both sides, so nothing could be compared")
 
@@ -251,8 +217,8 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
     for side, each, config in zip(sides, asked, configs, strict=True):
         if config.profiler is not Profiler.NONE:
             raise UsageError(f"{side.strip()}: a profiler makes a run slower; compare runs without one")
-        if each.json or each.output != BenchmarkArguments.output:
-            raise UsageError(f"{side.strip()}: a side has no output of its own; leave out --json and --output")
+        if each.output != BenchmarkArguments.output:
+            raise UsageError(f"{side.strip()}: a side has no output of its own; leave out --output")
     for device in dict.fromkeys(each.step.device for each in asked):
         explain_cpu_fallback(device)
     return configs

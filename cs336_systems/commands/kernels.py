@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.commands.flags import Flat, Switch, unset
+from cs336_systems.commands.flags import Flat, unset
 from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
 from cs336_systems.ranges import PhaseNames
 from cs336_systems.record import RecordError, RunRecord, read_record
@@ -54,8 +54,6 @@ class KernelsArguments:
     ranges: Flat[RangeArguments] = field(default_factory=RangeArguments)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
 
 def run(arguments: KernelsArguments) -> int:
@@ -68,7 +66,7 @@ def run(arguments: KernelsArguments) -> int:
     record = None if path is None else read_record(path)
     from cs336_systems.analysis.kernels.explain import explain
     from cs336_systems.analysis.kernels.phases import RangeNameError
-    from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
+    from cs336_systems.analysis.kernels.step_profile import read_profile
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.kernels.entries import explained
     from cs336_systems.report.sections.kernels.files import answer_of, tables_of_one, write_kernels
@@ -88,13 +86,7 @@ def run(arguments: KernelsArguments) -> int:
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_kernels(entry, arguments.output, arguments.top)
 
-    show(
-        arguments.json,
-        lambda: encode_profile(profile),
-        lambda: tables_of_one(entry, arguments.top),
-        arguments.output,
-        answer_of(entry),
-    )
+    show(tables_of_one(entry, arguments.top), arguments.output, answer_of(entry))
     return OK
 
 

@@ -30,10 +30,8 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import (
     INTERRUPTED,
     OK,
-    PrintJson,
     UsageError,
     checked,
-    json_alone,
     load_ceilings_or_warn,
     load_records_or_warn,
     print_last,
@@ -42,7 +40,6 @@ from cs336_systems.commands.outcome import (
 from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.record import Status
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
@@ -111,8 +108,6 @@ class LadderArguments(Flags):
     measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
     dry_run: Switch = False
     """Print what would run, and stop."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
         check_repeats(value_or(self.repeats, 1))
@@ -158,16 +153,11 @@ class LadderArguments(Flags):
 
 def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
-    with json_alone(arguments.json) as print_json:
-        return _climb(arguments, print_json)
-
-
-def _climb(arguments: LadderArguments, print_json: PrintJson | None) -> int:
     ladder, directory = checked(arguments.ladder), checked(arguments.directory)
     configs = arguments.runs(ladder)
     explain_cpu_fallback(arguments.device)
     if arguments.dry_run:
-        _print_plan(ladder, configs, directory, print_json)
+        _print_plan(ladder, configs, directory)
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
@@ -181,18 +171,13 @@ def _climb(arguments: LadderArguments, print_json: PrintJson | None) -> int:
             print(f"{ladder[0].name} ran out of memory: its losses come from a run that computes activations again")
             configs = (*configs, again)
             status = _measure(configs, directory, arguments, ladder, fresh=False)
-    _report(directory, print_json)
+    _report(directory)
     if status == INTERRUPTED:
         print_last("interrupted: the same command goes on from here")
     return status
 
 
-def _print_plan(
-    ladder: Sequence[Rung], configs: Sequence[RunConfig], directory: Path, print_json: PrintJson | None
-) -> None:
-    if print_json is not None:
-        print_json(encode_json({"directory": str(directory), "rungs": ladder, "runs": configs}))
-        return
+def _print_plan(ladder: Sequence[Rung], configs: Sequence[RunConfig], directory: Path) -> None:
     for rung in ladder:
         print(f"{rung.name}: {rung.change} ({rung.config.label})")
     print_line(f"{counted(len(configs), 'run')} into {directory}")
@@ -260,7 +245,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     return Climbed(results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
 
 
-def _report(directory: Path, print_json: PrintJson | None) -> None:
+def _report(directory: Path) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.progress import StatusLine
@@ -275,12 +260,9 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
         status("drawing and writing")
         write_ladder_report(rows, directory)
         page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)
-    if print_json is not None:
-        print_json(encode_json({"directory": str(directory), "rungs": ladder_section(rows).json}))
-    else:
-        for table in ladder_section(rows).tables:
-            print_table(table, directory)
-            print()
+    for table in ladder_section(rows).tables:
+        print_table(table, directory)
+        print()
     print_line(f"results: {directory}")
     print_line(f"page: {page}")
 

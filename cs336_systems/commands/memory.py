@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.commands.flags import Switch, make_config, unset
+from cs336_systems.commands.flags import make_config, unset
 from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.record import read_record
@@ -38,8 +38,6 @@ class MemoryArguments:
     """Sequences in a batch, with --size."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), the picture and JSON."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     @property
     def config(self) -> RunConfig | None:
@@ -69,7 +67,6 @@ def run(arguments: MemoryArguments) -> int:
     with StatusLine() as status:
         status.reading(file)
         profile = _explain(file, config)
-        from cs336_systems.analysis.memory.profile import encode_memory_profile
         from cs336_systems.report.sections.memory.findings import answer
         from cs336_systems.report.sections.memory.tables import tables_of_one, write_memory
 
@@ -77,13 +74,7 @@ def run(arguments: MemoryArguments) -> int:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_memory(profile, arguments.output, arguments.top)
-    show(
-        arguments.json,
-        lambda: encode_memory_profile(profile),
-        lambda: tables_of_one(profile, arguments.top),
-        arguments.output,
-        answer(profile),
-    )
+    show(tables_of_one(profile, arguments.top), arguments.output, answer(profile))
     return OK
 
 

@@ -11,7 +11,6 @@ from cs336_systems.commands.flags import (
     DeviceChoice,
     DeviceFlag,
     Flags,
-    Switch,
     explain_cpu_fallback,
     look_at_machine,
     resolve_device,
@@ -19,7 +18,7 @@ from cs336_systems.commands.flags import (
     unset,
     with_flags_of,
 )
-from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
+from cs336_systems.commands.outcome import FAILED, OK, checked
 from cs336_systems.commands.results import write_page_of
 from cs336_systems.config import Device
 from cs336_systems.files import encode_json, write_atomically
@@ -54,8 +53,6 @@ class StudyArguments(Flags):
     """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     def grid(self, **others: Any) -> Any:  # noqa: ANN401 (each study has its own)
         """The grid that the flags mean, with other fields; raise ValueError if there is no such grid."""
@@ -130,8 +127,6 @@ class PrecisionArguments:
 
     device: DeviceChoice = "auto"
     """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
-    json: Switch = False
-    """Print JSON instead of tables."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON, and index.html."""
 
@@ -153,7 +148,7 @@ class PrecisionArguments:
 
             return run_precision_study(devices, status)
 
-        show_study(measure, self.output, as_json=self.json)
+        show_study(measure, self.output)
         return OK
 
 
@@ -177,15 +172,10 @@ def measure_and_show(arguments: StudyArguments) -> Any:  # noqa: ANN401 (each gr
 
         return run_study(grid, status, keep)
 
-    return show_study(measure, directory, as_json=arguments.json)
+    return show_study(measure, directory)
 
 
-def show_study(
-    measure: Callable[["StatusLine"], StudyT],
-    directory: Path | None,
-    *,
-    as_json: bool,
-) -> StudyT:
+def show_study(measure: Callable[["StatusLine"], StudyT], directory: Path | None) -> StudyT:
     """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
     from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.progress import StatusLine
@@ -193,20 +183,16 @@ def show_study(
     from cs336_systems.report.sections.study import all_tables
     from cs336_systems.report.terminal import print_table
 
-    with json_alone(as_json) as print_json:
-        with StatusLine() as status:
-            study = measure(status)
-            results = StudyResults(study)
-            if directory is not None:
-                status("drawing and writing")
-                results.write(directory)
-                page, _ = write_page_of(Directory(path=directory, study=results), status)
-        if print_json is not None:
-            print_json(encode_json(study))
-        else:
-            for table in all_tables(results.sections):
-                print_table(table, directory)
+    with StatusLine() as status:
+        study = measure(status)
+        results = StudyResults(study)
         if directory is not None:
-            print_line(f"results: {directory}")
-            print_line(f"page: {page}")
+            status("drawing and writing")
+            results.write(directory)
+            page, _ = write_page_of(Directory(path=directory, study=results), status)
+    for table in all_tables(results.sections):
+        print_table(table, directory)
+    if directory is not None:
+        print_line(f"results: {directory}")
+        print_line(f"page: {page}")
     return study

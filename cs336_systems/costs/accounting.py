@@ -104,11 +104,6 @@ class ComponentFlops:
         """The model's FLOPs, without recomputation."""
         return self.forward + self.backward
 
-    @property
-    def hardware(self) -> int:
-        """The FLOPs that are executed, recomputation included."""
-        return self.step + self.recomputed
-
 
 def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[ComponentFlops, ...]:
     """FLOPs of one step of this project's model, part by part; `causal` as in forward_flops.
@@ -424,11 +419,3 @@ def training_days(*, parameters: float, tokens: float, peak_flops_per_s: float, 
     """Days until `count` devices have trained on `tokens` tokens, each at the share `mfu` of its peak."""
     flops_per_s = count * peak_flops_per_s * mfu
     return rule_of_thumb_flops(parameters, tokens) / flops_per_s / SECONDS_PER_DAY
-
-
-def largest_model(*, memory_bytes: float, count: int, bytes_per_parameter: float = 16) -> float:
-    """Number of parameters whose state fills `count` devices of `memory_bytes` each, with no room for activations.
-
-    16 bytes are AdamW in fp32: parameter, gradient and two moments. The state is sharded: no device holds a copy.
-    """
-    return count * memory_bytes / bytes_per_parameter

@@ -30,9 +30,9 @@ different weights, but through one network. With n < 1 + f / a nodes of tensor r
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from math import floor, inf, sqrt
+from math import floor, inf
 
 from cs336_systems.config import Arch, ModelConfig
 from cs336_systems.costs.links import Links
@@ -94,7 +94,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One inequality, and its result if the other link is infinitely fast."""
+    """One inequality, if the other link is infinitely fast."""
 
     scheme: Scheme
     link: Link
@@ -103,8 +103,6 @@ class Bound:
     """a of the data ranks, or of the tensor ranks of tensor parallelism alone."""
     least_tokens: float | None
     """Tokens per rank below which communication takes longer, with many ranks; None if B is not in the inequality."""
-    ranks: int | None
-    """The most ranks; beyond one node they fill nodes. None if this link sets no limit."""
 
 
 def feed(model: ModelConfig) -> float:
@@ -126,14 +124,6 @@ def most_ranks(budget: float, near: float, far: float, in_node: int) -> float:
         return 1 + within
     of_node = within * in_node / (in_node - 1) if in_node > 1 else inf
     return max(in_node, min(of_node, in_node * (1 + across)))
-
-
-def best_data_ranks(ranks: int, tokens: int, feed: float) -> float:
-    """X of the best X times Y = `ranks` on links of one kind, where both communications take equally long.
-
-    With a X / B = a Y / f it is sqrt(N B / f).
-    """
-    return sqrt(ranks * tokens / feed)
 
 
 def bounds(paper: Paper) -> list[Bound]:
@@ -202,16 +192,7 @@ def _bound(paper: Paper, scheme: Scheme, link: Link) -> Bound:
         formula=FORMULAS[scheme][link is Link.NETWORK],
         intensity=a,
         least_tokens=_least_tokens(paper, scheme, link, a),
-        ranks=largest_ranks(_with_alone(paper, link), scheme),
     )
-
-
-def _with_alone(paper: Paper, link: Link) -> Paper:
-    """The same step with the other link, if there is one, infinitely fast."""
-    links = paper.links
-    if link is Link.NETWORK:
-        return replace(paper, links=replace(links, node_bytes_per_s=inf))
-    return paper if links.network_bytes_per_s is None else replace(paper, links=replace(links, network_bytes_per_s=inf))
 
 
 def _least_tokens(paper: Paper, scheme: Scheme, link: Link, a: float) -> float | None:

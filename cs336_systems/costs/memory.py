@@ -254,12 +254,11 @@ def is_predictable(config: RunConfig) -> bool:
     )
 
 
-def peaks_by_half(config: RunConfig) -> list[int] | None:
-    """The most bytes of tensors in each half of each phase of a steady step; None if that is not predicted.
+def rank_peak_bytes(config: RunConfig) -> int | None:
+    """The most bytes of tensors in a steady step of a rank of PyTorch's DDP or of fsdp; None if that is not predicted.
 
-    Each grows linearly with the number of layers; the peak of the step does not, because its moment changes. Remainders
-    of blocks that the allocator does not split off, under 1 MiB each, are left out. Of a rank of PyTorch's DDP and of
-    fsdp the tensors are those of one process, its state shared out in closed form: so any number of ranks is predicted.
+    The tensors are those of one process, its state shared out in closed form: so any number of ranks is predicted.
+    Remainders of blocks that the allocator does not split off, under 1 MiB each, are left out.
     """
     alone = config.alone
     if not is_predictable(alone):
@@ -268,9 +267,7 @@ def peaks_by_half(config: RunConfig) -> list[int] | None:
     shares, more_bytes = _shared_out(config)
     sizes = [round(shares.get(spec.category, 1) * _rounded(spec.size_bytes)) for spec in tape.specs]
     levels = _levels(tape, [sizes[kind] for kind in tape.tensors])
-    of_phases = [levels[begin : end + 1] for _, (begin, end), _ in phases_of(tape, -1)]
-    halves = [half for each in of_phases for half in (each[: len(each) // 2], each[len(each) // 2 :])]
-    return [max(half, default=0) + more_bytes for half in halves]
+    return max(levels[tape.steps[-1][0][1] :]) + more_bytes
 
 
 def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:

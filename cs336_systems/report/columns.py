@@ -440,8 +440,6 @@ COLUMNS: dict[str, Column] = {
     "backward_flops": _flops("backward", "FLOPs of backward.", 2),
     "step_flops": _flops("step", "FLOPs of forward and backward.", 0),
     "recomputed_flops": _flops("again", "FLOPs of forward that backward computes again.", 4),
-    "forward_causal_flops": _flops("forward, causal", "FLOPs of forward, attention counted as causal.", 6),
-    "backward_causal_flops": _flops("backward, causal", "FLOPs of backward, attention counted as causal.", 7),
     "step_causal_flops": _flops("step, causal", "FLOPs of forward and backward, attention counted as causal.", 5),
     "forward_moved_bytes": Column("moved forward", "MiB", "What its kernels read and write in forward.", scale=2**-20,
                                   drop_order=4),
@@ -463,10 +461,6 @@ COLUMNS: dict[str, Column] = {
     # a step on many GPUs
     "way": _text("way", "How the ranks share a step."),
     "ranks": Column("ranks", "", "GPUs that share a step.", write=count),
-    "rank_shape": _text("data x tensor", "Ranks that have tokens of their own, times those that share out every "
-                        "tensor.", drop_order=5),
-    "tokens_per_rank": Column("tokens of each", "", "Tokens of a step over the number of ranks.", drop_order=6,
-                              write=rounded),
     "step_ms": Column("step", "ms", "Predicted time of a step.", write=rounded,
                       doubt="prediction_is_doubted"),
     "compute_ms": Column("computing", "ms", "The step without communication.", drop_order=3, write=rounded,
@@ -483,7 +477,6 @@ COLUMNS: dict[str, Column] = {
     "peak_gib": Column("memory", "GiB", "Peak of the rank that keeps most.", write=three_digits),
     "most_ranks": Column("ranks, at most", "", "Largest number of ranks; beyond a node they fill nodes.", write=count,
                          instead="no_limit"),
-    "decided_by": _text("decided by", "The links whose inequality gives the fewest ranks.", drop_order=1),
     "link": _text("links", "Those of a node, or the network between nodes."),
     "inequality": _text("computing takes longer while", "The inequality, in the symbols of the table below."),
     "intensity": Column("a", "", "e C / (2 W), in tokens, or in elements for tensor parallelism.", write=rounded),

@@ -113,17 +113,6 @@ def test_a_record_holds_every_step_of_every_phase(mode: Mode, precision: Precisi
     assert read_record(write_record(record, tmp_path)) == record
 
 
-@pytest.mark.parametrize(("within", "most", "num_steps"), [(1e9, 200, 10), (0, 13, 13)])
-def test_steps_are_added_until_their_mean_is_known(
-    within: float, most: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten are the fewest whose correlation is known; the record says how many there were."""
-    monkeypatch.setattr(measurement, "STABLE", within)
-    monkeypatch.setattr(measurement, "MAX_STABLE_STEPS", most)
-    record = measure(CONFIG, until_stable=True)
-    assert len(record.measurement(Phase.STEP).times_s) == record.config.measured_steps == num_steps
-
-
 def test_losses_follow_the_seed() -> None:
     first, again, other = measure(CONFIG), measure(CONFIG), measure(replace(CONFIG, seed=1))
     assert first.losses == again.losses

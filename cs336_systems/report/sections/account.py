@@ -1,7 +1,7 @@
 """What a step costs, as tables: FLOPs and bytes by part of the model, what the peak of memory holds, what fits."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 from cs336_systems.config import Mode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import (
@@ -12,7 +12,6 @@ from cs336_systems.costs.accounting import (
     Work,
     component_flops,
     forward_work,
-    largest_model,
     least_time_s,
     optimizer_work,
     parameters_by_component,
@@ -36,7 +35,6 @@ from cs336_systems.costs.memory import (
     saved_by_block,
 )
 from cs336_systems.costs.modules import costs_by_module
-from cs336_systems.costs.ranks_time import HOST_SPREAD
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Category
 from cs336_systems.costs.time import Limit, TimePrediction
@@ -46,17 +44,14 @@ from cs336_systems.report.words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA
 
 ALL = "all"
 QUANTITY_KEYS = ("quantity", "amount", "unit", "how")
-FULL, CAUSAL = ("forward", "backward", "step", "recomputed", "hardware"), ("forward", "backward", "step")
-"""Which FLOPs of a part are shown with attention in full, and which as causal."""
+FLOPS = ("forward", "backward", "step", "recomputed")
 CSV_COLUMNS = (
-    "component", "parameters", *(f"{name}_flops" for name in FULL), *(f"{name}_causal_flops" for name in CAUSAL),
-    "forward_moved_bytes",
+    "component", "parameters", *(f"{name}_flops" for name in FLOPS), "step_causal_flops", "forward_moved_bytes",
 )  # fmt: skip
 MOVED_BACKWARD = "backward_moved_bytes"
 KINDS = tuple(Collective)
 Curves = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
-UNMEASURED = "No share of a measured ceiling: cs336 ceilings on that device gives one (--ceilings DIR)."
 NOT_TRACED = "Not predicted beyond that: the step cannot be traced."
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
@@ -67,13 +62,9 @@ class Account:
 
     config: RunConfig
     device: DeviceSpec | None = None
-    """Device whose data sheet gives the ridge point, and the peak of which rates are shares."""
-    step_s: float | None = None
-    """The measured time of a step, which gives rates."""
+    """Device whose data sheet gives the ridge point."""
     memory_bytes: int | None = None
     """Memory that the step must fit into."""
-    ceiling_flops_per_s: float | None = None
-    """The highest measured rate of matmuls on the device."""
     collective_times: Curves = field(default_factory=dict)
     """Measured times of collectives among such devices."""
     time: TimePrediction | None = None
@@ -86,12 +77,6 @@ class Account:
     """Whether many of the times in these ceilings are in doubt."""
     is_shipped: bool = False
     """Whether these ceilings come with the program, and were not measured by its user."""
-    depends_on_host: bool = False
-    """Whether the machine's CPU decides if launches limit the step."""
-
-    @property
-    def peak_flops_per_s(self) -> float | None:
-        return self.device.peak_flops_per_s.get(self.config.precision) if self.device else None
 
 
 def account_section(account: Account, top: int) -> Section:
@@ -108,7 +93,6 @@ def account_section(account: Account, top: int) -> Section:
         _flops_table(parts, is_own=is_own),
         *(() if is_own else _closed_form_tables(account, prediction)),
         *([_time_table(account, time)] if time else ()),
-        *([_rates_table(account, whole)] if account.step_s is not None else ()),
     ]
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
@@ -127,31 +111,6 @@ def _closed_form_tables(account: Account, prediction: MemoryPrediction | None) -
     yield _intensity_table(config, account.device)
 
 
-def account_json(account: Account) -> dict[str, object]:
-    """What `account_section` says, as numbers in SI units; None for what is not asked or not known."""
-    config, memory_bytes = account.config, account.memory_bytes
-    parts, is_own = _parts(config), config.model_factory is not None
-    state = None if is_own else state_bytes(config)
-    return {
-        "config": config,
-        "tokens": _tokens(config),
-        "parts": [{key: row[key] for key in CSV_COLUMNS} for row in parts.values()],
-        "state": state and {f"{field.name}_bytes": getattr(state, field.name) for field in fields(state)},
-        "work": None if is_own else _work(config),
-        "memory": predict_memory(config),
-        "saved_by_block": saved_by_block(config) if not is_own and _saves_blocks(config) else None,
-        "collectives": _collectives(config, account.collective_times) if calls(config) else None,
-        "time": account.time,
-        "ceilings_are_shipped": account.is_shipped,
-        "time_is_measured": None if account.time is None else account.is_measured,
-        "limit": None if account.time is None else account.time.limit,
-        "limit_depends_on_host": None if account.time is None else account.depends_on_host,
-        "device": account.device,
-        "rates": None if account.step_s is None else _rates(account, parts[ALL], account.step_s),
-        "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
-    }
-
-
 def _parts(config: RunConfig) -> dict[str, Row]:
     """A row for each part of the model by its name, and one for their sum; None for what a part has none of.
 
@@ -167,9 +126,9 @@ def _parts(config: RunConfig) -> dict[str, Row]:
     for component, count in parameters_by_component(config.model).items():
         rows[component]["parameters"] = count
     for flops in component_flops(config):
-        rows[flops.component] |= {f"{name}_flops": getattr(flops, name) for name in FULL}
+        rows[flops.component] |= {f"{name}_flops": getattr(flops, name) for name in FLOPS}
     for flops in component_flops(config, causal=True):
-        rows[flops.component] |= {f"{name}_causal_flops": getattr(flops, name) for name in CAUSAL}
+        rows[flops.component]["step_causal_flops"] = flops.step
     for work in forward_work(config):
         rows[work.name]["forward_moved_bytes"] = work.moved_bytes
     return _with_sum(rows)
@@ -252,8 +211,7 @@ def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
         *([column("backward_flops"), column("step_flops")] if backward else ()),
         *([column("recomputed_flops")] if again else ()),
         column("share"),
-        *([] if is_own else [column("forward_causal_flops")]),
-        *([column("backward_causal_flops"), column("step_causal_flops")] if backward and not is_own else ()),
+        *([] if is_own else [column("step_causal_flops")]),
         *([column("forward_moved_bytes"), *([column(MOVED_BACKWARD)] if backward else ())] if is_own else ()),
     ]
     causal = "causal: only the pairs of a query and a key that is not after it count."
@@ -261,8 +219,8 @@ def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
     notes = [f"A multiply-add is 2 FLOPs; {own if is_own else causal}"]
     if again:
         notes.append(
-            "again: what backward computes once more, between checkpoints or in fused attention. It is no part of the "
-            f"model's FLOPs: the hardware's are {significant(parts[ALL]['hardware_flops'] / TERA)} TFLOP."
+            "again: what backward computes once more, between checkpoints or in fused attention; it is no part of the "
+            "model's FLOPs."
         )
     return make_table(f"FLOPs by {'module' if is_own else 'part of the model'}", columns, parts.values(), notes)
 
@@ -332,17 +290,13 @@ def _time_table(account: Account, time: TimePrediction) -> Table:
           for phase, time_s in time.phases_s.items()),
         {"phase": Phase.STEP, "predicted_ms": 1e3 * time.step_s, "kernels_ms": 1e3 * sum(time.kernels_s.values())},
     ]  # fmt: skip
-    limit, on_other_host = {
-        Limit.DEVICE: ("The GPU is the limit", "slowly, launches are the limit."),
-        Limit.LAUNCHES: (
-            f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms",
-            "fast, the GPU is the limit.",
-        ),
+    limit = {
+        Limit.DEVICE: "The GPU is the limit",
+        Limit.LAUNCHES: f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms",
     }[time.limit]
     of_device = f"the ceilings of {account.device_name}" if account.device_name else "ceilings"
     notes = (
         f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step.",
-        *([f"With a CPU that launches {HOST_SPREAD:g} times as {on_other_host}"] if account.depends_on_host else ()),
         *(
             [f"From the configuration and {of_device} alone; cs336 report DIR says how far it is from measured steps."]
             if account.is_measured or account.device is None
@@ -402,42 +356,6 @@ def _ridge_note(device: DeviceSpec, precision: Precision) -> Iterator[str]:
         f"{device.memory_bandwidth_bytes_per_s / TERA:g} TB/s are {significant(ridge)} FLOP/byte; what has less is "
         "bound by memory."
     )
-
-
-def _rates(account: Account, whole: Row, step_s: float) -> dict[str, float | None]:
-    """What the step achieves; None for shares of what is not known."""
-    peak, rate = account.peak_flops_per_s, whole["step_flops"] / step_s
-    return {
-        "step_s": step_s,
-        "tokens_per_s": _tokens(account.config) / step_s,
-        "model_flops_per_s": rate,
-        "mfu": ratio(rate, peak),
-        "mfu_causal": ratio(whole["step_causal_flops"] / step_s or None, peak),
-        "hardware_mfu": ratio(whole["hardware_flops"] / step_s or None, peak),
-        "ceiling_share": ratio(rate, account.ceiling_flops_per_s),
-    }
-
-
-def _rates_table(account: Account, whole: Row) -> Table:
-    assert account.step_s is not None
-    rates, peak = _rates(account, whole, account.step_s), account.peak_flops_per_s
-    name, precision = account.device.names[0] if account.device else "", account.config.precision
-    rows = [
-        ("time of a step", account.step_s, 1e3, "ms"),
-        ("tokens", rates["tokens_per_s"], 1, "per s"),
-        ("model FLOPs", rates["model_flops_per_s"], 1 / TERA, "TFLOP/s"),
-        (f"peak of {name} at {precision}", peak, 1 / TERA, "TFLOP/s"),
-        ("MFU", rates["mfu"], 100, "%"),
-        ("with attention counted as causal", rates["mfu_causal"], 100, "%"),
-        ("with what is computed again", rates["hardware_mfu"] if whole["recomputed_flops"] else None, 100, "%"),
-        (f"measured ceiling at {precision}", account.ceiling_flops_per_s, 1 / TERA, "TFLOP/s"),
-        ("share of the measured ceiling", rates["ceiling_share"], 100, "%"),
-    ]
-    unknown = "No MFU: the peak of the GPU at this precision is not known (--device-name)."
-    meaning = "MFU: the model's FLOPs, attention in full, over the dense peak that the data sheet promises."
-    unmeasured = [UNMEASURED] if account.ceiling_flops_per_s is None else []
-    known = [(what, value * scale, unit) for what, value, scale, unit in rows if value is not None]
-    return quantity_table("What such a step achieves", known, [unknown if peak is None else meaning, *unmeasured])
 
 
 def _categories_table(prediction: MemoryPrediction) -> Table:
@@ -529,24 +447,6 @@ def days_table(
         "come on top, and so do restarts."
     )
     return quantity_table(f"Training takes {amount(time)} {unit}", rows, [note], QUANTITY_KEYS)
-
-
-def largest_table(*, parameters: float, memory_bytes: float, count: int, bytes_per_parameter: float) -> Table:
-    """How large a model's state fits so many devices."""
-    largest = largest_model(memory_bytes=memory_bytes, count=count, bytes_per_parameter=bytes_per_parameter)
-    rows = (
-        ("memory of one device", memory_bytes, "byte", "given, or by its data sheet"),
-        ("devices", count, "", "given"),
-        ("memory of all", count * memory_bytes, "byte", "devices x memory"),
-        ("bytes of a parameter", bytes_per_parameter, "byte", "given"),
-        ("largest model", largest, "parameters", "memory of all / bytes of a parameter"),
-        ("state of this model", parameters * bytes_per_parameter, "byte", "parameters x bytes of a parameter"),
-    )
-    note = (
-        "AdamW in fp32 holds 16 bytes for each parameter: 4 for it, 4 for its gradient, 8 for its two moments. "
-        "Nothing is held twice, so all of it is sharded over the devices; activations come on top."
-    )
-    return quantity_table(f"The largest model has {amount(largest)} parameters", rows, [note], QUANTITY_KEYS)
 
 
 def _unit_of_time(time_s: float) -> tuple[str, int]:

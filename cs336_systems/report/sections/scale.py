@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY
 from cs336_systems.costs.limits import Bound, Given, Link, Paper, Scheme, bounds, largest_ranks
-from cs336_systems.costs.scale import Scale, ScaleStep
+from cs336_systems.costs.scale import PARALLEL, Scale, ScaleStep
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.plots.charts import Axis, Chart, Line, Panel, Point, curves_of, doubling
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
@@ -22,10 +22,9 @@ WORDS = {
     Scheme.TENSOR: "tensor parallel",
     Scheme.BOTH: "fully sharded and tensor parallel",
 }
-COLOURS = {Scheme.DATA: "#0072B2", Scheme.SHARDED: "#E69F00", Scheme.TENSOR: "#CC79A7", Scheme.BOTH: "#009E73"}
+COLOURS = ("#0072B2", "#E69F00")
 CSV_COLUMNS = (
-    "way", "ranks", "data_ranks", "tensor_ranks", "batch_size", "tokens_per_rank", "step_ms", "compute_ms",
-    "communication_ms", "slowed_ms", "exposed_ms", "peak_gib", "fits", "mfu", "reason",
+    "way", "ranks", "step_ms", "compute_ms", "communication_ms", "slowed_ms", "exposed_ms", "peak_gib", "fits", "mfu",
 )  # fmt: skip
 NO_LIMIT = "no limit"
 
@@ -37,36 +36,16 @@ def scale_section(found: Scale) -> Section:
     return Section(name="scale", tables=tables, rows=rows, keys=CSV_COLUMNS, pictures=scale_charts(found, rows))
 
 
-def scale_json(found: Scale) -> dict[str, object]:
-    """The same as numbers in SI units; None for what is not known."""
-    section = Section(name="scale", rows=list(scale_rows(found)), keys=CSV_COLUMNS)
-    return {
-        "config": found.config,
-        "device_name": found.device_name,
-        "is_measured": found.is_measured,
-        "steps": section.json,
-        "limits": {
-            "given": found.given,
-            "bounds": bounds(found.given.paper),
-            "largest_ranks": _largest(found.given.paper),
-        },
-    }
-
-
 def scale_rows(found: Scale) -> Iterator[Row]:
     """A row for each way and number of ranks; None for what is not known."""
     for scheme, ranks, step in found.steps:
-        values = _values(step, found.machine.memory_bytes) if isinstance(step, ScaleStep) else {"reason": step}
+        values = {} if step is None else _values(step, found.machine.memory_bytes)
         yield dict.fromkeys(CSV_COLUMNS) | {"way": scheme, "ranks": ranks} | values
 
 
 def _values(step: ScaleStep, memory_bytes: int | None) -> Row:
     times = step.times
     return {
-        "data_ranks": step.data_ranks,
-        "tensor_ranks": step.tensor_ranks,
-        "batch_size": step.batch_size,
-        "tokens_per_rank": step.tokens_per_rank,
         "step_ms": 1e3 * times.time.step_s,
         "compute_ms": 1e3 * times.compute_s,
         "communication_ms": 1e3 * times.communication_s,
@@ -79,18 +58,17 @@ def _values(step: ScaleStep, memory_bytes: int | None) -> Row:
 
 
 def _steps_table(found: Scale, rows: list[Row]) -> Table:
-    keys = ("way", "ranks", "rank_shape", "tokens_per_rank", "step_ms", "compute_ms", "communication_ms", "slowed_ms",
-            "exposed_ms", "exposed_part", "peak_gib", "mfu")  # fmt: skip
+    keys = ("way", "ranks", "step_ms", "compute_ms", "communication_ms", "slowed_ms", "exposed_ms", "exposed_part",
+            "peak_gib", "mfu")  # fmt: skip
     shown = [
         row | {
-            "rank_shape": f"{row['data_ranks']} x {row['tensor_ranks']}" if row["data_ranks"] else "",
             "exposed_part": ratio(row["exposed_ms"], row["step_ms"]),
             "prediction_is_doubted": found.machine.curves.is_in_doubt,
         }
         for row in rows
     ]  # fmt: skip
     title = f"One step of {found.config.label} on many {found.device_name}"
-    notes = [*_step_notes(found), *_misfits(found, rows), *_reasons(rows)]
+    notes = [*_step_notes(found), *_misfits(found, rows)]
     return make_table(title, [column(key) for key in keys], shown, notes)
 
 
@@ -103,20 +81,10 @@ def _misfits(found: Scale, rows: list[Row]) -> Iterator[str]:
         yield f"{way} on {counts} does not fit: {found.device_name} has {memory_gib:.0f} GiB by its data sheet."
 
 
-def _reasons(rows: list[Row]) -> Iterator[str]:
-    """Which rows have no forecast, and why."""
-    for way, reason in dict.fromkeys((row["way"], row["reason"]) for row in rows if row["reason"]):
-        counts = [f"{row['ranks']:,}" for row in rows if (row["way"], row["reason"]) == (way, reason)]
-        yield f"No {way} on {', '.join(counts)}: {reason}."
-
-
 def _step_notes(found: Scale) -> Iterator[str]:
-    used = {scheme for scheme, *_ in found.steps}
-    yield "; ".join(f"{scheme}: {WORDS[scheme]}" for scheme in Scheme if scheme in used) + "."
     yield (
         "A step takes the sum of computing, slowed and exposed: communication is exposed where kernels wait for it, "
-        "and slows the kernels beside it. That of tensor parallelism is all exposed; the inequalities below allow it "
-        "to overlap."
+        "and slows the kernels beside it."
     )
     if not found.is_measured:
         yield by_data_sheet(found.device_name)
@@ -133,26 +101,18 @@ def limit_tables(given: Given) -> tuple[Table, ...]:
     return _largest_table(given.paper), _bounds_table(given.paper), _symbols_table(given)
 
 
-def _largest(paper: Paper) -> dict[str, int | None]:
-    return {scheme: largest_ranks(paper, scheme) for scheme in Scheme}
-
-
 def _largest_table(paper: Paper) -> Table:
-    rows: list[Row] = []
-    for scheme, most in _largest(paper).items():
-        own = [bound for bound in bounds(paper) if bound.scheme is scheme and bound.ranks is not None]
-        decisive = min(own, key=lambda bound: bound.ranks or 0, default=None)
-        rows.append({
-            "way": scheme, "most_ranks": most, "no_limit": NO_LIMIT,
-            "decided_by": "" if decisive is None or most is None else decisive.link,
-        })  # fmt: skip
+    rows: list[Row] = [
+        {"way": f"{scheme}: {WORDS[scheme]}", "most_ranks": largest_ranks(paper, scheme), "no_limit": NO_LIMIT}
+        for scheme in Scheme
+    ]
     title = f"Largest number of ranks before communication limits, for {paper.tokens:,} tokens in a step"
     note = "On more ranks communication takes longer than the matmuls of the blocks, with which it may overlap."
-    return make_table(title, [column(key) for key in ("way", "most_ranks", "decided_by")], rows, [note])
+    return make_table(title, [column(key) for key in ("way", "most_ranks")], rows, [note])
 
 
 def _bounds_table(paper: Paper) -> Table:
-    keys = ("way", "link", "inequality", "intensity", "least_tokens", "most_ranks", "source")
+    keys = ("way", "link", "inequality", "intensity", "least_tokens", "source")
     notes = (
         f"Source: {BOOK}. Each line is about one kind of links, as if the others took no time; of N, X, Y ranks "
         "g, x, y are in one node. With many ranks the first lines are the course's B / N > C / W, Y < F W / C and "
@@ -165,8 +125,7 @@ def _bounds_table(paper: Paper) -> Table:
 def _bound_row(bound: Bound) -> Row:
     return {
         "way": bound.scheme, "link": bound.link, "inequality": bound.formula, "intensity": bound.intensity,
-        "least_tokens": bound.least_tokens, "most_ranks": bound.ranks, "no_limit": NO_LIMIT,
-        "source": SOURCES[bound.link],
+        "least_tokens": bound.least_tokens, "source": SOURCES[bound.link],
     }  # fmt: skip
 
 
@@ -217,7 +176,7 @@ def scale_charts(found: Scale, rows: list[Row]) -> list[Chart]:
     x = doubling({float(row["ranks"]) for row in known}, "ranks", 1.4)
     y = Axis(label="%", from_zero=True)
     panels = [
-        Panel(x=x, y=y, title=title, curves=curves_of(_lines(shares, key), COLOURS.values()))
+        Panel(x=x, y=y, title=title, curves=curves_of(_lines(shares, key), COLOURS))
         for title, key in (first, ("Exposed communication, of the step", "exposed"))
     ]
     settings = f"{found.config.label}, {found.device_name}, {found.given.paper.links.gpus_per_node} GPUs in a node"
@@ -228,11 +187,11 @@ def scale_charts(found: Scale, rows: list[Row]) -> list[Chart]:
 
 
 def _lines(rows: list[Row], key: str) -> list[Line]:
-    """A line for each way; ways without values get an empty line, so that colours stay the same."""
+    """A line for each way."""
     return [
         Line(
             name=scheme,
             points=tuple(Point(x=float(row["ranks"]), value=100 * row[key]) for row in rows if row["way"] is scheme),
         )
-        for scheme in Scheme
+        for scheme in PARALLEL
     ]
