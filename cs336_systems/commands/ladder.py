@@ -1,11 +1,8 @@
 """`cs336 ladder`: from the slow way to the fast way, one change at a time, each measured and each checked."""
 
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
@@ -41,7 +38,6 @@ from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.record import Status
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.ladder import (
     GATE_STEPS,
@@ -51,7 +47,6 @@ from cs336_systems.sweep.ladder import (
     gate_learning_rate,
     read_ladder,
     reason_run,
-    reference,
     rungs,
     write_ladder,
 )
@@ -66,7 +61,6 @@ GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
 GPU_REPEATS, CPU_REPEATS = 3, 1
 LADDER_FILE = "ladder.json"
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @with_flags(
@@ -164,13 +158,7 @@ def run(arguments: LadderArguments) -> int:
     _refuse_another(ladder[0], directory, fresh=arguments.measuring.fresh)
     make_writable(directory)
     write_ladder(ladder, directory / LADDER_FILE)
-    with _empty_compiler_cache():
-        status = _measure(configs, directory, arguments, ladder)
-        again = reference(ladder[0])
-        if status != INTERRUPTED and again is not None and _lacks_reference(ladder[0], directory):
-            print(f"{ladder[0].name} ran out of memory: its losses come from a run that computes activations again")
-            configs = (*configs, again)
-            status = _measure(configs, directory, arguments, ladder, fresh=False)
+    status = _measure(configs, directory, arguments, ladder)
     _report(directory)
     if status == INTERRUPTED:
         print_last("interrupted: the same command goes on from here")
@@ -195,20 +183,13 @@ def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
         )
 
 
-def _measure(
-    configs: Sequence[RunConfig],
-    directory: Path,
-    arguments: LadderArguments,
-    ladder: Sequence[Rung],
-    fresh: bool | None = None,
-) -> int:
+def _measure(configs: Sequence[RunConfig], directory: Path, arguments: LadderArguments, ladder: Sequence[Rung]) -> int:
     from cs336_systems.report.progress import TerminalListener
     from cs336_systems.sweep.run import run_sweep
 
     note_unused_gpus(configs)
-    measuring = replace(arguments.measuring, fresh=value_or(fresh, arguments.measuring.fresh))
     with TerminalListener(_names(ladder)) as listener:
-        outcome = run_sweep(configs, directory, listener, **asdict(measuring))
+        outcome = run_sweep(configs, directory, listener, **asdict(arguments.measuring))
     if outcome.interrupted:
         return INTERRUPTED
     wanted = {config.key for config in configs}
@@ -218,16 +199,7 @@ def _measure(
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
     """All configurations of a ladder, each with its name: that of its rung, or for other runs what they are for."""
     names = {rung.config: rung.name for rung in ladder}
-    names |= {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
-    again = reference(ladder[0])
-    return names if again is None else names | {again: f"{ladder[0].name} with checkpoints"}
-
-
-def _lacks_reference(first: Rung, directory: Path) -> bool:
-    """Whether the first rung ran out of memory, so that the reference losses need a run with checkpoints."""
-    records = load_records_or_warn(directory / "runs")
-    ended = {record.status for record in records if record.config.configuration == first.config}
-    return Status.OOM in ended and Status.OK not in ended
+    return names | {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
 
 
 def load(directory: Path, beside: Ceilings) -> "Climbed":
@@ -265,20 +237,3 @@ def _report(directory: Path) -> None:
         print()
     print_line(f"results: {directory}")
     print_line(f"page: {page}")
-
-
-@contextlib.contextmanager
-def _empty_compiler_cache() -> Iterator[None]:
-    """Let all workers started in this context share one compiler cache, empty at first, for comparable compile times.
-
-    A cache directory that the user has set is kept.
-    """
-    if CACHE_VARIABLE in os.environ:
-        yield
-        return
-    with TemporaryDirectory(prefix="cs336-") as cache:
-        os.environ[CACHE_VARIABLE] = cache
-        try:
-            yield
-        finally:
-            del os.environ[CACHE_VARIABLE]

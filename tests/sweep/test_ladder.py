@@ -35,7 +35,6 @@ from cs336_systems.sweep.ladder import (
     judge,
     read_ladder,
     reason_run,
-    reference,
     rungs,
     write_ladder,
 )
@@ -180,9 +179,8 @@ def test_chosen_rungs_keep_all_changes_below_them():
         chosen(ladder, ["fp9"])
 
 
-def test_runs_beside_the_rungs():
+def test_the_run_under_the_profiler_is_short():
     first = rungs(GPT2, H200)[0]
-    assert changed(first.config, reference(first)) == {"checkpoint_blocks": 1}
     assert changed(first.config, reason_run(first)) == {"profiler": Profiler.KINETO, "measured_steps": 3}
     short = replace(first, config=replace(first.config, measured_steps=2))
     assert changed(short.config, reason_run(short)) == {"profiler": Profiler.KINETO}
@@ -195,10 +193,6 @@ def test_a_ladder_is_read_as_it_was_written(tmp_path):
     ladder = rungs(GPT2, H200)
     write_ladder(ladder, tmp_path / "ladder.json")
     assert read_ladder(tmp_path / "ladder.json") == ladder
-
-
-def damage(text, **fields):
-    return json.dumps(json.loads(text) | fields)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +246,6 @@ def test_fp8_has_a_bound_of_its_own(away, passed):
     assert judge(Precision.BF16, [off((7, away))], [FALLING]).passed is False
 
 
-def test_losses_after_the_gate_do_not_count():
-    gate = judge(Precision.FP32, [[*FALLING, 99.0]], [[*FALLING, 1.0, None]])
-    assert (gate.passed, gate.largest, gate.loss) == (True, 0, 10)
-
-
 def test_of_several_processes_the_worst_counts_and_the_reference_is_a_mean():
     gate = judge(Precision.BF16, [off(), off((-1, 0.02)), off((3, -0.03))], [off((3, 0.01)), off((3, -0.01))])
     assert gate.last == pytest.approx(0.01)
@@ -269,15 +258,12 @@ def test_of_several_processes_the_worst_counts_and_the_reference_is_a_mean():
     ("processes", "references", "said"),
     [
         ([FALLING], [], "the reference has no 20 finite losses"),
-        ([FALLING], [FALLING[:-1]], "the reference has no 20 finite losses"),
         ([FALLING], [[*FALLING[:-1], None]], "the reference has no 20 finite losses"),
-        ([FALLING], [FALLING, FALLING[:5]], "the reference has no 20 finite losses"),
         ([FALLING], [[12.0] * GATE_STEPS], "falls by less than 0.1%"),
-        ([FALLING], [FALLING[::-1]], "falls by less than 0.1%"),
         ([], [FALLING], "there are no 20 losses"),
         ([FALLING, FALLING[:19]], [FALLING], "there are no 20 losses"),
     ],
-    ids=["none", "short", "not finite", "one short", "flat", "rising", "no process", "short process"],
+    ids=["none", "not finite", "flat", "no process", "short process"],
 )
 def test_without_enough_losses_there_is_no_verdict(processes, references, said):
     gate = judge(Precision.BF16, processes, references)

@@ -23,10 +23,8 @@ from cs336_systems.report.sections.ladder import (
     speed_up,
     write_ladder_report,
 )
-from cs336_systems.sweep.ladder import reference
 from tests.report.drawn import overlaps, texts
 from tests.report.ladders import (
-    FALLING,
     NOISE,
     STEPS_S,
     make_entry,
@@ -97,18 +95,6 @@ def test_without_a_reference_nothing_is_judged_nor_credited(ladder):
     assert {row["gate"] for row in rows} == {"", "no verdict"}
     assert not any(row["is_credited"] or row["speed_up_over_last"] or row["speed_up_over_first"] for row in rows)
     assert fastest_row(rows) is None
-
-
-def test_where_the_first_rung_has_no_memory_a_checkpointed_run_is_the_reference(ladder):
-    stand_in = replace(make_process(ladder[0], 2.0), config=reference(ladder[0]), losses=FALLING)
-    rows = by_name(ladder_rows(ladder, [*without_first(ladder), stand_in], []))
-    assert rows["fp32"]["processes"] == 0
-    assert not rows["fp32"]["is_credited"]
-    assert all(rows[name]["is_credited"] for name in ("bf16", "compile", "fused"))
-    assert rows["bf16"]["speed_up_over_first"] is None, "it is the first that counts"
-    assert rows["fused"]["speed_up_over_first"] == pytest.approx(8)
-    off = replace(stand_in, losses=shifted(0.1))
-    assert not any(row["is_credited"] for row in ladder_rows(ladder, [*without_first(ladder), off], []))
 
 
 def test_counts_of_a_profile_are_per_step():
