@@ -89,8 +89,8 @@ class ParametersArguments:
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
 )  # fmt: skip
 class AccountArguments(Flags):
-    """Say what a training step costs without running it: parameters, bytes, FLOPs and arithmetic intensity by part of
-    the model, and the peak of memory by what it holds.
+    """Say what a training step costs without running it: parameters and FLOPs by part of the model, the peak of memory
+    by what it holds, and the time.
 
     The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch. Memory is predicted
     for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they are those of one rank: the one that keeps
@@ -110,7 +110,7 @@ class AccountArguments(Flags):
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest; of a GPU
     that is not here, that of its data sheet."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
-    """GPU whose data sheet gives the ridge point and the peak, such as H100 or 4090; it need not be here."""
+    """GPU whose time is predicted, such as H100 or 4090; it need not be here."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`), from which the step and the collectives of --parallel have
     times. If all are of one device, that is the GPU, whether it is here or not. Those of an H100 and an H200 come with

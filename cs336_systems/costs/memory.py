@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from operator import invert
 
 from cs336_systems.config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
-from cs336_systems.costs.accounting import count_parameters, state_bytes
+from cs336_systems.costs.accounting import count_parameters, parameter_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
 from cs336_systems.costs.tape import REPEATED, Category, Tape, TensorSpec, phases_of
@@ -65,10 +65,6 @@ class MemoryPrediction:
     """Peak of the first step, at whose end the optimizer makes its state."""
     reserved_bytes: int
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are released."""
-    initial_bytes: int
-    """Allocated when the first step begins."""
-    first_after_bytes: Mapping[Phase, int]
-    """Allocated at the end of each phase of the first step."""
     start_bytes: int
     """Allocated when a step begins."""
     after_bytes: Mapping[Phase, int]
@@ -124,7 +120,7 @@ def host_bytes(config: RunConfig) -> int | None:
         return None
     is_known = config.model_factory is None and is_at_hand(config)
     found = predict_memory(config) if is_known else None
-    least = state_bytes(config).parameters + _score_bytes(config)
+    least = parameter_bytes(config) + _score_bytes(config)
     return config.ranks * (least if found is None else found.peak.allocated_bytes)
 
 
@@ -310,8 +306,6 @@ class _Replay:
             peak=self._peak(last, levels),
             first_step_peak=self._peak(first, levels),
             reserved_bytes=self.reserved_bytes,
-            initial_bytes=levels[first[0][1]],
-            first_after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(first)},
             start_bytes=levels[last[0][1]],
             after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(last)},
         )

@@ -14,8 +14,6 @@ from cs336_systems.commands.flags import parse
 from cs336_systems.config import SIZES, Precision
 from cs336_systems.costs.accounting import component_flops, count_parameters
 from cs336_systems.costs.hardware import DEVICES, find_device
-from cs336_systems.costs.memory import predict_memory
-from cs336_systems.costs.tape import Category
 from cs336_systems.files import encode_json
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
@@ -41,13 +39,6 @@ def test_parameters_flops_and_memory_are_said(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert f"{count_parameters(SIZES['xl']):,}" in said
     assert "6.250  MiB" in said, "4 x 256 x 1600 x 4 bytes of the residual stream"
-
-
-def test_adamw_takes_sixteen_bytes_a_parameter() -> None:
-    config = AccountArguments(size="medium", context_length=128).config()
-    peak, parameters = predict_memory(config).peak, count_parameters(config.model)
-    state = peak.bytes_of(Category.PARAMETERS) + peak.bytes_of(Category.OPTIMIZER_STATE)
-    assert state == pytest.approx(12 * parameters, rel=1e-3)
 
 
 def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +139,7 @@ def test_a_damaged_file_of_ceilings_is_said_and_costs_nothing_else(
     path.write_bytes(b"{")
     assert account("--size", "small", "--mixed-precision", "--device-name", "H200", "--ceilings", tmp_path) == 0
     out, err = capsys.readouterr()
-    assert "bound by" in out
+    assert out.startswith("One step of")
     assert str(path) in err
 
 
@@ -163,8 +154,6 @@ def test_the_device_is_by_default_this_machines_first_gpu(
     monkeypatch.setattr(command, "visible_gpus", lambda: tuple(SimpleNamespace(name=name) for name in gpus))
     device = device_meant(None)
     assert (device and device.names[0]) == known
-    assert account("--size", "tiny") == 0
-    assert ("bound by" in capsys.readouterr().out) == (known is not None)
 
 
 @pytest.mark.parametrize("name", [name for device in DEVICES for name in device.names])
@@ -173,17 +162,6 @@ def test_every_known_device_can_be_named(name: str) -> None:
         device = device_meant(given)
         assert device is not None
         assert name in device.names
-
-
-def test_checkpoints_cost_flops_and_save_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--size", "medium", "--context-length", "256", "--checkpoint-blocks", "4"]
-    assert account(*flags) == 0
-    said = capsys.readouterr().out
-    with_them = AccountArguments(size="medium", context_length=256, checkpoint_blocks=4).config()
-    without = AccountArguments(size="medium", context_length=256).config()
-    again = sum(part.recomputed for part in component_flops(with_them))
-    assert float(re.search(r"FLOPs computed again +(\S+) ", said)[1]) == pytest.approx(again / 1e12, rel=1e-3)
-    assert predict_memory(with_them).peak.allocated_bytes < predict_memory(without).peak.allocated_bytes
 
 
 @pytest.mark.parametrize(
@@ -281,7 +259,6 @@ def test_ceilings_of_a_device_that_is_not_here_give_its_time(
     for name in ("NVIDIA H200", "Own GPU"):
         assert account(*flags, "--ceilings", ceilings_of(tmp_path / name.replace(" ", "-"), name)) == 0
         said = capsys.readouterr().out
-        assert ("bound by" in said) is (name != "Own GPU")
         found.append(step_of(said))
     assert found[0] == found[1] == (found[0][0], True)
     assert account(*flags) == 0

@@ -3,23 +3,16 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from cs336_systems.config import Mode, Phase, Precision, RunConfig
+from cs336_systems.config import Mode, Phase, RunConfig
 from cs336_systems.costs.accounting import (
     FORWARD_FLOPS,
     SECONDS_PER_DAY,
     TRAINING_FLOPS,
     Component,
-    Work,
     component_flops,
-    forward_work,
-    least_time_s,
-    optimizer_work,
     parameters_by_component,
-    ridge_point,
     rule_of_thumb_flops,
-    state_bytes,
     training_days,
-    updated_parameters,
 )
 from cs336_systems.costs.communication import Call, Collective, calls, sent_share
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
@@ -44,11 +37,10 @@ from cs336_systems.report.words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA
 
 ALL = "all"
 QUANTITY_KEYS = ("quantity", "amount", "unit", "how")
-FLOPS = ("forward", "backward", "step", "recomputed")
+FLOPS = ("forward", "backward", "step")
 CSV_COLUMNS = (
-    "component", "parameters", *(f"{name}_flops" for name in FLOPS), "step_causal_flops", "forward_moved_bytes",
+    "component", "parameters", *(f"{name}_flops" for name in FLOPS), "step_causal_flops",
 )  # fmt: skip
-MOVED_BACKWARD = "backward_moved_bytes"
 KINDS = tuple(Collective)
 Curves = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
@@ -62,7 +54,7 @@ class Account:
 
     config: RunConfig
     device: DeviceSpec | None = None
-    """Device whose data sheet gives the ridge point."""
+    """Data sheet of the device, if it has one."""
     memory_bytes: int | None = None
     """Memory that the step must fit into."""
     collective_times: Curves = field(default_factory=dict)
@@ -91,7 +83,7 @@ def account_section(account: Account, top: int) -> Section:
         *([_fit_table(config, account.memory_bytes)] if account.memory_bytes is not None else ()),
         _cost_table(config, whole, prediction),
         _flops_table(parts, is_own=is_own),
-        *(() if is_own else _closed_form_tables(account, prediction)),
+        *([_collectives_table(config, account.collective_times)] if not is_own and calls(config) else ()),
         *([_time_table(account, time)] if time else ()),
     ]
     if prediction is not None:
@@ -99,16 +91,6 @@ def account_section(account: Account, top: int) -> Section:
         if not is_own and _saves_blocks(config):
             tables.append(_block_table(config, top))
     return Section(name="account", tables=tuple(tables), rows=list(parts.values()), keys=CSV_COLUMNS)
-
-
-def _closed_form_tables(account: Account, prediction: MemoryPrediction | None) -> Iterator[Table]:
-    """What follows from the shape of this project's model."""
-    config = account.config
-    if config.is_shared and prediction:
-        yield _moments_table(config, prediction)
-    if calls(config):
-        yield _collectives_table(config, account.collective_times)
-    yield _intensity_table(config, account.device)
 
 
 def _parts(config: RunConfig) -> dict[str, Row]:
@@ -129,25 +111,15 @@ def _parts(config: RunConfig) -> dict[str, Row]:
         rows[flops.component] |= {f"{name}_flops": getattr(flops, name) for name in FLOPS}
     for flops in component_flops(config, causal=True):
         rows[flops.component]["step_causal_flops"] = flops.step
-    for work in forward_work(config):
-        rows[work.name]["forward_moved_bytes"] = work.moved_bytes
     return _with_sum(rows)
 
 
 def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
-    sums = {name: sum(row.get(name) or 0 for row in rows.values()) for name in (*CSV_COLUMNS[1:], MOVED_BACKWARD)}
+    sums = {name: sum(row.get(name) or 0 for row in rows.values()) for name in CSV_COLUMNS[1:]}
     rows[ALL] = {"component": ALL, **sums}
     for row in rows.values():
         row["share"] = ratio(row["step_flops"], sums["step_flops"])
     return rows
-
-
-def _work(config: RunConfig) -> list[Work]:
-    """The matrix products of forward, and the update of a training step."""
-    return [
-        *forward_work(config),
-        *([optimizer_work(config, updated_parameters(config))] if config.mode is Mode.TRAIN else []),
-    ]
 
 
 def _tokens(config: RunConfig) -> int:
@@ -155,12 +127,9 @@ def _tokens(config: RunConfig) -> int:
 
 
 def _cost_table(config: RunConfig, whole: Row, prediction: MemoryPrediction | None) -> Table:
-    again, batch = whole["recomputed_flops"], f"batch {config.batch_size}"
+    batch = f"batch {config.batch_size}"
     is_own = config.model_factory is not None
-    closed = [
-        ("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP"),
-        *([("FLOPs computed again", again / TERA, "TFLOP")] if again else ()),
-    ]
+    closed = [("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP")]
     moments = 2 * FP32_BYTES * whole["parameters"] if config.mode is Mode.TRAIN else 0
     state = [
         ("parameters", FP32_BYTES * whole["parameters"] / GIB, "GiB"),
@@ -201,7 +170,7 @@ def _predicted(prediction: MemoryPrediction | None) -> Iterator[tuple[str, int]]
 
 
 def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
-    backward, again = parts[ALL]["backward_flops"], parts[ALL]["recomputed_flops"]
+    backward = parts[ALL]["backward_flops"]
     if not parts[ALL]["forward_flops"]:  # the step of a user's own model was not traced
         return make_table("Parameters by module", [column("component"), column("parameters")], parts.values())
     columns = [
@@ -209,45 +178,13 @@ def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
         column("parameters"),
         column("forward_flops", drop_order=1 if backward else 0),
         *([column("backward_flops"), column("step_flops")] if backward else ()),
-        *([column("recomputed_flops")] if again else ()),
         column("share"),
         *([] if is_own else [column("step_causal_flops")]),
-        *([column("forward_moved_bytes"), *([column(MOVED_BACKWARD)] if backward else ())] if is_own else ()),
     ]
     causal = "causal: only the pairs of a query and a key that is not after it count."
-    own = "what is computed again counts again. Moved: what each kernel reads and writes. --module-depth shows more."
+    own = "what is computed again counts again. --module-depth shows more."
     notes = [f"A multiply-add is 2 FLOPs; {own if is_own else causal}"]
-    if again:
-        notes.append(
-            "again: what backward computes once more, between checkpoints or in fused attention; it is no part of the "
-            "model's FLOPs."
-        )
     return make_table(f"FLOPs by {'module' if is_own else 'part of the model'}", columns, parts.values(), notes)
-
-
-def _moments_table(config: RunConfig, prediction: MemoryPrediction) -> Table:
-    """What a rank holds after initialisation, and before and after the optimizer's step."""
-    state, after = state_bytes(config), prediction.first_after_bytes
-    moments = [("after initialisation", 0, 0, prediction.initial_bytes)]
-    if config.mode is Mode.TRAIN:
-        gradients, moved = state.gradients, state.optimizer_state
-        moments += [
-            ("before the optimizer's first step", gradients, 0, after[Phase.COMMUNICATION]),
-            ("after it", 0, moved, after[Phase.OPTIMIZER]),
-            ("before its later steps", gradients, moved, prediction.after_bytes[Phase.COMMUNICATION]),
-        ]
-    rows = [
-        {"moment": moment, **{f"rank_{name}_gib": size / GIB for name, size in zip(
-            ("parameter", "gradient", "state", "predicted"), (state.parameters, *sizes), strict=True)}}
-        for moment, *sizes in moments
-    ]  # fmt: skip
-    note = (
-        "Of the rank that keeps most. Gradients are dropped after the optimizer's step. Predicted: with the batch, "
-        "workspaces of libraries, buckets and what else PyTorch's allocator counts."
-    )
-    return make_table(
-        "Memory of a rank at the moments of its first steps", [column(key) for key in rows[0]], rows, [note]
-    )
 
 
 def _collectives(config: RunConfig, curves: Curves) -> list[Row]:
@@ -316,45 +253,6 @@ def by_data_sheet(device_name: str) -> str:
         f"There are no ceilings of {device_name} with matmuls of such a size: by its data sheet, with stated "
         f"efficiencies of {100 * MATMUL_EFFICIENCY:.0f} % in matmuls and {100 * MEMORY_EFFICIENCY:.0f} % of the "
         "memory bandwidth."
-    )
-
-
-def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
-    columns = [column("what", name="part"), column("flops", name="FLOPs", drop_order=3, write=rounded),
-               column("moved_mib", name="moves at least", drop_order=2),
-               column("flops_per_byte", drop_order=0, write=rounded)]  # fmt: skip
-    rows: list[Row] = [
-        {"what": work.name, "flops": work.flops, "moved_mib": work.moved_bytes / MIB, "flops_per_byte": work.intensity}
-        for work in _work(config)
-    ]
-    notes = [
-        "Every factor and result of a product moves once. Fused attention moves no scores, and computes only those of "
-        "causal pairs. Norms, softmax, casts and the loss come on top."
-    ]
-    if device is not None:
-        columns += [column("bound_by"), column("least_s")]
-        for row, work in zip(rows, _work(config), strict=True):
-            row |= {"bound_by": _bound(work, device), "least_s": least_time_s(work, device)}
-        notes += _ridge_note(device, config.precision)
-    update = " and of the optimizer" if config.mode is Mode.TRAIN else ""
-    return make_table(f"Arithmetic intensity of forward{update}", columns, rows, notes)
-
-
-def _bound(work: Work, device: DeviceSpec) -> str | None:
-    """What sets the time on this device; None where its peak is not known."""
-    ridge = ridge_point(device, work.precision)
-    return None if ridge is None else "memory" if work.intensity < ridge else "arithmetic"
-
-
-def _ridge_note(device: DeviceSpec, precision: Precision) -> Iterator[str]:
-    ridge, name = ridge_point(device, precision), device.names[0]
-    if ridge is None:
-        yield f"No peak of {name} at {precision} is known."
-        return
-    yield (
-        f"{name}, by its data sheet: {device.peak_flops_per_s[precision] / TERA:g} TFLOP/s at {precision} over "
-        f"{device.memory_bandwidth_bytes_per_s / TERA:g} TB/s are {significant(ridge)} FLOP/byte; what has less is "
-        "bound by memory."
     )
 
 
