@@ -13,7 +13,6 @@ from cs336_systems.commands.flags import (
     Flags,
     Flat,
     ModelArguments,
-    Number,
     Switch,
     checked_factory,
     make_config,
@@ -49,9 +48,9 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 class ParametersArguments:
     """A model of which nothing is known but its number of parameters."""
 
-    parameters: Annotated[Number | None, unset("N", "those of the size")] = None
+    parameters: Annotated[float | None, unset("N", "those of the size")] = None
     """Parameters of the model, such as 70e9, in the place of a size."""
-    tokens: Annotated[Number | None, unset("T", "not asked")] = None
+    tokens: Annotated[float | None, unset("T", "not asked")] = None
     """Tokens to train on, such as 15e12."""
     peak_tflops: Annotated[float | None, unset("TFLOP/S", "the device's")] = None
     """Dense peak of one GPU, in the place of a known device's."""

@@ -18,15 +18,13 @@ from cs336_systems.config import SIZES, Device
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
-from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import (
     PADDED,
     CeilingsGrid,
     CeilingsStudy,
     Shape,
 )
-from cs336_systems.sweep.store import make_writable, time_stamp
-from cs336_systems.text import print_aside
+from cs336_systems.sweep.store import make_writable
 
 if TYPE_CHECKING:
     from cs336_systems.report.progress import StatusLine
@@ -121,18 +119,8 @@ def run(arguments: CeilingsArguments) -> int:
     def measure(status: "StatusLine") -> CeilingsStudy:
         from cs336_systems.studies.runner import run_study
 
-        study = run_study(grid, status, lambda so_far: write_atomically(unfinished, encode_json(so_far)))
-        _keep_earlier(directory / FILE_NAME, study)
-        return study
+        return run_study(grid, status, lambda so_far: write_atomically(unfinished, encode_json(so_far)))
 
     study = show_study(measure, directory)
     unfinished.unlink(missing_ok=True)
     return OK if all(timing.status.is_result for timing in study.timings) else FAILED
-
-
-def _keep_earlier(present: Path, study: CeilingsStudy) -> None:
-    """Copy the study that is there, if it differs, to a file beside it that is named after the time, and say so."""
-    if present.is_file() and (data := present.read_bytes()) != encode_json(study):
-        kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
-        write_atomically(kept, data)
-        print_aside(f"the earlier ceilings are kept in {kept}")

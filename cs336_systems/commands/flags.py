@@ -606,27 +606,6 @@ def in_flags(message: str, names: Collection[str]) -> str:
     return re.sub(rf"(?<![\w./\"'-])({long})(?![\w./\"'-])", lambda name: f"--{name[0].replace('_', '-')}", message)
 
 
-def _number(words: list[str]) -> float:
-    digits, scale = words[0], 1.0
-    if digits[-1:].upper() in SCALES:
-        digits, scale = digits[:-1], SCALES[digits[-1].upper()]
-    return float(digits) * scale
-
-
-SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-Number = Annotated[
-    float,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="N",
-        instance_from_str=_number,
-        is_instance=lambda value: value is None or isinstance(value, int | float),
-        str_from_instance=lambda value: [] if value is None else [str(value)],
-    ),
-]
-"""A number that may end as in `70B` or `15T`."""
-
-
 def device_word(device: Device) -> str:
     """The device as part of a directory's name; `gpu` for one that is not in this machine."""
     gpus = visible_gpus()

@@ -5,10 +5,8 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -18,23 +16,17 @@ import pytest
 
 from cs336_systems.cli import sweep
 from cs336_systems.commands import flags as flags_module
-from cs336_systems.commands.account import AccountArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.ceilings import CeilingsArguments
 from cs336_systems.commands.flags import (
     FIELDS,
     MAX_NAME_LENGTH,
-    checked_name,
 )
-from cs336_systems.commands.ladder import LadderArguments
-from cs336_systems.commands.study import AttentionArguments, FusionArguments
 from cs336_systems.commands.sweep import SweepArguments, default_name
 from cs336_systems.config import (
     SIZES,
     Device,
     Mode,
     ModelConfig,
-    OptimizerKind,
     Precision,
     Profiler,
     RunConfig,
@@ -124,15 +116,6 @@ def test_a_token_file_that_is_none_is_said_before_any_run(tmp_path: Path, monkey
             one("--tokens t.npy")
 
 
-def test_a_token_file_is_looked_at_and_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 GiB, of which only the header takes any room."""
-    monkeypatch.chdir(tmp_path)
-    with Path("t.npy").open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (2**35,)})
-        file.truncate(file.tell() + 2**36)
-    assert one("--tokens t.npy").tokens == "t.npy"
-
-
 def typed(config: RunConfig) -> str:
     """The flags of a configuration of another shape than its preset's."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in NO_FLAG}
@@ -205,27 +188,6 @@ def test_a_sweep_is_not_run_under_nsys(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_preset_s_other_vocabulary_is_still_the_preset_and_another_shape_is_not() -> None:
-    assert one("--size small --vocab-size 50257 --rope-theta 5e5 --attention sdpa").size == "small"
-    for flag in ("--d-model 1536", "--d-ff 2048", "--num-layers 6", "--num-heads 6"):
-        assert one(f"--size small {flag}").size == "custom"
-
-
-@pytest.mark.parametrize("with_gpu", [False, True])
-def test_gpt2_has_its_own_context_unless_another_is_asked_for(with_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, *([H100] if with_gpu else []))
-    assert one("--size gpt2").model == SIZES["gpt2"]
-    assert one("--size gpt2").model.context_length == 1024
-    assert one("--size gpt2 --context-length 64").model.context_length == 64
-    assert one("--size small").model.context_length == (512 if with_gpu else 128)
-
-
-def test_mixed_precision_is_bf16() -> None:
-    assert one("--mixed-precision") == one("--precision bf16")
-    assert one("--mixed-precision --precision bf16").precision is Precision.BF16
-    assert grid("--mixed-precision") == grid("--precisions bf16")
-
-
 def test_a_grid_is_every_combination_once_sizes_first() -> None:
     configs = grid("--sizes small medium --context-lengths 16 32 --modes forward train --precisions fp32 bf16 "
                    "--warmup-steps 0 5")  # fmt: skip
@@ -278,33 +240,12 @@ def test_a_default_name_says_mode_precision_what_differs_and_the_device(monkeypa
     assert name("--device cpu") == "train_fp32_cpu"
 
 
-def test_a_default_name_is_always_a_plain_one() -> None:
-    for flags in ("--tokens ../../x/y.npy", "--tokens '/a b/\n.npy'", "--model a.b:c", "--tokens=-rf",
-                  "--context-lengths " + " ".join(map(str, range(1, 200)))):  # fmt: skip
-        assert checked_name(name(flags)) == name(flags)
-
-
 def test_long_default_names_differ_where_the_flags_do() -> None:
     long = [name(f"--tokens {'x' * 200}{end}") for end in "ab"]
     assert long[0] != long[1]
     assert all(len(each) == MAX_NAME_LENGTH for each in long)
     assert long[0].startswith("train_fp32_tokens-xxx")
     assert re.search(r"_[0-9a-f]{8}$", long[0])
-
-
-@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a checkout of git")
-def test_what_a_cpu_measures_by_default_is_ignored_and_no_committed_result_is() -> None:
-    def ignored(paths: Iterable[str]) -> list[str]:
-        command = ["git", "check-ignore", "--no-index", "--stdin"]
-        return subprocess.run(command, cwd=ROOT, input="\n".join(paths), capture_output=True, text=True).stdout.split()
-
-    made = [parse(SweepArguments, flags).directory() for flags in ("", "--precisions fp32 bf16", "--profile")]
-    made += [parse(kind, "").directory() for kind in (LadderArguments, AttentionArguments, FusionArguments)]
-    made.append(parse(CeilingsArguments, "").directory())
-    assert ignored(f"{directory}/results.csv" for directory in made) == [f"{path}/results.csv" for path in made]
-    committed = subprocess.run(["git", "ls-files", "data"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    assert len(committed) > 500
-    assert ignored(committed) == []
 
 
 @pytest.mark.usefixtures("gpu")
@@ -491,45 +432,6 @@ def test_fast_refuses_what_it_would_not_heed(flags: str) -> None:
         with pytest.raises(ValueError, match=f"^--fast chooses {CONTRARY[flags]}$"):
             make(f"--fast {flags}")
     assert one(flags) != one("--fast"), "without --fast there is nothing to refuse"
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["--attention sdpa", "--optimizer fused", "--precision bf16", "--mixed-precision", "--compile default",
-     "--pad-vocabulary 1", "--mode forward --optimizer foreach", "--sdpa-backend cudnn",
-     "--attention sdpa --sdpa-backend cudnn"],
-)  # fmt: skip
-def test_fast_takes_what_it_chooses_itself_or_has_no_say_in(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, H100)
-    mode = "--mode forward" if "forward" in flags else ""
-    optimizer = OptimizerKind.FOREACH if mode else OptimizerKind.FUSED
-    assert one(f"--fast {flags}") == replace(one(f"--fast {mode}"), optimizer=optimizer)
-
-
-def test_fast_on_a_cpu_leaves_precision_and_compilation_as_asked() -> None:
-    for flags in ("--precision fp32", "--precision bf16", "--compile none", "--compile default"):
-        assert one(f"--fast {flags}").precision is one(flags).precision
-        assert one(f"--fast {flags}").compile is one(flags).compile
-    with pytest.raises(ValueError, match="here sdpa: leave out --attention naive"):
-        one("--fast --attention naive")
-
-
-def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, expected in (("--precision", "('fp32', 'tf32', 'bf16', 'fp16')"), ("--attention", "('naive', 'sdpa')")):
-        with pytest.raises(SystemExit, match="2"):
-            one(f"{flag} fp4")
-        said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-        assert f"Expected one of {expected}" in said
-
-
-@pytest.mark.parametrize(("text", "value"), [("70B", 70e9), ("15T", 15e12), ("1.5m", 1.5e6), ("7e9", 7e9)])
-def test_a_number_may_end_in_a_scale(text: str, value: float) -> None:
-    assert parse(AccountArguments, f"--parameters {text}").known.parameters == value
-
-
-def test_fast_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep(["--fast", "--sizes", "tiny", "--dry-run"]) == 0
-    assert "fast: fp32, sdpa attention, fused optimizer\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [BenchmarkArguments, SweepArguments], ids=["benchmark", "sweep"])
