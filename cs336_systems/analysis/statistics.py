@@ -8,9 +8,6 @@ from collections.abc import Sequence
 FEWEST = 3
 """Fewest values for an interval of their mean: the one difference between two values says little about the scatter."""
 
-MIN_CORRELATED = 10
-"""Fewest values whose correlation is known well enough."""
-
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than FEWEST values.

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.commands.flags import make_config, unset
-from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
-from cs336_systems.config import Device, RunConfig
+from cs336_systems.commands.flags import unset
+from cs336_systems.commands.outcome import OK, UsageError, existing, show
+from cs336_systems.config import RunConfig
 from cs336_systems.record import read_record
 
 if TYPE_CHECKING:
@@ -30,30 +30,16 @@ class MemoryArguments:
     """Number of allocations to list."""
     record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
     """Record of the run, whose model explains the sizes."""
-    size: Annotated[str | None, unset("NAME", "that of the record")] = None
-    """Preset of the model, instead of a record."""
-    context_length: Annotated[int | None, unset("INT", "the preset's")] = None
-    """Tokens in a sequence, with --size."""
-    batch_size: int = 4
-    """Sequences in a batch, with --size."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), the picture and JSON."""
 
     @property
     def config(self) -> RunConfig | None:
-        """The configuration of the run, if known; raise UsageError for an unknown size, RecordError for bad records."""
-        if self.size is not None:
-            return checked(self._preset)
+        """The configuration of the run, if known; raise RecordError for a bad record."""
         beside = self.file.parent.parent / "runs" / f"{self.file.stem}.json"
         if self.record is not None:
             return read_record(existing(self.record, "a record of a run, in JSON")).config
         return read_record(beside).config if beside.is_file() else None
-
-    def _preset(self) -> RunConfig:
-        return make_config(
-            Device.CUDA, size=self.size or "", context_length=self.context_length, batch_size=self.batch_size,
-            warmup_steps=0,
-        )  # fmt: skip
 
 
 def run(arguments: MemoryArguments) -> int:

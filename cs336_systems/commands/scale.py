@@ -20,13 +20,12 @@ from cs336_systems.commands.outcome import OK, checked, show
 from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY, data_sheet_curves, data_sheet_link
 from cs336_systems.costs.hardware import DeviceSpec
-from cs336_systems.costs.limits import FEED_FORMULAS, Given, Paper, feed
 from cs336_systems.costs.links import Links, measured_links
-from cs336_systems.costs.scale import PARALLEL, Machine, Scale, scale_step
+from cs336_systems.costs.scale import PARALLEL, Paper, feed, scale_step
 from cs336_systems.costs.shards import factor_bytes
 from cs336_systems.costs.time import has_large_matmuls
-from cs336_systems.report.formats import pngs_of, texts_of, write_files
-from cs336_systems.report.sections.scale import link_source, rate_source, scale_section
+from cs336_systems.report.formats import texts_of, write_files
+from cs336_systems.report.sections.scale import Scale, link_source, scale_section
 from cs336_systems.report.words import GIGA
 from cs336_systems.studies.ceilings_files import Ceilings
 
@@ -61,7 +60,7 @@ class ScaleArguments(Flags):
     any takes its data sheet's rates at stated efficiencies."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
-    """Directory for the tables (scale.md, .tex, .typ), their values (scale.csv) and the picture (plots/scale.png)."""
+    """Directory for the tables (scale.md, .tex, .typ) and their values (scale.csv)."""
 
     def config(self) -> RunConfig:
         """The step of one process; raise ValueError for flags that contradict each other."""
@@ -134,35 +133,28 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
     rate = MATMUL_EFFICIENCY * peak if rate is None and peak is not None else rate
     if curves is None or rate is None:
         raise ValueError(f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a data sheet")
-    memory_bytes = None if device is None else device.memory_bytes
-    machine = Machine(curves=curves, links=links, peak_flops_per_s=peak, memory_bytes=memory_bytes)
-    bytes_of_factor = factor_bytes(config.precision)
     paper = Paper(
         tokens=max(arguments.rank_counts) * arguments.batch_size * config.model.context_length,
-        feed=feed(config.model), flops_per_s=rate, links=links, weight_bytes=bytes_of_factor,
-        activation_bytes=bytes_of_factor,
+        feed=feed(config.model), flops_per_s=rate, links=links, element_bytes=factor_bytes(config.precision),
     )  # fmt: skip
     steps = tuple(
-        (scheme, ranks, scale_step(config, scheme, ranks, machine))
+        (scheme, ranks, scale_step(config, scheme, ranks, curves, links))
         for scheme in PARALLEL
         for ranks in arguments.rank_counts
     )
     return Scale(
-        config=config, steps=steps, machine=machine, device_name=name, is_measured=measured is not None,
-        given=Given(
-            paper=paper, feed_formula=FEED_FORMULAS[config.model.arch], link_source=source,
-            rate_source=rate_source(name, config.precision, is_measured=measured is not None),
-        ),
+        config=config, steps=steps, paper=paper, curves=curves, device_name=name, is_measured=measured is not None,
+        peak_flops_per_s=peak, memory_bytes=None if device is None else device.memory_bytes, link_source=source,
     )  # fmt: skip
 
 
 def run(arguments: ScaleArguments) -> int:
-    """Print the tables, and write them with the picture if --output is given."""
+    """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
     found = checked(functools.partial(_scale, arguments, config, ceilings_in(arguments.ceilings)))
     section = scale_section(found)
     if arguments.output is not None:
-        write_files({**texts_of(section), **pngs_of(section)}, arguments.output)
+        write_files(texts_of(section), arguments.output)
     show(section.tables, arguments.output)
     return OK

@@ -470,7 +470,6 @@ COLUMNS: dict[str, Column] = {
     "inequality": _text("computing takes longer while", "The inequality, in the symbols of the table below."),
     "intensity": Column("a", "", "e C / (2 W), in tokens, or in elements for tensor parallelism.", write=rounded),
     "least_tokens": Column("B / N, at least", "", "Tokens of each of very many ranks.", drop_order=1, write=rounded),
-    "source": _text("source", "Where the inequality stands.", drop_order=2),
     # the study of attention
     "d_head": Column("d_head", "", "Width of queries, keys and values.", write=str),
     "context_length": Column("context", "", "Tokens in a sequence.", write=str),

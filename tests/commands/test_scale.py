@@ -9,8 +9,7 @@ import pytest
 from cs336_systems.cli import main
 from cs336_systems.commands import account
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY
-from cs336_systems.costs.limits import FORMULAS, Scheme
-from cs336_systems.costs.scale import PARALLEL
+from cs336_systems.costs.scale import FORMULAS, PARALLEL, Scheme
 from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
@@ -111,7 +110,6 @@ def test_files_hold_the_tables_their_values_and_a_picture(tmp_path: Path, capsys
         (str(scheme), ranks) for scheme in PARALLEL for ranks in ("1", "2", "4", "8")
     ]
     assert "N < 1 + f / a" not in (tmp_path / "paper" / "scale.md").read_text(), "one node has no network"
-    assert (tmp_path / "paper" / "plots" / "scale.png").stat().st_size > 10_000
 
 
 def test_a_data_sheet_is_marked_as_such(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,11 @@ import sympy
 
 from cs336_systems.config import SIZES
 from cs336_systems.costs.communication import Collective, call_of
-from cs336_systems.costs.limits import Link, Paper, Scheme, bounds, feed, largest_ranks, most_ranks
 from cs336_systems.costs.links import Group, Links
+from cs336_systems.costs.scale import Link, Paper, Scheme, bounds, feed, largest_ranks, most_ranks
 
 H100 = Links(gpus_per_node=8, node_bytes_per_s=450e9, network_bytes_per_s=50e9)
-PAPER = Paper(
-    tokens=2**21, feed=12_352, flops_per_s=990e12, links=H100, weight_bytes=2, activation_bytes=2, gradient_bytes=4
-)
+PAPER = Paper(tokens=2**21, feed=12_352, flops_per_s=990e12, links=H100, element_bytes=2, gradient_bytes=4)
 
 
 def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[float, float]]:
@@ -32,12 +30,12 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
 
     def activations_s() -> float:
         kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) * 2
-        size = paper.activation_bytes * tokens * d_model
+        size = paper.element_bytes * tokens * d_model
         return sum(links.call_s(call_of(kind, size), links.group(tensor)) for kind in kinds)  # type: ignore[arg-type]
 
     forward = 2 * tokens * elements / tensor / paper.flops_per_s
     gather, scatter = (
-        weights_s(kind, paper.weight_bytes) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        weights_s(kind, paper.element_bytes) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
     found = []
     if scheme is Scheme.DATA:
@@ -74,7 +72,7 @@ def tried(paper: Paper, scheme: Scheme, most: int) -> int:
 
 
 PAPERS = [
-    replace(PAPER, links=links, tokens=tokens, feed=f, weight_bytes=size, activation_bytes=size)
+    replace(PAPER, links=links, tokens=tokens, feed=f, element_bytes=size)
     for links, (tokens, f), size in product(
         (H100, replace(H100, network_bytes_per_s=6e9), replace(H100, gpus_per_node=4, node_bytes_per_s=25e9),
          replace(H100, gpus_per_node=1), replace(H100, gpus_per_node=64, network_bytes_per_s=None)),

@@ -22,7 +22,6 @@ from cs336_systems.config import (
 )
 from cs336_systems.costs.communication import Collective, calls, gradient_groups, unit_bytes
 from cs336_systems.costs.curves import Curves, Matmul, time_s
-from cs336_systems.costs.limits import Paper, Scheme, feed, largest_ranks
 from cs336_systems.costs.links import Links
 from cs336_systems.costs.ranks_time import (
     HOST_SPREAD,
@@ -32,7 +31,7 @@ from cs336_systems.costs.ranks_time import (
     predicted_time,
     ranks_step_time,
 )
-from cs336_systems.costs.scale import PARALLEL
+from cs336_systems.costs.scale import PARALLEL, Paper, Scheme, feed, largest_ranks
 from cs336_systems.costs.shards import HEAD, LOOKUP, parameter_elements
 from cs336_systems.costs.time import Limit, step_time
 from cs336_systems.record import load_records
@@ -298,7 +297,7 @@ def test_the_forecast_crosses_where_the_inequality_says(scheme: Scheme, gpus: in
     """At every rank count that fills nodes; embedding, head and norms, which only the forecast counts, are small."""
     wide = Links(gpus_per_node=gpus, node_bytes_per_s=RATE / 20, network_bytes_per_s=RATE / 25 / gpus)
     paper = Paper(
-        tokens=sequences, feed=feed(MODEL), flops_per_s=RATE, links=wide, weight_bytes=4, activation_bytes=4
+        tokens=sequences, feed=feed(MODEL), flops_per_s=RATE, links=wide, element_bytes=4
     )  # fmt: skip
     most = largest_ranks(paper, scheme)
     assert most is not None

@@ -3,7 +3,6 @@
 import csv
 import math
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +20,11 @@ from cs336_systems.measure.inputs import source_digest
 from cs336_systems.record import Status
 from cs336_systems.report.sections.operators import attention_rows
 from cs336_systems.studies import operator_cell
-from cs336_systems.studies.cell import attempt, make_generator
+from cs336_systems.studies.cell import make_generator
 from cs336_systems.studies.operator_cell import (
     exact_attention,
     make_attention,
     make_inputs,
-    measure_attention,
     measure_cell,
 )
 from cs336_systems.studies.operators import (
@@ -178,39 +176,6 @@ def test_the_command_marks_a_wrong_function_and_leaves_its_times_out(
         assert row["error"] == f"NotImplementedError: backward is next week's exercise ({line_with('next week')})"
         assert "no backward" in shown
         assert float(row["output_relative_error"]) < ROUNDING
-
-
-TRITON = """
-import triton
-from triton.language import load, store
-
-@triton.jit
-def kernel(x): store(x, load(x))
-
-def flash(q, k, v, is_causal): kernel[(1,)](q)
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "status"),
-    [
-        (TRITON, Status.UNAVAILABLE),
-        ("raise ImportError(\"No module named 'triton'\")", Status.UNAVAILABLE),
-        ("def flash(*_): raise AssertionError('Torch not compiled with CUDA enabled')", Status.UNAVAILABLE),
-        ("import triton_of_a_gpu", Status.CRASHED),
-    ],
-    ids=["triton", "no triton", "no cuda", "another module"],
-)
-def test_a_kernel_for_a_gpu_is_said_to_need_one(
-    source: str, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "kernel_here.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "kernel_here", raising=False)
-    grid = replace(SMALL, own="kernel_here:flash")
-    (row,), _ = attempt(grid, grid.groups()[0][0], measure_attention)
-    assert row.status is status
-    assert row.failure.message.startswith("needs a GPU: ") is (status is Status.UNAVAILABLE)
 
 
 @pytest.mark.parametrize(

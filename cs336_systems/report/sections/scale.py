@@ -1,50 +1,65 @@
 """A step on many GPUs as tables: the forecast of each way to share it, and from where on communication limits it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY
-from cs336_systems.costs.limits import Bound, Given, Link, Paper, Scheme, bounds, largest_ranks
-from cs336_systems.costs.scale import PARALLEL, Scale, ScaleStep
+from cs336_systems.config import Arch, RunConfig
+from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Curves
+from cs336_systems.costs.scale import Bound, Paper, ScaleStep, Scheme, bounds, largest_ranks
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.plots.charts import Axis, Chart, Line, Panel, Point, curves_of, doubling
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.sections.account import by_data_sheet
-from cs336_systems.report.words import DOUBTED_FORECAST, GIB, GIGA, SHIPPED, ratio, significant
+from cs336_systems.report.words import DOUBTED_FORECAST, GIB, SHIPPED, ratio
 
-BOOK = "Austin et al. 2025, How to Scale Your Model"
-SOURCES = {
-    Link.NODE: "chapter 5, How to Parallelize a Transformer for Training",
-    Link.NETWORK: "chapter 12, How to Think About GPUs",
-}
 WORDS = {
     Scheme.DATA: "data parallel",
     Scheme.SHARDED: "fully sharded data parallel",
     Scheme.TENSOR: "tensor parallel",
     Scheme.BOTH: "fully sharded and tensor parallel",
 }
-COLOURS = ("#0072B2", "#E69F00")
 CSV_COLUMNS = (
     "way", "ranks", "step_ms", "compute_ms", "communication_ms", "slowed_ms", "exposed_ms", "peak_gib", "fits", "mfu",
 )  # fmt: skip
 NO_LIMIT = "no limit"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What is asked of a step on many GPUs, and the answer."""
+
+    config: RunConfig
+    """The step of one process."""
+    steps: tuple[tuple[Scheme, int, ScaleStep | None], ...]
+    """For each scheme and number of ranks the forecast, None where there is none."""
+    paper: Paper
+    """What the inequalities are about: the tokens of a step on the most ranks."""
+    curves: Curves
+    device_name: str
+    is_measured: bool
+    """Whether the times of kernels are from measured ceilings of the device, not from its data sheet."""
+    peak_flops_per_s: float | None
+    memory_bytes: int | None
+    """Of each GPU by its data sheet; None if it is not known."""
+    link_source: str
+    """Where the rate within a node comes from."""
+
+
 def scale_section(found: Scale) -> Section:
     """The forecast and the inequalities; the CSV has a row for each way and number of ranks."""
     rows = list(scale_rows(found))
-    tables = (_steps_table(found, rows), *limit_tables(found.given))
-    return Section(name="scale", tables=tables, rows=rows, keys=CSV_COLUMNS, pictures=scale_charts(found, rows))
+    tables = (_steps_table(found, rows), _largest_table(found.paper), _bounds_table(found.paper), _symbols_table(found))
+    return Section(name="scale", tables=tables, rows=rows, keys=CSV_COLUMNS)
 
 
 def scale_rows(found: Scale) -> Iterator[Row]:
     """A row for each way and number of ranks; None for what is not known."""
     for scheme, ranks, step in found.steps:
-        values = {} if step is None else _values(step, found.machine.memory_bytes)
+        values = {} if step is None else _values(step, found)
         yield dict.fromkeys(CSV_COLUMNS) | {"way": scheme, "ranks": ranks} | values
 
 
-def _values(step: ScaleStep, memory_bytes: int | None) -> Row:
-    times = step.times
+def _values(step: ScaleStep, found: Scale) -> Row:
+    times, memory_bytes = step.times, found.memory_bytes
     return {
         "step_ms": 1e3 * times.time.step_s,
         "compute_ms": 1e3 * times.compute_s,
@@ -53,7 +68,7 @@ def _values(step: ScaleStep, memory_bytes: int | None) -> Row:
         "exposed_ms": 1e3 * times.exposed_s,
         "peak_gib": None if step.memory_bytes is None else step.memory_bytes / GIB,
         "fits": None if step.memory_bytes is None or memory_bytes is None else step.memory_bytes <= memory_bytes,
-        "mfu": step.mfu,
+        "mfu": ratio(step.flops_per_s, found.peak_flops_per_s),
     }
 
 
@@ -63,7 +78,7 @@ def _steps_table(found: Scale, rows: list[Row]) -> Table:
     shown = [
         row | {
             "exposed_part": ratio(row["exposed_ms"], row["step_ms"]),
-            "prediction_is_doubted": found.machine.curves.is_in_doubt,
+            "prediction_is_doubted": found.curves.is_in_doubt,
         }
         for row in rows
     ]  # fmt: skip
@@ -77,7 +92,7 @@ def _misfits(found: Scale, rows: list[Row]) -> Iterator[str]:
     too_large = [row for row in rows if row["fits"] is False]
     for way in dict.fromkeys(row["way"] for row in too_large):
         counts = ", ".join(f"{row['ranks']:,}" for row in too_large if row["way"] == way)
-        memory_gib = (found.machine.memory_bytes or 0) / GIB
+        memory_gib = (found.memory_bytes or 0) / GIB
         yield f"{way} on {counts} does not fit: {found.device_name} has {memory_gib:.0f} GiB by its data sheet."
 
 
@@ -88,17 +103,12 @@ def _step_notes(found: Scale) -> Iterator[str]:
     )
     if not found.is_measured:
         yield by_data_sheet(found.device_name)
-    elif found.machine.curves.is_shipped:
+    elif found.curves.is_shipped:
         yield SHIPPED
-    if found.machine.curves.is_in_doubt:
+    if found.curves.is_in_doubt:
         yield DOUBTED_FORECAST
-    if found.machine.peak_flops_per_s is None:
+    if found.peak_flops_per_s is None:
         yield "No MFU: the peak of this device is not known."
-
-
-def limit_tables(given: Given) -> tuple[Table, ...]:
-    """How many ranks each way allows, the inequalities, and their symbols."""
-    return _largest_table(given.paper), _bounds_table(given.paper), _symbols_table(given)
 
 
 def _largest_table(paper: Paper) -> Table:
@@ -112,11 +122,12 @@ def _largest_table(paper: Paper) -> Table:
 
 
 def _bounds_table(paper: Paper) -> Table:
-    keys = ("way", "link", "inequality", "intensity", "least_tokens", "source")
+    keys = ("way", "link", "inequality", "intensity", "least_tokens")
     notes = (
-        f"Source: {BOOK}. Each line is about one kind of links, as if the others took no time; of N, X, Y ranks "
-        "g, x, y are in one node. With many ranks the first lines are the course's B / N > C / W, Y < F W / C and "
-        "B / N > (C / W)^2 / F. cs336_systems/costs/limits.py derives them.",
+        "Source: Austin et al. 2025, How to Scale Your Model, chapters 5 and 12. Each line is about one kind of links, "
+        "as if the others took no time; of N, X, Y ranks g, x, y are in one node. With many ranks the first lines are "
+        "the course's B / N > C / W, Y < F W / C and "
+        "B / N > (C / W)^2 / F. cs336_systems/costs/scale.py derives them.",
     )
     rows = [_bound_row(bound) for bound in bounds(paper)]
     return make_table("The inequalities", [column(key) for key in keys], rows, notes)
@@ -125,35 +136,31 @@ def _bounds_table(paper: Paper) -> Table:
 def _bound_row(bound: Bound) -> Row:
     return {
         "way": bound.scheme, "link": bound.link, "inequality": bound.formula, "intensity": bound.intensity,
-        "least_tokens": bound.least_tokens, "source": SOURCES[bound.link],
+        "least_tokens": bound.least_tokens,
     }  # fmt: skip
 
 
-def _symbols_table(given: Given) -> Table:
-    paper, links = given.paper, given.paper.links
+def _symbols_table(found: Scale) -> Table:
+    paper, links = found.paper, found.paper.links
+    feed = "d_model + 3 d_ff / 4" if found.config.model.arch is Arch.CS336 else "d_model + d_ff / 2"
+    name, precision = found.device_name, found.config.precision
+    measured = f"best matmul measured on {name}, {precision}"
+    promised = f"{MATMUL_EFFICIENCY:g} of the peak of {name}, {precision}, by its data sheet"
     rows = [
         ("B", paper.tokens, "tokens", "of a step of all ranks"),
         ("N = X Y", "", "ranks", "data ranks times tensor ranks"),
         ("G", links.gpus_per_node, "GPUs", "of a node"),
-        ("C", paper.flops_per_s, "FLOP/s", given.rate_source),
-        ("W in a node", links.node_bytes_per_s, "byte/s", given.link_source),
-        *([("W of the network", links.network_bytes_per_s, "byte/s", given.network_source)]
+        ("C", paper.flops_per_s, "FLOP/s", measured if found.is_measured else promised),
+        ("W in a node", links.node_bytes_per_s, "byte/s", found.link_source),
+        *([("W of the network", links.network_bytes_per_s, "byte/s", "given")]
           if links.network_bytes_per_s is not None else ()),
         ("e of ddp", paper.gradient_bytes, "byte", "gradients, which are averaged in fp32"),
-        ("e of fsdp", paper.weight_bytes, "byte", "weights that are gathered, and their gradients"),
-        ("e of tp", paper.activation_bytes, "byte", "activations"),
-        ("f", paper.feed, "elements", f"elements of a block's matrices / 4 d_model = {given.feed_formula}; "
+        ("e of fsdp, tp", paper.element_bytes, "byte", "weights that are gathered, their gradients, and activations"),
+        ("f", paper.feed, "elements", f"elements of a block's matrices / 4 d_model = {feed}; "
                                       "d_ff, if it had only two in its feed-forward network"),
         ("a", "", "tokens", "e C / (2 W)"),
     ]  # fmt: skip
     return quantity_table("Symbols of the inequalities", rows, keys=("quantity", "amount", "unit", "how"))
-
-
-def rate_source(device_name: str, precision: str, *, is_measured: bool) -> str:
-    """Where C comes from."""
-    if is_measured:
-        return f"best matmul measured on {device_name}, {precision}"
-    return f"{MATMUL_EFFICIENCY:g} of the peak of {device_name}, {precision}, by its data sheet"
 
 
 def link_source(measured_ranks: int | None) -> str:
@@ -161,37 +168,3 @@ def link_source(measured_ranks: int | None) -> str:
     if measured_ranks is not None:
         return f"best collective measured among {measured_ranks} of them"
     return f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
-
-
-def scale_charts(found: Scale, rows: list[Row]) -> list[Chart]:
-    """MFU, or computing's part of the step where no peak is known, and exposed communication over the ranks."""
-    known = [row for row in rows if row["step_ms"] is not None]
-    if not known:
-        return []
-    first = ("MFU", "mfu") if any(row["mfu"] is not None for row in known) else ("Computing, of the step", "computing")
-    shares = [
-        row | {"exposed": row["exposed_ms"] / row["step_ms"], "computing": row["compute_ms"] / row["step_ms"]}
-        for row in known
-    ]
-    x = doubling({float(row["ranks"]) for row in known}, "ranks", 1.4)
-    y = Axis(label="%", from_zero=True)
-    panels = [
-        Panel(x=x, y=y, title=title, curves=curves_of(_lines(shares, key), COLOURS))
-        for title, key in (first, ("Exposed communication, of the step", "exposed"))
-    ]
-    settings = f"{found.config.label}, {found.device_name}, {found.given.paper.links.gpus_per_node} GPUs in a node"
-    if found.given.paper.links.network_bytes_per_s is not None:
-        settings += f", network {significant(found.given.paper.links.network_bytes_per_s / GIGA, 3)} GB/s for each"
-    return [Chart(name="scale", title="One step on many GPUs", settings=settings, panels=panels, columns=2,
-                  size=(4.6, 3.4), legend=4)]  # fmt: skip
-
-
-def _lines(rows: list[Row], key: str) -> list[Line]:
-    """A line for each way."""
-    return [
-        Line(
-            name=scheme,
-            points=tuple(Point(x=float(row["ranks"]), value=100 * row[key]) for row in rows if row["way"] is scheme),
-        )
-        for scheme in PARALLEL
-    ]
