@@ -31,7 +31,6 @@ from cs336_systems.text import print_line
 if TYPE_CHECKING:
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import Study
-    from cs336_systems.studies.operators import AttentionStudy, FusionStudy
     from cs336_systems.studies.precision_records import PrecisionStudy
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
@@ -46,6 +45,8 @@ class StudyArguments(Flags):
     """Class of the grid, whose declared settings become flags."""
     FOLDER: ClassVar[str]
     """Directory of all studies of this kind, below the output directory."""
+    UNFINISHED: ClassVar[str | None] = None
+    """File of what is measured so far, if not the record itself."""
     device: DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
@@ -67,6 +68,23 @@ class StudyArguments(Flags):
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
         return self.output / self.FOLDER / study_name(self.name, self.precisions, self.device)
+
+    def run(self) -> int:
+        """Measure the grid, with the record written after each cell, and write the results and print them."""
+        explain_cpu_fallback(self.device)
+        grid, directory = checked(self.grid), make_writable(checked(self.directory))
+        look_at_machine(resolve_device(self.device))
+        record = directory / (self.UNFINISHED or f"{self.FOLDER}.json")
+
+        def measure(status: "StatusLine") -> Any:  # noqa: ANN401
+            from cs336_systems.studies.runner import run_study
+
+            return run_study(grid, status, lambda so_far: write_atomically(record, encode_json(so_far)))
+
+        study = show_study(measure, directory)
+        if self.UNFINISHED is not None:
+            record.unlink(missing_ok=True)
+        return OK if all(status.is_result for status in study.statuses) else FAILED
 
 
 def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
@@ -99,11 +117,6 @@ class AttentionArguments(StudyArguments):
         check_factory(grid.own, "--own")
         return replace(grid, source=source_of(grid.own))
 
-    def run(self) -> int:
-        """Measure the grid, write its record after every cell, then the tables, plots and page."""
-        study: AttentionStudy = measure_and_show(self)
-        return OK if all(result.status.is_result for result in study.results) else FAILED
-
 
 @with_grid
 class FusionArguments(StudyArguments):
@@ -114,11 +127,6 @@ class FusionArguments(StudyArguments):
     """
 
     GRID, FOLDER = FusionGrid, "fusion"
-
-    def run(self) -> int:
-        """Measure the grid, print the tables, and write them with the record and the plots."""
-        study: FusionStudy = measure_and_show(self)
-        return OK if all(row.status.is_result for row in study.rows) else FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,24 +163,6 @@ class PrecisionArguments:
 def run(arguments: AttentionArguments | FusionArguments | PrecisionArguments) -> int:
     """Run the command that these are the arguments of."""
     return arguments.run()
-
-
-def measure_and_show(arguments: StudyArguments) -> Any:  # noqa: ANN401 (each grid has its own study)
-    """Measure the grid of the arguments, with its record written after each cell; write the results and print them."""
-    explain_cpu_fallback(arguments.device)
-    grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
-
-    look_at_machine(resolve_device(arguments.device))
-
-    def measure(status: "StatusLine") -> Any:  # noqa: ANN401
-        from cs336_systems.studies.runner import run_study
-
-        def keep(study: object) -> None:
-            write_atomically(directory / f"{arguments.FOLDER}.json", encode_json(study))
-
-        return run_study(grid, status, keep)
-
-    return show_study(measure, directory)
 
 
 def show_study(measure: Callable[["StatusLine"], StudyT], directory: Path | None) -> StudyT:

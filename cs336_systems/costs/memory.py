@@ -16,7 +16,7 @@ from cs336_systems.config import Attention, Device, Mode, Parallel, Phase, Preci
 from cs336_systems.costs.accounting import count_parameters, parameter_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
-from cs336_systems.costs.tape import REPEATED, Category, Tape, TensorSpec, phases_of
+from cs336_systems.costs.tape import Category, Tape, TensorSpec
 from cs336_systems.costs.traces import as_costed, has_tape, is_at_hand, tape_of
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
@@ -218,22 +218,6 @@ def _levels(tape: Tape, sizes_bytes: Sequence[int]) -> list[int]:
 def residual_stream_bytes(config: RunConfig) -> int:
     """Bytes of one tensor of the residual stream: batch x T x d_model x 4, fp32 under autocast too."""
     return config.batch_size * config.model.context_length * config.model.d_model * 4
-
-
-def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
-    """Tensors that one block saves for its backward, the largest first; None if that is not predicted.
-
-    The block's input counts, its output does not. Autocast's copies of weights are a category of their own.
-    """
-    if not is_predictable(config):
-        return None
-    tape = tape_of(replace(config, checkpoint_blocks=0))
-    _, (begin, end), _ = phases_of(tape, -1)[0]
-    freed = {~event for event in tape.events[begin:end] if event < 0}
-    made = [event for event in tape.events[begin:end] if event >= 0 and event not in freed]
-    saved = Counter(spec for spec in map(tape.spec, made) if REPEATED in spec.label)
-    parts = _parts(Counter({spec: count // config.model.num_layers for spec, count in saved.items()}))
-    return tuple(sorted(parts, key=lambda part: -part.size_bytes))
 
 
 def is_predictable(config: RunConfig) -> bool:

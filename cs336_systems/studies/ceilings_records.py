@@ -506,6 +506,10 @@ class CeilingsStudy:
         """Timings of all cells."""
         return tuple(cell.timing for name in TIMED_ROWS for cell in getattr(self, name))
 
+    @property
+    def statuses(self) -> list[Status]:
+        return [timing.status for timing in self.timings]
+
     def products_of(self, precision: ProductPrecision) -> list[ProductCell]:
         """The matmuls at one precision, in the order in which they were measured."""
         return [cell for cell in self.products if cell.precision is precision]

@@ -19,13 +19,11 @@ from cs336_systems.costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, tim
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
     MemoryPrediction,
-    Part,
     fits,
     largest_batch,
     largest_context,
     predict_memory,
     residual_stream_bytes,
-    saved_by_block,
 )
 from cs336_systems.costs.modules import costs_by_module
 from cs336_systems.costs.shards import FP32_BYTES
@@ -74,7 +72,7 @@ class Account:
 def account_section(account: Account, top: int) -> Section:
     """The cost of one configuration; the CSV has a row for each part of the model.
 
-    `top` is the most rows of the tables of the peak and of a block.
+    `top` is the most rows of the table of the peak.
     """
     config, time, is_own = account.config, account.time, account.config.model_factory is not None
     prediction, parts = predict_memory(config), _parts(config)
@@ -88,8 +86,6 @@ def account_section(account: Account, top: int) -> Section:
     ]
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
-        if not is_own and _saves_blocks(config):
-            tables.append(_block_table(config, top))
     return Section(name="account", tables=tuple(tables), rows=list(parts.values()), keys=CSV_COLUMNS)
 
 
@@ -267,33 +263,16 @@ def _categories_table(prediction: MemoryPrediction) -> Table:
 
 
 def _peak_table(prediction: MemoryPrediction, top: int) -> Table:
+    """The largest parts of the peak; how many more there are is said below."""
     peak = prediction.peak
-    title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
-    return _largest_table(title, peak.parts, top, "The sum of all is the peak, to the byte.")
-
-
-def _saves_blocks(config: RunConfig) -> bool:
-    """Whether tensors inside a block are ever kept; with checkpoints only backward keeps them, after recomputation."""
-    return config.mode is not Mode.INFERENCE and not (config.mode is Mode.FORWARD and config.checkpoint_blocks)
-
-
-def _block_table(config: RunConfig, top: int) -> Table:
-    parts = saved_by_block(config) or ()
-    when = " while it is computed again" if config.checkpoint_blocks else ""
-    whole = significant(sum(part.size_bytes for part in parts) / MIB)
-    return _largest_table(f"Saved for backward by one block{when}, {whole} MiB", parts, top)
-
-
-def _largest_table(title: str, parts: tuple[Part, ...], top: int, *notes: str) -> Table:
-    """The largest of the parts; how many more there are is said below."""
-    whole = sum(part.size_bytes for part in parts)
-    shown = sorted(parts, key=lambda part: -part.size_bytes)[:top]
-    rest = whole - sum(part.size_bytes for part in shown)
-    rows = [asdict(part) | {"what": part.label, "share": part.size_bytes / whole} for part in shown]
+    shown = sorted(peak.parts, key=lambda part: -part.size_bytes)[:top]
+    rest = peak.allocated_bytes - sum(part.size_bytes for part in shown)
+    rows = [asdict(part) | {"what": part.label, "share": part.size_bytes / peak.allocated_bytes} for part in shown]
     columns = (column("category", drop_order=0), column("what"), column("count", drop_order=3), column("size_bytes"),
                column("share"), column("formula"))  # fmt: skip
-    more = (f"{len(parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",) if rest else ()
-    return make_table(title, columns, rows, notes=(*more, *notes))
+    more = (f"{len(peak.parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",) if rest else ()
+    title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
+    return make_table(title, columns, rows, notes=(*more, "The sum of all is the peak, to the byte."))
 
 
 def _fit(config: RunConfig, memory_bytes: int) -> Row:
