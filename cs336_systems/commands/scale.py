@@ -30,7 +30,7 @@ from cs336_systems.costs.scale import Machine, Scale, scale_step
 from cs336_systems.costs.shards import factor_bytes
 from cs336_systems.costs.time import has_large_matmuls
 from cs336_systems.files import encode_json
-from cs336_systems.report.formats import pngs_of, texts_of, write_files
+from cs336_systems.report.formats import texts_of, write_files
 from cs336_systems.report.sections.scale import link_source, rate_source, scale_json, scale_section
 from cs336_systems.report.words import GIGA
 from cs336_systems.studies.ceilings_files import Ceilings
@@ -68,7 +68,7 @@ class ScaleArguments(Flags):
     any takes its data sheet's rates at stated efficiencies."""
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
-    """Directory for the tables (scale.md, .tex, .typ), their values (scale.csv) and the picture (plots/scale.png)."""
+    """Directory for the tables (scale.md, .tex, .typ) and their values (scale.csv)."""
     json: Switch = False
     """Print JSON instead of tables."""
 
@@ -175,12 +175,12 @@ def _least_tensor_ranks(schemes: Collection[Scheme]) -> int:
 
 
 def run(arguments: ScaleArguments) -> int:
-    """Print the tables, and write them with the picture if --output is given."""
+    """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
     found = checked(functools.partial(_scale, arguments, config, ceilings_in(arguments.ceilings)))
     section = scale_section(found)
     if arguments.output is not None:
-        write_files({**texts_of(section), **pngs_of(section)}, arguments.output)
+        write_files(texts_of(section), arguments.output)
     show(arguments.json, lambda: encode_json(scale_json(found)), lambda: section.tables, arguments.output)
     return OK

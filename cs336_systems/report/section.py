@@ -15,7 +15,7 @@ from cs336_systems.report.columns import Column, Row, column
 if TYPE_CHECKING:
     import pandas as pd
 
-    from cs336_systems.report.plots.draw import Picture
+    from cs336_systems.report.draw import Picture
 
 _SI = {"ms": ("s", 1e-3), "us": ("s", 1e-6), "mib": ("bytes", 2**20), "gib": ("bytes", 2**30), "gb": ("bytes", 1e9),
        "tflops": ("flops", 1e12)}  # fmt: skip

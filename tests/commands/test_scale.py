@@ -107,7 +107,6 @@ def test_files_hold_the_tables_their_values_and_a_picture(tmp_path: Path, capsys
         (str(scheme), ranks) for scheme in Scheme for ranks in ("1", "2", "4", "8")
     ]
     assert "N < 1 + f / a" not in (tmp_path / "paper" / "scale.md").read_text(), "one node has no network"
-    assert (tmp_path / "paper" / "plots" / "scale.png").stat().st_size > 10_000
 
 
 def test_one_batch_is_shared_out(capsys: pytest.CaptureFixture[str]) -> None:

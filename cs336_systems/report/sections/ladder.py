@@ -9,11 +9,11 @@ from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import SETTINGS, Device, RunConfig
 from cs336_systems.record import RunRecord, Status
+from cs336_systems.report.charts import Bar, Chart, Panel, Style
 from cs336_systems.report.columns import Row, column, short
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style
 from cs336_systems.report.section import Section, known, make_table
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
@@ -306,27 +306,11 @@ def settings(rows: Rows) -> str:
 
 
 def ladder_chart(rows: Rows, settings: str) -> Chart:
-    """Mean time of a step by rung, with the interval over processes where there are three or more."""
-    intervals = [
-        Point(
-            x=row["rung"],
-            value=row["step_mean_ms"],
-            error=row["step_ci95_high_ms"] - row["step_mean_ms"],
-            error_below=row["step_mean_ms"] - max(0.0, row["step_ci95_low_ms"]),
-        )
-        for row in rows
-        if row["step_mean_ms"] is not None and row["step_ci95_low_ms"] is not None
-    ]
-    means = Curve(line=Line(name="mean, 95 % interval", points=tuple(intervals)), colour="#000000", dash="", label="")
-    panel = Panel(
-        x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", from_zero=True),
-        bars=[_bar(row) for row in rows], curves=[means],
-    )  # fmt: skip
+    """Mean time of a step by rung."""
+    panel = Panel(names=[row["rung"] for row in rows], label="step (ms)", bars=[_bar(row) for row in rows])
     return Chart(
-        name="ladder", title="Time of a training step, rung by rung", settings=settings, panels=[panel],
-        size=(max(5.5, 0.95 * len(rows) + 0.9), 4.2), legend=2,
-        styles=STYLES,
-    )  # fmt: skip
+        name="ladder", title="Time of a training step, rung by rung", settings=settings, panels=[panel], styles=STYLES
+    )
 
 
 def _bar(row: Row) -> Bar:
@@ -336,6 +320,6 @@ def _bar(row: Row) -> Bar:
     gain = ""
     if row["speed_up_over_first"] is not None and row["is_credited"]:
         doubt = f" {DOUBT}" if row["speed_up_over_first_is_doubted"] else ""
-        gain = f"\n{significant(row['speed_up_over_first'], 3)}x{doubt}"
+        gain = f", {significant(row['speed_up_over_first'], 3)}x{doubt}"
     part = PASSED if row["is_credited"] else UNCREDITED
-    return Bar(name=row["rung"], parts={part: mean_ms}, words=f"{significant(mean_ms, 3)}{gain}")
+    return Bar(name=row["rung"], parts={part: mean_ms}, words=f"{significant(mean_ms, 3)} ms{gain}")

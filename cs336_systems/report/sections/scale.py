@@ -6,10 +6,9 @@ from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY
 from cs336_systems.costs.limits import Bound, Given, Link, Paper, Scheme, bounds, largest_ranks
 from cs336_systems.costs.scale import Scale, ScaleStep
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.plots.charts import Axis, Chart, Line, Panel, Point, curves_of, doubling
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.sections.account import by_data_sheet
-from cs336_systems.report.words import DOUBTED_FORECAST, GIB, GIGA, SHIPPED, ratio, significant
+from cs336_systems.report.words import DOUBTED_FORECAST, GIB, SHIPPED, ratio
 
 BOOK = "Austin et al. 2025, How to Scale Your Model"
 SOURCES = {
@@ -22,7 +21,6 @@ WORDS = {
     Scheme.TENSOR: "tensor parallel",
     Scheme.BOTH: "fully sharded and tensor parallel",
 }
-COLOURS = {Scheme.DATA: "#0072B2", Scheme.SHARDED: "#E69F00", Scheme.TENSOR: "#CC79A7", Scheme.BOTH: "#009E73"}
 CSV_COLUMNS = (
     "way", "ranks", "data_ranks", "tensor_ranks", "batch_size", "tokens_per_rank", "step_ms", "compute_ms",
     "communication_ms", "slowed_ms", "exposed_ms", "peak_gib", "fits", "mfu", "reason",
@@ -34,7 +32,7 @@ def scale_section(found: Scale) -> Section:
     """The forecast and the inequalities; the CSV has a row for each way and number of ranks."""
     rows = list(scale_rows(found))
     tables = (_steps_table(found, rows), *limit_tables(found.given))
-    return Section(name="scale", tables=tables, rows=rows, keys=CSV_COLUMNS, pictures=scale_charts(found, rows))
+    return Section(name="scale", tables=tables, rows=rows, keys=CSV_COLUMNS)
 
 
 def scale_json(found: Scale) -> dict[str, object]:
@@ -202,37 +200,3 @@ def link_source(measured_ranks: int | None) -> str:
     if measured_ranks is not None:
         return f"best collective measured among {measured_ranks} of them"
     return f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
-
-
-def scale_charts(found: Scale, rows: list[Row]) -> list[Chart]:
-    """MFU, or computing's part of the step where no peak is known, and exposed communication over the ranks."""
-    known = [row for row in rows if row["step_ms"] is not None]
-    if not known:
-        return []
-    first = ("MFU", "mfu") if any(row["mfu"] is not None for row in known) else ("Computing, of the step", "computing")
-    shares = [
-        row | {"exposed": row["exposed_ms"] / row["step_ms"], "computing": row["compute_ms"] / row["step_ms"]}
-        for row in known
-    ]
-    x = doubling({float(row["ranks"]) for row in known}, "ranks", 1.4)
-    y = Axis(label="%", from_zero=True)
-    panels = [
-        Panel(x=x, y=y, title=title, curves=curves_of(_lines(shares, key), COLOURS.values()))
-        for title, key in (first, ("Exposed communication, of the step", "exposed"))
-    ]
-    settings = f"{found.config.label}, {found.device_name}, {found.given.paper.links.gpus_per_node} GPUs in a node"
-    if found.given.paper.links.network_bytes_per_s is not None:
-        settings += f", network {significant(found.given.paper.links.network_bytes_per_s / GIGA, 3)} GB/s for each"
-    return [Chart(name="scale", title="One step on many GPUs", settings=settings, panels=panels, columns=2,
-                  size=(4.6, 3.4), legend=4)]  # fmt: skip
-
-
-def _lines(rows: list[Row], key: str) -> list[Line]:
-    """A line for each way; ways without values get an empty line, so that colours stay the same."""
-    return [
-        Line(
-            name=scheme,
-            points=tuple(Point(x=float(row["ranks"]), value=100 * row[key]) for row in rows if row["way"] is scheme),
-        )
-        for scheme in Scheme
-    ]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.record import Status, WarningCode
-from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report.draw import figure_of
 from cs336_systems.report.sections.ladder import (
     UNCREDITED,
     counts_of,
@@ -260,10 +260,10 @@ def test_everything_is_written(rows, tmp_path):
 
 def test_bars_show_times_and_what_did_not_pass(rows):
     figure = draw_ladder(rows, settings(rows))
-    heights = [[bar.get_height() for bar in panel.patches] for panel in figure.axes]
-    assert heights == [pytest.approx([800, 400, 100, 50])]
+    lengths = [[bar.get_width() for bar in panel.patches] for panel in figure.axes]
+    assert lengths == [pytest.approx([800, 400, 100, 50])]
     assert [bar.get_hatch() for bar in figure.axes[0].patches] == [None, None, "////", None]
-    assert {"800", "400\n2.00x", "100", "50.0\n16.0x", UNCREDITED} <= set(texts(figure))
+    assert {"800 ms", "400 ms, 2.00x", "100 ms", "50.0 ms, 16.0x", UNCREDITED} <= set(texts(figure))
     assert not overlaps(figure)
 
 

@@ -7,9 +7,9 @@ from matplotlib.container import ErrorbarContainer
 
 from cs336_systems.config import Mode, Precision
 from cs336_systems.record import Status
+from cs336_systems.report import charts, draw
+from cs336_systems.report.charts import Curve, Panel, Point
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.plots import charts, draw
-from cs336_systems.report.plots.charts import Axis, Curve, Line, Panel, Point
 from cs336_systems.report.sections.steps import named_rows, split
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
@@ -197,12 +197,12 @@ def test_texts_of_a_configuration_are_inert(tmp_path):
 
 
 def test_failures_of_a_line_share_a_row():
-    points = tuple(Point(x=x, value=None, failure=why) for x, why in ((1, "killed"), (2, "oom"), (3, "oom")))
-    lost, alike = (Curve(line=Line(name=name, points=points), colour="#000000") for name in ("xl", "large"))
-    whole = Curve(line=Line(name="small", points=(Point(x=1, value=2.0),)), colour="#000000")
-    rows = Panel(x=Axis(), y=Axis(), curves=[whole, lost]).failures
-    assert rows == {"xl: killed": [1], "xl: oom": [2, 3]}
-    assert Panel(x=Axis(), y=Axis(), curves=[lost, alike]).failures == {"killed": [1], "oom": [2, 3]}
+    points = tuple(Point(x=x, value=None, failure=why) for x, why in (("1", "killed"), ("2", "oom"), ("4", "oom")))
+    lost, alike = (Curve(name=name, points=points, colour="#000000", marker="o") for name in ("xl", "large"))
+    whole = replace(lost, name="small", points=(Point(x="1", value=2.0),))
+    panel = Panel(names=["1", "2", "4"], label="", curves=[whole, lost])
+    assert panel.failures == {"xl: killed": [0], "xl: oom": [1, 2]}
+    assert replace(panel, curves=[lost, alike]).failures == {"killed": [0], "oom": [1, 2]}
 
 
 def test_phases_and_precisions_have_colours_of_their_own():

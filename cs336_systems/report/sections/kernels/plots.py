@@ -11,19 +11,18 @@ from numpy.typing import NDArray
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import PicturedStep, Piece, StepProfile, Window, Work
-from cs336_systems.report.plots import draw
-from cs336_systems.report.plots.charts import (
+from cs336_systems.report import draw
+from cs336_systems.report.charts import (
     CLASS_COLOURS,
     FAILURE_COLOUR,
     REST_COLOUR,
-    Axis,
     Bar,
     Chart,
     Panel,
     Style,
     distinct,
 )
-from cs336_systems.report.plots.draw import LONGEST_SOURCE
+from cs336_systems.report.draw import LONGEST_SOURCE
 from cs336_systems.report.sections.kernels.entries import collectives_s, grouped, wall_s
 from cs336_systems.report.words import significant
 from cs336_systems.text import shorten
@@ -279,7 +278,6 @@ def _chart(
     if len(bars) < 2:
         return None
     return Chart(
-        name=name, title=title, settings=", ".join(_devices([profile for _, profile in profiles])), size=(6.0, 0.0),
-        legend=4, styles=styles, is_lying=True,
-        panels=[Panel(x=Axis(names=[bar.name for bar in bars]), y=Axis(label=label), bars=bars)],
+        name=name, title=title, settings=", ".join(_devices([profile for _, profile in profiles])), styles=styles,
+        panels=[Panel(names=[bar.name for bar in bars], label=label, bars=bars)],
     )  # fmt: skip

@@ -13,21 +13,19 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
-from cs336_systems.report.entries import labels, settings
-from cs336_systems.report.plots import charts, draw
-from cs336_systems.report.plots.charts import (
+from cs336_systems.report import charts, draw
+from cs336_systems.report.charts import (
     CATEGORY_COLOURS,
-    Axis,
     Bar,
     Chart,
     Curve,
-    Line,
     Panel,
     Point,
     Style,
     distinct,
 )
-from cs336_systems.report.plots.draw import LONGEST_SOURCE
+from cs336_systems.report.draw import LONGEST_SOURCE
+from cs336_systems.report.entries import labels, settings
 from cs336_systems.report.sections.memory.findings import (
     START,
     MemoryEntry,
@@ -178,6 +176,7 @@ def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit, highes
     panel.plot(x, y, marker="o", markersize=4.5, color="#222222", markeredgecolor="white", clip_on=False, zorder=6)
 
 
+CATEGORIES = {str(category): Style(colour=colour) for category, colour in CATEGORY_COLOURS.items()}
 LONGEST_PHASE = 16
 """Characters of the name of a phase."""
 
@@ -190,30 +189,20 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
     """
     if len(entries) < 2:
         return []
-    peaks = [entry.profile.peak for entry in entries]
-    largest = {
-        category: max(by_category(peak)[category] / (peak.allocated_bytes or 1) for peak in peaks)
-        for category in CATEGORY_COLOURS
-    }
-    styles = {
-        str(category): Style(colour=colour, label=None if largest[category] > VISIBLE else "")
-        for category, colour in CATEGORY_COLOURS.items()
-    }
     sizes = groupby(
         zip(distinct(labels(entries)), entries, strict=True), lambda run: run[1].config and run[1].config.size
     )
     return [Chart(
         name="peaks", title="What the peak of memory consists of, by configuration", settings=settings(entries),
-        panels=[_panel(list(runs)) for _, runs in sizes], size=(6.0, 0.0), legend=4, styles=styles, is_lying=True,
+        panels=[_panel(list(runs)) for _, runs in sizes], styles=CATEGORIES,
     )]  # fmt: skip
 
 
 def _panel(runs: Sequence[tuple[str, MemoryEntry]]) -> Panel:
     reserved = tuple(Point(x=name, value=entry.profile.peak.reserved_bytes / GIB) for name, entry in runs)
-    marks = Curve(line=Line(name="reserved", points=reserved), colour="#222222", marker="|", dash="", size=13)
-    y = Axis(label="memory at the peak (GiB)")
+    marks = Curve(name="reserved", points=reserved, colour="#222222", marker="|", size=13)
     bars = [_bar(name, entry) for name, entry in runs]
-    return Panel(x=Axis(names=[name for name, _ in runs]), y=y, bars=bars, curves=[marks])
+    return Panel(names=[name for name, _ in runs], label="memory at the peak (GiB)", bars=bars, curves=[marks])
 
 
 def _bar(label: str, entry: MemoryEntry) -> Bar:

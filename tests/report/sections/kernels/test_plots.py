@@ -12,9 +12,9 @@ from PIL import Image
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import PicturedStep, StepProfile
-from cs336_systems.report.plots import charts, draw
-from cs336_systems.report.plots.charts import Chart
-from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report import charts, draw
+from cs336_systems.report.charts import Chart
+from cs336_systems.report.draw import figure_of
 from cs336_systems.report.sections.kernels.plots import (
     COMPUTING,
     COPIES,

@@ -8,8 +8,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.report.plots import charts
-from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report import charts
+from cs336_systems.report.draw import figure_of
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from tests.report.drawn import overlaps, texts
