@@ -183,8 +183,6 @@ MIN_FRAGMENTATION = 0.15
 """Smallest unused part of the reserved memory that is a finding: less is the usual cache of a few segments."""
 MIN_FRAGMENTATION_BYTES = 256 * MIB
 """Smallest unused memory that is a finding: the cache of a small model is a large part of little."""
-MIN_ROUNDING = 0.05
-"""Smallest part of the peak lost to rounding that is a finding: tensors of a MiB and more usually lose less."""
 MIN_UNKNOWN = 0.05
 """Smallest part of the peak of unknown use that is a finding: less changes no conclusion."""
 MIN_GROWTH = 0.001
@@ -299,7 +297,7 @@ def _growth(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _problems(profile: MemoryProfile) -> Iterator[str]:
-    """Counts that disagree, and memory that is in no tensor: fragments, rounding, freed segments, other programs."""
+    """Counts that disagree, and memory that is in no tensor: fragments, freed segments, other programs."""
     work, reserved, unused = profile.work, profile.peak.reserved_bytes, profile.fragmentation_bytes
     if any(map(difference_bytes, profile.boundaries)):
         yield check_words(profile.boundaries)
@@ -309,11 +307,6 @@ def _problems(profile: MemoryProfile) -> Iterator[str]:
             f"At the peak {size(unused)} of the {size(reserved)} that PyTorch has reserved, "
             f"{percent_of(unused, reserved)}, are in no block: cache of an earlier, higher need, or rests between "
             f"blocks{remedy}."
-        )
-    if _is_much(profile, profile.rounding_bytes_at_peak, MIN_ROUNDING):
-        yield (
-            f"{_of_peak(profile, profile.rounding_bytes_at_peak)}, were never asked for: the allocator rounds requests "
-            "up, and does not split off rests of less than a MiB."
         )
     if work.segments_freed:  # a cache that was flushed
         yield (

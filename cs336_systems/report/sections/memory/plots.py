@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
 from cs336_systems.report import charts, draw
@@ -29,7 +28,6 @@ from cs336_systems.report.entries import labels, settings
 from cs336_systems.report.sections.memory.findings import (
     START,
     MemoryEntry,
-    MemoryUnit,
     by_category,
     moment_ms,
     size,
@@ -40,19 +38,18 @@ from cs336_systems.text import shorten
 
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""
-HEADROOM = 1.17
-"""Upper end of the scale over the highest value: leaves room for the words at the peak."""
+HEADROOM = 1.05
+"""Upper end of the scale over the highest value."""
 VISIBLE = 1 / 500
 """Smallest part of the highest value with which a category is in the legend."""
 LONGEST_NAME = 34
 TICKS_APART = 0.07
 """Smallest distance of two ticks, as a part of the panel's width."""
 RESERVED: dict[str, Any] = {"color": "#222222", "linewidth": 1.1, "linestyle": (0, (5, 2))}
-_WHITE_EDGE = [withStroke(linewidth=2.5, foreground="white")]
 
 
 def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> Figure:
-    """What was allocated over time, stacked by category, below what was reserved; phases above, the peak by name.
+    """What was allocated over time, stacked by category, below what was reserved; phases above, a point at the peak.
 
     The points of the timeline are equally far apart, as in PyTorch's viewer: on the CPU's clock, waiting for the GPU
     would take most of the width. `name` of the run is the title; `settings` replace the name of the file.
@@ -84,9 +81,13 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     for moment in profile.boundaries:
         dashes = "solid" if moment.phase == START else (0, (3, 2))
         panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
-    _draw_failure(panel, profile)
+    if failure := profile.work.first_failure:
+        panel.axvline(_x(profile, failure.time_s), color=charts.FAILURE_COLOUR, linewidth=2)
+    panel.plot(
+        int(_allocated(profile).argmax()), profile.peak.allocated_bytes / unit.num_bytes, marker="o", markersize=4.5,
+        color="#222222", markeredgecolor="white", clip_on=False, zorder=6,
+    )  # fmt: skip
     _name_phases(panel, profile)
-    _annotate_peak(panel, profile, unit, highest_bytes)
     _mark_times(panel, profile)
     handles: list[Patch | Line2D] = [
         Patch(color=CATEGORY_COLOURS[category], label=f"{category}, {size(peak[category])}") for category in shown
@@ -130,19 +131,6 @@ def _allocated(profile: MemoryProfile) -> np.ndarray[tuple[int], np.dtype[np.int
     return np.asarray(rows.sum(axis=0), np.int64)
 
 
-def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
-    """A line with words along it where memory first ran out."""
-    if failure := profile.work.first_failure:
-        x = _x(profile, failure.time_s)
-        panel.axvline(x, color=charts.FAILURE_COLOUR, linewidth=2)
-        is_late = x > 0.1 * panel.get_xlim()[1]
-        panel.annotate(
-            "out of memory", (x, 0.03), (-3 if is_late else 3, 0), xycoords=panel.get_xaxis_transform(),
-            textcoords="offset points", rotation=90, ha="right" if is_late else "left", va="bottom", fontsize=8.5,
-            fontweight="bold", color=charts.FAILURE_COLOUR, path_effects=_WHITE_EDGE,
-        )  # fmt: skip
-
-
 def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
     """Names of phases above the panel between their lines where they fit, and above these the numbers of steps."""
     named = [(phase.phase, [phase], 1.012) for phase in profile.phases]
@@ -156,24 +144,6 @@ def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
                 (begin + end) / 2, y, draw.inert(name), ha="center", va="bottom", fontsize=8.5,
                 transform=panel.get_xaxis_transform(),
             )  # fmt: skip
-
-
-def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit, highest_bytes: int) -> None:
-    """A point at the peak with its size in words above all lines."""
-    peak = profile.peak
-    x, y = int(_allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes
-    across = x / panel.get_xlim()[1]
-    side = "left" if across < 0.2 else "right" if across > 0.8 else "center"
-    where = f", in {draw.inert(peak.phase, 20)}" if peak.phase else ""
-    panel.annotate(
-        f"peak {size(peak.allocated_bytes)}{where}", (x, y),
-        (x, highest_bytes / unit.num_bytes + 0.035 * panel.get_ylim()[1]), ha=side, va="bottom",
-        fontsize=8.5, fontweight="bold", path_effects=_WHITE_EDGE, annotation_clip=False,
-        bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
-        arrowprops={"arrowstyle": "-", "color": "#222222", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2,
-                    "relpos": ({"left": 0.0, "center": 0.5, "right": 1.0}[side], 0.0)},
-    )  # fmt: skip
-    panel.plot(x, y, marker="o", markersize=4.5, color="#222222", markeredgecolor="white", clip_on=False, zorder=6)
 
 
 CATEGORIES = {str(category): Style(colour=colour) for category, colour in CATEGORY_COLOURS.items()}

@@ -212,21 +212,12 @@ def _moments(profile: MemoryProfile) -> Iterator[Row]:
 
 
 def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
-    """The `top` largest allocations of each entry, with the code that made them; of one snapshot also at its peak.
+    """The `top` largest allocations of each run, with the code that made them; of one snapshot those at its peak.
 
     The CSV of one snapshot has all that the profile keeps.
     """
-    is_alone = entries[0].config is None
-
-    def ranked(entry: MemoryEntry) -> Iterator[Row]:
-        found = entry.profile.largest
-        for rank, row in enumerate(found if is_alone else found[:top]):
-            yield _like(row) | {"rank": rank}
-        known = set(found)
-        others = [row for row in entry.profile.at_peak if row not in known]
-        yield from (_like(row) | {"rank": None} for row in (others if is_alone else ()))
-
-    rows = rows_of(entries, ranked)
+    if entries[0].config is None:
+        return _largest_at_peak(entries[0].profile, top)
     columns = [
         column("requested_bytes", unit="bytes", write=count, drop_order=4),
         in_unit("requested_bytes", MIB_CELL),
@@ -234,12 +225,27 @@ def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
         column("count"),
         *_origin_columns(),
     ]
-    section = over_configurations(
-        "largest", "Largest allocations", rows, columns, _LIKE_KEYS,
-        ["Those of one size, category, name and place are one row."],
-        shown=lambda row: row["rank"] is not None and row["rank"] < top,
-    )  # fmt: skip
-    return replace(section, tables=(*_at_peak(entries[0].profile, top), *section.tables)) if is_alone else section
+    rows = rows_of(entries, lambda entry: map(_like, entry.profile.largest[:top]))
+    notes = ["Those of one size, category, name and place are one row."]
+    return over_configurations("largest", "Largest allocations", rows, columns, _LIKE_KEYS, notes)
+
+
+def _largest_at_peak(profile: MemoryProfile, top: int) -> Section:
+    """The groups of like allocations at the peak, by the bytes of each group; the CSV has others of much memory too."""
+    whole_bytes = profile.peak.allocated_bytes
+    every = [_like(row) for row in dict.fromkeys((*profile.at_peak, *profile.largest))]
+    rows = [row | {"share_of_peak": ratio(row["bytes_at_peak"], whole_bytes)} for row in every[: len(profile.at_peak)]]
+    columns = [
+        in_unit("bytes_at_peak", unit_for(whole_bytes)),
+        column("share_of_peak"),
+        column("count_at_peak"),
+        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4),
+        *_origin_columns(),
+    ]
+    shown = percent(sum(row["bytes_at_peak"] for row in rows[:top]), whole_bytes)
+    notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
+    table = make_table("Largest allocations at the peak", known(columns, rows[:top]), rows[:top], notes)
+    return Section(name="largest", tables=(table,) if rows else (), rows=every, keys=_LIKE_KEYS)
 
 
 def _like(row: LikeAllocations) -> Row:
@@ -257,23 +263,6 @@ def _tensor(row: LikeAllocations | SavedTensor) -> Row:
         "shape": " x ".join(map(str, row.shape)),
         "shape_and_type": shape_text(row.shape, row.dtype),
     }
-
-
-def _at_peak(profile: MemoryProfile, top: int) -> Iterator[Table]:
-    """The `top` groups of like allocations at the peak, by the bytes of each group."""
-    whole_bytes = profile.peak.allocated_bytes
-    rows = [_like(row) | {"share_of_peak": ratio(row.bytes_at_peak, whole_bytes)} for row in profile.at_peak[:top]]
-    columns = [
-        in_unit("bytes_at_peak", unit_for(whole_bytes)),
-        column("share_of_peak"),
-        column("count_at_peak"),
-        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4),
-        *_origin_columns(),
-    ]
-    shown = percent(sum(row["bytes_at_peak"] for row in rows), whole_bytes)
-    notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
-    if rows:
-        yield make_table("Largest allocations at the peak", known(columns, rows), rows, notes)
 
 
 def _origin_columns() -> list[Column]:
@@ -347,29 +336,8 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     """Tables for a terminal on a single snapshot, without what `answer` says: further findings, then the details."""
     said, alone = set(answer(profile)), [MemoryEntry(profile=profile)]
     found = findings_table([text for text in findings(profile) if text not in said])
-    are_all_at_peak = set(profile.largest[:top]) <= set(profile.at_peak[:top])
-    largest_ones = [*_at_peak(profile, top)] if are_all_at_peak else largest(alone, top).tables
-    tables = [found, _reserved(profile), *boundaries(alone).tables, *largest_ones, *blocks(profile).tables]
-    return [table for table in tables if table.rows]
-
-
-def _reserved(profile: MemoryProfile) -> Table:
-    """What was reserved at the peak: the categories of blocks, and what was in no block."""
-    peak, unused = profile.peak, {"no block of private pools": profile.idle_private_bytes,
-                                  "no block: cache, rests": profile.fragmentation_bytes}  # fmt: skip
-    parts: list[tuple[str, int, int | None]] = [(str(r.category), r.num_bytes, r.count) for r in peak.categories]
-    parts += [(name, num_bytes, None) for name, num_bytes in unused.items() if num_bytes]
-    rows = [
-        {"category": name, "bytes": num_bytes, "share": ratio(num_bytes, peak.reserved_bytes), "count": count}
-        for name, num_bytes, count in sorted(parts, key=lambda part: -part[1])
-    ]
-    columns = [
-        column("category", name="part", drop_order=0),
-        in_unit("bytes", unit_for(peak.reserved_bytes)),
-        column("share"),
-        column("count", name="blocks"),
-    ]
-    return make_table("What was reserved at the peak", columns, rows, [f"Together {size(peak.reserved_bytes)}."])
+    sections = boundaries(alone), largest(alone, top), blocks(profile)
+    return [table for table in (found, *(own for section in sections for own in section.tables)) if table.rows]
 
 
 def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path]:
