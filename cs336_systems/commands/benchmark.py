@@ -127,7 +127,7 @@ def run(arguments: BenchmarkArguments) -> int:
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         look_at_machine(config.device)
         if (kept := set_aside_run(config, runs)) is not None:
-            print_aside(f"note: the earlier run of this configuration is kept in {kept}")
+            print_aside(f"note: the earlier run of this configuration is kept as {kept}")
         with StatusLine() as status:
             # nsys writes its report to the path in its own command line
             profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())

@@ -443,7 +443,11 @@ def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = F
             f"{_typed(name, many)} {ignored[name]} would do nothing: the factory {config.model_factory} does not take "
             f"{'any dimension of the model' if name == 'size' else name}; leave it out"
         )
-    return config if taken & ({*values} - {"context_length"}) else replace(config, size=UNSIZED)
+    if taken & ({*values} - {"context_length"}):
+        return config
+    sizes = {"vocab_size": config.model.vocab_size, "context_length": config.model.context_length}
+    model = replace(SIZES["small"], **sizes)  # one configuration, whatever sizes a sweep goes through
+    return replace(config, size=UNSIZED, model=model)
 
 
 def _typed(name: str, many: bool) -> str:

@@ -95,10 +95,13 @@ def range_parts(attribution: Attribution, names: AttentionNames) -> RangeParts:
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
         outer = parent_of[index]  # -1 for none, which indexes the last element
         key = path[outer], name_of[index]
-        if key not in known:
-            known[key] = len(paths)
-            paths.append((path[outer], strings[name_of[index]]))
-        path[index] = known[key]
+        if outer >= 0 and name_of[outer] == name_of[index]:  # autograd names its nodes twice
+            path[index] = path[outer]
+        else:
+            if key not in known:
+                known[key] = len(paths)
+                paths.append((path[outer], strings[name_of[index]]))
+            path[index] = known[key]
         if part_range[index] < 0:
             part_range[index] = part_range[outer]
         is_attention[index] |= is_attention[outer]

@@ -112,11 +112,12 @@ def profile(made: Recording | Trace, **changes) -> StepProfile:
 
 
 def module_path(attribution: Attribution, index: int) -> tuple[str, ...]:
-    """Names of the ranges around and including a range, the outermost first."""
+    """Names of the ranges around and including a range, the outermost first; of equal neighbours one."""
     if index < 0:
         return ()
     around = module_path(attribution, int(attribution.parent[index]))
-    return (*around, attribution.trace.strings[attribution.trace.ranges.name[index]])
+    name = attribution.trace.strings[attribution.trace.ranges.name[index]]
+    return around if around[-1:] == (name,) else (*around, name)
 
 
 def ns(seconds: float) -> int:
