@@ -75,20 +75,25 @@ def source_digest(module: str) -> str | None:
 
 
 def check_factory(name: str, flag: str = "--model") -> None:
-    """Raise ValueError if `package.module:factory` has a name that is neither a file's nor in the package's source.
+    """Raise ValueError if there is no module of `package.module:factory`, or if its source has no such word.
 
     Nothing is imported. Where the source does not show all names, any name is accepted. The message names `flag`.
     """
-    first, *others = re.split(r"[.:]", name)
-    spec = _find(first)
-    if spec is None:
+    module, _, attribute = name.partition(":")
+    first, wanted = module.partition(".")[0], attribute.partition(".")[0]
+    if _find(first) is None:
         raise ValueError(f"{flag} {name}: no module {first!r}, in this directory or installed")
-    sources = [each for location in _locations_of(spec) for each in _sources(location)]
-    text = "\n".join(f"{path}\n{source.decode(errors='replace')}" for path, source in sources)
-    for part in others if sources and not _DYNAMIC.search(text) else ():
-        if part not in (words := set(re.findall(r"\w+", text))):
-            close = difflib.get_close_matches(part, words, n=1)
-            raise ValueError(f"{flag} {name}: no {part!r} in {first!r}{f'; did you mean {close[0]}?' if close else ''}")
+    file, top = _file_of(module), _file_of(first)
+    sources = [each.read_text(errors="replace") for each in {file, top} if each and each.suffix == ".py"]
+    if not sources or any(map(_DYNAMIC.search, sources)) or _file_of(f"{module}.{wanted}"):
+        return
+    if file is None:
+        raise ValueError(f"{flag} {name}: no module {module!r}")
+    words = set(re.findall(r"\w+", file.read_text(errors="replace")))
+    if file.suffix == ".py" and wanted not in words:
+        close = difflib.get_close_matches(wanted, words, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{flag} {name}: no {wanted!r} in module {module!r}{meant}")
 
 
 def parameters_of(name: str) -> set[str] | None:
@@ -97,12 +102,10 @@ def parameters_of(name: str) -> set[str] | None:
     It tells for a function or a class with `__init__` that the module defines once, without a decorator.
     """
     module, _, attribute = name.partition(":")
-    first, *below = module.split(".")
-    places = [each.joinpath(*below) if each.is_dir() else each for each in _locations(first)]
-    files = [file for each in places for file in (each, each.with_suffix(".py"), each / "__init__.py")]
+    file = _file_of(module)
     try:
-        tree = ast.parse(next(file for file in files if file.is_file()).read_bytes())
-    except (StopIteration, OSError, SyntaxError, ValueError):
+        tree = ast.parse(file.read_bytes() if file else b"")
+    except (OSError, SyntaxError, ValueError):
         return None
     defined = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.ClassDef)]
     makers: list[ast.AST] = [each for each in defined if each.name == attribute]
@@ -114,6 +117,15 @@ def parameters_of(name: str) -> set[str] | None:
         return None
     arguments = makers[0].args
     return {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module, found without importing the packages that it is in."""
+    first, *below = module.split(".")
+    spec = _find(first)
+    paths = [each.joinpath(*below) for each in (_locations_of(spec) if spec else ())]
+    files = [file for each in paths for file in (each, each / "__init__.py", each.with_suffix(".py"))]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _locations(module: str) -> list[Path]:
