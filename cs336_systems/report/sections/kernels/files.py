@@ -30,19 +30,21 @@ from cs336_systems.report.sections.kernels.entries import (
     terms,
     wall_s,
 )
-from cs336_systems.report.sections.kernels.findings import findings
+from cs336_systems.report.sections.kernels.findings import MIN_SHARE, answer, findings
 from cs336_systems.report.sections.kernels.plots import communication_chart, configuration_chart, draw_timeline
 from cs336_systems.report.sections.kernels.tables import (
     attention,
     classes,
     communication,
+    copies,
     phases,
+    ranks,
     top_kernels,
 )
 from cs336_systems.report.words import percent, ratio, rounded
 
-_PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, communication, classes)
-_OF_ONE = (*_PRINTED, attention)
+_PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, communication, ranks, classes)
+_OF_ONE = (*_PRINTED, copies, attention)
 SUBJECTS = (*_PRINTED, attention, top_kernels)
 """Sections about any number of traces; `details` has more of the kernels of a single one."""
 
@@ -54,23 +56,35 @@ def tables_of(entries: Sequence[Explained]) -> list[Table]:
 
 def answer_of(entry: Explained) -> list[str]:
     """The lines before the tables: the answer in three sentences, then further findings."""
-    told = findings(entry.profile, entry.config)
-    further = [f"- {text}" for text in told[ANSWER:]]
-    return [*told[:ANSWER], *(["", *further] if further else [])]
-
-
-ANSWER = 3
-"""Number of findings that answer where the time goes."""
+    first = answer(entry.profile, entry.config)
+    further = [f"- {text}" for text in findings(entry.profile, entry.config) if text not in first]
+    return [*first, *(["", *further] if further else [])]
 
 
 def tables_of_one(entry: Explained, top: int) -> list[Table]:
     """The tables of one trace for a terminal; a note below the first names file, device and steps.
 
-    At most `top` kernels of the step and of each phase are listed.
+    At most `top` kernels of the step and of each phase are listed. Tables that say nothing that another one or the
+    answer does not say are left out.
     """
-    of_phases, *others = [*(make([entry]) for make in _OF_ONE), *details(entry.profile, top)]
-    tables = [table for section in others for table in section.tables]
-    return _noted_once([*(with_note(table, about(entry.profile)) for table in of_phases.tables), *tables])
+    profile = entry.profile
+    of_phases, *others = [*(make([entry]) for make in _OF_ONE), *details(profile, top)]
+    tables = [table for section in others if _says_more(section.name, profile) for table in section.tables]
+    return _noted_once([*(with_note(table, about(profile)) for table in of_phases.tables), *tables])
+
+
+def _says_more(name: str, profile: StepProfile) -> bool:
+    """Whether the tables of this section hold more than one thing, or a part of the step that matters."""
+    match name:
+        case "classes":
+            return len({row.kind for row in profile.classes}) > 1
+        case "modules":
+            return any(row.path for row in profile.modules)
+        case "idle":
+            return added(profile.idle).total_s >= MIN_SHARE * wall_s(profile)
+        case "copies":
+            return added(profile.copies[:-1]).total_s >= MIN_SHARE * wall_s(profile)
+    return True
 
 
 def _noted_once(tables: Iterable[Table]) -> list[Table]:

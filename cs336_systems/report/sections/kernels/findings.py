@@ -21,6 +21,7 @@ from cs336_systems.report.sections.kernels.entries import (
     idle,
     kernel_s,
     num_launches,
+    path_text,
     terms,
     wall_s,
 )
@@ -33,7 +34,7 @@ MIN_BUSY_SHARE = 0.8
 """Smallest share of the wall time that the GPU must be busy to be called the limit of the step."""
 MIN_SHARE = 0.01
 """Smallest reported share of a step: of idle times in the wall time (a hiccup of a millisecond in ten steps stays
-below), of kernels in no phase in the kernels' time, of communication and its exposed part."""
+below), of kernels in no phase or of unknown class in the kernels' time, of communication and its exposed part."""
 MIN_LARGE_SHARE = 0.25
 """Smallest reported share of what every step has some of: of kernels that move values in forward and backward, of fp32
 products, for which tensor cores need a tenth of the time, and of waits for other ranks in the exposed time."""
@@ -83,10 +84,20 @@ def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str
     With the `config` of the run, the advice leaves out what the run does already.
     """
     own = _Findings(profile, config)
-    long = [*own.late_phases(), *own.waits(), *own.pauses(), *own.unattributed(), *own.communication(),
-            *own.full_precision(), *own.optimizer(), *own.moving()]  # fmt: skip
+    long = [*own.late_phases(), *own.waits(), *own.pauses(), *own.unknown(), *own.unattributed(), *own.communication(),
+            *own.copies(), *own.full_precision(), *own.optimizer(), *own.moving()]  # fmt: skip
     by_cost = sorted(long, key=lambda finding: -finding[0])
     return (*own.limit(), *own.gaps(), *own.bounds(), *(text for _, text in by_cost))
+
+
+ANSWER = 3
+"""Number of sentences that answer where the time goes, before all tables."""
+
+
+def answer(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
+    """The first ANSWER sentences; where there are fewer findings, which kernel and which phase take longest."""
+    own, found = _Findings(profile, config), findings(profile, config)
+    return (*found, *own.longest())[:ANSWER]
 
 
 def is_launch_bound(profile: StepProfile) -> bool:
@@ -162,10 +173,9 @@ class _Findings:
                 f"slower: without one it is less. A faster GPU does not help; use {against_launches(self.config)}."
             )
         if self.copies_s >= MIN_LATE_SHARE * self.wall_s:
-            longest = "".join(f", {self.ms(row.total_s)} {row.kind}" for row in self.profile.copies[:1])
             return (
                 f"Copies limit the step: for {self.ms(self.copies_s)} of {self.ms(self.wall_s)} the GPU copies and "
-                f"runs no kernel{longest}."
+                f"runs no kernel{self.copy_advice()}."
             )
         if busy_s < MIN_BUSY_SHARE * self.wall_s:
             return f"The GPU is busy only {told}"
@@ -177,6 +187,37 @@ class _Findings:
                 f"{self.ms(self.wall_s)} from step to step, while the host's step lasts {self.ms(host_s)}."
             )
         return f"The GPU is the limit: it is busy {told}"
+
+    def copy_advice(self) -> str:
+        """What most of the copies are, and what helps against them."""
+        for row in self.profile.copies[:1]:
+            helps = {
+                "host to device, pageable": "pin it (pin_memory=True) and copy with non_blocking=True",
+                "device to host, pageable": "copy less often, or into pinned memory",
+                "host to device": "copy on a stream of its own while the step before computes",
+                "device to host": "copy less often",
+            }
+            found = next((text for kind, text in helps.items() if row.kind and row.kind.startswith(kind)), "")
+            return f", {self.ms(row.total_s)} {row.kind}" + (f": {found}" if found else "")
+        return ""
+
+    def copies(self) -> Iterator[Finding]:
+        """Copies that do not limit the step, and cost time in which no kernel runs."""
+        if self.profile.copies and MIN_SHARE * self.wall_s <= self.copies_s < MIN_LATE_SHARE * self.wall_s:
+            text = f"For {self.ms(self.copies_s)} of the step the GPU copies and runs no kernel{self.copy_advice()}."
+            yield self.copies_s, text
+
+    def longest(self) -> Iterator[str]:
+        """The kernel and the phases that take longest, where little else is to be said."""
+        for row in self.kernels[:1] if self.on_device else ():
+            yield (
+                f"The {self.item} that takes longest is {label(row.short_name)} ({row.kind}), "
+                f"{self.of_work(row.total_s)} in {self.count(row.count, 'launch')}."
+            )
+        shares = {phase.phase: sum(phase.kernel_s) for phase in self.profile.phases if sum(phase.kernel_s)}
+        if len(shares) > 1:
+            parts = [f"{WHERE[phase]} {percent_of(time_s, self.kernel_s)}" for phase, time_s in shares.items()]
+            yield f"Of the {self.time}, {', '.join(parts)}."
 
     def standing_out(self) -> list[Gap]:
         """Idle times that are much longer than others of their phase and cause, and a part of a step."""
@@ -264,16 +305,35 @@ class _Findings:
             yield lost_s, text
 
     def pauses(self) -> Iterator[Finding]:
-        """Times in which the host did nothing with CUDA, by phase."""
+        """Times in which the host did nothing with CUDA, by phase, with the longest of them."""
         for phase in WHERE:
             paused_s = idle(self.profile, IdleCause.HOST_PAUSE, phase).total_s
             if not paused_s or paused_s < MIN_SHARE * self.wall_s:
                 continue
+            gaps = [gap for gap in self.profile.gaps if gap.cause is IdleCause.HOST_PAUSE and gap.phase is phase]
+            longest = ""
+            for gap in gaps[:1]:
+                place = f" in {path_text(gap.module)}" if gap.module else ""
+                longest = f"; the longest time, {_ms(gap.duration_s)}, before {label(gap.after)}{place}"
             text = (
-                f"The GPU idles {self.ms(paused_s)} in {WHERE[phase]} while the host pauses. The host made no CUDA "
-                "call meanwhile: it slept, read data, compiled or computed on the CPU."
+                f"The GPU idles {self.ms(paused_s)} in {WHERE[phase]} while the host pauses{longest}. The host made no "
+                "CUDA call meanwhile: it slept, read data, compiled or computed on the CPU."
             )
             yield paused_s, text
+
+    def unknown(self) -> Iterator[Finding]:
+        """Kernels of unknown class, if they matter, with the longest by name."""
+        rows = [row for row in self.kernels if row.kind is KernelClass.OTHER]
+        total_s = added(rows).total_s
+        if total_s and total_s >= MIN_SHARE * self.kernel_s:
+            longest, *others = rows
+            more = f"; {len(others)} more such have {self.ms(added(others).total_s)}" if others else ""
+            text = (
+                f"The {self.item} {label(longest.short_name)}, of a kind that no rule knows, takes "
+                f"{self.of_work(longest.total_s)}: {self.ms(longest.total_s)} in "
+                f"{self.count(longest.count, 'launch' if self.on_device else 'call')}{more}."
+            )
+            yield total_s, text
 
     def unattributed(self) -> Iterator[Finding]:
         """Kernels in a step and in no phase."""

@@ -45,8 +45,10 @@ ALL_KINDS = "all"
 _COMMUNICATION_CSV = ("phase", "collective", "collectives_per_step", "collective_mean_ms", "collective_std_ms",
                       "overlapped_mean_ms", "exposed_mean_ms", "exposed_std_ms", "exposed_share")  # fmt: skip
 
+_RANK_TIMES = ("collective", "exposed", "waited")
 
-def _phases_of(profile: StepProfile) -> dict[str, tuple[LaunchPhase, ...]]:
+
+def _phases_of(profile: StepProfile | RankTimes) -> dict[str, tuple[LaunchPhase, ...]]:
     """Each phase and then all of them, by the names in the column of phases."""
     return {phase.phase: (phase.phase,) for phase in profile.phases} | {WHOLE_STEP: tuple(LaunchPhase)}
 
@@ -206,19 +208,74 @@ def _of_run(profile: StepProfile) -> Row:
     """The means over the ranks on which collectives ran."""
     rows = [row for row in map(_sums, profile.ranks or (profile,)) if row["collective_mean_ms"] is not None]
     for row in rows:
-        row["exposed_share"] = ratio(row["exposed_mean_ms"], row["wall_mean_ms"]) or 0.0
+        row["exposed_share"] = ratio(row["exposed_mean_ms"], row[f"{WHOLE_STEP}_wall_mean_ms"]) or 0.0
     return {key: statistics.fmean([row[key] for row in rows] or [0.0]) for key in OF_CONFIGURATION}
 
 
+def ranks(entries: Sequence[Explained]) -> Section:
+    """The phases of a step, its collectives and their waits on each rank, beside each other."""
+    rows = rows_of(entries, rank_rows)
+    shown = [name for name in (*LaunchPhase, WHOLE_STEP) if any(row[f"{name}_wall_mean_ms"] for row in rows)]
+    columns = [
+        column("rank"),
+        *(
+            Column(name, "ms", f"Wall time of {name} on the device.", key=f"{name}_wall_mean_ms", write=rounded,
+                   std=f"{name}_wall_std_ms")
+            for name in shown if name not in (LaunchPhase.DATA, LaunchPhase.UNATTRIBUTED)
+        ),
+        *(column(f"{name}_mean_ms", std=f"{name}_std_ms") for name in _RANK_TIMES),
+    ]  # fmt: skip
+    keys = ["rank", *(f"{name}_wall_{value}_ms" for name in shown for value in ("mean", "std")),
+            *(f"{name}_{value}_ms" for name in _RANK_TIMES for value in ("mean", "std"))]  # fmt: skip
+    return over_configurations("ranks", "Ranks", rows, columns, keys, ["Wall times on each rank's device."])
+
+
+def rank_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each rank; none for a run on one."""
+    for own in entry.profile.ranks:
+        waited = (None, None) if own.waited_s is None else mean_std_ms([own.waited_s])
+        yield {"rank": own.rank, **_sums(own), "waited_mean_ms": waited[0], "waited_std_ms": waited[1]}
+
+
 def _sums(own: RankTimes | StepProfile) -> Row:
-    """Wall time of the step, and time of all collectives; None without any."""
+    """Wall times of the phases and the step, and times of all collectives, with their deviations over the steps."""
     kept = [times for times in own.communication if times.collective is None]
     parts = {
-        "wall": [phase.wall_s for phase in own.phases],
-        "collective": [times.total_s for times in kept],
-        "exposed": [times.exposed_s for times in kept],
+        f"{name}_wall": [phase.wall_s for phase in own.phases if phase.phase in chosen]
+        for name, chosen in (dict.fromkeys(LaunchPhase, ()) | _phases_of(own)).items()
     }
-    return {f"{name}_mean_ms": mean_std_ms(times)[0] if times else None for name, times in parts.items()}
+    parts |= {"collective": [times.total_s for times in kept], "exposed": [times.exposed_s for times in kept]}
+    row: Row = {}
+    for name, times in parts.items():
+        row[f"{name}_mean_ms"], row[f"{name}_std_ms"] = mean_std_ms(times) if times else (None, None)
+    return row
+
+
+def copies(entries: Sequence[Explained]) -> Section:
+    """Copies and fills by kind, their time, and what of it passes without a kernel."""
+    columns = [
+        Column("kind", "", key="kind", numeric=False, write=str, about="Direction and memory."),
+        column("copies_per_step", name="times"),
+        Column("time", "ms", key="copy_mean_ms", write=rounded, about="Durations of these copies, added up."),
+        Column("alone", "ms", key="alone_mean_ms", write=rounded, about="Time without a kernel beside it."),
+        Column("of step", "%", key="alone_share", write=in_percent, about="Share of that in the step."),
+    ]
+    keys = ("kind", "copies_per_step", "copy_mean_ms", "alone_mean_ms", "alone_share")
+    notes = ["Alone: no kernel runs meanwhile; % of the step's wall time."]
+    return over_configurations("copies", "Copies and fills", rows_of(entries, copy_rows), columns, keys, notes)
+
+
+def copy_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each kind; for all together too if there are several."""
+    steps = entry.profile.num_steps
+    for times in entry.profile.copies[: None if len(entry.profile.copies) > 2 else 1]:
+        yield {
+            "kind": times.kind or ALL_KINDS,
+            "copies_per_step": times.count / steps,
+            "copy_mean_ms": times.total_s / steps * 1e3,
+            "alone_mean_ms": times.alone_s / steps * 1e3,
+            "alone_share": ratio(times.alone_s, wall_s(entry.profile)),
+        }
 
 
 def classes(entries: Sequence[Explained]) -> Section:

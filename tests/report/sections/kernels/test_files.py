@@ -8,6 +8,7 @@ from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels import files as kernel_files
+from cs336_systems.report.sections.kernels import findings as kernel_findings
 from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import (
     MAX_MODULES,
@@ -53,7 +54,8 @@ def names(directory):
 @pytest.mark.usefixtures("no_pictures")
 def test_the_answer_has_three_sentences_and_further_findings_are_lines(monkeypatch, tmp_path):
     for found in (("1st",), ("1st", "2nd", "3rd", "4th", "5th")):
-        monkeypatch.setattr(kernel_files, "findings", lambda *_, found=found: found)
+        for module in (kernel_files, kernel_findings):
+            monkeypatch.setattr(module, "findings", lambda *_, found=found: found)
         lines = answer_of(of_file())
         assert lines[: len(found[:3])] == list(found[:3])
         assert all(lines[:3])

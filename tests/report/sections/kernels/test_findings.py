@@ -7,7 +7,7 @@ import pytest
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
-from cs336_systems.config import SIZES, Device, Parallel, RunConfig
+from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, Parallel, RunConfig
 from cs336_systems.report.sections.kernels.findings import findings, is_launch_bound
 from tests.report.making import H200, make_config
 from tests.report.sections.kernels.profiles import (
@@ -20,6 +20,7 @@ from tests.report.sections.kernels.profiles import (
     MUL,
     OPTIMIZER,
     UNATTRIBUTED,
+    UNKNOWN,
     make_call,
     make_classes,
     make_cpu_profile,
@@ -54,6 +55,8 @@ def said(profile, config=None):
 
 
 PLAIN = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA)
+FAST = replace(PLAIN, compile=CompileMode.DEFAULT, optimizer=OptimizerKind.FUSED, cuda_graph=True,
+               model=replace(PLAIN.model, attention=Attention.SDPA))  # fmt: skip
 
 
 def with_all_advice():
@@ -88,6 +91,13 @@ def test_each_cause_of_idle_time_bounds_what_the_step_gains_without_it(cause: Id
     assert bound not in said(quiet(idle=(make_idle(BACKWARD, cause, 4, 0.49),)))
 
 
+def test_a_run_that_follows_all_advice_is_told_nothing_that_it_does() -> None:
+    text = said(with_all_advice(), FAST)
+    assert "10.0 ms less without waiting for launches," in text
+    assert "use a larger model or batch." in text
+    assert "--" not in text
+
+
 def test_of_a_run_that_is_not_known_nothing_is_taken_for_granted() -> None:
     """A trace of somebody else's program has none of our flags, and may do all of it already."""
     text = said(with_all_advice())
@@ -97,7 +107,7 @@ def test_of_a_run_that_is_not_known_nothing_is_taken_for_granted() -> None:
 
 
 def test_what_stands_out_in_order_with_its_numbers() -> None:
-    limit, bounds, full, optimizer, late, waits, pause = findings(make_profile())
+    limit, bounds, full, optimizer, late, waits, unknown, pause = findings(make_profile())
     # 40.2 of 52 ms busy, 6.5 ms late
     assert limit.startswith("The GPU is busy only 77.3 % of the step's 26.0 ms, and idle 12.5 %")
     assert bounds == (
@@ -112,12 +122,14 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
     assert "in backward, 1 time a step (cudaStreamSynchronize after a copy" in waits
     assert "1.51 ms a step" in waits
     assert "idles 1.50 ms" in waits
-    assert "idles 0.500 ms in forward while the host pauses" in pause
+    assert "idles 0.500 ms in forward while the host pauses; the longest time, 1.00 ms, before" in pause
+    assert "in block.1 > ffn." in pause
     # 22 of 40 ms of kernels
     assert full.startswith("Matrix products in true fp32 take 55.0 % of the GPU time, 11.0 ms")
     assert "TF32" in full
     # 12 of 52 ms; 2 of 40 ms of kernels
     assert optimizer.startswith("The optimizer takes 6.00 ms, 23.1 % of the step, in 10 kernels (a fused optimizer")
+    assert f"{UNKNOWN}, of a kind that no rule knows, takes 5.00 % of the GPU time: 1.00 ms in 2 launches" in unknown
 
 
 def test_nothing_stands_out_where_nothing_is_wrong() -> None:
@@ -167,6 +179,10 @@ def test_waits_are_counted_and_their_cause_is_asked_for(calls, words) -> None:
     _, text = findings(quiet(host_calls=waits, idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),)))
     assert all(word in text for word in words)
     assert ("torch.cuda.synchronize()" in text) is not (".item()" in text)
+
+
+def test_a_hiccup_is_no_finding() -> None:
+    assert len(findings(quiet(idle=(make_idle(FORWARD, IdleCause.HOST_PAUSE, 1, 0.4),)))) == 1
 
 
 def test_kernels_in_no_phase() -> None:
@@ -301,4 +317,10 @@ def test_the_operator_that_takes_the_time_of_a_cpu_is_named() -> None:
 
 
 def test_a_trace_of_a_cpu_has_no_gpu_to_speak_of() -> None:
-    assert "GPU" not in said(make_cpu_profile())
+    text = said(make_cpu_profile())
+    assert "GPU" not in text
+    # 2 of 60 ms, twice in two steps
+    assert (
+        "The operator aten::unheard_of, of a kind that no rule knows, takes 3.33 % of the CPU time: 1.00 ms in 1 call."
+        in text
+    )

@@ -16,6 +16,7 @@ from cs336_systems.report.sections.kernels.tables import (
     classes,
     communication,
     phases,
+    ranks,
     top_kernels,
 )
 from cs336_systems.sweep.store import kernel_profile_path
@@ -235,9 +236,23 @@ def test_communication_by_hand() -> None:
     assert [float(whole[f"{key}_std_ms"]) for key in ("collective", "exposed")] == pytest.approx([2**0.5, 2**0.5])
 
 
-def test_without_collectives_there_is_no_table() -> None:
-    section = communication([Explained(profile=make_profile())])
-    assert (section.tables, csv_of(section)) == ((), "")
+def test_without_collectives_or_other_ranks_there_is_no_table() -> None:
+    for make in (communication, ranks):
+        section = make([Explained(profile=make_profile())])
+        assert (section.tables, csv_of(section)) == ((), "")
+
+
+def test_ranks_beside_each_other_by_hand() -> None:
+    section = ranks([Explained(profile=make_shared(ranks=make_ranks((0, 0), (1, 3))))])
+    (table,) = section.tables
+    assert column(table, "rank") == ["0", "1"]
+    assert numbers(section, "forward_wall_mean_ms") == [8, 8]
+    assert numbers(section, "step_wall_mean_ms") == [28, 28]
+    assert numbers(section, "exposed_mean_ms") == pytest.approx([5, 5])
+    assert numbers(section, "waited_mean_ms") == pytest.approx([0, 2])
+    unknown = ranks([Explained(profile=make_shared(ranks=make_ranks(None, None)))])
+    assert "waited" not in headings(unknown.tables[0])
+    assert [row["waited_mean_ms"] for row in csv_rows(unknown)] == ["", ""]
 
 
 def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
