@@ -42,16 +42,6 @@ def test_the_step_is_as_long_as_another_clock_says() -> None:
     assert times.step_s <= time.monotonic() - start
 
 
-def test_a_clock_forgets_the_step_before(host_time: HostTime) -> None:
-    clock = HostClock()
-    timed(clock, Phase.DATA, lambda: host_time.sleep(DELAY_S))
-    clock.start()
-    clock.lap(Phase.FORWARD)
-    times = clock.stop()
-    assert set(times.phases_s) == {Phase.FORWARD}
-    assert times.step_s == 0
-
-
 class LaggingDevice:
     """Takes work at once and does it later, like a GPU: `synchronize` waits for the end of it."""
 
