@@ -23,13 +23,6 @@ def timed(clock: Clock, slow: Phase | None, delay: Callable[[], None]) -> StepTi
     return clock.stop()
 
 
-@pytest.mark.parametrize("slow", PHASES)
-def test_a_sleep_is_found_in_its_phase(slow: Phase, host_time: HostTime) -> None:
-    times = timed(HostClock(), slow, lambda: host_time.sleep(DELAY_S))
-    assert times.phases_s == {phase: DELAY_S if phase is slow else 0.0 for phase in PHASES}
-    assert times.step_s == times.host_s == DELAY_S
-
-
 def test_the_step_is_as_long_as_another_clock_says() -> None:
     clock = HostClock()
     clock.start()

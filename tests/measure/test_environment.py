@@ -122,18 +122,3 @@ def test_the_environment_is_that_of_this_process() -> None:
     if hasattr(os, "sched_getaffinity"):
         allowed = int(subprocess.check_output(["nproc"], env={"PATH": os.environ["PATH"]}))
         assert found.cpu_count == allowed
-
-
-def test_the_environment_of_a_gpu_run_names_the_gpu_and_the_packages_of_its_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    for name, version in (("quack_kernels", "0.6.7"), ("flash_attn_4", "4.0.0b36")):
-        package = tmp_path / f"{name}-{version}.dist-info"
-        package.mkdir()
-        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    found = environment(Device.CUDA, GPU)
-    assert (found.identity.device_name, found.device_uuid, found.device_memory_bytes) == (GPU.name, "GPU-1", 2**36)
-    assert (found.quack, found.flash_attention_4) == ("0.6.7", "4.0.0b36")
-    on_cpu = environment(Device.CPU, None)
-    assert (on_cpu.quack, on_cpu.flash_attention_4) == (None, None)
