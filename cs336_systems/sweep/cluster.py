@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import platform
 import socket
@@ -230,7 +231,8 @@ def connected(address: str) -> Iterator[None]:
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
             hint = " (if it asks for a token: RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN)"
             settings = {"configure_logging": False, "log_to_driver": False, "runtime_env": environment}
-            _promptly(functools.partial(ray.init, address, **settings))  # in a thread it sets no handler of signals
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it sets no handler of signals in a thread
+            _promptly(functools.partial(ray.init, address, **settings))
             hint = ""
             try:
                 yield
@@ -322,7 +324,7 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
 
     If `needs` names no identity, the machines that have most slots choose it, unless all may be mixed.
     """
-    alive = {found["NodeID"]: found for found in ray.nodes() if found["Alive"]}
+    alive = _alive()
     task = ray.remote(max_calls=1)(describe)
     pinned = {name: NodeAffinitySchedulingStrategy(name, soft=False) for name in alive}
     answers = {
