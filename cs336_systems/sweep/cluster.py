@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import platform
 import socket
@@ -24,13 +25,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any, TypeVar
+from uuid import uuid4
 
 # Ray reads them when it is imported; without the second, a run for which memory is too small would have endless tries
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_task_oom_retries": "0"}
 
 import msgspec
 import psutil
-import ray
+import ray.experimental.internal_kv
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -46,6 +48,7 @@ from cs336_systems.record import Failure, Identity, RunRecord, Status
 from cs336_systems.sweep.isolation import (
     Interrupts,
     ensure_fork_server,
+    fork_server,
     preload,
     preload_to_explain,
     spare_children,
@@ -121,6 +124,8 @@ class Request(msgspec.Struct, frozen=True):
     needs: Needs
     modules: tuple[str, ...]
     """Modules for the fork server to import once for all runs."""
+    key: str
+    """Where the task notes in Ray's store on which machine it runs."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -147,6 +152,7 @@ def measure(request: bytes) -> bytes:
     """The task of a `Request`: measure the run on this machine, on the GPUs that Ray has chosen."""
     asked = msgspec.json.decode(request, type=Request)
     reply = Reply(ray.get_runtime_context().get_node_id(), platform.node())
+    ray.experimental.internal_kv._internal_kv_put(asked.key, reply.node.encode(), overwrite=True)
     _prepare()
     try:
         with _threads_of_this_machine(), TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
@@ -167,8 +173,10 @@ def measure(request: bytes) -> bytes:
 def _prepare() -> None:
     """Let this process of Ray end with the one that has started it, and what it starts not import Ray's program.
 
-    Without the former, Ray lets a task go on for ever where it dies.
+    Without the former, Ray lets a task go on for ever where it dies. The first call of `fork_server` must come before
+    this process adopts orphans, as the shell that removes temporary files is to be one.
     """
+    fork_server()
     when_it_ends(os.getppid(), functools.partial(os._exit, 1))
     with contextlib.suppress(AttributeError):
         del sys.modules["__main__"].__file__
@@ -223,7 +231,8 @@ def connected(address: str) -> Iterator[None]:
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
             hint = " (if it asks for a token: RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN)"
             settings = {"configure_logging": False, "log_to_driver": False, "runtime_env": environment}
-            _promptly(functools.partial(ray.init, address, **settings))  # in a thread it sets no handler of signals
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it sets no handler of signals in a thread
+            _promptly(functools.partial(ray.init, address, **settings))
             hint = ""
             try:
                 yield
@@ -315,7 +324,7 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
 
     If `needs` names no identity, the machines that have most slots choose it, unless all may be mixed.
     """
-    alive = {found["NodeID"]: found for found in ray.nodes() if found["Alive"]}
+    alive = _alive()
     task = ray.remote(max_calls=1)(describe)
     pinned = {name: NodeAffinitySchedulingStrategy(name, soft=False) for name in alive}
     answers = {
@@ -450,12 +459,16 @@ class _Driver:
     needs: Needs
     _waiting: deque[RunConfig] = field(default_factory=deque)
     """The widest first, because the GPUs that they need would otherwise never be free at the same time."""
-    _running: dict[Any, tuple[RunConfig, float]] = field(default_factory=dict)
-    """Runs that Ray has, by what it will return, each with the time at which Ray got it."""
+    _running: dict[Any, tuple[RunConfig, float, str]] = field(default_factory=dict)
+    """Runs that Ray has, by what it will return, each with the time at which Ray got it, and the key of its place."""
+    _keys: str = field(default_factory=lambda: f"cs336-{uuid4()}-")
+    """How the keys of this sweep begin."""
     _left_out: set[str] = field(default_factory=set)
     """Ids of the machines that the sweep does not use."""
     _there: dict[str, str] = field(default_factory=dict)
     """Hosts of the machines that the sweep uses, by id."""
+    _lost_s: dict[str, float] = field(default_factory=dict)
+    """When machines were lost whose runs Ray may not have started elsewhere yet, by id."""
     _late: dict[str, Any] = field(default_factory=dict)
     """Descriptions that are still to come, by the id of the machine, which is not used until then."""
     _cores: float = 0.0
@@ -490,6 +503,7 @@ class _Driver:
             elif self._waiting or self._running:
                 self._check_patience(worked_s, most)
             self.keeper.listener.tick()
+        _promptly(functools.partial(ray.experimental.internal_kv._internal_kv_del, self._keys, del_by_prefix=True))
 
     def _ended(self) -> list[Any]:
         """What Ray has returned since the last call, brought to this machine; waits for something, but not for long."""
@@ -500,7 +514,7 @@ class _Driver:
         return [*_promptly(find)[0]]
 
     def _left(self) -> Iterator[RunConfig]:
-        return itertools.chain(self._waiting, (config for config, _ in self._running.values()))
+        return itertools.chain(self._waiting, (config for config, *_ in self._running.values()))
 
     def _begin(self, device: Device, allow_mixed: bool) -> list[Machine]:
         """Look at all machines, and return those that the sweep uses; the others are named."""
@@ -527,24 +541,29 @@ class _Driver:
             self._there.pop(name, None)
             self.keeper.listener.noted(f"{host} is not used: {why}")
 
-    def _leave_out_holder(self, reference: Any, why: str) -> bool:  # noqa: ANN401
-        """Leave out the machine where this answer is, and return whether Ray says which: only for more than 100 kB."""
-        found = ray.experimental.get_object_locations([reference]).get(reference, {})
-        here = ray.get_runtime_context().get_node_id()  # has a copy, now that the answer has come
-        holders = sorted(set(found.get("node_ids", ())) & self._there.keys(), key=lambda name: name == here)
-        for name in holders[:1]:
-            self._leave_out(name, self._there[name], why)
-        return bool(holders)
+    def _place(self, key: str) -> str:
+        """Id of the machine where the run with this key has begun; empty if it waits."""
+        find = functools.partial(ray.experimental.internal_kv._internal_kv_get, key)
+        return (_promptly(find) or b"").decode()
 
     def _ask_again(self) -> None:
-        """Give Ray again what has no answer for far too long, for instance because a process of Ray is stopped."""
-        for reference, (config, started_s) in [*self._running.items()]:
-            if monotonic() - started_s >= MAX_TRIES * (self.timeout_s + _SPARE_S):
+        """Give Ray again what does not end, although its machine was lost a while ago, or it must have ended long ago.
+
+        Ray does not notice the former while connections to the machine stay open, nor that a process is stopped.
+        """
+        now_s = monotonic()
+        gone = {name for name, lost_s in self._lost_s.items() if now_s - lost_s >= _RAY_S}
+        for reference, (config, started_s, key) in [*self._running.items()]:
+            is_late = now_s - started_s >= MAX_TRIES * (self.timeout_s + _SPARE_S)
+            place = self._place(key) if gone or is_late else ""
+            if place in gone or (is_late and place):
                 del self._running[reference]
                 ray.cancel(reference, force=True)
                 self._waiting.append(config)
-                if not self._leave_out_holder(reference, "its answer does not arrive"):
-                    self.keeper.listener.noted(f"{config.label} has no answer yet: Ray gets it once more")
+                if place in self._there:
+                    self._leave_out(place, self._there[place], "a run there does not end")
+        for name in gone:
+            del self._lost_s[name]
 
     def _slots(self, alive: dict[str, dict[str, Any]], device: Device) -> dict[str, int]:
         """How many ranks each machine in use can run at once; notes the machines that join and that are lost."""
@@ -561,12 +580,13 @@ class _Driver:
                     self._there[name] = host
                     self.keeper.listener.noted(f"{host} joins: {counted(slots[name], 'run')} at a time")
         for name in self._there.keys() - alive.keys():
+            self._lost_s[name] = monotonic()
             self.keeper.listener.noted(f"{self._there.pop(name)} is lost; Ray starts what ran there elsewhere")
         return slots
 
     def _submit(self, task: Any, modules: tuple[str, ...], slots: dict[str, int], device: Device) -> None:  # noqa: ANN401
         """Give Ray as many runs as the machines have slots for, so that runs which Ray has are in progress."""
-        free = sum(slots.values()) - sum(num_slots(config) for config, _ in self._running.values())
+        free = sum(slots.values()) - sum(num_slots(config) for config, *_ in self._running.values())
         most = max(slots.values(), default=0)
         selector = {"ray.io/node-id": f"!in({','.join(self._left_out)})"} if self._left_out else None
         for config in [config for config in self._waiting if num_slots(config) <= most]:
@@ -575,12 +595,13 @@ class _Driver:
             free -= width
             self._waiting.remove(config)
             needed = {"num_cpus": 0, "num_gpus": width} if device is Device.CUDA else {"num_cpus": self._cores}
-            request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, modules))
+            key = f"{self._keys}{uuid4()}"
+            request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, modules, key))
             reference = task.options(**needed, label_selector=selector).remote(request)
-            self._running[reference] = config, monotonic()
+            self._running[reference] = config, monotonic(), key
             self.keeper.listener.started(config, None)
 
-    def _take(self, reference: Any, config: RunConfig, started_s: float) -> None:  # noqa: ANN401
+    def _take(self, reference: Any, config: RunConfig, started_s: float, key: str) -> None:  # noqa: ANN401
         """Keep the record and the profile of a run that has ended, or give the run to another machine."""
         try:
             data = _promptly(functools.partial(ray.get, reference))
@@ -594,7 +615,9 @@ class _Driver:
         try:
             reply, contents = _decoded(data, config, self.keeper.runs)
         except (ValueError, RecursionError) as error:
-            if self._leave_out_holder(reference, why := f"no reply of a run: {error}"):
+            why = f"no reply of a run: {error}"
+            if place := self._place(key):
+                self._leave_out(place, self._there.get(place, place), why)
                 self._waiting.appendleft(config)
             else:
                 self.keeper.finish(self.keeper.refuse(config, why, monotonic() - started_s))

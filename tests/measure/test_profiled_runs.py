@@ -19,7 +19,6 @@ from cs336_systems.measure.run import measure
 from cs336_systems.model.annotate import Annotator, annotate, set_annotator
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.keep import explain_run
-from cs336_systems.sweep.plan import Plan
 from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
 from cs336_systems.sweep.worker import run_here
 from tests.analysis.kernels.tracing import num_matmuls
@@ -80,12 +79,6 @@ def test_ranges_of_modules_vanish_where_they_are_compiled_and_phases_stay(
     found = ranges(tmp_path / "t.json.gz")
     assert found["backward"] == found["step"] == 4
     assert found["attention"] == num_ranges
-
-
-def test_without_ranges_nothing_is_annotated(tmp_path: Path) -> None:
-    assert measure(replace(CONFIG, ranges=False), profile=tmp_path / "t.json.gz").status is Status.OK
-    ours = {"step", "forward", "backward", "attention", "measure"}
-    assert not ours & set(ranges(tmp_path / "t.json.gz"))
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -165,21 +158,3 @@ def test_a_profiled_sweep_publishes_the_times_of_the_plain_runs_alone(
         step = plain[int(row["context_length"])].measurement(Phase.STEP)
         assert float(row["step_mean_ms"]) == pytest.approx(step.mean_s * 1e3, rel=1e-6)
     assert len([decode_profile(path.read_bytes()) for path in (folder / "kernels").glob("*.json")]) == 2
-
-
-def test_without_nsys_the_times_are_kept_and_what_to_install_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from cs336_systems.commands import sweep as command
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    asked: list[RunConfig] = []
-    monkeypatch.setattr(command, "measure_all", lambda configs, *_, **__: asked.extend(configs) or 0)
-    plan = Plan(configs=(CONFIG.unprofiled, CONFIG), too_large=())
-    monkeypatch.setattr(command.SweepArguments, "plan", lambda self: plan)
-    assert command.run(command.SweepArguments(nsys=True, name="p", output=tmp_path)) == 1
-    assert asked == [CONFIG.unprofiled]
-    said = capsys.readouterr().err
-    assert "nsys" in said
-    assert "install" in said
-    assert len(said.splitlines()) == 1

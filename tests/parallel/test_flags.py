@@ -1,6 +1,5 @@
 """The flags of runs on several ranks: what excludes what, and what a benchmark and a sweep make of them."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -19,13 +18,6 @@ FLAGS = [
 SHAPE = ["--d-model", "24", "--d-ff", "40", "--num-layers", "1", "--num-heads", "2"]
 
 
-def test_a_batch_that_ranks_cannot_share_equally_is_refused(capsys, tmp_path):
-    words = ["--parallel", "ddp", "--ranks", "3", "--global-batch-size", "8", "--output", str(tmp_path)]
-    assert benchmark([*FLAGS, *words]) == 2
-    assert "multiple of the 3" in capsys.readouterr().err
-    assert not [*tmp_path.iterdir()]
-
-
 def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, capsys, tmp_path):
     gpu = Gpu(index=0, uuid="GPU-1", name="NVIDIA H200", memory_bytes=2**37, driver="580")
     other = replace(gpu, index=1, uuid="GPU-2", name="NVIDIA L4")
@@ -35,14 +27,6 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, ca
     assert benchmark(words) == 2
     assert "--ranks 2 needs as many GPUs of one kind" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
-
-
-def test_the_command_starts_its_ranks_itself(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert benchmark([*FLAGS, *SHAPE, "--parallel", "fsdp", "--ranks", "2", "--global-batch-size", "6", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["config"]["ranks"] == len(record["ranks"]) == 2
-    assert record["config"]["batch_size"] == 3
 
 
 def test_a_sweep_shares_one_batch_among_few_and_many_ranks():
