@@ -17,7 +17,6 @@ from cs336_systems.report.charts import Bar, Chart
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.draw import svg_of
-from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import csv_of
 from cs336_systems.report.frame import codes_of, order, rows_of, to_frame
 from cs336_systems.report.identity import by_name
@@ -36,7 +35,7 @@ from cs336_systems.report.page.write import (
     Tile,
 )
 from cs336_systems.report.results import KERNELS, MEMORY, STEPS, Results, StudyResults
-from cs336_systems.report.section import Section, Table, known, make_table
+from cs336_systems.report.section import Section, Table, known, labels, make_table
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import modules_section
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings

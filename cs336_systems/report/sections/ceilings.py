@@ -11,7 +11,6 @@ from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, promised_bandwidth
 from cs336_systems.report.words import DOUBT, GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.ceilings_records import (
-    PADDED,
     QUEUED_BYTES,
     CeilingsStudy,
     Launch,
@@ -268,15 +267,6 @@ def _findings(study: CeilingsStudy) -> Iterator[str]:
             "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
             f"{', '.join(texts)}."
         )
-    by_name = {(row["name"], row["precision"]): row for row in timed(product_rows(study))}
-    for name in dict.fromkeys(name for name, _ in by_name if name.endswith(PADDED)):
-        pairs = [(precision, by_name.get((name.removesuffix(PADDED), precision)), by_name.get((name, precision)))
-                 for precision in study.grid.precisions]  # fmt: skip
-        gains = [(precision, derived("speed_up", slow["median_ms"] / fast["median_ms"], slow, fast))
-                 for precision, slow, fast in pairs if slow is not None and fast is not None]  # fmt: skip
-        if gains:
-            texts = [f"{precision} {column('speed_up').cell(gain)}" for precision, gain in gains]
-            yield f"{name.removesuffix(PADDED)}, times as fast with padded columns: {', '.join(texts)}."
 
 
 def doubts(study: CeilingsStudy) -> Iterator[str]:

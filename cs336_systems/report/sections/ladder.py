@@ -93,7 +93,6 @@ def ladder_rows(
             "cv": frame["step_cv"],
             "is_doubted": in_doubt(codes_of(frame)),
             "processes": len(done),
-            "gpus": {record.environment.device_uuid for record in done if record.environment} - {None},
             "is_credited": bool(done) and gate.passed is True,
             "last": credited[-1]["rung"] if credited else "",
             **_gate(gate, bool(done)),
@@ -248,12 +247,6 @@ def _speed_notes(rows: Rows) -> Iterator[str]:
         yield "One process of each: nothing is known of how much a repeat would differ, so there are no intervals."
     yield from too_few_note(counts)
     yield from findings(rows)
-    gpus = {row["rung"]: row["gpus"] for row in rows}
-    if others := [row["rung"] for row in rows if row["gpus"] and row["last"] and row["gpus"] != gpus[row["last"]]]:
-        yield (
-            f"Measured on another GPU than the rung before: {', '.join(others)}. GPUs of one kind may differ by more "
-            "than the intervals tell."
-        )
     yield from warning_notes([row["warnings"] for row in rows], "rungs")
     if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
         yield f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where there is no interval."

@@ -267,25 +267,6 @@ def test_bars_show_times_and_what_did_not_pass(rows):
     assert not overlaps(figure)
 
 
-def test_rungs_on_another_gpu_than_the_one_before_are_named(ladder):
-    """The second and the third rung ran on GPU B, the others on GPU A."""
-
-    def on(uuids):
-        records = [make_process(rung, 0.1) for rung in ladder]
-        placed = [
-            replace(record, environment=replace(record.environment, device_uuid=uuid))
-            for record, uuid in zip(records, uuids, strict=False)
-        ]
-        notes = ladder_section(ladder_rows(ladder, placed, [])).tables[0].notes
-        return [note for note in notes if note.startswith("Measured on another GPU")]
-
-    [note] = on(["A", "B", "B", "A"])
-    assert note.split(".")[0].endswith(": bf16, fused")
-    assert not on(["A"] * 4)
-    assert not on([None] * 4)
-    assert not on(["A", "A"])
-
-
 @pytest.mark.parametrize(("step_ms", "is_told"), [(54, True), (56, False)])
 def test_class_times_of_a_step_that_the_profiler_slowed_are_left_out(ladder, step_ms, is_told):
     """The plain step takes 50 ms: 8 % more passes, 12 % does not."""

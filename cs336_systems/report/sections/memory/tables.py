@@ -22,11 +22,21 @@ from cs336_systems.analysis.memory.profile import (
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.draw import Drawing
-from cs336_systems.report.entries import labels, over_configurations, rows_of, settings
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
-from cs336_systems.report.section import Section, Table, findings_table, known, make_table, with_note
+from cs336_systems.report.section import (
+    Section,
+    Table,
+    findings_table,
+    known,
+    labels,
+    make_table,
+    over_configurations,
+    rows_of,
+    settings,
+    with_note,
+)
 from cs336_systems.report.sections.memory.findings import (
     GIB_CELL,
     MIB_CELL,
