@@ -372,7 +372,6 @@ COLUMNS: dict[str, Column] = {
     "launches_per_step": Column("kernels", "", "Kernels or operators that were launched.", write=short),
     "busy_ms": Column("busy", "ms", "Time in which a kernel or copy ran.", drop_order=1, write=rounded),
     "last": _text("over", "The rung that this one is compared with.", drop_order=1),
-    "class_s": Column("longest", "ms", "The classes of kernels that take most time.", numeric=False, drop_order=7),
     # the study of precision
     "model": _text("model", "The model that was observed."),
     "dtype": _text("dtype", "Data type."),

@@ -42,7 +42,7 @@ from cs336_systems.report.sections.kernels.findings import findings as kernel_fi
 from cs336_systems.report.sections.kernels.findings import is_launch_bound
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from cs336_systems.report.sections.kernels.tables import phase_rows
-from cs336_systems.report.sections.ladder import MAX_SLOWDOWN, ladder_section
+from cs336_systems.report.sections.ladder import ladder_section
 from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes, size
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_charts
@@ -274,6 +274,8 @@ def _conditions(environments: Sequence[Environment]) -> Iterator[tuple[str, str]
             yield name, ", ".join(told)
 
 
+MAX_SLOWDOWN = 0.10
+"""A profiler that makes a step longer by more than this share puts what it says of the step in doubt."""
 MOST_NAMED = 4
 """Most configurations that the answer names."""
 WHERE = {LaunchPhase.LOSS: str(Phase.FORWARD), LaunchPhase.UNATTRIBUTED: REST}

@@ -121,7 +121,7 @@ def _row(
 
 
 def forecast_section(rows: Sequence[Row], others: int) -> Section:
-    """A table of errors for each limit, and of all phases; the values are those of each configuration."""
+    """A table of errors for each limit; the values are those of each configuration."""
     by_device = [row for row in rows if row["limit"] is Limit.DEVICE]
     first = list({(row["directory"], row["key"]): row for row in reversed(rows)}.values())[::-1]
     tables = [
@@ -131,7 +131,6 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
             if (own := [row for row in by_device if row["shapes"] is shapes])
         ),
         _table(OF_LIMIT[Limit.LAUNCHES], [row for row in first if row["limit"] is Limit.LAUNCHES]),
-        _phases_table(first),
     ]
     note = (
         f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models but for the whole of --fast, "
@@ -145,7 +144,7 @@ def _table(which: str, rows: Sequence[Row], *notes: str) -> Table:
     return make_table(
         f"Predicted times of steps {which}",
         [column(key) for key in (*ERROR_KEYS, "named_right")],
-        [_summary(name, some, Phase.STEP) | {"named_right": _named(some)} for name, some in _groups(rows) if some],
+        [_summary(name, some) | {"named_right": _named(some)} for name, some in _groups(rows) if some],
         [
             *notes,
             "A step is limited by launches if its record says so. The forecast knows the configuration and the "
@@ -165,18 +164,8 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
             yield f"{words} {value}", [row for row in rows if row[key] == value]
 
 
-def _phases_table(rows: Sequence[Row]) -> Table:
-    summaries = [
-        _summary(f"{phase}, {OF_LIMIT[limit]}", own, phase)
-        for limit in Limit
-        for phase in PHASES
-        if (own := [row for row in rows if row["limit"] is limit and row[f"{phase}_error"] is not None])
-    ]
-    return make_table("Predicted times of phases", [column(key) for key in ERROR_KEYS], summaries)
-
-
-def _summary(name: str, rows: Sequence[Row], phase: Phase) -> Row:
-    errors = [row[f"{phase}_error"] for row in rows]
+def _summary(name: str, rows: Sequence[Row]) -> Row:
+    errors = [row["step_error"] for row in rows]
     sizes = sorted(map(abs, errors))
     return {
         "scored": name,

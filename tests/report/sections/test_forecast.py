@@ -76,7 +76,7 @@ def test_limits_that_are_named_right_are_counted() -> None:
     ((row,), _) = scored({PLACE: [record]}, lambda _: CEILINGS)
     named = (Limit.LAUNCHES, Limit.LAUNCHES, Limit.DEVICE, Limit.DEVICE)
     rows = [{**row, "key": str(number), "predicted_limit": limit} for number, limit in enumerate(named)]
-    (launches, _) = forecast_section(rows, 0).tables
+    (launches,) = forecast_section(rows, 0).tables
     assert launches.values[0]["named_right"] == 50
 
 

@@ -3,7 +3,6 @@
 All numbers are per step. A finding is reported only if it costs at least the share that its threshold below gives.
 """
 
-import math
 import re
 from collections.abc import Iterator
 from typing import TypeAlias
@@ -11,7 +10,7 @@ from typing import TypeAlias
 from cs336_systems.analysis.advice import OF_PRECISION, Remedy, against_launches, remedies
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import IdleCause, KernelTimes, StepProfile, Work
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.costs.hardware import faster_precisions, find_device
 from cs336_systems.report.sections.kernels.entries import (
@@ -39,9 +38,6 @@ MIN_LARGE_SHARE = 0.25
 products, for which tensor cores need a tenth of the time, and of waits for other ranks in the exposed time."""
 MIN_STEADY_SHARE = 0.9
 """Smallest share of the steps in which the same rank must come last to be named."""
-MIN_GAP_SHARE, TIMES_MEDIAN, MAX_GAPS = 0.05, 10, 2
-"""An idle time stands out from this share of a step and this many times the median of its phase and cause; the two
-longest are told."""
 MIN_OPTIMIZER_SHARE = 0.1
 """Smallest reported share of the wall time. A fused AdamW moves 28 bytes a parameter, a few percent of a step."""
 
@@ -86,7 +82,7 @@ def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str
     long = [*own.late_phases(), *own.waits(), *own.pauses(), *own.unattributed(), *own.communication(),
             *own.full_precision(), *own.optimizer(), *own.moving()]  # fmt: skip
     by_cost = sorted(long, key=lambda finding: -finding[0])
-    return (*own.limit(), *own.gaps(), *own.bounds(), *(text for _, text in by_cost))
+    return (*own.limit(), *own.bounds(), *(text for _, text in by_cost))
 
 
 def is_launch_bound(profile: StepProfile) -> bool:
@@ -178,29 +174,6 @@ class _Findings:
             )
         return f"The GPU is the limit: it is busy {told}"
 
-    def standing_out(self) -> list[Gap]:
-        """Idle times that are much longer than others of their phase and cause, and a part of a step."""
-        medians = {(row.phase, row.cause): row.median_s for row in self.profile.idle}
-        least_s = MIN_GAP_SHARE * self.wall_s / self.profile.num_steps
-        return [gap for gap in self.profile.gaps if gap.duration_s >= max(
-                least_s, TIMES_MEDIAN * (medians.get((gap.phase, gap.cause)) or math.inf))]  # fmt: skip
-
-    def gaps(self) -> Iterator[str]:
-        """The idle times that stand out: where they are, and what the host did."""
-        for gap in self.standing_out()[:MAX_GAPS]:
-            row = next(row for row in self.profile.idle if (row.phase, row.cause) == (gap.phase, gap.cause))
-            doing = f"the host was in {label(gap.host_call)}" if gap.host_call else "the host made no call"
-            if gap.cause is IdleCause.BETWEEN_KERNELS:
-                doing = (
-                    "the next kernel had been launched, so the host is not at fault (another program on the GPU, a "
-                    "migrated page, or lost events may be)"
-                )
-            yield (
-                f"One idle time of {_ms(gap.duration_s)} stands out among {row.count:,} of {_us(row.median_s or 0)} "
-                f"(median): in step {gap.step}, {WHERE[gap.phase]}, between {label(gap.before) or 'the start'} and "
-                f"{label(gap.after) or 'the end'}; {doing}."
-            )
-
     def launch_cost(self) -> str:
         """CPU time per launch and duration of a kernel; the CPU is the limit because the first is the longer one."""
         calls = added(call for call in self.profile.host_calls if call.is_launch)
@@ -215,11 +188,7 @@ class _Findings:
 
     def bounds(self) -> Iterator[str]:
         """How much shorter the step could be at most without the idle time of each cause."""
-        apart = self.standing_out()
-        lost_s = {
-            cause: idle(self.profile, cause).total_s - sum(gap.duration_s for gap in apart if gap.cause is cause)
-            for cause in _BOUNDS
-        }
+        lost_s = {cause: idle(self.profile, cause).total_s for cause in _BOUNDS}
         told = []
         for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
             if lost_s[cause] >= MIN_SHARE * self.wall_s > 0:
