@@ -342,7 +342,6 @@ READS = {
     "kernels, record": ("x.json", "kernels kernels.json --record x.json"),
     "memory": ("x.pickle", "memory x.pickle"),
     "memory, profile": ("x.json", "memory x.json"),
-    "memory, record": ("x.json", "memory memory.json --record x.json"),
     "report": ("x", "report x"),
     "account": ("x/ceilings.json", "account --ceilings x"),
     "scale": ("x/ceilings.json", "scale --ceilings x"),

@@ -445,8 +445,8 @@ def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = F
         )
     if taken & ({*values} - {"context_length"}):
         return config
-    sizes = {"vocab_size": config.model.vocab_size, "context_length": config.model.context_length}
-    model = replace(SIZES["small"], **sizes)  # one configuration, whatever sizes a sweep goes through
+    shape = config.model  # the rest is nothing to the model: one configuration, whatever sizes a sweep goes through
+    model = replace(SIZES["small"], vocab_size=shape.vocab_size, context_length=shape.context_length)
     return replace(config, size=UNSIZED, model=model)
 
 

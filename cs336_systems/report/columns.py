@@ -345,7 +345,6 @@ COLUMNS: dict[str, Column] = {
     "count_at_peak": Column("count", "", "How many of them there were at the peak.", drop_order=2, write=count),
     "name": _text("name", "Name of the tensor in the model.", write=label),
     "shape_and_type": _text("shape", "Shape and data type of the tensor.", drop_order=7),
-    "explanation": _text("formula", "The size as a product of the model's dimensions.", drop_order=5),
     "place": _text("place", "The line of code that allocated it.", drop_order=6),
     # the ladder
     "rung": _text("rung", "Name of the rung."),

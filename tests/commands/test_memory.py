@@ -1,6 +1,5 @@
 """`cs336 memory` from end to end: what it prints and writes, and what it says of a file that is no snapshot."""
 
-import json
 import os
 import pickle
 from dataclasses import replace
@@ -11,7 +10,6 @@ import pytest
 
 from cs336_systems.analysis.kernels.step_profile import write_profile as write_kernel_profile
 from cs336_systems.analysis.memory.explain import explain_memory
-from cs336_systems.analysis.memory.notes import notes_path
 from cs336_systems.analysis.memory.profile import MemoryProfile, write_memory_profile
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
@@ -59,31 +57,6 @@ def test_top_is_how_many_allocations_are_listed(snapshot: Path, tmp_path: Path) 
         assert sum(line.startswith("| ") for line in lines) == 2 + top
 
 
-def test_the_shape_of_the_model_gives_formulas(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def explanations(*words: object) -> set[str]:
-        assert memory(snapshot, "--json", *words) == 0
-        return {row["explanation"] for row in json.loads(capsys.readouterr().out)["largest"]}
-
-    config = RunConfig(size="custom", model=MODEL, batch_size=BATCH)
-    record = RunRecord(config=config, status=Status.OK, started_at="2026-11-21T00:00:00+00:00")
-    path = write_record(record, snapshot.parent)
-    formula = "batch x heads x T x T x 4: softmax of the blocks"
-    assert formula in explanations("--record", path)
-    assert formula not in explanations()
-    (snapshot.parent / "snapshots").mkdir()
-    (snapshot.parent / "runs").mkdir()
-    write_record(record, snapshot.parent / "runs")
-    moved = snapshot.rename(snapshot.parent / "snapshots" / f"{config.key}.pickle")
-    notes_path(snapshot).rename(notes_path(moved))
-    snapshot = moved
-    assert formula in explanations(), "the record of a sweep lies where it always does"
-    own = replace(config, model_factory="no.module:model")
-    path = write_record(replace(record, config=own), snapshot.parent)
-    assert formula not in explanations("--record", path)
-    assert memory(snapshot, "--size", "tiny", "--context-length", 64, "--batch-size", 2, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["residual_stream_bytes"] == 2 * 64 * 128 * 4
-
-
 def test_running_out_of_memory_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Training(limit_bytes=40 * MIB)
     run.forward(0)
@@ -129,20 +102,11 @@ def test_what_is_not_what_is_needed_is_refused_in_one_line(
     assert not (snapshot.parent / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--top", "-3"], "error: --top must be at least 1, got -3"),
-        (["--size", "smal"], "did you mean small?"),
-        (["--size", "small", "--batch-size", "0"], "--batch-size"),
-    ],
-    ids=["top", "size", "batch"],
-)
-def test_wrong_usage(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("memory", "kernels") if "--top" in words else ("memory",):
-        assert main([command, "a", *words]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert problem in line
+@pytest.mark.parametrize("command", ["memory", "kernels"])
+def test_wrong_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "a", "--top", "-3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: --top must be at least 1, got -3" in line
 
 
 def test_a_file_for_another_command_is_called_what_it_is(
@@ -164,5 +128,3 @@ def test_a_file_for_another_command_is_called_what_it_is(
     for path, name in given.items():
         assert main(["kernels", str(path)]) == 2
         check_refused(capsys.readouterr().err, path, name)
-    assert memory(snapshot, "--record", profile_path) == 2
-    check_refused(capsys.readouterr().err, profile_path, "a memory profile")

@@ -22,7 +22,6 @@ from cs336_systems.analysis.kernels.explain import explain, summarise
 from cs336_systems.analysis.kernels.step_profile import (
     PhaseTimes,
     StepProfile,
-    contradictions,
     decode_profile,
     encode_profile,
 )
@@ -321,9 +320,6 @@ def test_the_other_ranks_of_a_file_are_found_beside_it(tmp_path: Path) -> None:
     assert both.ranks[1].step_s == explain(other).step_s != both.step_s == both.ranks[0].step_s
     assert (without_rank("rank1_t.json.gz"), without_rank("t.json.gz")) == ("t.json.gz", "t.json.gz")
     assert decode_profile(encode_profile(both)) == both
-    short = replace(both.ranks[1], step_s=both.step_s[:1])
-    for wrong in (short, replace(both.ranks[1], waited_s=(0.0,))):
-        assert "rank 1" in next(contradictions(replace(both, ranks=(both.ranks[0], wrong))))
     other.write_bytes(b"{")
     with pytest.raises(ProfileError, match="rank1_t"):
         explain(alone)

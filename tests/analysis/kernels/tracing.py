@@ -10,7 +10,8 @@ import numpy as np
 
 from cs336_systems.analysis.kernels.attribution import Attribution, attribute
 from cs336_systems.analysis.kernels.explain import summarise
-from cs336_systems.analysis.kernels.phases import PHASES
+from cs336_systems.analysis.kernels.modules import is_matmul_itself
+from cs336_systems.analysis.kernels.phases import PHASES, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace
 
@@ -163,6 +164,11 @@ RANGE_COLUMNS = (
     "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, text TEXT, globalTid INTEGER, "
     "endGlobalTid INTEGER, textId INTEGER, domainId INTEGER"
 )
+
+
+def num_matmuls(found: StepProfile, phase: LaunchPhase) -> int:
+    """Matmuls of a phase over the steps, without their helpers."""
+    return sum(row.count for row in found.kernels if row.phase is phase and is_matmul_itself(row.name))
 
 
 def totals(attribution: Attribution, step: int | None = None) -> dict[str, tuple[int, int]]:

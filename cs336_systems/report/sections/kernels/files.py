@@ -97,8 +97,8 @@ def sections_of(entries: Sequence[Explained]) -> list[Section]:
 
 
 def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
-    """The picture of one step, unless it takes no time, as that of an empty trace."""
-    has_timeline = profile.pictured is not None and profile.pictured.wall_s
+    """The picture of one step, unless it has no pieces, as that of an empty trace."""
+    has_timeline = profile.pictured is not None and profile.pictured.wall_s and profile.pictured.pieces
     return [Drawing(file, partial(draw_timeline, profile, name))] if has_timeline else []
 
 

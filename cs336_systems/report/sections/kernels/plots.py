@@ -51,7 +51,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     if step is None:
         raise ValueError(f"{profile.source}: a timeline needs a pictured step, but this profile has none")
     is_gpu = profile.work is Work.KERNELS
-    pieces = pieces_of(profile)
+    pieces = step.pieces
     streams = _busiest(pieces)
     kinds = [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
     heights = [0.8 if is_gpu else 0.35, *[1.5 if len(streams) == 1 else 0.85] * len(streams)]
@@ -72,27 +72,6 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     lanes[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
     draw.legend_below(figure, [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in kinds], 4)
     return figure
-
-
-def pieces_of(profile: StepProfile) -> Sequence[Piece]:
-    """The pictured step's merged kernels; if its kernels are kept, a piece for each of them."""
-    step = profile.pictured
-    if step is None or not step.streams:
-        return step.pieces if step is not None else ()
-    return [
-        Piece(
-            stream=stream.stream,
-            phase=profile.modules[module].phase,
-            kind=profile.kernels[kernel].kind,
-            start_s=start_ns / 1e9,
-            end_s=(start_ns + duration_ns) / 1e9,
-            busy_s=duration_ns / 1e9,
-        )
-        for stream in step.streams
-        for start_ns, duration_ns, kernel, module in zip(
-            stream.start_ns, stream.duration_ns, stream.kernel, stream.module, strict=True
-        )
-    ]
 
 
 def _busiest(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:

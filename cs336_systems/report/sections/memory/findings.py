@@ -23,7 +23,7 @@ from cs336_systems.analysis.memory.profile import (
     read_memory_profile,
 )
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.costs.memory import predicted_peak_bytes
+from cs336_systems.costs.memory import predicted_peak_bytes, residual_stream_bytes
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.section import load_entries
@@ -59,6 +59,12 @@ class MemoryEntry:
     def predicted_peak_bytes(self) -> int | None:
         """Predicted peak of the recorded steps; None if the configuration is unknown or has no prediction."""
         return None if self.config is None else predicted_peak_bytes(self.config)
+
+    @property
+    def residual_stream_bytes(self) -> int | None:
+        """Bytes of one tensor of batch x context x d_model in fp32; None if the shape of the model is unknown."""
+        config = self.config
+        return None if config is None or config.model_factory is not None else residual_stream_bytes(config)
 
 
 def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:

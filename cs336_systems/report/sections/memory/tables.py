@@ -68,7 +68,7 @@ TOP_OF_RUNS = 3
 """Largest allocations to list for each of several runs."""
 _LIKE_KEYS = (
     "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
-    "dtype", "explanation", "place", "places",
+    "dtype", "place", "places",
 )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _peak(entry: MemoryEntry) -> Iterator[Row]:
         "private_bytes": profile.private_bytes,
         "idle_private_bytes": profile.idle_private_bytes,
         "outside_bytes": profile.outside_bytes,
-        "residual_stream_bytes": profile.residual_stream_bytes,
+        "residual_stream_bytes": entry.residual_stream_bytes,
         "block_saved_bytes": typical(blocks).saved_bytes if blocks else None,
         "block_gradient_bytes": typical(blocks).gradient_bytes if blocks else None,
         "gpu_index": profile.device,
@@ -268,7 +268,6 @@ def _origin_columns() -> list[Column]:
         column("phase", write=label, drop_order=9),
         column("name"),
         column("shape_and_type"),
-        column("explanation"),
         column("place"),
     ]
 
@@ -295,7 +294,6 @@ def blocks(profile: MemoryProfile) -> Section:
         column("share"),
         column("name", name="within the block"),
         column("shape_and_type", drop_order=3),
-        column("explanation", drop_order=2),
     ]
     alike = sum(other.saved_bytes == block.saved_bytes for other in profile.blocks)
     notes = [
