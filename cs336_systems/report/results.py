@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.entries import findings_section
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.section import Section, Table, rows_with
+from cs336_systems.report.section import Section, Table, findings_section, rows_with
 from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
@@ -24,8 +23,8 @@ from cs336_systems.report.sections.memory.findings import findings as memory_fin
 from cs336_systems.report.sections.memory.tables import memory_tables
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.operators import attention_section, fusion_section
-from cs336_systems.report.sections.precision import precision_sections
 from cs336_systems.report.sections.steps import results_section
+from cs336_systems.report.sections.study import precision_sections
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.operators import AttentionStudy, FusionStudy

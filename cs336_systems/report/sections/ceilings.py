@@ -9,9 +9,8 @@ from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, promised_bandwidth
-from cs336_systems.report.words import DOUBT, GIGA, MIB, TERA, ratio, significant
+from cs336_systems.report.words import GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.ceilings_records import (
-    PADDED,
     QUEUED_BYTES,
     CeilingsStudy,
     Launch,
@@ -251,9 +250,10 @@ def _mib(size_mib: float) -> str:
 
 def summary_table(study: CeilingsStudy) -> Table:
     """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
-    rows, findings = ceilings_of(study), [*_findings(study), *doubts(study)]
+    rows, findings = ceilings_of(study), list(_findings(study))
     columns = known([column(key) for key in SUMMARY], rows)
-    return make_table(f"Ceilings of {study.device_name}", columns, rows, findings, findings=findings)
+    notes = [*findings, *doubt_notes([row["warnings"] for row in rows], "ceilings", LOOPS)]
+    return make_table(f"Ceilings of {study.device_name}", columns, rows, notes, findings=findings)
 
 
 def _findings(study: CeilingsStudy) -> Iterator[str]:
@@ -267,28 +267,4 @@ def _findings(study: CeilingsStudy) -> Iterator[str]:
         yield (
             "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
             f"{', '.join(texts)}."
-        )
-    by_name = {(row["name"], row["precision"]): row for row in timed(product_rows(study))}
-    for name in dict.fromkeys(name for name, _ in by_name if name.endswith(PADDED)):
-        pairs = [(precision, by_name.get((name.removesuffix(PADDED), precision)), by_name.get((name, precision)))
-                 for precision in study.grid.precisions]  # fmt: skip
-        gains = [(precision, derived("speed_up", slow["median_ms"] / fast["median_ms"], slow, fast))
-                 for precision, slow, fast in pairs if slow is not None and fast is not None]  # fmt: skip
-        if gains:
-            texts = [f"{precision} {column('speed_up').cell(gain)}" for precision, gain in gains]
-            yield f"{name.removesuffix(PADDED)}, times as fast with padded columns: {', '.join(texts)}."
-
-
-def doubts(study: CeilingsStudy) -> Iterator[str]:
-    """What puts ceilings in doubt: the loops of the cells that set them differ."""
-    texts = [
-        f"{row['ceiling']} ({row['warnings'].replace(';', ', ')}; the slowest loop took "
-        f"{100 * row['loop_spread']:.0f} % longer than the fastest)"
-        for row in ceilings_of(study)
-        if row["warnings"]
-    ]
-    if texts:
-        yield (
-            f"In doubt, and marked {DOUBT}: {', '.join(texts)}. Was the machine busy, or its clock changing? Measure "
-            f"again, with {LOOPS.more}."
         )

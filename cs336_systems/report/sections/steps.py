@@ -60,7 +60,6 @@ from cs336_systems.report.words import (
     SHIPPED,
     STEP_WORDS,
     between,
-    milliseconds,
     significant,
     status_text,
     warning_counts,
@@ -144,13 +143,13 @@ def _table(
 
 
 def step_findings(frame: pd.DataFrame) -> list[str]:
-    """Sentences on what limits steps or ended them, speed-ups, and steps far from their forecast.
+    """Sentences on what limits steps or ended them, and on speed-ups.
 
     Of rows that differ only in warm-up, the one with the most counts. Each number has the name of its row.
     """
     rows = rows_of(steady(frame))
     timed = [row for row in rows if row["step_mean_ms"]]
-    return [*_limits(rows), *_speed_ups(timed), *_off_forecast(timed)]
+    return [*_limits(rows), *_speed_ups(timed)]
 
 
 def _limits(rows: Sequence[Row]) -> Iterator[str]:
@@ -178,19 +177,6 @@ def _speed_ups(rows: Sequence[Row]) -> Iterator[str]:
             doubt = f"; in {number} of {len(own)} a time is in doubt ({DOUBT})" if number else ""
             gains = between(by_name(own, itemgetter(key)), three_digits)
             yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."
-
-
-def _off_forecast(rows: Sequence[Row]) -> Iterator[str]:
-    """The steps that are far from a trusted forecast, the slower ones first, with their warnings."""
-    off: dict[bool, list[str]] = {True: [], False: []}
-    for name, row in zip(_names(rows), rows, strict=True):
-        if row["is_off_forecast"]:
-            told = [milliseconds(row["step_mean_ms"]), f"forecast {milliseconds(row['predicted_step_ms'])}"]
-            text = f"{name} ({', '.join([*told, *filter(None, codes_of(row))])})"
-            off[row["predicted_step_error"] < 0].append(text)
-    for is_slower, named in off.items():
-        if named:
-            yield f"{'Slower' if is_slower else 'Faster'} than forecast from the measured ceilings: {'; '.join(named)}."
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -238,11 +224,7 @@ ALONG = {
 CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer", "bucket_mib"}
 """Settings with named values, whose points no line joins; tables list them in the order in which they are declared."""
 TIME = ("time (ms), mean ± std", "step_mean_ms", "step_std_ms")
-SHOWN = {
-    CONTEXT: (TIME,),
-    WARMUP: (TIME, ("first measured step (ms)", "first_step_ms", ""), ("std/mean", "step_cv", "")),
-}
-USUAL = (TIME, ("peak of memory (GiB)", "peak_allocated_gib", ""))
+SHOWN = (TIME, ("peak of memory (GiB)", "peak_allocated_gib", ""))
 """What a picture over a setting shows, a row of panels for each: name of the axis, column of values, of deviations."""
 WIDEST = 15.0
 """Most inches of a row of panels."""
@@ -370,7 +352,7 @@ def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
 def setting_chart(name: str, sizes: dict[str, list[Row]], setting: str, title: str, settings: str) -> Chart:
     """Lines by precision over a setting: a column of panels for each size, a row for each quantity that is known."""
     rows = [row for own in sizes.values() for row in own]
-    shown = [own for own in SHOWN.get(setting, USUAL) if any(row[own[1]] for row in rows)]
+    shown = [own for own in SHOWN if any(row[own[1]] for row in rows)]
     panels = [_panel(sizes[size], size, setting, *own) for own, size in product(shown, sizes)]
     most = max((len(panel.names) for panel in panels), default=0)
     width = min(max(2.8, 0.45 * most), WIDEST / len(sizes))  # no name is left out if there is room

@@ -1,4 +1,3 @@
-import statistics
 import warnings
 from dataclasses import replace
 
@@ -136,11 +135,9 @@ def test_labels_of_many_points_do_not_cover_each_other(figures, tmp_path):
 def test_times_over_warm_up_steps(warmup_records, figures, tmp_path):
     """Three numbers of warm-up steps of four have times, which stand at the places 0, 1 and 3."""
     write_plots(warmup_records, tmp_path)
-    times, first, spreads = figures[0].axes
+    times, _ = figures[0].axes
     assert [y for _, y in drawn_lines(times)[0]] == pytest.approx([400, 400 / 3, 100])
-    assert drawn_lines(first) == [[(0, 1000), (1, 200), (3, 100)]]
-    assert drawn_lines(spreads)[0][0] == (0, pytest.approx(statistics.stdev([1.0, 0.1, 0.1]) / 0.4))
-    assert texts(figures[0]).count("killed") == 3
+    assert texts(figures[0]).count("killed") == 2
 
 
 @pytest.mark.parametrize(

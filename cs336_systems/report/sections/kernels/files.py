@@ -15,10 +15,9 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, encode_profile
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.draw import Drawing, Picture
-from cs336_systems.report.entries import labels
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.identity import file_names
-from cs336_systems.report.section import Section, Table, findings_table, make_table, with_note
+from cs336_systems.report.section import Section, Table, findings_table, labels, make_table, with_note
 from cs336_systems.report.sections.kernels.entries import (
     WHOLE_STEP,
     Explained,

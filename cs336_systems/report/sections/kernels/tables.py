@@ -11,8 +11,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import AttentionPart, PhaseTimes, RankTimes, StepProfile, Work
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, over_configurations, rows_of
 from cs336_systems.report.sections.kernels.entries import (
     WHOLE_STEP,
     Explained,

@@ -26,7 +26,7 @@ from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.costs.memory import predicted_peak_bytes, residual_stream_bytes
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, column
-from cs336_systems.report.entries import load_entries
+from cs336_systems.report.section import load_entries
 from cs336_systems.report.words import GIB, MIB, label, percent_of, significant
 from cs336_systems.sweep.store import memory_profile_path
 from cs336_systems.text import counted

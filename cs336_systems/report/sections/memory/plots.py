@@ -24,7 +24,7 @@ from cs336_systems.report.charts import (
     distinct,
 )
 from cs336_systems.report.draw import LONGEST_SOURCE
-from cs336_systems.report.entries import labels, settings
+from cs336_systems.report.section import labels, settings
 from cs336_systems.report.sections.memory.findings import (
     START,
     MemoryEntry,

@@ -10,7 +10,6 @@ from operator import itemgetter
 from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import (
-    OPTIONAL,
     Category,
     CategoryBytes,
     LikeAllocations,
@@ -22,11 +21,21 @@ from cs336_systems.analysis.memory.profile import (
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.draw import Drawing
-from cs336_systems.report.entries import labels, over_configurations, rows_of, settings
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
-from cs336_systems.report.section import Section, Table, findings_table, known, make_table, with_note
+from cs336_systems.report.section import (
+    Section,
+    Table,
+    findings_table,
+    known,
+    labels,
+    make_table,
+    over_configurations,
+    rows_of,
+    settings,
+    with_note,
+)
 from cs336_systems.report.sections.memory.findings import (
     GIB_CELL,
     MIB_CELL,
@@ -75,17 +84,6 @@ _MOMENT_KEYS = (
 )  # fmt: skip
 
 
-_QUANTITIES = ("bytes", "requested_bytes", "blocks", "share")
-_OPTIONAL_KEYS = {"private_bytes", "idle_private_bytes"} | {
-    category_key(category, quantity) for category in OPTIONAL for quantity in _QUANTITIES
-}
-
-
-def _used(keys: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """The keys without those of rare categories and of private pools that no row has."""
-    return [key for key in keys if key not in _OPTIONAL_KEYS or any(row[key] for row in rows)]
-
-
 def _category_values(moment: Moment) -> Row:
     """Bytes, requested bytes, blocks and share of each category at the moment."""
     found = {row.category: row for row in moment.categories}
@@ -130,7 +128,7 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
     ]
     of_runs = list(_notes_on_runs(entries))
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *of_runs]
-    keys = _used(tuple(next(_peak(entries[0]))), rows)
+    keys = tuple(next(_peak(entries[0])))
     every = over_configurations("peaks", "Peaks of memory", rows, columns, keys, notes)
     of = [*_category_columns(rows, unit, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", unit),
           column("peak_phase", drop_order=2), column("status")]  # fmt: skip
@@ -190,8 +188,7 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
     ]
     notes = [check_words(moment for entry in entries for moment in entry.profile.boundaries)]
     title = "Memory from phase to phase"
-    keys = _used(_MOMENT_KEYS, rows)
-    return over_configurations("boundaries", title, rows, columns, keys, notes, shown=itemgetter("is_shown"))
+    return over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
 
 
 def _moments(profile: MemoryProfile) -> Iterator[Row]:
