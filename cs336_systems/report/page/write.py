@@ -202,6 +202,14 @@ class Entry:
     name: str
     page: "Page"
 
+    @property
+    def thumbnail(self) -> Bars | PictureBlock | None:
+        """The last bars of the page's first screen, else its first picture."""
+        if self.page.glance is not None and self.page.glance.bars:
+            return self.page.glance.bars[-1]
+        blocks = (block for chapter in self.page.chapters for block in chapter.blocks)
+        return next((block for block in blocks if isinstance(block, PictureBlock | Bars)), None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:

@@ -101,10 +101,13 @@ def test_each_kind_of_results_has_a_page_with_its_answer_and_its_tables(kind, ta
     assert made == to_html(page_of(directory))
 
 
-def test_the_list_links_to_each_page_and_names_what_cannot_be_read() -> None:
+def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_read() -> None:
     text = to_html(listed(tiny()))
-    links = set(re.findall(r'<a class="entry" href="(.*?)">', text))
-    assert links == {f"{kind}/a/index.html" for kind in FIRST_TABLES}
+    pattern = r'<a class="entry" href="(.*?)">\s*<span class="thumbnail".*?>(.*?)</span>\s*<b>'
+    links = re.findall(pattern, text, re.DOTALL)
+    assert {link for link, _ in links} == {f"{kind}/a/index.html" for kind in FIRST_TABLES}
+    without = {link.partition("/")[0] for link, thumbnail in links if "<figure" not in thumbnail}
+    assert without == {"precision", "comparisons", "attention", "fusion", "ceilings"}, "these have no picture"
     assert "attention/broken: attention.json: not a study" in text
 
 
