@@ -299,19 +299,17 @@ def training(
 
 
 def random_recording(generator: random.Random) -> Recording:
-    """Phases, steps and modules on several threads of several processes, and launches anywhere."""
-    made = Recording()
-    for process in range(generator.randint(1, 3)):
-        threads = [(process << 24) + number for number in range(1, 4)]
-        for thread in threads:
-            names = ["forward", "backward", "optimizer", "loss", "step"] if thread == threads[0] else []
-            _nest(made, generator, thread, 0, 1_000, [*names, "a", "b", "c"], 0)
-        if generator.random() < 0.3:
-            made.spans.append(Span("forward", 200, 300, threads[0], is_nested=False))
-        for _ in range(60):
-            launch = None if generator.random() < 0.1 else generator.randint(0, 1_010)
-            duration = generator.randint(0, 50)
-            made.kernels.append(Kernel("k", launch, generator.choice(threads), generator.randint(0, 5_000), duration))
+    """Phases, steps and modules on several threads, and launches anywhere."""
+    made, threads = Recording(), [PROCESS + number for number in range(1, 4)]
+    for thread in threads:
+        names = ["forward", "backward", "optimizer", "loss", "step"] if thread == threads[0] else []
+        _nest(made, generator, thread, 0, 1_000, [*names, "a", "b", "c"], 0)
+    if generator.random() < 0.3:
+        made.spans.append(Span("forward", 200, 300, threads[0], is_nested=False))
+    for _ in range(100):
+        launch = None if generator.random() < 0.1 else generator.randint(0, 1_010)
+        duration = generator.randint(0, 50)
+        made.kernels.append(Kernel("k", launch, generator.choice(threads), generator.randint(0, 5_000), duration))
     return made
 
 
