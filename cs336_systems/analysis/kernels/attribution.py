@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen
-from cs336_systems.analysis.kernels.call_names import is_launch
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes
+from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, is_launch
 from cs336_systems.analysis.kernels.phases import (
     CODES,
     PHASES,
@@ -46,9 +45,12 @@ _OF_LIBRARY = re.compile(r"nccl|gloo:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement(Columns):
-    """Phase, step and module of each row of a `DeviceWork`."""
+class Jobs(DeviceWork):
+    """The kernels of a trace, followed by its copies, each with its place."""
 
+    is_copy: Mask
+    collective: Codes
+    """Index into `COLLECTIVES`, NO_COLLECTIVE for what is no kernel of a collective."""
     phase: Codes
     step: Ints
     """Index into `Steps`, -1 outside of every step."""
@@ -57,14 +59,17 @@ class Placement(Columns):
     is_recomputed: Mask
     """Launched by a forward range inside backward, so it recomputes a part of forward."""
 
+    @property
+    def end_ns(self) -> Ints:
+        return self.start_ns + self.duration_ns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
     """The phase, step and module of every kernel and copy of a trace of one process."""
 
     trace: Trace
-    kernels: Placement
-    copies: Placement
+    jobs: Jobs
     steps: Steps
     windows: Windows
     parent: Ints
@@ -81,14 +86,9 @@ def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     known = known_names(trace, PhaseNames() if names is None else names)
     plan = phase_plan(trace, known)
     modules = _Modules(trace, known, plan)
-    kernels, copies = (
-        _place(work, collective_codes(work.name, trace.strings), plan, modules)
-        for work in (trace.kernels, trace.copies)
-    )
     return Attribution(
         trace=trace,
-        kernels=kernels,
-        copies=copies,
+        jobs=_placed(trace, plan, modules),
         steps=plan.steps,
         windows=plan.windows,
         parent=modules.parent,
@@ -150,7 +150,10 @@ def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
     return np.isin(trace.ranges.name, names)
 
 
-def _place(work: DeviceWork, collective: Codes, plan: PhasePlan, modules: _Modules) -> Placement:
+def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
+    """All kernels and copies of the trace in their places."""
+    work = joined(trace.kernels, trace.copies)
+    collective = collective_codes(work.name, trace.strings)
     phase = np.full(len(work), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
     step, module = (np.full(len(work), -1, dtype=np.int64) for _ in range(2))
     is_recomputed = np.zeros(len(work), dtype=np.bool_)
@@ -160,8 +163,15 @@ def _place(work: DeviceWork, collective: Codes, plan: PhasePlan, modules: _Modul
     step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
     module[rows] = modules.at(thread, time)
     is_recomputed[rows] = modules.is_forward(thread, time) & (phase[rows] == CODES[LaunchPhase.BACKWARD])
-    module = np.where(work.mark >= 0, work.mark, modules.without_collectives(module, collective))
-    return Placement(phase=phase, step=step, module=module, is_recomputed=is_recomputed)
+    return Jobs(
+        **{field.name: getattr(work, field.name) for field in fields(work)},
+        is_copy=np.arange(len(work)) >= len(trace.kernels),
+        collective=collective,
+        phase=phase,
+        step=step,
+        module=np.where(work.mark >= 0, work.mark, modules.without_collectives(module, collective)),
+        is_recomputed=is_recomputed,
+    )
 
 
 def _what_is_missing(trace: Trace) -> Iterator[str]:
@@ -235,7 +245,7 @@ def select(attribution: Attribution) -> Selection:
 def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     """Whether each step has no kernel or copy, and whether the profiler recorded it."""
     steps, calls = attribution.steps, attribution.trace.api_calls
-    in_step = np.concatenate([attribution.kernels.step, attribution.copies.step])
+    in_step = attribution.jobs.step
     is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
     if is_empty.all() or not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
@@ -277,7 +287,7 @@ def _windows(windows: Windows, steps: Steps) -> HostWindows:
 def frame_of(columns: Columns) -> pd.DataFrame:
     """The columns as a data frame, with one more, `duration_ns`."""
     frame = pd.DataFrame({field.name: getattr(columns, field.name) for field in fields(columns)})
-    return frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
+    return frame if "duration_ns" in frame else frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
 
 
 def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:

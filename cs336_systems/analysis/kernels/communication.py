@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Ints, Mask, chosen
-from cs336_systems.analysis.kernels.attribution import Attribution, select
-from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE, Collective, collective_codes
-from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows, Jobs
+from cs336_systems.analysis.kernels.attribution import Attribution, Jobs, select
+from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE, Collective
+from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows
 from cs336_systems.analysis.kernels.phases import PHASES, Codes
 from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile, Work
 from cs336_systems.analysis.kernels.trace import NOWHERE, Trace, Union
@@ -166,12 +166,12 @@ def _new_rows(is_kept: Mask) -> Ints:
 
 def collectives_of(attribution: Attribution) -> list[Collectives]:
     """The collectives of each profiled step."""
-    work, selection = attribution.trace.kernels, select(attribution)
-    kind, step = collective_codes(work.name, attribution.trace.strings), selection.step_of(attribution.kernels.step)
-    rows = np.flatnonzero((kind != NO_COLLECTIVE) & (step >= 0))
-    rows = rows[np.lexsort((work.start_ns[rows], step[rows]))]
+    jobs, selection = attribution.jobs, select(attribution)
+    step = selection.step_of(jobs.step)
+    rows = np.flatnonzero((jobs.collective != NO_COLLECTIVE) & ~jobs.is_copy & (step >= 0))
+    rows = rows[np.lexsort((jobs.start_ns[rows], step[rows]))]
     bounds = np.searchsorted(step[rows], np.arange(1, len(selection.steps)))
-    return [Collectives(kind=kind[own], duration_ns=work.duration_ns[own]) for own in np.split(rows, bounds)]
+    return [Collectives(kind=jobs.collective[own], duration_ns=jobs.duration_ns[own]) for own in np.split(rows, bounds)]
 
 
 def rank_times(

@@ -29,9 +29,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
-from cs336_systems.analysis.kernels.attribution import Attribution, HostWindows, Selection, frame_of, totals
-from cs336_systems.analysis.kernels.call_names import TO_HOST
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, short_name
+from cs336_systems.analysis.kernels.attribution import HostWindows, Jobs, Selection, frame_of, totals
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, TO_HOST, short_name
 from cs336_systems.analysis.kernels.host_calls import Host
 from cs336_systems.analysis.kernels.modules import RangeParts
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase, Steps
@@ -39,28 +38,6 @@ from cs336_systems.analysis.kernels.step_profile import CopyTimes, Gap, IdleCaus
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Trace, Union
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Jobs(Columns):
-    """The kernels of a trace, followed by its copies; steps are numbered as in a `Selection`."""
-
-    name: Ints
-    device: Ints
-    stream: Ints
-    thread: Ints
-    launch_ns: Ints
-    call: Ints
-    is_launched: Mask
-    start_ns: Ints
-    end_ns: Ints
-    phase: Codes
-    step: Ints
-    module: Ints
-    is_recomputed: Mask
-    is_copy: Mask
-    collective: Codes
-    """Index into `COLLECTIVES`, NO_COLLECTIVE for what is no kernel of a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,29 +74,6 @@ class Busy:
     rows: Ints
     """Rows of `Jobs`, whose times are the union's intervals."""
     union: Union
-
-
-def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
-    """All kernels and copies of the trace."""
-    work = joined(attribution.trace.kernels, attribution.trace.copies)
-    placed = joined(attribution.kernels, attribution.copies)
-    return Jobs(
-        name=work.name,
-        device=work.device,
-        stream=work.stream,
-        thread=work.thread,
-        launch_ns=work.launch_ns,
-        call=work.call,
-        is_launched=work.is_launched,
-        start_ns=work.start_ns,
-        end_ns=work.start_ns + work.duration_ns,
-        phase=placed.phase,
-        step=selection.step_of(placed.step),
-        module=placed.module,
-        is_recomputed=placed.is_recomputed,
-        is_copy=np.arange(len(work)) >= len(attribution.kernels),
-        collective=collective_codes(work.name, attribution.trace.strings),
-    )
 
 
 def on_device(jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool) -> tuple[DeviceSteps, DeviceWindows]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Mask, chosen, groups, joined
 from cs336_systems.analysis.kernels.attribution import Attribution
-from cs336_systems.analysis.kernels.call_names import is_capture, is_for_device, is_kernel_launch
+from cs336_systems.analysis.kernels.classes import is_capture, is_for_device, is_kernel_launch
 from cs336_systems.analysis.kernels.device_time import WAIT_SLACK_S
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, ApiCalls, DeviceWork, Trace, Union, of_names
 

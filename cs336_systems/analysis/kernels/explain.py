@@ -45,7 +45,6 @@ from cs336_systems.analysis.kernels.device_time import (
     find_gaps,
     idle_notes,
     idle_times,
-    join_jobs,
     longest_gaps,
     on_device,
 )
@@ -111,7 +110,7 @@ def summarise(
     """
     trace = attribution.trace
     selection = select(attribution)
-    jobs = join_jobs(attribution, selection)
+    jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
     host = Host(trace)
     spans, windows = on_device(jobs, selection, host, is_of_host=trace.is_of_host)
     devices = [] if trace.is_of_host else list(busy_devices(jobs))
@@ -134,7 +133,7 @@ def summarise(
         is_warmup=selection.is_warmup,
         num_kernels=len(kernels),
         kernel_s=int(kernels["duration_ns"].sum()) / 1e9,
-        left=_left(kernels, is_in_a_step=attribution.kernels.step >= 0),
+        left=_left(kernels, is_in_a_step=attribution.jobs.step[kernels.index] >= 0),
         step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
         phases=tuple(_phases(work, frame_of(windows).assign(busy_ns=busy), len(selection.steps), trace.is_of_host)),
         kernels=kernel_times(in_step, trace.strings),
@@ -268,6 +267,7 @@ def _picture(step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.
     start = int(spans.origin_ns[step])
     wall = int(spans.end_ns[step]) - start
     own = kernels[kernels["step"] == step]
+    own = own.assign(end_ns=own["start_ns"] + own["duration_ns"])
     part = ((own["start_ns"] - start) * NUM_PARTS // max(wall, 1)).rename("part")
     pieces = own.groupby(["stream", part, "kind"]).agg(
         start=("start_ns", "min"), end=("end_ns", "max"), busy=("duration_ns", "sum")

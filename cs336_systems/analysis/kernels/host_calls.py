@@ -6,7 +6,7 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.kernels.attribution import Selection, frame_of, phase_at, totals
-from cs336_systems.analysis.kernels.call_names import (
+from cs336_systems.analysis.kernels.classes import (
     KERNEL,
     STREAM_WAIT,
     TO_HOST,

@@ -41,11 +41,11 @@ WITHOUT_LOSS = {
 
 
 def phases(attribution: Attribution) -> list[str]:
-    return [PHASES[code].value for code in attribution.kernels.phase]
+    return [PHASES[code].value for code in attribution.jobs.phase]
 
 
 def module_names(attribution: Attribution) -> list[str]:
-    return ["/".join(module_path(attribution, int(index))) for index in attribution.kernels.module]
+    return ["/".join(module_path(attribution, int(index))) for index in attribution.jobs.module]
 
 
 def innermost(spans: list[Span], now: int) -> int | None:
@@ -76,7 +76,7 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
     ]
     found = attribute(make_trace(recording))
     structure = {"forward", "backward", "optimizer", "step"}
-    for k, phase, module in zip(recording.kernels, phases(found), found.kernels.module, strict=True):
+    for k, phase, module in zip(recording.kernels, phases(found), found.jobs.module, strict=True):
         mine = recording.spans
         named = [s for s in mine if s.name in structure - {"step"}]
         if k.launch_ns is None:
@@ -117,7 +117,7 @@ def test_loss_inside_forward_is_forward_and_what_comes_before_is_data() -> None:
         made.launch("k", launch)
     found = attribute(make_trace(made))
     assert phases(found) == ["data", "forward", "forward", "unattributed", "optimizer", "unattributed", "unattributed"]
-    assert found.kernels.step.tolist() == [0] * 6 + [-1]
+    assert found.jobs.step.tolist() == [0] * 6 + [-1]
     assert module_names(found) == ["", "", "loss", "", "", "", ""]
 
 
@@ -139,7 +139,7 @@ def test_forward_inside_backward_is_recomputed() -> None:
             made.launch("k", launch, thread if launch > 10 else MAIN)
         found = attribute(make_trace(made))
         assert phases(found) == ["forward", *["backward"] * 4]
-        assert found.kernels.is_recomputed.tolist() == [False, False, True, True, False]
+        assert found.jobs.is_recomputed.tolist() == [False, False, True, True, False]
         assert module_names(found) == ["norm", "ffn", "forward", "forward/norm", "ffn"]
 
 

@@ -172,9 +172,9 @@ def num_matmuls(found: StepProfile, phase: LaunchPhase) -> int:
 
 def totals(attribution: Attribution, step: int | None = None) -> dict[str, tuple[int, int]]:
     """Kernels of each phase and their nanoseconds, in one step or in the whole trace."""
-    placed, duration_ns = attribution.kernels, attribution.trace.kernels.duration_ns
+    placed, duration_ns = attribution.jobs, attribution.trace.kernels.duration_ns
     found: dict[str, tuple[int, int]] = {}
-    for row in range(len(placed)):
+    for row in range(len(duration_ns)):
         if step is None or placed.step[row] == step:
             count, time_ns = found.get(phase := PHASES[placed.phase[row]].value, (0, 0))
             found[phase] = count + 1, time_ns + int(duration_ns[row])
