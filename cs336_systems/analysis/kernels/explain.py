@@ -24,7 +24,6 @@ from cs336_systems.analysis.columns import (
 )
 from cs336_systems.analysis.kernels.attribution import (
     Attribution,
-    Selection,
     attribute,
     frame_of,
     select,
@@ -46,7 +45,6 @@ from cs336_systems.analysis.kernels.device_time import (
     find_gaps,
     idle_notes,
     idle_times,
-    join_jobs,
     longest_gaps,
     on_device,
 )
@@ -112,11 +110,11 @@ def summarise(
     """
     trace = attribution.trace
     selection = select(attribution)
-    jobs = join_jobs(attribution, selection)
-    host = Host(trace, selection)
+    jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
+    host = Host(trace)
     spans, windows = on_device(jobs, selection, host, is_of_host=trace.is_of_host)
     devices = [] if trace.is_of_host else list(busy_devices(jobs))
-    busy, num_devices = busy_ns(devices, selection.steps, spans, windows)
+    busy, num_devices = busy_ns(devices, spans, windows)
     gaps = find_gaps(jobs, devices, spans, selection, host)
 
     work = frame_of(jobs)
@@ -129,13 +127,13 @@ def summarise(
         source=source,
         work=Work.OPERATORS if trace.is_of_host else Work.KERNELS,
         device_names=trace.device_names,
-        phases_from=tuple(attribution.sources.values()),
+        phases_from=(attribution.source,),
         num_steps=len(selection.steps),
         is_whole_trace=selection.is_whole_trace,
         is_warmup=selection.is_warmup,
         num_kernels=len(kernels),
         kernel_s=int(kernels["duration_ns"].sum()) / 1e9,
-        left=_left(kernels, is_in_a_step=attribution.kernels.step >= 0),
+        left=_left(kernels, is_in_a_step=attribution.jobs.step[kernels.index] >= 0),
         step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
         phases=tuple(_phases(work, frame_of(windows).assign(busy_ns=busy), len(selection.steps), trace.is_of_host)),
         kernels=kernel_times(in_step, trace.strings),
@@ -143,18 +141,17 @@ def summarise(
         attention=attention_times(in_step, parts, trace.strings, model, batch_size),
         modules=module_times(in_step, parts),
         idle=idle_times(gaps, num_devices),
-        gaps=tuple(longest_gaps(gaps, jobs, parts, trace, selection, spans, host)),
+        gaps=tuple(longest_gaps(gaps, jobs, parts, trace, spans, host)),
         host_calls=host_calls(host, selection),
         pictured=_picture(_median_step(spans), spans, windows, in_step),
         notes=(
             *attribution.notes,
-            *_process_notes(attribution, selection),
             *idle_notes(gaps),
             *selection.notes,
             *(f"{text}." for text in (*grave, *slight)),
         ),
-        communication=communication_times(jobs, devices, num_devices, selection.steps, windows),
-        copies=copy_times(jobs, devices, num_devices, spans, selection, trace.strings),
+        communication=communication_times(jobs, devices, num_devices, windows),
+        copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
         doubts=grave,
         rank=trace.rank,
     )
@@ -204,12 +201,6 @@ def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_hos
         yield PhaseTimes(phase=PHASES[code], **columns)
 
 
-def _process_notes(attribution: Attribution, selection: Selection) -> Iterator[str]:
-    if (num_processes := len(attribution.sources)) > 1:
-        what = "as one step" if selection.is_whole_trace else "each with its own steps, which count alike"
-        yield f"There are {num_processes} processes with kernels in the file: they are taken together, {what}."
-
-
 REPORT_ENDING = ".nsys-rep"
 
 
@@ -253,12 +244,10 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
     with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:  # a sweep that is killed removes it too
         file = export(path, Path(scratch)) if path.suffix == REPORT_ENDING and path.is_file() else path
         trace = read_trace(file)
-    if several := by_rank(trace):
-        yield from several.items()
-        return
-    yield trace.rank or 0, trace
+    found = by_rank(trace)
     del trace
-    for rank, beside in files_of_others(path).items():
+    yield from found.items()
+    for rank, beside in files_of_others(path).items() if len(found) == 1 else ():
         other = read_trace(beside)
         yield rank if other.rank is None else other.rank, other
 
@@ -278,6 +267,7 @@ def _picture(step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.
     start = int(spans.origin_ns[step])
     wall = int(spans.end_ns[step]) - start
     own = kernels[kernels["step"] == step]
+    own = own.assign(end_ns=own["start_ns"] + own["duration_ns"])
     part = ((own["start_ns"] - start) * NUM_PARTS // max(wall, 1)).rename("part")
     pieces = own.groupby(["stream", part, "kind"]).agg(
         start=("start_ns", "min"), end=("end_ns", "max"), busy=("duration_ns", "sum")

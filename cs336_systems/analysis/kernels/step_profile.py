@@ -5,7 +5,6 @@ others. Times are seconds (`_s`), on the device unless the host is named.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,8 +27,6 @@ kernel of the pictured step."""
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
-_NUMBERS = re.compile(rb"\[\n((?:[-+.\deE,\s]|null)+)\]")
-"""A list of numbers in indented JSON; a line never ends within a text."""
 
 
 class Work(StrEnum):
@@ -342,8 +339,8 @@ class StepProfile:
 
 
 def encode_profile(profile: StepProfile) -> bytes:
-    """The profile as indented JSON, each list of numbers on one line."""
-    return _NUMBERS.sub(lambda found: b"[" + b" ".join(found[1].split()) + b"]", encode_json(profile, indent=1))
+    """The profile as indented JSON."""
+    return encode_json(profile, indent=1)
 
 
 def decode_profile(data: bytes) -> StepProfile:

@@ -39,6 +39,8 @@ from tests.analysis.kernels.tracing import (
     each_ns,
     make_trace,
     profile,
+    totals,
+    training,
     write_export,
 )
 
@@ -252,7 +254,15 @@ def test_waits_are_unknown_where_ranks_differ_and_a_single_rank_is_not_split() -
     parts = [attribute(trace) for trace in by_rank(make_trace(together(one, other))).values()]
     profiles = [(rank, summarise(own, source="test")) for rank, own in enumerate(parts)]
     assert [own.waited_s for own in rank_times(profiles, list(map(collectives_of, parts)))] == [None, None]
-    assert by_rank(make_trace(one)) == {}
+    assert list(by_rank(make_trace(one))) == [0]
+
+
+def test_a_process_with_hardly_any_work_is_left_out() -> None:
+    """Its ranges too, which would be phases of the other one."""
+    made, helper = training(2), Recording([Kernel("k", 5, 9 << 24)], [Span("forward", 0, 10**9, 9 << 24)])
+    (alone,) = by_rank(make_trace(together(made, helper))).values()
+    assert totals(attribute(alone)) == totals(attribute(make_trace(made)))
+    assert alone.notes == ("1 kernels of 1 processes with less work are left out.",)
 
 
 # a real trace of two GPUs

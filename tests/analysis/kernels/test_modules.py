@@ -171,7 +171,7 @@ def test_matmuls_by_name(name: str, is_matmul: bool) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_modules_are_those_of_each_kernels_own_path(seed: int) -> None:
     found = attribute(make_trace(random_recording(random.Random(seed))))
-    trace, placed = found.trace, found.kernels
+    trace, placed = found.trace, found.jobs
     used = (placed.step >= 0) if len(found.steps) else (placed.step < 0)
     expected: Counter[tuple[tuple[str, ...], str]] = Counter()
     times: Counter[tuple[tuple[str, ...], str]] = Counter()

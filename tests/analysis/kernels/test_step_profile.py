@@ -1,21 +1,16 @@
 """A profile that was kept is read again as it was, or refused in one line: it may have been changed by hand."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.step_profile import (
-    decode_profile,
     encode_profile,
     read_profile,
     write_profile,
 )
-from tests.analysis.kernels.tracing import make_trace, random_recording
 from tests.report.sections.kernels.profiles import make_cpu_profile, make_profile
 
 
@@ -58,12 +53,3 @@ def test_a_profile_that_contradicts_itself_is_refused(
 def test_the_sums_that_miss_the_whole_are_said(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"hold 77 kernels and 0\.061500000 s, needed all 78 and 0\.061500000 s"):
         read_profile(changed(tmp_path / "p.json", ("num_kernels",), 78))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_numbers_of_a_list_are_on_one_line_and_texts_are_as_they_were(seed: int) -> None:
-    made = random_recording(random.Random(seed))
-    found = summarise(attribute(make_trace(made)), source="[\n1,\n 2]" + "[1, 2]")
-    data = encode_profile(found)
-    assert decode_profile(data) == found
-    assert not any(line.strip(b" ,").isdigit() or line.strip(b" ,") == b"null" for line in data.splitlines())
