@@ -27,11 +27,13 @@ from cs336_systems.studies.operators import (
     FusionStudy,
     Implementation,
     Quantity,
+    Version,
     attention_flops,
     naive_saved_bytes,
     rows_bytes,
     weights_bytes,
 )
+from cs336_systems.text import counted
 
 Rows = Sequence[Row]
 CSV_COLUMNS = (
@@ -285,10 +287,11 @@ def fusion_section(study: FusionStudy) -> Section:
         own = [row for row in rows if (row["precision"], row["phase"]) == (precision, phase)]
         if not own:
             continue
+        findings = list(_savings(own))
         title = f"Fusion op by op, {phase}, {precision}, {fusion_settings(study)}"
         failures = [f"{row['op']} {row['version']}: {row['error']}" for row in own if row["error"] is not None]
-        notes = [*_fusion_notes(study, own), *failures]
-        tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes, _has_failed))
+        notes = [*_fusion_notes(study, own), *findings, *failures]
+        tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes, _has_failed, findings))
     return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS)
 
 
@@ -339,3 +342,19 @@ def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
     yield from doubt_notes([row["warnings"] for row in rows if row["median_ms"] is not None], "rows", PASSES)
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
+
+
+def _savings(rows: Rows) -> Iterator[str]:
+    """What fusing each operation saves."""
+    for op in dict.fromkeys(row["op"] for row in rows):
+        versions = {row["version"]: row for row in rows if row["op"] is op}
+        eager = versions[Version.EAGER]
+        if eager["status"] is not Status.OK or eager["moved_mib"] is None:
+            continue
+        excess = significant(eager["moved_mib"] / eager["must_move_mib"], 3)
+        texts = [f"written out {counted(eager['kernels'], 'kernel')} that move {excess} times what must move"]
+        for version, row in versions.items():
+            if version is not Version.EAGER and (gain := column("speed_up").cell(row)):
+                kernels = f"{counted(row['kernels'], 'kernel')}, " if row["kernels"] else ""
+                texts.append(f"{version} {kernels}{gain} times as fast")
+        yield f"{op}: {'; '.join(texts)}."
