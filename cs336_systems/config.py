@@ -978,6 +978,7 @@ class RunConfig:
         model = [
             (getattr(self.model, each.name), getattr(preset, each.name, each.default), each.name, setting)
             for each, setting in declared(self.model)
+            if self.size != UNSIZED or each.name in ("context_length", "vocab_size")
         ]
         settings[1:2] = model  # the settings of the model take the place of the field `model`
         said = [

@@ -15,12 +15,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems import watch
+from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.analysis.memory.notes import Kind, notes_path, read_notes
 from cs336_systems.config import Device, Mode, Phase
 from cs336_systems.model.annotate import annotate
 from cs336_systems.record import WarningCode, load_records, read_record
 from cs336_systems.watched import PROFILED_STEPS, _Recorded
+from tests.analysis.kernels.tracing import num_matmuls
 from tests.measure.allocator import make_up_allocator
 
 MS = 1e-3
@@ -250,7 +252,7 @@ def test_a_profiled_loop_is_explained_with_modules_and_phases(tmp_path, micro_ba
     products = {
         (part.path[:2], part.phase): part.count for part in profile.modules if part.path[:2] == ("Model", "head")
     }  # fmt: skip
-    counts = {row.phase: row.linear + row.unknown for row in profile.products}
+    counts = {phase: num_matmuls(profile, phase) for phase in LaunchPhase}
     assert {key[1] for key in products} == {"forward", "backward"}
     steps = PROFILED_STEPS * micro_batches
     assert {phase: count for phase, count in counts.items() if count} == {"forward": steps, "backward": 2 * steps}

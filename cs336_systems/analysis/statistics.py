@@ -8,6 +8,9 @@ from collections.abc import Sequence
 FEWEST = 3
 """Fewest values for an interval of their mean: the one difference between two values says little about the scatter."""
 
+MIN_CORRELATED = 10
+"""Fewest values whose correlation is known well enough."""
+
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than FEWEST values.
@@ -50,6 +53,22 @@ def lag1_autocorrelation(values: Sequence[float]) -> float | None:
     deviations = [value - mean for value in values]
     lagged = math.fsum(a * b for a, b in itertools.pairwise(deviations))
     return lagged / math.fsum(d * d for d in deviations)
+
+
+def steady_interval(values: Sequence[float], confidence: float = 0.95) -> float | None:
+    """Half the confidence interval of the mean, relative to it, of values of which each may resemble the last.
+
+    With lag-1 autocorrelation r > 0, n values are worth n (1 - r) / (1 + r) independent ones. None for fewer than 10
+    values, from which r is not known.
+    """
+    if len(values) < MIN_CORRELATED:
+        return None
+    from scipy.special import stdtrit  # slow to import, and few commands need it
+
+    r = max(lag1_autocorrelation(values) or 0.0, 0.0)
+    worth = max(len(values) * (1 - r) / (1 + r), 2.0)
+    error = statistics.stdev(values) / math.sqrt(worth)
+    return float(stdtrit(worth - 1, (1 + confidence) / 2)) * error / statistics.fmean(values)
 
 
 def slope(values: Sequence[float]) -> tuple[float, float]:

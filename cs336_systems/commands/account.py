@@ -4,7 +4,7 @@ import difflib
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -12,6 +12,7 @@ from cs336_systems.commands.flags import (
     Flags,
     Flat,
     ModelArguments,
+    Number,
     Switch,
     checked_factory,
     make_config,
@@ -21,6 +22,7 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, Precision, RunConfig
+from cs336_systems.costs.accounting import SECONDS_PER_DAY, training_days
 from cs336_systems.costs.curves import data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
 from cs336_systems.costs.ranks_time import predicted_time
@@ -37,9 +39,9 @@ CEILINGS = Path("data/ceilings")
 class ParametersArguments:
     """A model of which nothing is known but its number of parameters."""
 
-    parameters: Annotated[float | None, unset("N", "those of the size")] = None
+    parameters: Annotated[Number | None, unset("N", "those of the size")] = None
     """Parameters of the model, such as 70e9, in the place of a size."""
-    tokens: Annotated[float | None, unset("T", "not asked")] = None
+    tokens: Annotated[Number | None, unset("T", "not asked")] = None
     """Tokens to train on, such as 15e12."""
     peak_tflops: Annotated[float | None, unset("TFLOP/S", "the device's")] = None
     """Dense peak of one GPU, in the place of a known device's."""
@@ -77,8 +79,8 @@ class ParametersArguments:
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
 )  # fmt: skip
 class AccountArguments(Flags):
-    """Say what a training step costs without running it: parameters and FLOPs by part of the model, the peak of memory
-    by what it holds, and the time.
+    """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the model, the peak of
+    memory by what it holds, and the time.
 
     The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch. Memory is predicted
     for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they are those of one rank: the one that keeps
@@ -107,6 +109,8 @@ class AccountArguments(Flags):
     """Rows to show of what the peak consists of."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (account.md, .tex, .typ) and the numbers of each part (account.csv)."""
+    json: Switch = False
+    """Print JSON instead of tables."""
 
     def config(self) -> RunConfig:
         """The configuration of these flags; raise ValueError for flags that contradict each other."""
@@ -232,8 +236,9 @@ def run(arguments: AccountArguments) -> int:
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
         prepare_forecasts([config], of_users=True)
+    from cs336_systems.files import encode_json
     from cs336_systems.report.formats import texts_of, write_files
-    from cs336_systems.report.sections.account import Account, account_section
+    from cs336_systems.report.sections.account import Account, account_json, account_section
 
     measured = None if name is None else ceilings.curves(name)
     if measured is not None and not has_large_matmuls(config, measured):
@@ -254,7 +259,7 @@ def run(arguments: AccountArguments) -> int:
     section = account_section(account, arguments.top)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
-    show(section.tables, arguments.output)
+    show(section.tables, arguments.output, json=encode_json(account_json(account)) if arguments.json else None)
     if name is None and ceilings.device_names:
         choices = " or ".join(f'--device-name "{each}"' for each in ceilings.device_names)
         said = f"no times are predicted, as no GPU is named and this machine has none that is known; try {choices}"
@@ -264,6 +269,7 @@ def run(arguments: AccountArguments) -> int:
 
 def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     """Print the days of training."""
+    from cs336_systems.files import encode_json
     from cs336_systems.report.sections.account import days_table
 
     known = arguments.known
@@ -271,9 +277,14 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     peak_flops_per_s, source = checked(lambda: known.peak(device, precision))
     assert known.parameters is not None
     assert known.tokens is not None
-    table = days_table(
-        parameters=known.parameters, tokens=known.tokens, peak_flops_per_s=peak_flops_per_s, peak_source=source,
-        count=known.count, mfu=known.mfu,
-    )  # fmt: skip
-    show([table])
+    days: dict[str, Any] = {
+        "parameters": known.parameters,
+        "tokens": known.tokens,
+        "peak_flops_per_s": peak_flops_per_s,
+        "count": known.count,
+        "mfu": known.mfu,
+    }
+    answer = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}
+    table = days_table(**days, peak_source=source)
+    show([table], json=encode_json(answer) if arguments.json else None)
     return OK

@@ -6,6 +6,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cs336_systems.commands.flags import (
     FIRST,
     Flags,
@@ -26,9 +28,10 @@ from cs336_systems.commands.flags import (
     resolve_device,
     with_flags,
 )
-from cs336_systems.commands.outcome import checked, load_ceilings_or_warn, print_profile_paths, status_of
+from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
 from cs336_systems.commands.results import explain_or_warn
 from cs336_systems.config import Device, Profiler, RunConfig
+from cs336_systems.files import encode_json
 from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import RunRecord, write_record
@@ -65,13 +68,20 @@ class BenchmarkArguments(Flags):
     """Record the allocator's history over two steps, and say where the memory went."""
     memory_first_step: Switch = False
     """Like --memory, but for the very first step, in which the optimizer's state is made."""
+    until_stable: Switch = False
+    """Go on after --measured-steps until the 95 % interval of this process's mean, in which steps that resemble each
+    other count less, is within 1 %, at most 200 steps. Another process may differ by more: `compare` takes several."""
     timeout_s: float = 600.0
     """Longest time for a run on several ranks (seconds); a run in one process has no limit."""
     output: Path = Path("data")
     """Directory for results."""
+    json: Switch = False
+    """Print the record as JSON instead of a table."""
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
+        if self.until_stable and (self.profile or self.memory or self.memory_first_step or self.step.ranks):
+            raise ValueError("--until-stable goes on in one process without a profiler; leave out the other flag")
 
     def config(self) -> RunConfig:
         """The run that these flags describe; raise ValueError if they contradict each other."""
@@ -110,11 +120,12 @@ def run(arguments: BenchmarkArguments) -> int:
 
     gpus = alike(visible_gpus())[: config.ranks]
     with contextlib.ExitStack() as stack:
+        print_json = stack.enter_context(json_alone(arguments.json))
         for gpu in gpus if config.device is Device.CUDA else ():
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         look_at_machine(config.device)
         if (kept := set_aside_run(config, runs)) is not None:
-            print_aside(f"note: the earlier run of this configuration is kept in {kept}")
+            print_aside(f"note: the earlier run of this configuration is kept as {kept}")
         with StatusLine() as status:
             # nsys writes its report to the path in its own command line
             profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
@@ -124,21 +135,34 @@ def run(arguments: BenchmarkArguments) -> int:
                 status(f"measuring on {counted(config.ranks, 'rank')}")
                 record = measure_one(config, runs, timeout_s=arguments.timeout_s)
             else:
-                record = _measure(config, profile, status)
+                record = _measure(config, profile, status, arguments.until_stable)
             write_record(record, runs)
             is_explained = profile is None or explain_or_warn([record], runs, status, "explaining what was recorded")
-        print_measured(record, runs)
+        if print_json is not None:
+            print_json(encode_json({"statistics": statistics_of(record), **msgspec.to_builtins(record)}))
+            print_line(f"record: {runs / record.key}.json")
+        else:
+            print_measured(record, runs)
         print_profile_paths([config], runs)
     return status_of([record], () if is_explained else [config])
 
 
-def _measure(config: RunConfig, profile: Path | None, status: "StatusLine") -> RunRecord:
+def statistics_of(record: RunRecord) -> dict[str, dict[str, float | None]]:
+    """Mean, median, deviation, minimum and maximum of the times of each phase, in seconds."""
+    return {
+        measured.phase: {"mean_s": measured.mean_s, "median_s": measured.median_s, "stdev_s": measured.stdev_s,
+                         "min_s": measured.min_s, "max_s": max(measured.times_s)}
+        for measured in record.measurements
+    }  # fmt: skip
+
+
+def _measure(config: RunConfig, profile: Path | None, status: "StatusLine", until_stable: bool) -> RunRecord:
     """Measure in this process."""
     status("importing PyTorch")
     from cs336_systems.measure.run import measure
 
     here = Path.cwd()
-    record = measure(config, profile=profile, say=status)
+    record = measure(config, profile=profile, say=status, until_stable=until_stable)
     os.chdir(here)  # the user's own model may have changed it
     return record
 

@@ -2,6 +2,7 @@
 
 import functools
 import shlex
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -32,9 +33,9 @@ from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.record import load_records
+from cs336_systems.record import load_records, write_record
 from cs336_systems.studies.ceilings_files import ceilings_beside
-from cs336_systems.sweep.store import SweepError
+from cs336_systems.sweep.store import SweepError, make_writable
 from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
@@ -56,8 +57,10 @@ class CompareArguments(MeasuringArguments):
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
     """Flags in quotes, or the directory of a sweep."""
-    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
-    """What to compare it with."""
+    b: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="B", help_behavior_hint="")] = None
+    """What to compare it with; none with --baseline."""
+    baseline: Annotated[str | None, unset("NAME", "compare with B")] = None
+    """Compare the directory A with the results kept under this name, in OUTPUT/baselines; the first time, keep them."""
     a_against_a: Switch = False
     """Allow equal sides, which show how much the machine scatters."""
     fail_if_slower: Annotated[float | None, unset("PERCENT", "no limit")] = None
@@ -82,9 +85,25 @@ def run(arguments: CompareArguments) -> int:
     """Measure both sides alternately, or read them, and say which is faster."""
     from cs336_systems.report.compared import Sides, compare_sides, records_at
 
-    names = (arguments.a, arguments.b)
-    a, b = (name.strip().encode(errors="backslashreplace").decode() for name in names)  # JSON has no lone surrogates
-    sides = Sides(a=a, b=b)
+    if arguments.baseline is not None:
+        kept = arguments.output / "baselines" / checked(functools.partial(checked_name, arguments.baseline))
+        if arguments.b is not None or not both_on_disk(arguments.a, arguments.a):
+            raise UsageError("--baseline compares one directory of results with those kept earlier; leave out B")
+        if not kept.exists():
+            records = checked(functools.partial(records_at, Path(arguments.a)))
+            begun = Path(tempfile.mkdtemp(prefix=".", dir=make_writable(kept.parent)))
+            for record in records:
+                write_record(record, make_writable(begun / "runs"))
+            begun.rename(kept)  # so that it is there wholly or not at all
+            print_line(f"baseline: {kept} (compare later results with the same --baseline)")
+            return OK
+        names = (str(kept), arguments.a)
+    elif arguments.b is None:
+        raise UsageError("needed two sides, got one: add B, or --baseline NAME")
+    else:
+        names = (arguments.a, arguments.b)
+    shown = [name.strip().encode(errors="backslashreplace").decode() for name in names]  # JSON has no lone surrogates
+    sides = Sides(a=shown[0], b=shown[1])
     if not both_on_disk(*names):
         configs = configs_of(names)
         _refuse_equal(arguments, configs[0].configuration == configs[1].configuration)
@@ -217,8 +236,8 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
     for side, each, config in zip(sides, asked, configs, strict=True):
         if config.profiler is not Profiler.NONE:
             raise UsageError(f"{side.strip()}: a profiler makes a run slower; compare runs without one")
-        if each.output != BenchmarkArguments.output:
-            raise UsageError(f"{side.strip()}: a side has no output of its own; leave out --output")
+        if each.json or each.output != BenchmarkArguments.output:
+            raise UsageError(f"{side.strip()}: a side has no output of its own; leave out --json and --output")
     for device in dict.fromkeys(each.step.device for each in asked):
         explain_cpu_fallback(device)
     return configs

@@ -55,7 +55,7 @@ DeviceFlag = Annotated[DeviceChoice, tyro.conf.arg(help="Where to run; auto is t
 COMMON = frozenset({
     "size", "sizes", "context_length", "context_lengths", "batch_size", "mode", "modes", "precision", "precisions",
     "mixed_precision", "attention", "optimizer", "compile", "model", "parallel", "ranks", "device", "warmup_steps",
-    "measured_steps", "fast", "profile", "nsys", "memory", "repeats", "name", "output", "dry_run", "fit",
+    "measured_steps", "fast", "profile", "nsys", "memory", "repeats", "name", "output", "dry_run", "json", "fit",
     "memory_gib", "device_name", "parameters", "tokens", "rungs", "network_gb_per_s",
 })  # fmt: skip
 """Flags that `--help` shows of a command with more than FEW; `--help-all` shows all."""
@@ -433,7 +433,11 @@ def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = F
             f"{_typed(name, many)} {ignored[name]} would do nothing: the factory {config.model_factory} does not take "
             f"{'any dimension of the model' if name == 'size' else name}; leave it out"
         )
-    return config if taken & ({*values} - {"context_length"}) else replace(config, size=UNSIZED)
+    if taken & ({*values} - {"context_length"}):
+        return config
+    shape = config.model  # the rest is nothing to the model: one configuration, whatever sizes a sweep goes through
+    model = replace(SIZES["small"], vocab_size=shape.vocab_size, context_length=shape.context_length)
+    return replace(config, size=UNSIZED, model=model)
 
 
 def _typed(name: str, many: bool) -> str:
@@ -604,6 +608,27 @@ def in_flags(message: str, names: Collection[str]) -> str:
     """The message with the flags in place of the fields of these names, unless they are part of a longer word."""
     long = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
     return re.sub(rf"(?<![\w./\"'-])({long})(?![\w./\"'-])", lambda name: f"--{name[0].replace('_', '-')}", message)
+
+
+def _number(words: list[str]) -> float:
+    digits, scale = words[0], 1.0
+    if digits[-1:].upper() in SCALES:
+        digits, scale = digits[:-1], SCALES[digits[-1].upper()]
+    return float(digits) * scale
+
+
+SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+Number = Annotated[
+    float,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=_number,
+        is_instance=lambda value: value is None or isinstance(value, int | float),
+        str_from_instance=lambda value: [] if value is None else [str(value)],
+    ),
+]
+"""A number that may end as in `70B` or `15T`."""
 
 
 def device_word(device: Device) -> str:

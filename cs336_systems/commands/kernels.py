@@ -1,38 +1,16 @@
 """`cs336 kernels`: where the time of profiled steps went, from a file of nsys or torch.profiler."""
 
 import contextlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
-from cs336_systems.commands.flags import Flat, unset
-from cs336_systems.commands.outcome import OK, UsageError, checked, existing, show
+from cs336_systems.commands.flags import Flat, Switch, unset
+from cs336_systems.commands.outcome import OK, UsageError, existing, show
 from cs336_systems.ranges import PhaseNames
 from cs336_systems.record import RecordError, RunRecord, read_record
-
-if TYPE_CHECKING:
-    from cs336_systems.analysis.kernels.modules import AttentionNames
-
-
-@dataclass(frozen=True, kw_only=True)
-class RangeArguments(PhaseNames):
-    """How the file calls its ranges, where it is not a file of this project."""
-
-    scores: Annotated[str | None, unset("RANGE", "the usual names")] = None
-    """Range around attention's scores."""
-    softmax: Annotated[str | None, unset("RANGE", "the usual names")] = None
-    """Range around attention's softmax."""
-    values: Annotated[str | None, unset("RANGE", "the usual names")] = None
-    """Range around attention's weighted values."""
-
-    def attention(self) -> "AttentionNames":
-        """Names of the parts of attention; raise ValueError for a name that is given to two of them."""
-        from cs336_systems.analysis.kernels.modules import AttentionNames
-
-        given = {f.name: getattr(self, f.name) for f in fields(AttentionNames)}
-        return AttentionNames(**{name: (value,) for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +29,23 @@ class KernelsArguments:
     """Kernels to list, for the step and for each phase."""
     record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
     """Record of the profiled run; it gives attention its FLOPs, and says which advice the run follows already."""
-    ranges: Flat[RangeArguments] = field(default_factory=RangeArguments)
+    ranges: Flat[PhaseNames] = field(default_factory=PhaseNames)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""
+    json: Switch = False
+    """Print JSON instead of tables."""
 
 
 def run(arguments: KernelsArguments) -> int:
     """Read, explain, print, and write where asked."""
     if arguments.top < 1:
         raise UsageError(f"--top must be at least 1, got {arguments.top}")
-    attention = checked(arguments.ranges.attention)
     existing(arguments.file, "a report of nsys, its SQLite export, or a trace of torch.profiler")
     path = _record_path(arguments)
     record = None if path is None else read_record(path)
     from cs336_systems.analysis.kernels.explain import explain
     from cs336_systems.analysis.kernels.phases import RangeNameError
-    from cs336_systems.analysis.kernels.step_profile import read_profile
+    from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.kernels.entries import explained
     from cs336_systems.report.sections.kernels.files import answer_of, tables_of_one, write_kernels
@@ -76,7 +55,7 @@ def run(arguments: KernelsArguments) -> int:
         profile = read_profile(arguments.file)
         if profile is None:
             try:
-                profile = explain(arguments.file, record.config if record else None, arguments.ranges, attention)
+                profile = explain(arguments.file, record.config if record else None, arguments.ranges)
             except RangeNameError as error:
                 raise UsageError(f"{arguments.file}: {error}") from error
         plain = [] if record is None or path is None else _plain_run(record, path)
@@ -86,7 +65,8 @@ def run(arguments: KernelsArguments) -> int:
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_kernels(entry, arguments.output, arguments.top)
 
-    show(tables_of_one(entry, arguments.top), arguments.output, answer_of(entry))
+    encoded = encode_profile(profile) if arguments.json else None
+    show(tables_of_one(entry, arguments.top), arguments.output, answer_of(entry), json=encoded)
     return OK
 
 

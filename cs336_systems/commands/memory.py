@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.commands.flags import unset
+from cs336_systems.commands.flags import Switch
 from cs336_systems.commands.outcome import OK, UsageError, existing, show
-from cs336_systems.config import RunConfig
-from cs336_systems.record import read_record
 
 if TYPE_CHECKING:
     from cs336_systems.analysis.memory.profile import MemoryProfile
@@ -28,31 +26,23 @@ class MemoryArguments:
     """A snapshot, or a profile."""
     top: int = 10
     """Number of allocations to list."""
-    record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
-    """Record of the run, whose model explains the sizes."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), the picture and JSON."""
-
-    @property
-    def config(self) -> RunConfig | None:
-        """The configuration of the run, if known; raise RecordError for a bad record."""
-        beside = self.file.parent.parent / "runs" / f"{self.file.stem}.json"
-        if self.record is not None:
-            return read_record(existing(self.record, "a record of a run, in JSON")).config
-        return read_record(beside).config if beside.is_file() else None
+    json: Switch = False
+    """Print JSON instead of tables."""
 
 
 def run(arguments: MemoryArguments) -> int:
     """Read, explain, print, and write where asked."""
     if arguments.top < 1:
         raise UsageError(f"--top must be at least 1, got {arguments.top}")
-    config = arguments.config
     file = existing(arguments.file, "a memory snapshot of PyTorch, or a memory profile")
     from cs336_systems.report.progress import StatusLine
 
     with StatusLine() as status:
         status.reading(file)
-        profile = _explain(file, config)
+        profile = _explain(file)
+        from cs336_systems.analysis.memory.profile import encode_memory_profile
         from cs336_systems.report.sections.memory.findings import answer
         from cs336_systems.report.sections.memory.tables import tables_of_one, write_memory
 
@@ -60,16 +50,13 @@ def run(arguments: MemoryArguments) -> int:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_memory(profile, arguments.output, arguments.top)
-    show(tables_of_one(profile, arguments.top), arguments.output, answer(profile))
+    encoded = encode_memory_profile(profile) if arguments.json else None
+    show(tables_of_one(profile, arguments.top), arguments.output, answer(profile), json=encoded)
     return OK
 
 
-def _explain(file: Path, config: RunConfig | None) -> "MemoryProfile":
+def _explain(file: Path) -> "MemoryProfile":
     from cs336_systems.analysis.memory.explain import explain_memory
     from cs336_systems.analysis.memory.profile import read_memory_profile
 
-    if file.suffix == ".json":
-        return read_memory_profile(file)
-    if config is None or config.model_factory is not None:  # the shape of a user's own model is not known
-        return explain_memory(file)
-    return explain_memory(file, config.model, config.batch_size)
+    return read_memory_profile(file) if file.suffix == ".json" else explain_memory(file)

@@ -5,13 +5,14 @@ could not be explained, or one of several records is damaged; 2: wrong usage, or
 should be; 130: interrupted.
 """
 
+import contextlib
 import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeAlias, TypeVar
 
 from cs336_systems import interrupt
 from cs336_systems.config import Profiler, RunConfig
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, interrupt.STATUS
 T = TypeVar("T")
+PrintJson: TypeAlias = Callable[[bytes], None]
 
 
 class UsageError(ValueError):
@@ -74,16 +76,52 @@ def load_ceilings_or_warn(directory: Path) -> "Ceilings":
         return NO_CEILINGS
 
 
-def show(tables: Iterable["Table"], directory: Path | None = None, answer: Iterable[str] = ()) -> None:
-    """Print the answer in sentences and the tables, and the paths of the files that were written."""
+@contextlib.contextmanager
+def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
+    """Yield a function that takes the command's JSON, which is printed at the end of the block; None without --json.
+
+    The JSON is alone on standard output: everything else printed in the block goes to standard error, whether this
+    program, a user's model, a library or a child process prints it.
+    """
+    if not is_asked:
+        yield None
+        return
+    taken: list[bytes] = []
+    with _stdout_to_stderr():
+        yield taken.append
+    for data in taken:
+        sys.stdout.write(data.decode())
+
+
+def show(
+    tables: Iterable["Table"], directory: Path | None = None, answer: Iterable[str] = (), *, json: bytes | None = None
+) -> None:
+    """Print the answer in sentences and the tables, or only the JSON, and where the files are."""
     from cs336_systems.report.terminal import print_sentences, print_table
 
-    print_sentences(answer)
-    for table in tables:
-        print_table(table, directory)
-        print_line("")
+    if json is not None:
+        sys.stdout.write(json.decode())
+    else:
+        print_sentences(answer)
+        for table in tables:
+            print_table(table, directory)
+            print_line("")
     if directory is not None:
-        print_line(f"results: {directory}")
+        (print_line if json is None else print_aside)(f"results: {directory}")
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Redirect standard output to standard error, also for C libraries and child processes."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:

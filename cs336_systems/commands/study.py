@@ -25,8 +25,8 @@ from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure.inputs import check_factory, source_of
 from cs336_systems.settings import declared
 from cs336_systems.studies.operators import AttentionGrid, FusionGrid
-from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import print_line
+from cs336_systems.sweep.store import make_writable, time_stamp
+from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.progress import StatusLine
@@ -79,12 +79,23 @@ class StudyArguments(Flags):
         def measure(status: "StatusLine") -> Any:  # noqa: ANN401
             from cs336_systems.studies.runner import run_study
 
-            return run_study(grid, status, lambda so_far: write_atomically(record, encode_json(so_far)))
+            study = run_study(grid, status, lambda so_far: write_atomically(record, encode_json(so_far)))
+            if self.UNFINISHED is not None:
+                keep_earlier(directory / f"{self.FOLDER}.json", encode_json(study))
+            return study
 
         study = show_study(measure, directory)
         if self.UNFINISHED is not None:
             record.unlink(missing_ok=True)
         return OK if all(status.is_result for status in study.statuses) else FAILED
+
+
+def keep_earlier(present: Path, data: bytes) -> None:
+    """Copy the study that is there, if it is another, to a file beside it that is named after the time, and say so."""
+    if present.is_file() and (earlier := present.read_bytes()) != data:
+        kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
+        write_atomically(kept, earlier)
+        print_aside(f"the earlier {present.stem} are kept in {kept}")
 
 
 def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:

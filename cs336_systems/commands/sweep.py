@@ -45,15 +45,21 @@ from cs336_systems.commands.outcome import (
     OK,
     UsageError,
     checked,
+    load_ceilings_or_warn,
     print_last,
     status_of,
 )
 from cs336_systems.commands.results import show_results
 from cs336_systems.config import USED_WITH, Device, Mode, Parallel, Precision, Profiler, RunConfig
+from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
+from cs336_systems.costs.hardware import devices_called
 from cs336_systems.costs.memory import predicted_peak_bytes
-from cs336_systems.measure.environment import host_memory_bytes, lacking_memory
-from cs336_systems.measure.nvml import usable_gpu_bytes
+from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
+from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
+from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED
+from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 from cs336_systems.text import counted, print_aside, print_line
@@ -245,8 +251,14 @@ def run(arguments: SweepArguments) -> int:
     if arguments.fast:
         explain_fast(configs)
     if arguments.dry_run:
-        machines = _machines(arguments)
-        _print_plan(plan, directory)
+        machines, curves = _machines(arguments), _curves(arguments, directory)
+        if curves is None and arguments.cluster is None:
+            print_aside("note: no times are predicted, as `cs336 ceilings` has not measured this device")
+        elif curves is not None:
+            for note, is_true in ((SHIPPED, curves.is_shipped), (DOUBTED_FORECAST, curves.is_in_doubt)):
+                if is_true:
+                    print_aside(f"note: {note}")
+        _print_plan(plan, directory, curves)
         if arguments.cluster is not None:
             _print_machines(machines, arguments.device())
         return FAILED if machines and all(machine.refused for machine in machines) else OK
@@ -260,10 +272,30 @@ def run(arguments: SweepArguments) -> int:
     return FAILED if missing is not None and status == OK else status
 
 
-def _print_plan(plan: Plan, directory: Path) -> None:
+def _curves(arguments: SweepArguments, directory: Path) -> Curves | None:
+    """The ceilings of the device that measures the runs; None without any."""
+    if arguments.require_device is not None:
+        names = [name for device in devices_called(arguments.require_device) for name in device.names]
+    elif arguments.cluster is not None:
+        names = []
+    elif arguments.device() is Device.CPU:
+        names = [cpu_name()]
+    else:
+        names = [gpu.name for gpu in visible_gpus()[:1]]
+    ceilings = load_ceilings_or_warn(ceilings_beside(directory))
+    return next((found for name in names if (found := ceilings.curves(name)) is not None), None)
+
+
+def _print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
+    doubt = f" {DOUBT}" if curves is not None and curves.is_in_doubt else ""
     for config in plan.configs:
-        steps = f"{config.warmup_steps} + {config.measured_steps} steps"
-        print(f"{config.key}: {config.label}, {steps}{_predicted(config)}")
+        is_slowed = config.profiler is not Profiler.NONE or config in plan.too_large
+        time = None if curves is None or is_slowed else predicted_time(config, curves)
+        step = "" if time is None else f", predicted step {1e3 * time.step_s:.4g} ms{doubt}"
+        print(
+            f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps{step}"
+            f"{_predicted(config)}"
+        )
     for config in plan.too_large:
         print(f"will not fit: {config.label} {_outlook(config)}")
     print_line(f"{counted(len(plan.configs), 'run')} into {directory}")

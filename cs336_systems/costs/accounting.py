@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and MFU in closed form, from the configuration alone.
+"""Parameters, bytes, FLOPs and MFU in closed form, from the configuration alone.
 
 FLOPs are those of matmuls, in which a multiply-add counts as two. Norms, softmax, RoPE, the loss and the optimizer are
 left out, as is usual (Chowdhery et al. 2022, appendix B), unless a name says otherwise.
@@ -7,9 +7,11 @@ left out, as is usual (Chowdhery et al. 2022, appendix B), unless a name says ot
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cs336_systems.config import Arch, Mode, ModelConfig, Precision, RunConfig
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.costs.shards import FP32_BYTES, kept_elements, updated_elements
+from cs336_systems.config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
+from cs336_systems.costs.hardware import DeviceSpec, find_device
+from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES, kept_elements, updated_elements
+
+INT64_BYTES = 8
 
 
 class Component(StrEnum):
@@ -173,6 +175,97 @@ def updated_parameters(config: RunConfig) -> int:
     if config.parallel.shards_parameters or config.shard_optimizer:
         return sum(updated_elements(config).values())
     return count_parameters(config.model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """FLOPs of a part of the step, and the fewest bytes that it must move to and from memory."""
+
+    name: str
+    flops: int
+    moved_bytes: int
+    precision: Precision
+    """Precision of the arithmetic, which decides the peak that applies."""
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity, in FLOPs per byte."""
+        return self.flops / self.moved_bytes
+
+
+def is_fused(model: ModelConfig) -> bool:
+    """Whether attention is one kernel, which does not write its scores to memory."""
+    return model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH
+
+
+def forward_work(config: RunConfig) -> tuple[Work, ...]:
+    """The matmuls of one forward pass and the lookup of the embedding.
+
+    Attention's FLOPs are those of causal pairs where a fused kernel computes it, which skips the others, else in full.
+
+    Every factor and result of a matmul counts once, in the type of the run's matmuls. A factor that several matmuls of
+    a part share, such as the input of queries, keys and values, counts once in all. The scores of fused attention move
+    no bytes. `fp8` makes no difference here.
+    """
+    element_bytes = HALF_BYTES if config.precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
+    moved_bytes = {part: element_bytes * elements for part, elements in _matmul_elements(config).items()}
+    moved_bytes[Component.EMBEDDING] = _embedding_bytes(config)
+    flops = forward_flops(config.model, config.batch_size, causal=is_fused(config.model))
+    return tuple(
+        Work(name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision)
+        for part in Component
+        if part in flops
+    )
+
+
+def _matmul_elements(config: RunConfig) -> dict[Component, int]:
+    """Elements of the factors, results and biases of all layers' matmuls of each part; a shared factor counts once."""
+    model, layers = config.model, config.model.num_layers
+    tokens = config.batch_size * model.context_length
+    stream, hidden = layers * tokens * model.d_model, layers * tokens * model.d_ff
+    scores = 0 if is_fused(model) else layers * tokens * model.num_heads * model.context_length
+    # besides weights and biases; the feed-forward layer reads the hidden activations once, in w2
+    activations = {
+        Component.QKV: 4 * stream,
+        Component.SCORES: 2 * stream + scores,
+        Component.VALUES: 2 * stream + scores,
+        Component.OUTPUT: 2 * stream,
+        Component.FFN: 2 * stream + _ffn_matrices(model) * hidden,
+        Component.HEAD: tokens * (model.d_model + model.vocab_size),
+    }
+    parameters = parameters_by_component(model)
+    return {part: elements + parameters.get(part, 0) for part, elements in activations.items()}
+
+
+def _embedding_bytes(config: RunConfig) -> int:
+    """Bytes of the token ids, the rows looked up (repeated ones too), gpt2's positions and the result, all in fp32."""
+    model = config.model
+    tokens = config.batch_size * model.context_length
+    positions = model.context_length * model.d_model if model.arch is Arch.GPT2 else 0
+    return INT64_BYTES * tokens + FP32_BYTES * (2 * tokens * model.d_model + positions)
+
+
+ADAMW_FLOPS = 13
+"""For each parameter: 3 for the first moment, 4 for the second, 2 for the denominator, 1 for decay, 3 for the update.
+Factors that all parameters share are left out."""
+ADAMW_BYTES = 7 * FP32_BYTES
+"""For each parameter: read the parameter, its gradient and both moments; write all but the gradient."""
+
+
+def optimizer_work(config: RunConfig) -> Work:
+    """AdamW's update, of the parameters that a rank updates, in one pass over all tensors, as in a fused kernel."""
+    parameters = updated_parameters(config)
+    return Work(
+        name="optimizer", flops=ADAMW_FLOPS * parameters, moved_bytes=ADAMW_BYTES * parameters, precision=Precision.FP32
+    )
+
+
+def least_time_s(work: Work, device: DeviceSpec) -> float | None:
+    """The longer of the times at the data sheet's peak and at its bandwidth; None if no peak is known."""
+    peak = device.peak_flops_per_s.get(work.precision)
+    if peak is None:
+        return None
+    return max(work.flops / peak, work.moved_bytes / device.memory_bandwidth_bytes_per_s)
 
 
 FORWARD_FLOPS = 2

@@ -14,12 +14,14 @@ OUTSIDE = "outside of the model"
 
 @dataclass(slots=True, kw_only=True)
 class ModuleCosts:
-    """Parameters of a module, and what its kernels compute, all modules of a list together."""
+    """Parameters of a module, and what its kernels compute and move, all modules of a list together."""
 
     parameters: int = 0
     forward_flops: int = 0
     backward_flops: int = 0
     """What a checkpoint or fused attention computes again counts again, as in torch.utils.flop_counter."""
+    forward_moved_bytes: int = 0
+    backward_moved_bytes: int = 0
 
 
 def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
@@ -37,10 +39,13 @@ def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
             if phase in (Phase.FORWARD, Phase.BACKWARD):
                 for number, place in zip(tape.launches[first:stop], tape.places[first:stop], strict=True):
                     costs, operation = found[_shown(place, config.module_depth)], tape.operations[number]
+                    moved_bytes = operation.launches * operation.moved_bytes
                     if phase is Phase.FORWARD:
                         costs.forward_flops += flops_of(operation)
+                        costs.forward_moved_bytes += moved_bytes
                     else:
                         costs.backward_flops += flops_of(operation)
+                        costs.backward_moved_bytes += moved_bytes
     return dict(found)
 
 

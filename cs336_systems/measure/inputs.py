@@ -75,96 +75,57 @@ def source_digest(module: str) -> str | None:
 
 
 def check_factory(name: str, flag: str = "--model") -> None:
-    """Raise ValueError if `package.module:factory` cannot exist or be called; nothing is imported to find that out.
+    """Raise ValueError if there is no module of `package.module:factory`, or if its source has no such word.
 
-    A module that may add names or submodules to itself while it is imported is accepted. The message names `flag`.
+    Nothing is imported. Where the source does not show all names, any name is accepted. The message names `flag`.
     """
     module, _, attribute = name.partition(":")
-    first, *below = module.split(".")
-    spec = _find(first)
-    if spec is None:
-        here = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
-        raise ValueError(f"{flag} {name}: no module {first!r}, in this directory or installed{_meant(first, here)}")
-    for part in below:
-        package, spec = spec, _submodule(spec, part)
-        if spec is None and _tree(package) is not None:
-            hint = "; leave .py out" if part == "py" else ""
-            raise ValueError(f"{flag} {name}: no module {part!r} in {package.name!r}{hint}")
-        if spec is None:
-            return
-    tree, wanted = _tree(spec), attribute.partition(".")[0]
-    known = {bound for node in ast.walk(tree) for bound in _bound_by(node)} if tree else {wanted}
-    if wanted not in known and _submodule(spec, wanted) is None:
-        raise ValueError(f"{flag} {name}: no {wanted!r} in module {module!r}{_meant(wanted, known)}")
+    first, wanted = module.partition(".")[0], attribute.partition(".")[0]
+    if _find(first) is None:
+        raise ValueError(f"{flag} {name}: no module {first!r}, in this directory or installed")
+    file, top = _file_of(module), _file_of(first)
+    sources = [each.read_text(errors="replace") for each in {file, top} if each and each.suffix == ".py"]
+    if not sources or any(map(_DYNAMIC.search, sources)) or _file_of(f"{module}.{wanted}"):
+        return
+    if file is None:
+        raise ValueError(f"{flag} {name}: no module {module!r}")
+    words = set(re.findall(r"\w+", file.read_text(errors="replace")))
+    if file.suffix == ".py" and wanted not in words:
+        close = difflib.get_close_matches(wanted, words, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{flag} {name}: no {wanted!r} in module {module!r}{meant}")
 
 
 def parameters_of(name: str) -> set[str] | None:
     """Names of the parameters of `package.module:factory`, read from its source; None if the source cannot tell.
 
-    It tells for a function or a class with `__init__` that the module defines once, without a decorator, or imports
-    by name from a module where that holds.
+    It tells for a function or a class with `__init__` that the module defines once, without a decorator.
     """
     module, _, attribute = name.partition(":")
+    file = _file_of(module)
+    try:
+        tree = ast.parse(file.read_bytes() if file else b"")
+    except (OSError, SyntaxError, ValueError):
+        return None
+    defined = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    makers: list[ast.AST] = [each for each in defined if each.name == attribute]
+    if makers and makers[0] not in tree.body:
+        return None
+    if makers and isinstance(makers[0], ast.ClassDef) and not makers[0].decorator_list:
+        makers = [each for each in makers[0].body if getattr(each, "name", None) in ("__init__", "__new__")]
+    if len(makers) != 1 or not isinstance(makers[0], ast.FunctionDef) or makers[0].decorator_list:
+        return None
+    arguments = makers[0].args
+    return {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module, found without importing the packages that it is in."""
     first, *below = module.split(".")
     spec = _find(first)
-    for part in below:
-        spec = spec and _submodule(spec, part)
-    tree = None if spec is None else _tree(spec)
-    if spec is None or tree is None:
-        return None
-    bound = [node for node in ast.walk(tree) if attribute in _bound_by(node)]
-    if len(bound) != 1 or bound[0] not in tree.body:
-        return None
-    (made,) = bound
-    if isinstance(made, ast.ImportFrom):
-        package = spec.name if spec.submodule_search_locations else spec.parent
-        source = importlib.util.resolve_name("." * made.level + (made.module or ""), package)
-        (known,) = [each.name for each in made.names if attribute == (each.asname or each.name)]
-        return parameters_of(f"{source}:{known}")
-    if isinstance(made, ast.ClassDef) and not made.keywords and not made.decorator_list:
-        makers = [each for each in made.body if {"__init__", "__new__"} & {*_bound_by(each)}]
-        made = makers[0] if len(makers) == 1 else made
-    if not isinstance(made, ast.FunctionDef) or made.decorator_list:
-        return None
-    return {each.arg for each in (*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs)}
-
-
-def _bound_by(node: ast.AST) -> list[str]:
-    """Names that this one node binds, leaving out those within it."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [each.asname or each.name for each in node.names]
-    if isinstance(node, ast.Name):
-        return [node.id] if isinstance(node.ctx, ast.Store) else []
-    return [node.name] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
-
-
-def _meant(wanted: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(wanted, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    """The module of that name in the package, without importing the package; None if there is none."""
-    full, directories = f"{package.name}.{name}", list(package.submodule_search_locations or ())
-    try:
-        return PathFinder.find_spec(full, directories)
-    except KeyError:  # Python looks for the package among the imported ones, for a folder without __init__.py in it
-        found = ModuleSpec(full, None, is_package=True)
-        found.submodule_search_locations = [str(path) for base in directories if (path := Path(base, name)).is_dir()]
-        return found
-
-
-def _tree(spec: ModuleSpec) -> ast.Module | None:
-    """The module's source; None if that cannot tell which names the module has."""
-    if spec.origin is None and spec.submodule_search_locations is not None:
-        return ast.Module([], [])  # a folder without __init__.py
-    if not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):
-        return None
-    try:
-        source = importlib.util.decode_source(Path(spec.origin).read_bytes())
-        return None if _DYNAMIC.search(source) else ast.parse(source)
-    except (OSError, SyntaxError, ValueError):  # importing it will say more
-        return None
+    paths = [each.joinpath(*below) for each in (_locations_of(spec) if spec else ())]
+    files = [file for each in paths for file in (each, each / "__init__.py", each.with_suffix(".py"))]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _locations(module: str) -> list[Path]:
@@ -172,8 +133,10 @@ def _locations(module: str) -> list[Path]:
     if module == cs336_systems.__name__:
         return [Path(each) for each in _packages_of_the_user() or _OWN_PACKAGE]
     spec = _find(module)
-    if spec is None:
-        return []
+    return [] if spec is None else _locations_of(spec)
+
+
+def _locations_of(spec: ModuleSpec) -> list[Path]:
     if spec.submodule_search_locations is not None:
         return [Path(location) for location in spec.submodule_search_locations]
     return [Path(spec.origin)] if spec.has_location and spec.origin else []

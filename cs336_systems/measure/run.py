@@ -16,6 +16,7 @@ import pynvml
 import torch
 from torch import nn
 
+from cs336_systems.analysis.statistics import steady_interval
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import Device, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measure.clock import Clock, ObservedClock, StepTimes, make_clock
@@ -55,6 +56,8 @@ MAX_EXTRA_WARMUP_STEPS = 20
 """Most steps that are added to the warm-up while torch.compile still compiles."""
 MAX_EXTRA_SKIPPED_STEPS = 20
 """Steps that GradScaler may skip in addition to the number of steps wanted: it halves its factor of 2^16 each time."""
+STABLE, MAX_STABLE_STEPS = 0.01, 200
+"""Half the interval of the mean, relative to it, at which `until_stable` stops, and the most steps until then."""
 LEAST_TRAIN_WARMUP_STEPS = 2
 """The optimizer makes its state at the end of the first step, so the second step is the first in the steady state."""
 
@@ -84,6 +87,8 @@ class Progress:
     collector_on: bool | None = None
     state_before: GpuState | None = None
     profile: Path | None = None
+    until_stable: bool = False
+    """Whether to add steps until the interval of their mean is within STABLE, or MAX_STABLE_STEPS."""
     say: Callable[[str], None] = lambda _: None
     """Called with what is done next, in a few words, before each part of the work and never while a step is timed."""
     watch: Watch = field(default_factory=Watch)
@@ -130,6 +135,7 @@ def measure(
     profile: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
     rank: Rank | None = None,
+    until_stable: bool = False,
 ) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.
 
@@ -137,7 +143,8 @@ def measure(
     `model` (on the right device) replaces the one that the configuration names. `profile` is the file that the run's
     profiler writes; nsys, which runs outside this process, does not need it. `say` receives progress messages.
 
-    Of a run on several ranks, this process is `rank`, and the record is this rank's.
+    Of a run on several ranks, this process is `rank`, and the record is this rank's. With `until_stable` steps are
+    added until their mean is known to 1 %, and the record's configuration says how many there were.
     """
     inputs = inputs_of(config)  # before the user's module is imported: its source may be edited at any time
     progress = Progress(
@@ -146,6 +153,7 @@ def measure(
         started=perf_counter(),
         profile=profile,
         say=say,
+        until_stable=until_stable,
     )
     try:
         with contextlib.nullcontext() if rank is None else group_of(rank, config.device):
@@ -324,7 +332,7 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
     """The timed loop: run steps until enough were measured; those that GradScaler skips do not count."""
     config = progress.config
     progress.collector_on = gc.isenabled()
-    while len(progress.measured) < config.measured_steps:
+    while len(progress.measured) < config.measured_steps or (progress.until_stable and not _is_stable(progress)):
         progress.where = f"measured step {len(progress.measured)}"
         times, is_taken = _run(step, clock, progress)
         if is_taken:
@@ -332,6 +340,13 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
         else:
             progress.skipped_steps += 1
             _check_skipped(progress.skipped_steps, config.measured_steps)
+    progress.config = replace(config, measured_steps=len(progress.measured))
+
+
+def _is_stable(progress: Progress) -> bool:
+    times_s = [times.step_s for times in progress.measured]
+    half = steady_interval(times_s)
+    return len(times_s) >= MAX_STABLE_STEPS or (half is not None and half <= STABLE)
 
 
 def _run(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[StepTimes, bool]:

@@ -172,7 +172,7 @@ def texts_of(section: Section, note: str = "") -> dict[str, str]:
 
 def pngs_of(section: Section) -> dict[str, bytes]:
     """The PNG of each picture of the section by its file."""
-    from cs336_systems.report.plots.draw import png_of  # matplotlib is slow to import, and printing does not need it
+    from cs336_systems.report.draw import png_of  # matplotlib is slow to import, and printing does not need it
 
     return {f"plots/{picture.name}.png": png_of(picture) for picture in section.pictures}
 

@@ -54,12 +54,10 @@ efficiency of weak scaling.
 """
 SHARED = ("communication_mean_ms", "communication_std_ms", "sent_mib", "predicted_collectives_ms")
 """Columns that results.csv has only if a run has several ranks."""
-BESIDE = ("processes", "parallel", "ranks", "bucket_mib", *SHARED, "first_step_ms", "is_off_forecast",
+BESIDE = ("processes", "parallel", "ranks", "bucket_mib", *SHARED, "first_step_ms",
           "prediction_is_doubted", "prediction_is_shipped",
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
-OFF_FORECAST = 0.15
-"""A step that differs from a trusted forecast by more than this share of its time should have a reason."""
 NUMBERS = (*QUANTITIES, "predicted_peak_gib", "predicted_step_ms", "predicted_step_error", "ceiling_share",
            "data_mean_ms", "data_std_ms", "first_step_ms", *SHARED, *SPEED_UPS,
            *(f"{key}_std" for key in SPEED_UPS))  # fmt: skip
@@ -75,9 +73,8 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
     some repeats failed, the times are those of the others, `status` and `error` are those of the first failure, and
     `warnings` counts the failures. Repeats on different devices are different rows. `ceiling_share` is `mfu` with the
     measured ceiling in place of the data sheet's peak. `predicted_step_ms` is the time of a step predicted from the
-    measured ceilings of the device, and `predicted_step_error` by what share of the measured mean it is longer;
-    `is_off_forecast` says whether that is more than OFF_FORECAST although the forecast is trusted; forecasts for
-    several ranks, and those from ceilings in doubt, never are. `predicted_collectives_ms` is the time of a step's
+    measured ceilings of the device, and `predicted_step_error` by what share of the measured mean it is longer.
+    `predicted_collectives_ms` is the time of a step's
     collectives, one after the other, from the measured ceilings of the device and the same number of ranks.
     `first_step_ms` is the first measured step, the mean over processes.
 
@@ -226,7 +223,6 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
         "predicted_step_ms": None if predicted is None else predicted.step_s * 1e3,
         "prediction_is_doubted": predicted is not None and _is_doubted(device_name, ceilings),
         "prediction_is_shipped": predicted is not None and ceilings.is_shipped(device_name or ""),
-        "is_off_forecast": False,
         "sent_mib": _scaled(max(map(_sent_bytes, done), default=None), 2**-20) if config.is_shared else None,
         "predicted_collectives_ms": _scaled(_predicted_collectives_s(config, device_name, ceilings), 1e3),
         "peak_reserved_gib": _scaled(max((m.peak_reserved_bytes for m in memories), default=None), 2**-30),
@@ -239,9 +235,7 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
     if steps:
         row |= _step(steps, config, device_name, ceilings)
     if predicted is not None and row["step_mean_ms"]:
-        row["predicted_step_error"] = error = predicted.step_s * 1e3 / row["step_mean_ms"] - 1
-        is_sure = predicted.is_trusted and not config.is_shared and not row["prediction_is_doubted"]
-        row["is_off_forecast"] = is_sure and abs(error) > OFF_FORECAST
+        row["predicted_step_error"] = predicted.step_s * 1e3 / row["step_mean_ms"] - 1
     return row
 
 

@@ -1,6 +1,6 @@
-"""What a command is doing, on standard error: in a line or a bar that is redrawn, or in new lines if not a terminal.
+"""What a command is doing, on standard error: in a line that is redrawn, or in new lines if not a terminal.
 
-Neither has a thread, which would disturb what is timed on the host. rich is imported only where it draws: a step that
+It has no thread, which would disturb what is timed on the host. rich is imported only where it draws: a step that
 is timed in this process has nothing beside it that it does not need.
 """
 
@@ -20,13 +20,12 @@ from cs336_systems.text import counted, inert_line, print_aside
 
 if TYPE_CHECKING:
     from rich.live import Live
-    from rich.progress import TaskID
 
 LARGE_BYTES = 8 * 2**20
 """Size of a profiler's file from which reading it takes a second or more."""
 FIRST = "importing PyTorch, once for all runs"
 MOST_NAMED = 8
-"""How many runs in progress are named beside the bar; of more, as on a cluster, only their number is."""
+"""How many runs in progress are named; of more, as on a cluster, only their number is."""
 LEAST_APART_S = 5.0
 """Least time between two lines where there is no terminal; what a command does in between has no line."""
 _STARTED = monotonic()
@@ -41,6 +40,7 @@ class StatusLine:
     def __init__(self) -> None:
         self._live: Live | None = None
         self._printed_s: float | None = None
+        self._doing = ""
 
     def __enter__(self) -> "StatusLine":
         if sys.stderr.isatty():
@@ -76,69 +76,53 @@ class StatusLine:
 
     def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
         """Say what begins now, and for one of `total` parts of a task how many are done."""
-        count, now_s = f"{done + 1} of {total}: " if total else "", monotonic()
-        line = f"[{now_s - _STARTED:5.1f} s] {count}{doing}"
-        if self._live is None:
-            if self._printed_s is None or now_s - self._printed_s >= LEAST_APART_S:
-                self._printed_s = now_s
-                print_aside(line)
-        else:
+        self._doing, now_s = f"{f'{done + 1} of {total}: ' if total else ''}{doing}", monotonic()
+        if self._live is not None:
+            self.tick()
+        elif self._printed_s is None or now_s - self._printed_s >= LEAST_APART_S:
+            self._printed_s = now_s
+            print_aside(f"[{now_s - _STARTED:5.1f} s] {self._doing}")
+
+    def tick(self) -> None:
+        """Draw a terminal's line again, with the time that has passed."""
+        if self._live is not None:
             from rich.text import Text
 
-            self._live.update(Text(inert_line(line), no_wrap=True, overflow="ellipsis"), refresh=True)
+            line = inert_line(f"[{monotonic() - _STARTED:5.1f} s] {self._doing}")
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 class TerminalListener(Listener):
-    """Shows the progress of a sweep: a bar, the runs in progress, and above it a line for each result."""
+    """Shows the progress of a sweep: the runs in progress, and above them a line for each result."""
 
-    def __init__(
-        self,
-        names: Mapping[RunConfig, str] | None = None,
-        first: str = FIRST,
-    ) -> None:
+    def __init__(self, names: Mapping[RunConfig, str] | None = None, first: str = FIRST) -> None:
         """`names` are names of configurations that replace the list of their settings; repeats share a name.
 
         `first` is what a sweep does before its first run.
         """
-        from rich import progress
-        from rich.console import Console
-
         self._names, self._first = names or {}, first
-        self.console = Console(stderr=True, emoji=False)
-        self._progress = progress.Progress(
-            progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=None),
-            progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("left"),
-            progress.TimeRemainingColumn(), console=self.console, auto_refresh=False, speed_estimate_period=3600,
-            disable=not self.console.is_terminal,
-        )  # fmt: skip
-        self._task: TaskID | None = None
+        self._line = StatusLine()
         self._running: dict[str, str] = {}
-        self._started: set[RunConfig] = set()
-        """The runs that this command, not an earlier one, has started."""
-        self._lines = StatusLine()
-        self._total = 0
+        self._done = self._total = 0
 
     def __enter__(self) -> "TerminalListener":
+        self._line.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._line.end()
 
     def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
         """Say what is done, what runs and what was set aside."""
-        self._progress.start()
         for problem in problems:
             print_aside(f"set aside {problem}")
         if kept:
             print_aside(f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go")
         self._total = len(todo)
-        first = self._first if todo else ""
-        self._task = self._progress.add_task(first, total=self._total)
-        self.tick()
-        if first and not self.console.is_terminal:
-            self._lines(first)
+        if todo:
+            self._line(self._first)
 
     def importing(self) -> None:
         """Import meanwhile what writes the tables and plots at the end, which takes a second."""
@@ -146,48 +130,33 @@ class TerminalListener(Listener):
         import cs336_systems.report.results  # noqa: F401
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
-        """Show the run among those in progress; without a bar, in a line of its own."""
-        label = self._label(config)
-        self._started.add(config)
+        """Show the run among those in progress."""
         is_named = gpu is not None and gpu.index > 0 and not config.is_shared
-        self._running[config.key] = f"{label} on GPU {gpu.index}" if gpu and is_named else label
-        if not self.console.is_terminal:
-            self._lines(self._running[config.key], len(self._started) - 1, self._total)
-        self._show()
+        self._show(config, f"{self._label(config)} on GPU {gpu.index}" if gpu and is_named else self._label(config))
 
     def finished(self, record: RunRecord) -> None:
-        """Print the result in one line; in a pipe, failures and what is not too close to the line before."""
+        """Print the result in one line."""
         self._running.pop(record.key, None)
-        told = describe_run(record, self._label(record.config))
-        if self.console.is_terminal or record.measurement(Phase.STEP) is None:
-            print_aside(told)
-        else:
-            self._lines(told)
-        if self._task is not None:
-            self._progress.advance(self._task)
-        self._show()
+        self._done += 1
+        print_aside(describe_run(record, self._label(record.config)))
 
     def explaining(self, config: RunConfig) -> None:
-        """Show whose profile is being explained; without a bar, only if an earlier command measured the run."""
-        self._running[config.key] = doing = f"explaining the profile of {self._label(config)}"
-        if not self.console.is_terminal and config not in self._started:
-            self._lines(doing)
-        self._show()
+        """Show whose profile is being explained."""
+        self._show(config, f"explaining the profile of {self._label(config)}")
 
     def explained(self, config: RunConfig, failure: str | None) -> None:
         """Print in one line why a profile could not be explained, if so."""
         self._running.pop(config.key, None)
         if failure is not None:
             print_aside(f"not explained {self._label(config)}: {failure}")
-        self._show()
 
     def noted(self, line: str) -> None:
         """Print the line."""
         print_aside(line)
 
     def tick(self) -> None:
-        """Update the bar's clock."""
-        self._progress.refresh()
+        """Update the clock of a terminal's line."""
+        self._line.tick()
 
     def _label(self, config: RunConfig) -> str:
         name = self._names.get(config.configuration)
@@ -195,14 +164,11 @@ class TerminalListener(Listener):
             return config.label
         return f"{name} #{config.repeat}" if config.repeat else name
 
-    def _show(self) -> None:
-        if self._task is not None:
-            from rich.markup import escape
-
-            few = len(self._running) <= MOST_NAMED
-            now = " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
-            self._progress.update(self._task, description=escape(inert_line(now)))
-        self.tick()
+    def _show(self, config: RunConfig, doing: str) -> None:
+        self._running[config.key] = doing
+        few = len(self._running) <= MOST_NAMED
+        now = " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
+        self._line(now, min(self._done, self._total - 1), self._total)
 
 
 def describe_run(record: RunRecord, label: str) -> str:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.entries import findings_section
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.section import Section, Table, rows_with
-from cs336_systems.report.sections.ceilings import PICTURES, ceilings_sections
+from cs336_systems.report.section import Section, Table, findings_section, rows_with
+from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
@@ -24,8 +23,8 @@ from cs336_systems.report.sections.memory.findings import findings as memory_fin
 from cs336_systems.report.sections.memory.tables import memory_tables
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.operators import attention_section, fusion_section
-from cs336_systems.report.sections.precision import precision_sections
 from cs336_systems.report.sections.steps import results_section
+from cs336_systems.report.sections.study import precision_sections
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.operators import AttentionStudy, FusionStudy
@@ -138,7 +137,7 @@ class StudyResults:
 
     @cached_property
     def sections(self) -> Sequence[Section]:
-        """Its tables and pictures."""
+        """Its tables."""
         if isinstance(self.study, CeilingsStudy):
             return ceilings_sections(self.study)
         if isinstance(self.study, AttentionStudy):
@@ -146,13 +145,8 @@ class StudyResults:
         return [fusion_section(self.study)] if isinstance(self.study, FusionStudy) else precision_sections(self.study)
 
     def write(self, directory: Path) -> list[Path]:
-        """Write record, tables and pictures into the directory, which is made if need be; return their paths.
-
-        An earlier picture of ceilings that these do not have is removed.
-        """
-        stale = PICTURES if isinstance(self.study, CeilingsStudy) else ()
-        files: dict[str, str | bytes] = {f"plots/{picture}.png": b"" for picture in stale}
-        files[f"{self.subject}.json"] = encode_json(self.study)
+        """Write record and tables into the directory, which is made if need be; return their paths."""
+        files: dict[str, str | bytes] = {f"{self.subject}.json": encode_json(self.study)}
         for section in self.sections:
-            files |= {**texts_of(section), **pngs_of(section)}
+            files |= texts_of(section)
         return write_files(files, directory)

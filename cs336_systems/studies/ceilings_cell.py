@@ -282,6 +282,8 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[Row]) -> list[Row]:
     collectives = [row for row in rows if isinstance(row, CollectiveCell)]
     if collectives:
         return [*measure_collectives(grid, collectives)]
+    if grid.device is Device.CPU:  # measured in rounds
+        grid = replace(grid, loops=1)
     measured: list[Row] = []
     for row in rows:
         if isinstance(row, ProductCell):

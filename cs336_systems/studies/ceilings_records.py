@@ -3,7 +3,7 @@
 The fastest matmul and the largest copy of a study are its ceilings, of which other results are reported as shares.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
@@ -56,6 +56,11 @@ class Loops:
     def __post_init__(self) -> None:
         if not self.times_s or not all(MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s):
             raise ValueError(f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s")
+
+    def repetitions(self, others: "Loops") -> "Loops":
+        """The loops of both, each as one repetition of mean time."""
+        times_s = (max(MIN_TIME_S, time_s / each.count) for each in (self, others) for time_s in each.times_s)
+        return Loops(count=1, times_s=tuple(times_s))
 
     @property
     def median_s(self) -> float:
@@ -369,6 +374,20 @@ TIMED_ROWS = {
 """The cells of a study by the field that holds them."""
 
 
+def joined(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows, those of the same cell as one row with the loops of all, or with a failure if there was one."""
+    found: dict[Row, Row] = {}
+    for row in rows:
+        cell = replace(row, timing=UNTIMED) if isinstance(row, TimedRow) else row  # type: ignore[type-var]
+        known = found.setdefault(cell, row)
+        if known is row or not isinstance(known, TimedRow) or not isinstance(row, TimedRow):
+            continue
+        mine, others = known.timing.loops, row.timing.loops
+        if mine is not None:
+            found[cell] = row if others is None else known.with_loops(mine.repetitions(others))
+    return tuple(found.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
     """What to run."""
@@ -421,13 +440,15 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
             raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
 
     def groups(self) -> list[list[Cell[Row]]]:
-        """One group of all cells of one process.
+        """One group of all cells of one process; on a CPU each occurs once per loop, in rounds.
 
+        Other programs, or other guests of the host, take a CPU for seconds at a time. That would slow all loops of a
+        cell if they were measured in a row; in rounds it slows one loop of each cell, and the medians stay the same.
         Collectives have groups of their own: a worker that has used CUDA could not fork their processes.
         """
-        cells = [*self.cells()]
+        cells, rounds = [*self.cells()], self.loops if self.device is Device.CPU else 1
         alone = [cell for cell in cells if not isinstance(cell.rows[0], CollectiveCell)]
-        return [alone, *([cell] for cell in cells if isinstance(cell.rows[0], CollectiveCell))]
+        return [alone * rounds, *([cell] for cell in cells if isinstance(cell.rows[0], CollectiveCell))]
 
     def cells(self) -> Iterator[Cell[Row]]:
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""
@@ -470,6 +491,7 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
 
     def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
+        rows = joined(rows)
         by_field: dict[str, Any] = {
             name: tuple(row for row in rows if isinstance(row, kind)) for name, kind in TIMED_ROWS.items()
         }

@@ -9,28 +9,30 @@ import atexit
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import platform
-import signal
 import socket
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
+from uuid import uuid4
 
 # Ray reads them when it is imported; without the second, a run for which memory is too small would have endless tries
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_task_oom_retries": "0"}
 
 import msgspec
 import psutil
-import ray
+import ray.experimental.internal_kv
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -46,6 +48,7 @@ from cs336_systems.record import Failure, Identity, RunRecord, Status
 from cs336_systems.sweep.isolation import (
     Interrupts,
     ensure_fork_server,
+    fork_server,
     preload,
     preload_to_explain,
     spare_children,
@@ -57,15 +60,18 @@ from cs336_systems.sweep.run import Loop, Outcome, measure_one, modules_of, num_
 from cs336_systems.sweep.store import SweepError, fresh_profile_path, make_writable, raw_profile_paths, refuse_to_mix
 from cs336_systems.text import counted
 
+T = TypeVar("T")
 MAX_TRIES = 3
 """How often Ray starts a run whose machine or process dies each time."""
 _TICK_S = 1.0
 _HEAD_S = 10.0
-"""How long the head of the cluster may take to accept a connection, or to list its machines."""
+"""How long a process of Ray may take to accept a connection, and to answer it."""
 _ANSWER_S = 15.0
 """How long all machines together may take to describe themselves; a sweep uses those that answer later when they do."""
-_GET_S = 30.0
-"""How long Ray on this machine may take to hand over what it has brought here."""
+_RAY_S = 30.0
+"""How long a call of Ray may take in which Ray waits for nothing but its own processes."""
+_SPARE_S = 60.0
+"""How much longer than its time limit a run may take, with all that Ray does for it."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What a client of gRPC sends first; a server, such as Ray, sends such settings too (RFC 9113, 3.4)."""
 _SHUTDOWN_S = 5.0
@@ -118,6 +124,8 @@ class Request(msgspec.Struct, frozen=True):
     needs: Needs
     modules: tuple[str, ...]
     """Modules for the fork server to import once for all runs."""
+    key: str
+    """Where the task notes in Ray's store on which machine it runs."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -144,6 +152,7 @@ def measure(request: bytes) -> bytes:
     """The task of a `Request`: measure the run on this machine, on the GPUs that Ray has chosen."""
     asked = msgspec.json.decode(request, type=Request)
     reply = Reply(ray.get_runtime_context().get_node_id(), platform.node())
+    ray.experimental.internal_kv._internal_kv_put(asked.key, reply.node.encode(), overwrite=True)
     _prepare()
     try:
         with _threads_of_this_machine(), TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
@@ -164,8 +173,10 @@ def measure(request: bytes) -> bytes:
 def _prepare() -> None:
     """Let this process of Ray end with the one that has started it, and what it starts not import Ray's program.
 
-    Without the former, Ray lets a task go on for ever where it dies.
+    Without the former, Ray lets a task go on for ever where it dies. The first call of `fork_server` must come before
+    this process adopts orphans, as the shell that removes temporary files is to be one.
     """
+    fork_server()
     when_it_ends(os.getppid(), functools.partial(os._exit, 1))
     with contextlib.suppress(AttributeError):
         del sys.modules["__main__"].__file__
@@ -211,7 +222,7 @@ def connected(address: str) -> Iterator[None]:
     Raises SweepError without a cluster there, and for errors of Ray meanwhile. Ray prints to standard output, which is
     for results: that is dropped.
     """
-    handler, hint = signal.getsignal(signal.SIGTERM), ""
+    hint = ""
     try:
         if address == "auto":
             address = _address_of_this_machine()
@@ -219,16 +230,16 @@ def connected(address: str) -> Iterator[None]:
         environment = {"py_modules": [str(Path(cs336_systems.__file__).parent)]}
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
             hint = " (if it asks for a token: RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN)"
-            ray.init(address=address, configure_logging=False, log_to_driver=False, runtime_env=environment)
+            settings = {"configure_logging": False, "log_to_driver": False, "runtime_env": environment}
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it sets no handler of signals in a thread
+            _promptly(functools.partial(ray.init, address, **settings))
             hint = ""
-            signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
             try:
                 yield
             finally:
-                end = threading.Thread(target=ray.shutdown, daemon=True)
-                end.start()
-                end.join(_SHUTDOWN_S)
-                if end.is_alive():
+                try:
+                    _promptly(ray.shutdown, _SHUTDOWN_S)
+                except OSError:
                     atexit.register(_end_at_once)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if isinstance(error, SweepError):
@@ -237,6 +248,22 @@ def connected(address: str) -> Iterator[None]:
             f"no connection to the Ray cluster {address}: {_in_a_line(error)}{hint}; finished runs are kept, "
             "and the same command goes on"
         ) from error
+
+
+def _promptly(call: Callable[[], T], patience_s: float = _RAY_S) -> T:
+    """What `call` returns, which asks Ray; raise OSError if it takes longer, as it does if a process of Ray hangs."""
+    future: Future[T] = Future()
+
+    def answer() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=answer, daemon=True).start()
+    if not wait([future], patience_s).done:
+        raise OSError(f"Ray did not answer here within {patience_s:g} s")
+    return future.result()
 
 
 def _end_at_once() -> None:
@@ -297,14 +324,14 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
 
     If `needs` names no identity, the machines that have most slots choose it, unless all may be mixed.
     """
-    alive = {found["NodeID"]: found for found in ray.nodes() if found["Alive"]}
+    alive = _alive()
     task = ray.remote(max_calls=1)(describe)
     pinned = {name: NodeAffinitySchedulingStrategy(name, soft=False) for name in alive}
     answers = {
         name: task.options(num_cpus=0, max_retries=0, scheduling_strategy=only).remote(device.value)
         for name, only in pinned.items()
     }
-    _, late = ray.wait([*answers.values()], num_returns=len(answers), timeout=_ANSWER_S)
+    _, late = _ready([*answers.values()], _ANSWER_S)
     described = {name: _described(answer) for name, answer in answers.items()}
     counts = {name: _count(found, device) for name, found in alive.items()}
     if needs.identity is None and not allow_mixed:
@@ -324,6 +351,28 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
     )  # fmt: skip
     in_order = sorted(machines, key=lambda each: (each.host, each.address, each.id))
     return in_order, needs, {name: answer for name, answer in answers.items() if answer in late}
+
+
+def _ready(references: list[Any], patience_s: float) -> tuple[list[Any], list[Any]]:
+    """What tasks have returned and Ray has brought here, after this time or once all is here; and the rest."""
+    find = functools.partial(ray.wait, references, num_returns=len(references), timeout=patience_s)
+    ready, others = _promptly(find, patience_s + _RAY_S) if references else ([], [])
+    return ready, others
+
+
+def _alive() -> dict[str, dict[str, Any]]:
+    """The machines of the cluster, by id; raise OSError if its head or Ray on this machine has died or hangs."""
+
+    def find() -> dict[str, dict[str, Any]]:
+        context = ray.get_runtime_context()
+        _check_address(context.gcs_address)
+        alive = {found["NodeID"]: found for found in ray.nodes() if found["Alive"]}
+        if (here := alive.get(context.get_node_id())) is None:
+            raise OSError("Ray has died on this machine, and takes along what was started from here")
+        _check_address(f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}")
+        return alive
+
+    return _promptly(find)
 
 
 def _count(found: dict[str, Any], device: Device) -> float:
@@ -396,34 +445,6 @@ def sweep_on_cluster(
         return outcome(keeper, interrupted=interrupts.count > 0)
 
 
-class _Watch:
-    """Lists the machines of the cluster in a thread, because a head that hangs would hold up the driver."""
-
-    def __init__(self) -> None:
-        self._failure = ""
-        self._nodes, self._seen_s = ray.nodes(), monotonic()
-        self._context = ray.get_runtime_context()
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def _look(self) -> None:
-        try:
-            while ray.is_initialized():
-                _check_address(self._context.gcs_address)
-                self._nodes, self._seen_s = ray.nodes(), monotonic()
-                time.sleep(_TICK_S)
-        except Exception as error:
-            self._failure = _in_a_line(error)
-
-    def alive(self) -> dict[str, dict[str, Any]]:
-        """The machines that are there, by id; raise OSError if the head does not answer, or Ray has died here."""
-        if self._failure or monotonic() - self._seen_s > _HEAD_S:
-            raise OSError(self._failure or f"its head did not answer within {_HEAD_S:g} s")
-        alive = {found["NodeID"]: found for found in self._nodes if found["Alive"]}
-        if self._context.get_node_id() not in alive:
-            raise OSError("Ray has died on this machine, and takes along what was started from here")
-        return alive
-
-
 @dataclass(slots=True)
 class _Driver:
     """Has the runs measured until nothing is left to do, or a signal interrupts the sweep."""
@@ -438,12 +459,16 @@ class _Driver:
     needs: Needs
     _waiting: deque[RunConfig] = field(default_factory=deque)
     """The widest first, because the GPUs that they need would otherwise never be free at the same time."""
-    _running: dict[Any, tuple[RunConfig, float]] = field(default_factory=dict)
-    """Runs that Ray has, by what it will return, each with the time at which Ray got it."""
+    _running: dict[Any, tuple[RunConfig, float, str]] = field(default_factory=dict)
+    """Runs that Ray has, by what it will return, each with the time at which Ray got it, and the key of its place."""
+    _keys: str = field(default_factory=lambda: f"cs336-{uuid4()}-")
+    """How the keys of this sweep begin."""
     _left_out: set[str] = field(default_factory=set)
     """Ids of the machines that the sweep does not use."""
     _there: dict[str, str] = field(default_factory=dict)
     """Hosts of the machines that the sweep uses, by id."""
+    _lost_s: dict[str, float] = field(default_factory=dict)
+    """When machines were lost whose runs Ray may not have started elsewhere yet, by id."""
     _late: dict[str, Any] = field(default_factory=dict)
     """Descriptions that are still to come, by the id of the machine, which is not used until then."""
     _cores: float = 0.0
@@ -453,7 +478,7 @@ class _Driver:
         """Measure all; raise SweepError if there is no usable machine for too long."""
         self._waiting.extend(sorted(self.todo, key=num_slots, reverse=True))
         device = self.todo[0].device
-        watch, worked_s = _Watch(), monotonic()
+        worked_s = monotonic()
         while not (used := self._begin(device, allow_mixed)):
             self._check_patience(worked_s, 0)
             time.sleep(_TICK_S)
@@ -463,12 +488,13 @@ class _Driver:
         measure_task = ray.remote(max_calls=0, max_retries=MAX_TRIES - 1)(measure)
         modules = tuple(modules_of(self.todo))
         while (self._waiting or self._running) and not self.interrupts.count:
-            alive = watch.alive()
+            alive = _alive()
             self._hear(alive, device)
             slots = self._slots(alive, device)
             self._submit(measure_task, modules, slots, device)
             for reference in self._ended():
                 self._take(reference, *self._running.pop(reference))
+            self._ask_again()
             if self.explainer.is_busy and device is Device.CUDA:
                 self.explainer.step(0.0)
             most = max(slots.values(), default=0)
@@ -477,16 +503,18 @@ class _Driver:
             elif self._waiting or self._running:
                 self._check_patience(worked_s, most)
             self.keeper.listener.tick()
+        _promptly(functools.partial(ray.experimental.internal_kv._internal_kv_del, self._keys, del_by_prefix=True))
 
     def _ended(self) -> list[Any]:
         """What Ray has returned since the last call, brought to this machine; waits for something, but not for long."""
         if not self._running:
             time.sleep(_TICK_S)
             return []
-        return [*ray.wait([*self._running], timeout=_TICK_S)[0]]
+        find = functools.partial(ray.wait, [*self._running], timeout=_TICK_S)
+        return [*_promptly(find)[0]]
 
     def _left(self) -> Iterator[RunConfig]:
-        return itertools.chain(self._waiting, (config for config, _ in self._running.values()))
+        return itertools.chain(self._waiting, (config for config, *_ in self._running.values()))
 
     def _begin(self, device: Device, allow_mixed: bool) -> list[Machine]:
         """Look at all machines, and return those that the sweep uses; the others are named."""
@@ -500,7 +528,7 @@ class _Driver:
 
     def _hear(self, alive: dict[str, dict[str, Any]], device: Device) -> None:
         """Use the machines that have described themselves since the last call, or say why not."""
-        answered = ray.wait([*self._late.values()], num_returns=len(self._late), timeout=0)[0] if self._late else []
+        answered, _ = _ready([*self._late.values()], 0.0)
         for name in [name for name, answer in self._late.items() if answer in answered]:
             node, failure = _described(self._late.pop(name))
             self._left_out.discard(name)
@@ -512,6 +540,30 @@ class _Driver:
             self._left_out.add(name)
             self._there.pop(name, None)
             self.keeper.listener.noted(f"{host} is not used: {why}")
+
+    def _place(self, key: str) -> str:
+        """Id of the machine where the run with this key has begun; empty if it waits."""
+        find = functools.partial(ray.experimental.internal_kv._internal_kv_get, key)
+        return (_promptly(find) or b"").decode()
+
+    def _ask_again(self) -> None:
+        """Give Ray again what does not end, although its machine was lost a while ago, or it must have ended long ago.
+
+        Ray does not notice the former while connections to the machine stay open, nor that a process is stopped.
+        """
+        now_s = monotonic()
+        gone = {name for name, lost_s in self._lost_s.items() if now_s - lost_s >= _RAY_S}
+        for reference, (config, started_s, key) in [*self._running.items()]:
+            is_late = now_s - started_s >= MAX_TRIES * (self.timeout_s + _SPARE_S)
+            place = self._place(key) if gone or is_late else ""
+            if place in gone or (is_late and place):
+                del self._running[reference]
+                ray.cancel(reference, force=True)
+                self._waiting.append(config)
+                if place in self._there:
+                    self._leave_out(place, self._there[place], "a run there does not end")
+        for name in gone:
+            del self._lost_s[name]
 
     def _slots(self, alive: dict[str, dict[str, Any]], device: Device) -> dict[str, int]:
         """How many ranks each machine in use can run at once; notes the machines that join and that are lost."""
@@ -528,30 +580,32 @@ class _Driver:
                     self._there[name] = host
                     self.keeper.listener.noted(f"{host} joins: {counted(slots[name], 'run')} at a time")
         for name in self._there.keys() - alive.keys():
+            self._lost_s[name] = monotonic()
             self.keeper.listener.noted(f"{self._there.pop(name)} is lost; Ray starts what ran there elsewhere")
         return slots
 
     def _submit(self, task: Any, modules: tuple[str, ...], slots: dict[str, int], device: Device) -> None:  # noqa: ANN401
         """Give Ray as many runs as the machines have slots for, so that runs which Ray has are in progress."""
-        free = sum(slots.values()) - sum(num_slots(config) for config, _ in self._running.values())
+        free = sum(slots.values()) - sum(num_slots(config) for config, *_ in self._running.values())
         most = max(slots.values(), default=0)
         selector = {"ray.io/node-id": f"!in({','.join(self._left_out)})"} if self._left_out else None
         for config in [config for config in self._waiting if num_slots(config) <= most]:
             if (width := num_slots(config)) > free:
-                break
+                continue  # a narrower run may fit, and the machine for this one may be held by another job
             free -= width
             self._waiting.remove(config)
             needed = {"num_cpus": 0, "num_gpus": width} if device is Device.CUDA else {"num_cpus": self._cores}
-            request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, modules))
+            key = f"{self._keys}{uuid4()}"
+            request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, modules, key))
             reference = task.options(**needed, label_selector=selector).remote(request)
-            self._running[reference] = config, monotonic()
+            self._running[reference] = config, monotonic(), key
             self.keeper.listener.started(config, None)
 
-    def _take(self, reference: Any, config: RunConfig, started_s: float) -> None:  # noqa: ANN401
+    def _take(self, reference: Any, config: RunConfig, started_s: float, key: str) -> None:  # noqa: ANN401
         """Keep the record and the profile of a run that has ended, or give the run to another machine."""
         try:
-            data = ray.get(reference, timeout=_GET_S)
-        except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError, ray.exceptions.GetTimeoutError):
+            data = _promptly(functools.partial(ray.get, reference))
+        except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError):
             raise
         except RayError as error:
             message = f"given up by Ray, which starts a run {MAX_TRIES} times at most: {_in_a_line(error)}"
@@ -561,7 +615,12 @@ class _Driver:
         try:
             reply, contents = _decoded(data, config, self.keeper.runs)
         except (ValueError, RecursionError) as error:
-            self.keeper.finish(self.keeper.refuse(config, f"no reply of a run: {error}", monotonic() - started_s))
+            why = f"no reply of a run: {error}"
+            if place := self._place(key):
+                self._leave_out(place, self._there.get(place, place), why)
+                self._waiting.appendleft(config)
+            else:
+                self.keeper.finish(self.keeper.refuse(config, why, monotonic() - started_s))
             return
         if reply.refused is not None:
             self._leave_out(reply.node, reply.host, reply.refused)

@@ -68,14 +68,16 @@ def fork_server() -> ForkServerContext:
 def _make_temporary_directory() -> None:
     """Make what `get_temp_dir` names here and in workers; a shell removes it once this process has ended.
 
-    That of multiprocessing itself would be left by a process that is killed.
+    That of multiprocessing itself would be left by a process that is killed. The shell is no child of this process,
+    because Ray kills the children of a process that it ends.
     """
     directory = tempfile.mkdtemp(prefix="pymp-")
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
     reader, _ = os.pipe()  # the other end is closed when this process ends, and no process that it starts has it
-    words = ["/bin/sh", "-c", 'trap "" INT TERM HUP; read -r _; rm -rf -- "$0"', directory]
+    script = 'exec 3<&0; (trap "" INT TERM HUP; read -r _ <&3; rm -rf -- "$0") &'
     null = subprocess.DEVNULL
-    subprocess.Popen(words, stdin=reader, stdout=null, stderr=null, cwd="/", process_group=0)
+    words = ["/bin/sh", "-c", script, directory]
+    subprocess.run(words, stdin=reader, stdout=null, stderr=null, cwd="/", process_group=0, check=True)
     os.close(reader)
 
 

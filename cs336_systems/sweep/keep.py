@@ -183,9 +183,7 @@ def explain_run(config: RunConfig, runs: Path) -> None:
         from cs336_systems.analysis.memory.explain import explain_memory
         from cs336_systems.analysis.memory.profile import write_memory_profile
 
-        is_own_model = config.model_factory is not None  # the shape of such a model is not known
-        shape = (None, None) if is_own_model else (config.model, config.batch_size)
-        write_memory_profile(explain_memory(raw, *shape), target)
+        write_memory_profile(explain_memory(raw), target)
     else:
         from cs336_systems.analysis.kernels.explain import explain
         from cs336_systems.analysis.kernels.step_profile import write_profile

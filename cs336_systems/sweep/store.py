@@ -127,20 +127,16 @@ def set_aside(runs: Path) -> None:
 
 
 def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
-    """Move the record and profile of an earlier run of this configuration to a new directory beside `runs`.
+    """Append the time to the names of an earlier run's record, profile and explanation, which no report reads then.
 
-    The new directory is named after the time and laid out like this one, so `cs336 report` reads it. Returns its path,
-    or None if there is no earlier run.
+    Returns the record's new path, or None if there is no earlier run.
     """
-    found = sorted([*runs.parent.glob(f"*/{config.key}.*"), *runs.parent.glob(f"*/rank*_{config.key}.*")])
-    if not found:
-        return None
-    kept = runs.with_name(f"before-{time_stamp()}")
-    for path in found:
-        target = kept / path.parent.name / path.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
-    return kept
+    stamp = time_stamp()
+    patterns = (f"*/{config.key}.*", f"*/rank*_{config.key}.*")
+    for path in [path for pattern in patterns for path in runs.parent.glob(pattern) if not path.name.endswith("Z")]:
+        path.rename(path.with_name(f"{path.name}.{stamp}"))
+    kept = runs / f"{config.key}.json.{stamp}"
+    return kept if kept.exists() else None
 
 
 def time_stamp() -> str:

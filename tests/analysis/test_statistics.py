@@ -10,6 +10,7 @@ from cs336_systems.analysis.statistics import (
     outliers,
     quotient_stdev,
     slope,
+    steady_interval,
 )
 
 
@@ -25,6 +26,15 @@ def test_it_takes_three_values_to_have_an_interval() -> None:
     """Of two, Student's t with one degree of freedom would make 6.4 times the difference: 1 and 2 from -4.9 to 7.9."""
     assert [mean_interval(values) for values in ([], [1.0], [1.0, 2.0], [2.0, 2.0])] == [None] * 4
     assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_the_interval_of_steps_that_resemble_each_other_covers_the_truth(correlation: float) -> None:
+    """Of 300 processes of 100 steps; Student's t alone covers it in about 74 % of those with a correlation of 0.5."""
+    times = 0.01 * correlated_steps(np.random.default_rng(0), 1, 300, 100, correlation)[0]
+    half = [steady_interval(steps.tolist()) * steps.mean() for steps in times]
+    assert np.mean(np.abs(times.mean(axis=1) - 1) <= half) == pytest.approx(0.945, abs=0.035)
+    assert steady_interval([1.0] * 9) is None
 
 
 def correlated_steps(generator, trials: int, processes: int, steps: int, correlation: float = 0.8) -> np.ndarray:

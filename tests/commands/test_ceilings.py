@@ -39,7 +39,6 @@ def test_a_cpu_is_measured_and_its_ceilings_are_found(tmp_path: Path, capsys: py
     ceiling = load_ceilings(directory.parent).flops_per_s(study.device_name, ProductPrecision.FP32)
     assert ceiling == study.product_ceiling(ProductPrecision.FP32)
     assert {"results.md", "products.csv", "bandwidth.tex", "launches.typ"} <= {p.name for p in directory.iterdir()}
-    assert (directory / "plots" / "roofline.png").is_file()
 
 
 def test_a_failure_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,6 @@ def test_ranks_are_a_number_that_is_given() -> None:
 
 SOURCE = """
 import functools
-from shapes import Sized as Renamed, fixed as of_another
 
 def takes(vocab_size, *, attention, d_model, **others): ...
 def fixed(vocab_size): ...
@@ -309,11 +308,6 @@ partial = functools.partial(takes, attention="naive")
 if __name__:
     def sometimes(vocab_size): ...
 """
-SHAPES = """
-def fixed(vocab_size): ...
-class Sized:
-    def __init__(self, d_ff): ...
-"""
 
 
 @pytest.mark.parametrize(
@@ -323,14 +317,11 @@ class Sized:
         ("takes", "--attention sdpa --sdpa-backend math", "--sdpa-backend math"),
         ("takes", "--num-layers 3", "--num-layers 3"),
         ("Model", "--rope-theta 5.5", "--rope-theta 5.5"),
-        ("of_another", "--d-ff 64", "--d-ff 64"),
-        ("Renamed", "--d-model 64", "--d-model 64"),
         ("fixed", "--size xl", "--size xl"),
         ("fixed", "--attention naive --size tiny --vocab-size 7 --context-length 9 --batch-size 2", None),
         ("fixed", "--size gpt2", None),
         ("takes", "--attention sdpa --d-model 96 --size small", None),
         ("Model", "--num-layers 3 --size xl", None),
-        ("Renamed", "--d-ff 64", None),
         ("wrapped", "--attention sdpa", None),
         ("partial", "--attention sdpa", None),
         ("sometimes", "--attention sdpa", None),
@@ -342,7 +333,6 @@ def test_a_flag_that_an_own_model_does_not_take_is_refused(
     """The vocabulary (of gpt2 another one) shapes the tokens; a source that does not tell what it takes is believed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(SOURCE)
-    (tmp_path / "shapes.py").write_text(SHAPES)
     own = f"--model mine:{factory} {flags}"
     if refused is None:
         assert one(own).model_factory == f"mine:{factory}"

@@ -35,7 +35,7 @@ COMMANDS = {
     "attention": ("--device cpu", "PyTorch", "1 of 12: naive", "12 of 12: ", "writing"),
     "ceilings": (
         "--device cpu --sizes 16 32 --presets --step-presets --precisions fp32 --memory-mib 1 --loops 2 --loop-s 0.001",
-        *("PyTorch", "1 of 6: fp32 product 16 x 16 x 16", "6 of 6: launches", "writing"),
+        *("PyTorch", "1 of 12: fp32 product 16 x 16 x 16", "6 of 12: launches", "12 of 12: launches", "writing"),
     ),
     "ladder": ("--device cpu --no-reasons", "reading", "writing"),
     "report": ("sweep", "reading", "writing"),

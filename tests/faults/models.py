@@ -108,14 +108,6 @@ def stops_itself():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def gigabyte_on_stderr():
-    chunk = b"x" * 2**20
-    for _ in range(2**10):
-        os.write(2, chunk)
-    say("\nthe end of the gigabyte")
-    os._exit(3)
-
-
 def start_family():
     """Descendants that hold the worker's output: in its group, in their own, and daemons with children of their own."""
     for apart in (False, True):
@@ -185,19 +177,9 @@ def hangs_at_teardown(vocab_size, d_model):
     return good(vocab_size, d_model)
 
 
-def changes_directory(vocab_size, d_model):
-    os.chdir("/")
-    return good(vocab_size, d_model)
-
-
 def cannot_write_files(vocab_size, d_model):
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    return good(vocab_size, d_model)
-
-
-def moves_the_results(vocab_size, d_model):
-    RUNS.rename("moved")
     return good(vocab_size, d_model)
 
 
@@ -266,14 +248,6 @@ def fills_the_disk(vocab_size, d_model, context_length):
         with contextlib.suppress(OSError), (runs.parent / "ballast").open("wb", buffering=0) as ballast:
             while ballast.write(b"x" * 4096):
                 pass
-    return good(vocab_size, d_model)
-
-
-def clock_set_back(vocab_size, d_model):
-    """The wall clock loses an hour with every look at it."""
-    past = iter(range(10**9, 0, -3600))
-    time.time = lambda: float(next(past))
-    time.time_ns = lambda: next(past) * 10**9
     return good(vocab_size, d_model)
 
 

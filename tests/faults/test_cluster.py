@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.record import Status, load_records
-from tests.faults.harness import NAME, ROOT, WITHOUT_REPORT, command, contents, eventually, runs, sweep
+from tests.faults.harness import ROOT, WITHOUT_REPORT, command, contents, eventually, runs, sweep
 from tests.faults.models import PAUSED, RELEASED
 from tests.faults.on_ray import END_S, LOOPBACK, TOKEN, RayCluster, family, is_alive, send
 
@@ -21,7 +20,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install ray"),
 ]
-CONTEXTS = range(1, 13)
+CONTEXTS = range(1, 9)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def start(launch, ray_cluster):
     )
 
 
-def random_moment(running, place, chance, most=9):
+def random_moment(running, place, chance, most=6):
     """Wait until a moment before the first run has ended, or after fewer than `most` runs."""
     wanted = chance.randrange(-3, most)
     if wanted >= 0:
@@ -79,12 +78,6 @@ def check_all_there(running, place, earlier=()):
     assert after.items() >= dict(earlier).items()
     reported = re.findall(r"custom ctx (\d+) .* ms", running.stderr)  # in a pipe not every run is
     assert len(reported) == len({*reported}) <= len(CONTEXTS) - len(earlier)
-
-
-def check_that_it_gives_up(running):
-    assert running.wait() == 1, running.stderr
-    assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")
-    assert "Traceback" not in running.stderr
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
@@ -125,43 +118,26 @@ def test_a_grid_on_three_nodes_of_which_one_is_killed_and_one_hangs_is_that_of_a
     start, place, ray_cluster, chance
 ):
     ray_cluster.ensure(3)
-    words = {"fault": "takes_a_while", "contexts": range(1, 9)}
-    running = start("--repeats", "3", **words, script=ROOT / "benchmark_sweep.py")
+    words = {"fault": "takes_a_while", "contexts": CONTEXTS}
+    running = start("--repeats", "2", **words, script=ROOT / "benchmark_sweep.py")
     killed, hanging = chance.sample(ray_cluster.raylets[1:], 2)
     stopped = chance.choice([family(hanging), [hanging]])
     faults = [lambda: send(family(killed), signal.SIGKILL), lambda: send(stopped, signal.SIGSTOP)]
     chance.shuffle(faults)
-    for fault, most in zip(faults, (9, 21), strict=True):
+    for fault, most in zip(faults, (6, 13), strict=True):
         random_moment(running, place, chance, most)
         fault()
-    assert running.wait() == 0, running.stderr
+    assert running.wait(300) == 0, running.stderr  # the rest of the runs, one node after the other, on a busy machine
     send(family(hanging), signal.SIGKILL)
     assert "Traceback" not in running.stderr
     assert "ray" not in running.stdout.lower()
     measured, problems = load_records(runs(place))
-    assert (len(measured), problems) == (24, [])
+    assert (len(measured), problems) == (16, [])
     local = sweep(place / "local", *(record.config for record in measured if not record.config.repeat))
     assert kinds(measured) == kinds(local.measured)
-    again, before = start("--repeats", "3", **words), contents(runs(place))
+    again, before = start("--repeats", "2", **words), contents(runs(place))
     assert again.wait() == 0
     assert contents(runs(place)) == before
-
-
-def test_profiles_are_those_of_a_local_sweep_though_a_node_is_killed(start, place, ray_cluster, chance):
-    ray_cluster.ensure(2)
-    running = start("--profile", fault="takes_a_while")
-    ours, theirs = place / "data" / "kineto_profiles" / NAME, place / "local"
-    wanted = chance.randrange(0, 5)
-    assert eventually(lambda: len([*ours.glob("runs/*.json")]) >= wanted)
-    time.sleep(chance.uniform(0, 3))
-    send(family(ray_cluster.raylets[1]), signal.SIGKILL)
-    assert running.wait() == 0, running.stderr
-    sweep(theirs, *(record.config for record in load_records(ours / "runs")[0]))
-    names = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (ours, theirs)]
-    assert names[0] == names[1]
-    for path in (ours / "kernels").iterdir():
-        here, there = (decode_profile((folder / "kernels" / path.name).read_bytes()) for folder in (ours, theirs))
-        assert (here.source, here.num_steps, here.num_kernels) == (there.source, there.num_steps, there.num_kernels)
 
 
 def test_the_driver_is_killed_and_then_ray_s_process_under_the_same_command(start, place, ray_cluster, chance):
@@ -237,8 +213,8 @@ def test_ctrl_c(start, place, ray_cluster):
     assert len(load_records(runs(place))[0]) == 2
 
 
-@pytest.mark.parametrize(("part", "number"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGKILL)])
-def test_the_head_dies_or_hangs_or_ray_dies_where_the_driver_is(start, place, ray_cluster, chance, part, number):
+@pytest.mark.parametrize(("part", "number"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, signal.SIGKILL)])
+def test_the_head_hangs_or_ray_hangs_or_dies_where_the_driver_is(start, place, ray_cluster, chance, part, number):
     """Last, because nothing can be done with its cluster afterwards."""
     ray_cluster.ensure(2)
     running = start(fault="pauses_until_released", contexts=CONTEXTS)  # one run does not end before that is noticed
@@ -246,6 +222,8 @@ def test_the_head_dies_or_hangs_or_ray_dies_where_the_driver_is(start, place, ra
     random_moment(running, place, chance)
     send([ray_cluster.head[part]], number)
     try:
-        check_that_it_gives_up(running)
+        assert running.wait(30) == 1, running.stderr
+        assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")
+        assert "Traceback" not in running.stderr
     finally:
         send([*ray_cluster.head, *ray_cluster.raylets], signal.SIGKILL)

@@ -1,25 +1,19 @@
 """Whatever the analysis of a profile dies of, the run keeps its record and its raw profile, and is explained later."""
 
 import shutil
-import signal
 import sys
-from dataclasses import replace
 
 import pytest
 
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.analysis.memory.notes import notes_path
-from cs336_systems.analysis.memory.profile import read_memory_profile
-from cs336_systems.config import Device, Profiler
-from cs336_systems.record import Status, load_records, write_record
+from cs336_systems.config import Profiler
+from cs336_systems.record import Status, load_records
 from cs336_systems.sweep import run as sweep_module
-from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path, raw_profile_path
-from tests.analysis.memory.programs import Training
+from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
 from tests.faults import analyses
 from tests.faults.analyses import HANGING, NOTES
 from tests.faults.harness import ROOT, Witness, command, config, contents, lay_out_models, sweep, time_is_up
-from tests.report.making import make_failure, make_record
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -95,18 +89,6 @@ def test_whatever_the_analysis_dies_of_the_next_sweep_explains_without_measuring
     assert_explained(measured)
 
 
-def test_a_run_that_is_explained_is_not_explained_again(measured):
-    sweep(measured, WATCHED)
-    before = contents(explanation(measured).parent)
-    witness = Witness()
-    sweep(measured, WATCHED, witness=witness)
-    assert witness.explaining_runs == []
-    assert contents(explanation(measured).parent) == before
-    explanation(measured).write_text("{")
-    sweep(measured, WATCHED)
-    assert_explained(measured)
-
-
 def report(monkeypatch, analysis, directory, *words):
     """`cs336 report` in a process of its own, whose workers explain by `analysis`."""
     code = (
@@ -141,18 +123,6 @@ def test_a_damaged_raw_profile_is_named_and_kept(measured, capsys):
     assert kept(measured) == before
 
 
-def test_ctrl_c_while_a_report_explains(measured, launch, monkeypatch):
-    before = kept(measured)
-    running = launch(report(monkeypatch, "hangs", measured))
-    running.wait_for(HANGING)
-    running.signal(signal.SIGINT)
-    assert running.wait() == 130, running.stderr
-    assert "Traceback" not in running.stderr
-    assert kept(measured) == before
-    assert cli.main(["report", str(measured)]) == 0
-    assert_explained(measured)
-
-
 def test_a_profiled_sweep_that_cannot_be_explained_ends_with_status_1_and_its_tables(place, monkeypatch, capsys):
     words = [*command("good", contexts=(4,))[2:], "--profile"]
     folder = place / "data" / "kineto_profiles" / "faulty"
@@ -179,33 +149,3 @@ def test_a_profiled_sweep_that_cannot_be_explained_ends_with_status_1_and_its_ta
     assert "the profiles of 1 of 1 runs that ended well are missing, and the tables of profiles stay" in said
     assert contents(folder)["phases.csv"][0] == tables
     assert contents(folder / "runs") == before
-
-
-@pytest.mark.parametrize("status", [Status.OK, Status.OOM])
-def test_a_report_explains_memory_snapshots_too(place, status):
-    """That of a run that was out of memory as well: it is evidence."""
-    runs, device = place / "sweep" / "runs", Device.CUDA
-    recorded = replace(config(), model_factory=None, profiler=Profiler.MEMORY, device=device)
-    record = make_record(recorded, (0.5,)) if status is Status.OK else make_failure(recorded)
-    assert record.status is status
-    runs.mkdir(parents=True)
-    write_record(record, runs)
-    snapshot = raw_profile_path(recorded, runs)
-    snapshot.parent.mkdir()
-    training = Training()
-    training.step(0)
-    made = training.end(place)
-    notes_path(made).rename(notes_path(snapshot))
-    made.rename(snapshot)
-    assert cli.main(["report", "sweep"]) == 0
-    profile = read_memory_profile(memory_profile_path(recorded, runs))
-    assert (profile.num_steps, profile.source) == (1, snapshot.name)
-    assert (place / "sweep" / "peaks.csv").is_file()
-
-
-def test_a_run_that_is_measured_again_does_not_keep_the_explanation_of_the_one_before(measured, monkeypatch):
-    sweep(measured, WATCHED)
-    assert_explained(measured)
-    monkeypatch.setattr(sweep_module, "explain_in_worker", analyses.raises)
-    assert sweep(measured, WATCHED, fresh=True).unexplained == (WATCHED,)
-    assert not explanation(measured).exists()

@@ -2,16 +2,10 @@
 
 import contextlib
 import csv
-import fcntl
-import os
-import pty
 import signal
 import sys
-import termios
-import time
 
 import psutil
-import pytest
 
 from cs336_systems.record import load_records
 from tests.faults.harness import (
@@ -26,7 +20,7 @@ from tests.faults.harness import (
     runs,
     sweep,
 )
-from tests.faults.models import PAUSED, RELEASED
+from tests.faults.models import PAUSED
 
 DEBOUNCE_S = 0.5
 """Longer than the time in which two signals count as one."""
@@ -76,39 +70,6 @@ def test_sigterm(launch, place):
         with contextlib.suppress(psutil.NoSuchProcess):  # the first signal may have ended the others
             process.send_signal(signal.SIGTERM)
     assert_ended(running, place, earlier)
-
-
-@pytest.mark.parametrize("is_nohup", [False, True])
-def test_a_terminal_that_closes(launch, place, is_nohup):
-    """It takes standard output and error away, and the signal comes twice: from the kernel and from the shell.
-
-    Under nohup the signal is not heard, and what is still printed has nowhere to go.
-    """
-    ours, theirs = pty.openpty()
-
-    def take_the_terminal():
-        if is_nohup:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-
-    words = command("pauses_until_released", script=SWEEP, contexts=[4, 8])
-    running = launch(words, stdout=theirs, stderr=theirs, preexec_fn=take_the_terminal, pass_fds=[theirs])
-    os.close(theirs)
-    os.set_blocking(ours, False)
-
-    def read_until_paused():
-        with contextlib.suppress(BlockingIOError):
-            os.read(ours, 2**16)
-        return PAUSED.exists()
-
-    assert eventually(read_until_paused)
-    os.close(ours)
-    time.sleep(0.05)
-    running.signal(signal.SIGHUP)
-    if is_nohup:
-        RELEASED.touch()
-    assert running.wait() == (0 if is_nohup else 130)
-    assert rows(place) == [(4, "ok"), (8, "ok")][: 1 + is_nohup]
 
 
 def fork_servers(running):

@@ -22,8 +22,6 @@ ROOT = Path(__file__).parents[2]
 PROFILE = next((ROOT / "data/published/nsys_profiles/train/kernels").glob("small_ctx128*.json"))
 COMMANDS = {
     "benchmark": ("benchmark.py", "--device", "cpu", "--measured-steps", "900000"),
-    "sweep": ("benchmark_sweep.py", "--device", "cpu", "--measured-steps", "900000"),
-    "account": ("-m", "cs336_systems", "account", "--size", "xl", "--fit", "--memory-gib", "80"),
     "kernels": ("-m", "cs336_systems", "kernels", str(PROFILE)),
 }
 MOMENTS = int(os.environ.get("CS336_MOMENTS", "2"))
@@ -68,7 +66,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_at_any_moment_is_one_line(name: str, place: Path) -> None:
-    usual = {"benchmark": 1500, "sweep": 350, "account": 150, "kernels": 250}
+    usual = {"benchmark": 1500, "kernels": 250}
     missed = 0
     for number in range(MOMENTS):
         stop_at = 1 + number * usual[name] // MOMENTS
@@ -99,7 +97,7 @@ def test_a_users_module_cannot_catch_ctrl_c_while_it_is_imported_even_where_nobo
     assert subprocess.run(words, cwd=place, env=environment, capture_output=True, timeout=100).returncode == 130
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_a_study_that_ends_early_keeps_its_rows_and_leaves_no_temporary_directory(place: Path, number: int) -> None:
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # sockets need a short path
     words = [sys.executable, "-m", "cs336_systems", "ceilings", "--device", "cpu", "--name", "x"]

@@ -29,7 +29,7 @@ def config_of(size: str = "small", context_length: int = 256, **changes: object)
 
 def recorded(config: RunConfig, tmp_path: Path) -> tuple[RunRecord, MemoryProfile]:
     record = measure(config, profile=tmp_path / "snapshot.pickle")
-    return record, explain_memory(tmp_path / "snapshot.pickle", config.model, config.batch_size)
+    return record, explain_memory(tmp_path / "snapshot.pickle")
 
 
 def requested(moment: Moment, category: Category) -> int:

@@ -2,14 +2,18 @@
 
 import contextlib
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
+from typing import ClassVar
 
 import pytest
 import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems import watch
 from cs336_systems.config import SIZES, Attention, Device, OptimizerKind, Phase, Precision, RunConfig
+from cs336_systems.measure.run import measure
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.trainable import cross_entropy
 from cs336_systems.model.transformer import TransformerLM
@@ -73,3 +77,70 @@ def test_watching_costs_less_than_a_hundredth(loop):
     cost = median(with_it / without - 1 for with_it, without in pairs)
     print(f"watching costs {100 * cost:.2f} % of {1e3 * pairs[0][1]:.2f} ms")
     assert cost < 0.01
+
+
+def test_phases_are_those_of_the_benchmark(loop):
+    expected = measure(CONFIG)
+    watched = watch(*loop[:2], warmup_steps=0)
+    train(watched, *loop)
+    found = watched.record()
+    watched.remove()
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+        print(f"{phase}: {1e3 * mean(found, phase):.3f} ms watched, {1e3 * mean(expected, phase):.3f} ms benchmark")
+        assert mean(found, phase) == pytest.approx(mean(expected, phase), rel=0.03)
+
+
+def test_steps_of_a_trainer_are_those_of_a_clock(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from examples.watch_trainer import Watched
+
+    class Clocked(Watched):
+        times_s: ClassVar[list[float]] = []
+
+        def on_step_begin(self, *arguments, **others):
+            torch.cuda.synchronize()
+            self.begun_s = perf_counter()
+            super().on_step_begin(*arguments, **others)
+
+        def on_step_end(self, *arguments, **others):
+            super().on_step_end(*arguments, **others)
+            torch.cuda.synchronize()
+            self.times_s.append(perf_counter() - self.begun_s)
+
+    tokens = [{"input_ids": torch.arange(512), "labels": torch.arange(512)}] * 64
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=1024, n_layer=12, n_head=16))
+    arguments = transformers.TrainingArguments(
+        tmp_path, per_device_train_batch_size=16, max_steps=20, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    watched = Clocked(warmup_steps=5, output=tmp_path)
+    transformers.Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[watched]).train()
+    step_s = mean(watched.watched.record(), Phase.STEP)
+    print(f"step {1e3 * step_s:.3f} ms, clock {1e3 * fmean(Clocked.times_s[5:]):.3f} ms")
+    assert step_s == pytest.approx(fmean(Clocked.times_s[5:]), rel=0.01)
+
+
+def train_on_a_rank(rank, directory):
+    """Steps of DDP on two ranks, watched; the file says the mean of a step by `watch` and by a clock (s)."""
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
+    with torch.device("cuda"):
+        model = TransformerLM(CONFIG.model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    shared, batches = DistributedDataParallel(model), TrainingStep(CONFIG).batches
+    train(None, shared, optimizer, batches, 10)
+    watched = watch(shared, optimizer, warmup_steps=0, output=directory)
+    clock_s = train(watched, shared, optimizer, batches)
+    record = watched.record()
+    (directory / str(rank)).write_text(f"{mean(record, Phase.STEP) + sum(record.between_s) / STEPS} {clock_s}")
+    distributed.destroy_process_group()
+
+
+def test_steps_of_two_ranks_are_those_of_their_clocks(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torch.multiprocessing.spawn(train_on_a_rank, (tmp_path,), 2)
+    for rank in range(2):
+        found_s, clock_s = map(float, (tmp_path / str(rank)).read_text().split())
+        print(f"rank {rank}: {1e3 * found_s:.3f} ms watched, {1e3 * clock_s:.3f} ms by the clock")
+        assert found_s == pytest.approx(clock_s, rel=0.01)

@@ -23,13 +23,6 @@ def timed(clock: Clock, slow: Phase | None, delay: Callable[[], None]) -> StepTi
     return clock.stop()
 
 
-@pytest.mark.parametrize("slow", PHASES)
-def test_a_sleep_is_found_in_its_phase(slow: Phase, host_time: HostTime) -> None:
-    times = timed(HostClock(), slow, lambda: host_time.sleep(DELAY_S))
-    assert times.phases_s == {phase: DELAY_S if phase is slow else 0.0 for phase in PHASES}
-    assert times.step_s == times.host_s == DELAY_S
-
-
 def test_the_step_is_as_long_as_another_clock_says() -> None:
     clock = HostClock()
     clock.start()
@@ -40,16 +33,6 @@ def test_the_step_is_as_long_as_another_clock_says() -> None:
     start = time.monotonic()
     times = timed(clock, Phase.FORWARD, lambda: time.sleep(DELAY_S))
     assert times.step_s <= time.monotonic() - start
-
-
-def test_a_clock_forgets_the_step_before(host_time: HostTime) -> None:
-    clock = HostClock()
-    timed(clock, Phase.DATA, lambda: host_time.sleep(DELAY_S))
-    clock.start()
-    clock.lap(Phase.FORWARD)
-    times = clock.stop()
-    assert set(times.phases_s) == {Phase.FORWARD}
-    assert times.step_s == 0
 
 
 class LaggingDevice:

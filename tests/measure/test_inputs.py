@@ -132,8 +132,6 @@ def test_modules_of_this_package_and_of_the_users_of_that_name_are_found(here: P
     write(here, {"cs336_systems/__init__.py": "", "cs336_systems/theirs.py": "def make(): pass\n"})
     check_factory("cs336_systems.theirs:make")
     check_factory("cs336_systems.model.transformer:TransformerLM")
-    with pytest.raises(ValueError, match="no module 'nowhere' in 'cs336_systems'"):
-        check_factory("cs336_systems.nowhere:make")
 
 
 @pytest.mark.parametrize("module", ["not_there", "not_there.model", "sys", "__main__x"])
@@ -141,70 +139,14 @@ def test_without_source_there_is_no_digest(here: Path, module: str) -> None:
     assert source_digest(module) is None
 
 
-FACTORIES = {
-    "plain.py": """
-import math as m
-from json import dumps
-if m.pi > 3:
-    def make(): ...
-else:
-    other = 1
-class Outer:
-    class Inner: ...
-for looped in "x": pass
-""",
-    "lazy.py": "def __getattr__(name):\n    return name\n",
-    "star.py": "from plain import *\n",
-    "late.py": "globals()['make'] = print\n",
-    "sets.py": "import sets\nsetattr(sets, 'make', print)\n",
-    "layers.py": "class Model:\n    def __init__(self):\n        setattr(self, 'layer0', 1)\ndef make(): ...\n",
-    "within.py": "def hidden():\n    inner = 1\n    return later\n",
-    "broken.py": "def make(:\n",
-    "package/__init__.py": "from .sub import make\nfrom . import other as renamed\n",
-    "package/sub.py": "def make(): ...\n",
-    "package/other.py": "def make(): ...\n",
-    "package/folder/deep.py": "def make(): ...\n",
-    "folder/sub.py": "def make(): ...\n",
-    "replaces.py": "import sys\nsys.modules['replaces.virtual'] = sys.modules['plain'] = sys\n__path__ = []\n",
-}
-NAMES = [
-    *(f"plain:{name}" for name in ("make", "m", "dumps", "other", "Outer.Inner", "looped", "Outer", "nothing", "pi")),
-    "lazy:anything", "star:make", "late:make", "sets:make", "layers:make", "layers:mkae",
-    "within:hidden", "within:inner", "within:later", "broken:make",
-    "package:make", "package:sub.make", "package:renamed", "package:other", "package:nothing", "package.sub:make",
-    "package.sub:nothing", "package.nothing:make", "package.sub.nothing:make", "package.folder.deep:make",
-    "package.folder.nothing:make", "package.folder.deep:nothing", "folder.sub:make", "folder.nothing:make",
-    "folder:make", "replaces.virtual:path", "plain.py:make", "nothing:make", "nothing.at.all:make", "json:dumps",
-    "json:nothing", "math:sqrt", "sys:exit", "os.path:join", "xml.dom.minidom:parse", "xml.nothing:parse",
-]  # fmt: skip
-
-
-def test_a_factory_is_refused_only_where_python_does_not_find_it_either(here: Path) -> None:
-    write(here, FACTORIES)
-    program = f"""
-import importlib, operator, subprocess, sys
-sys.path.insert(0, ".")
-for name in {NAMES}:
-    for loaded in [m for m in sys.modules if m.split(".")[0] in ("plain", "package", "folder", "replaces", "sets")]:
-        del sys.modules[loaded]
-    module, _, attribute = name.partition(":")
-    try:
-        operator.attrgetter(attribute)(importlib.import_module(module))
-        print(name)
-    except (ImportError, AttributeError, SyntaxError):
-        pass
-"""
-    there = set(subprocess.check_output([sys.executable, "-B", "-c", program], cwd=here, text=True).split())
+def test_a_factory_is_refused_if_its_name_is_nowhere_in_the_source(here: Path) -> None:
+    write(here, {"lazy.py": "def __getattr__(name):\n    return name\n", "mypackage/sub.py": "def make(): ...\n"})
     before = set(sys.modules)
-    refused = set()
-    for name in NAMES:
-        try:
+    for name in ("mypackage.sub:make", "mypackage.blocks:Block", "lazy:anything", "sys:exit", "json:dumps"):
+        check_factory(name)
+    for name in ("nothing:make", "mypackage.subb:make", "mypackage.sub:mkae", "mine.py:make", "mylayers:Layers"):
+        with pytest.raises(ValueError, match=r"--model .*: no "):
             check_factory(name)
-        except ValueError:
-            refused.add(name)
-    assert not refused & there
-    # what a module does when it runs, a mistake in it, and where a name is bound are seen when it is imported
-    assert set(NAMES) - there - refused == {"broken:make", "plain:other", "within:inner"}
     assert set(sys.modules) == before
 
 

@@ -122,21 +122,6 @@ def test_a_checkpoint_keeps_its_input_and_backward_saves_what_forward_would(
     assert unnamed == [], "a checkpoint's inputs are sighted once, with the block that they are of"
 
 
-@pytest.mark.parametrize("arch", Arch)
-def test_a_checkpoint_of_fused_blocks_keeps_stream_and_branch(arch: Arch, tmp_path: Path) -> None:
-    """The first block of GPT-2 also zeros in place of a bias; those of later ones are weights, and not kept by it."""
-    step = make_step(
-        arch, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True,
-        checkpoint_blocks=2,
-    )  # fmt: skip
-    inputs = [s for s in record(step, tmp_path).sightings if is_input(s)]
-    kept = [((BATCH, CONTEXT, D_MODEL), "float32"), ((BATCH, CONTEXT, D_MODEL), "bfloat16")]
-    expected = [(f"block.{first} > {CHECKPOINT}", *each) for first in range(0, LAYERS, 2) for each in kept]
-    if arch is Arch.GPT2:
-        expected.insert(2, (f"block.0 > {CHECKPOINT}", (D_MODEL,), "bfloat16"))
-    assert [(short_name(s), s.shape, s.dtype) for s in inputs] == expected
-
-
 @pytest.mark.parametrize("blocks", [0, 2])
 def test_a_recorded_step_computes_the_same_and_leaves_no_hook_behind(blocks: int, tmp_path: Path) -> None:
     alone, watched = make_step(checkpoint_blocks=blocks), make_step(checkpoint_blocks=blocks)

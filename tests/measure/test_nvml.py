@@ -1,8 +1,6 @@
 """What the driver says, in our units; which GPUs are meant; machines that say little or nothing."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -54,27 +52,6 @@ def test_the_gpus_meant_are_those_that_torch_would_see(visible: str, monkeypatch
     assert [gpu.index for gpu in select(GPUS, visible)] == VISIBLE[visible]
 
 
-# Run in a process of its own, where CUDA has not looked at the environment yet.
-COUNT_DEVICES = """
-import ctypes
-cuda = ctypes.CDLL("libcuda.so.1")
-count = ctypes.c_int(0)
-print(0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) else count.value)
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "visible", ["", "-1", "0", " 0 ", "0,0", "0,-1", "9,0", "GPU", "PREFIX", "UUID,UUID", "0,UUID", "UUID,0"]
-)
-def test_the_gpus_meant_are_those_that_cuda_sees(visible: str) -> None:
-    uuid = visible_gpus()[0].uuid
-    visible = visible.replace("PREFIX", uuid[:12]).replace("UUID", uuid)
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
-    counted = subprocess.check_output([sys.executable, "-c", COUNT_DEVICES], env=environment)
-    assert len(visible_gpus(visible)) == int(counted)
-
-
 @pytest.fixture
 def forget_driver() -> Iterator[None]:
     nvml._initialised.cache_clear()
@@ -97,17 +74,6 @@ def test_without_a_driver_there_is_no_gpu_and_no_error(monkeypatch: pytest.Monke
 def driver(monkeypatch: pytest.MonkeyPatch, forget_driver: None) -> SimpleNamespace:
     """A driver with two GPUs whose answers a test may change."""
     return fake_driver(monkeypatch)
-
-
-def test_a_gpu_that_shares_the_host_s_memory_has_no_size_of_its_own(driver: SimpleNamespace) -> None:
-    driver.nvmlDeviceGetMemoryInfo = unsupported
-    assert [(gpu.name, gpu.memory_bytes) for gpu in visible_gpus()] == [("NVIDIA H100 80GB HBM3", None)] * 2
-
-
-def test_what_programs_can_have_is_without_what_the_driver_keeps(driver: SimpleNamespace) -> None:
-    assert visible_gpus()[0].usable_bytes == 85_520_809_984 - 680_000_000 == usable_gpu_bytes()
-    driver.nvmlDeviceGetMemoryInfo = unsupported
-    assert usable_gpu_bytes() is None
 
 
 A, B = Slice("MIG-aa01", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * 2**30), Slice("MIG-bb02", "?", 40 * 2**30)
@@ -199,31 +165,6 @@ def test_units_are_si(driver: SimpleNamespace) -> None:
     assert state.power_w == 698.25
     assert state.temperature_c == 61
     assert GpuMonitor("GPU-0").energy_j() == 1234.567
-
-
-def test_throttling_has_the_names_of_nvml_s_own_bits(driver: SimpleNamespace) -> None:
-    """The last two mean an idle GPU, or a clock that somebody asked for."""
-    named = {
-        "SwPowerCap": "power cap", "HwSlowdown": "hardware slowdown", "SwThermalSlowdown": "software thermal",
-        "HwThermalSlowdown": "hardware thermal", "HwPowerBrakeSlowdown": "power brake", "GpuIdle": None,
-        "ApplicationsClocksSetting": None,
-    }  # fmt: skip
-    for constant, name in named.items():
-        bits = getattr(pynvml, f"nvmlClocksThrottleReason{constant}")
-        driver.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle, bits=bits: bits
-        assert GpuMonitor("GPU-0").state().throttle_reasons == ((name,) if name else ())
-
-
-@pytest.mark.parametrize(("running", "own", "others"), [(1, 1, 0), (3, 1, 2), (0, 1, 0), (2, 0, 2)])
-def test_company_is_counted_without_this_process(driver: SimpleNamespace, running: int, own: int, others: int) -> None:
-    driver.nvmlDeviceGetComputeRunningProcesses = lambda handle: list(range(running))
-    assert GpuMonitor("GPU-0").processes() == running
-    assert GpuMonitor("GPU-0").state(own).other_processes == others
-
-
-def test_energy_that_is_not_counted_is_unknown(driver: SimpleNamespace) -> None:
-    driver.nvmlDeviceGetTotalEnergyConsumption = unsupported
-    assert GpuMonitor("GPU-0").energy_j() is None
 
 
 @pytest.mark.gpu

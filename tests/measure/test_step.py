@@ -2,11 +2,9 @@
 
 import copy
 import re
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, Optimiz
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.own import call_factory, load_factory
-from cs336_systems.model.trainable import make_model
 from cs336_systems.model.transformer import TransformerLM
 from tests.conftest import HostTime
 
@@ -216,18 +213,6 @@ def test_a_factory_is_called_with_what_its_signature_names() -> None:
     call_factory(lambda *nothing: nn.Identity(), MODEL)
 
 
-def test_what_a_factory_needs_and_there_is_not_is_named() -> None:
-    factory = load_factory("tests.own_models:needs_dropout")
-    with pytest.raises(ValueError, match="the model factory needs dropout, experts; it can have: ") as caught:
-        call_factory(factory, MODEL)
-    assert all(field.name in str(caught.value) for field in fields(ModelConfig))
-
-
-def test_a_factory_that_makes_no_module_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must return a torch\.nn\.Module, got list"):
-        call_factory(load_factory("tests.own_models:not_a_module"), MODEL)
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -241,21 +226,6 @@ def test_a_factory_that_makes_no_module_is_refused() -> None:
 def test_a_factory_that_is_not_there_is_an_error_that_names_it(name: str, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^--model {name}: .*{re.escape(problem)}"):
         load_factory(name)
-
-
-def test_a_factory_is_found_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model_of_mine.py").write_text("class Outer:\n    @staticmethod\n    def make():\n        return 5\n")
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.chdir(tmp_path)
-    assert load_factory("model_of_mine:Outer.make")() == 5
-
-
-def test_a_model_is_made_on_its_device_with_the_weights_of_the_seed() -> None:
-    torch.manual_seed(5)
-    first = make_model(CONFIG)
-    torch.manual_seed(5)
-    assert same(parameters(first), parameters(make_model(CONFIG)))
-    assert not same(parameters(first), parameters(make_model(CONFIG)))
 
 
 # Compiled
@@ -293,15 +263,6 @@ def test_a_compiled_step_trains_the_same(compiled_eagerly: list[object], mode: C
     assert losses == pytest.approx(expected, rel=1e-5)
     for mine, theirs in zip(parameters(model), parameters(twin), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[nn.Module, object]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, mode: calls.append((self, mode)))
-    model = TransformerLM(MODEL)
-    config = replace(CONFIG, compile=CompileMode.DEFAULT, compile_blocks=True)
-    TrainingStep(config, model)
-    assert calls == [(block, None) for block in model.layers]
 
 
 @pytest.mark.gpu

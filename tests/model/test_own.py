@@ -1,6 +1,7 @@
 """Models that this project did not write: what they return, the loss they compute, the tokens they know."""
 
 import contextlib
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from cs336_systems.cli import main
 from cs336_systems.config import SIZES, LossKind, Mode, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
@@ -131,3 +133,12 @@ def test_models_of_transformers_are_timed_as_they_are(name, loss):
     _, first = step(HostClock())
     _, last = step(HostClock())
     assert last < first, "the optimizer lowers the loss of the one batch"
+
+
+def test_a_sweep_of_a_model_of_one_shape_measures_it_once_for_each_precision(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["sweep", "--model", f"{__name__}:Plain", "--context-lengths", "8", "--precisions", "fp32", "bf16",
+                 "--device", "cpu", "--dry-run", "--json"]) == 0  # fmt: skip
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["precision"] for run in runs] == ["fp32", "bf16"]

@@ -1,7 +1,6 @@
 """What the ranks of these tests do, and the same in one process with the whole batch."""
 
 import functools
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.memory import MemoryRecorder
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.parallel.collectives import TrafficCounter, meet_on_host
+from cs336_systems.parallel.collectives import TrafficCounter
 from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
 from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.ways import TorchDDP, TorchFSDP
@@ -260,20 +259,6 @@ def accumulated_alone():
     return weights_of(model)
 
 
-def other_gradients_later(early, late):
-    """What ddp-overlap says if the second backward makes gradients of other layers than the first."""
-    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
-    wrapped = WAYS["ddp-overlap"](model)
-    try:
-        for names in (early, late):
-            sum(model[name](torch.ones(2)).sum() for name in names).backward()
-            wrapped.finish_gradient_synchronization()
-            wrapped.zero_grad()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def recorded(settings, folder):
     """Bytes by kind of what the recorder of memory sees in a step."""
     rank = dist.get_rank()
@@ -290,11 +275,3 @@ def recorded(settings, folder):
     for each in read_notes(notes_path(path)).sightings:
         kinds[each.kind.value] += each.num_bytes
     return dict(kinds)
-
-
-def meet_late():
-    """When this rank came and when it went on, if rank 1 comes later than the others."""
-    time.sleep(0.2 * (dist.get_rank() == 1))
-    came = time.monotonic()
-    meet_on_host("a place")
-    return came, time.monotonic()

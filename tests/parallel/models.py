@@ -44,10 +44,6 @@ def _stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _raise():
-    raise ArithmeticError("two and two are five")
-
-
 def _ask_for_a_pebibyte():
     torch.empty(2**50, dtype=torch.uint8, device="cuda" if dist.get_backend() == "nccl" else "cpu")
 
@@ -100,15 +96,5 @@ def stops(vocab_size: int) -> nn.Module:
     return Faulty(_stop, vocab_size)
 
 
-def raises(vocab_size: int) -> nn.Module:
-    return Faulty(_raise, vocab_size)
-
-
 def out_of_memory(vocab_size: int) -> nn.Module:
     return Faulty(_ask_for_a_pebibyte, vocab_size)
-
-
-def fails_at_once(vocab_size: int) -> nn.Module:
-    if dist.get_rank() == FAULTY_RANK:
-        raise RuntimeError("no such weights")
-    return good(vocab_size)

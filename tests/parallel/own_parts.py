@@ -69,13 +69,3 @@ def losses(config):
     torch.manual_seed(0)
     step = TrainingStep(config, rank=dist.get_rank())
     return [step(HostClock())[1].item() for _ in range(3)], Bucketed.sizes
-
-
-def buckets(config):
-    """How many averages ddp-overlap has started by the end of the second step."""
-    from cs336_systems.measure.clock import HostClock
-    from cs336_systems.measure.step import TrainingStep
-
-    step = TrainingStep(config, rank=dist.get_rank())
-    step(HostClock())
-    return len(step.way._buckets)

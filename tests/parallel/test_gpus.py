@@ -91,7 +91,7 @@ def nothing_is_left(directory, uuids):
 def test_ranks_that_fail_end_the_others_and_leave_nothing(tmp_path, two_gpus):
     faults = {
         name: replace(ON_GPUS, parallel=Parallel.FSDP, model_factory=f"parallel_models:{name}")
-        for name in ("killed", "out_of_memory", "raises")
+        for name in ("killed", "out_of_memory")
     }
     after = replace(ON_GPUS, seed=1)
     with nothing_is_left(tmp_path, two_gpus):

@@ -25,7 +25,6 @@ def two():
 @pytest.mark.parametrize(
     "parts",
     [
-        {"own_ddp": f"{PARTS}:DDP"},
         {"own_ddp": f"{PARTS}:Bucketed", "bucket_mib": 3},
         {"own_optimizer": f"{PARTS}:Sharded"},
         {"own_ddp": f"{PARTS}:DDP", "own_optimizer": f"{PARTS}:Sharded"},
@@ -45,13 +44,6 @@ def test_own_parts_train_as_ours_do(two, parts):
     ):
         assert found == pytest.approx(ours, rel=1e-5)
         assert sizes[-1:] == [config.bucket_mib] or "Bucketed" not in str(parts)
-
-
-def test_buckets_of_zero_hold_one_parameter_each(two):
-    config = replace(OURS, parallel=Parallel.DDP_OVERLAP)
-    parameters = 2 + 1 + MODEL.num_layers * 9
-    assert two.call(f"{PARTS}:buckets", replace(config, bucket_mib=0)) == [parameters] * 2
-    assert two.call(f"{PARTS}:buckets", config) == [1, 1]
 
 
 def test_a_class_without_the_interface_is_refused(two):

@@ -129,12 +129,6 @@ def test_a_way_that_averages_during_backward_refuses_a_second_one(two, way):
         assert "finish_gradient_synchronization" in said
 
 
-@pytest.mark.parametrize(("early", "late"), [("a", "ab"), ("ab", "a")])
-def test_gradients_that_come_or_go_after_the_first_step_are_told(two, early, late):
-    for said in two.call("tests.parallel.checks:other_gradients_later", early, late):
-        assert "first step" in said
-
-
 def test_low_precision_is_gathered_and_the_masters_are_not(two):
     expected = checks.train_alone_in_bf16()
     ways = {way: two.call("tests.parallel.checks:train_in_bf16", way) for way in FSDP_WAYS}
@@ -242,9 +236,3 @@ def test_the_recorder_of_memory_sees_what_a_rank_keeps_and_what_is_gathered(two,
         state = found.pop("optimizer state")
         assert state == pytest.approx(8 * WHOLE if expected["parameters"] == 4 * WHOLE else 8 * PART, rel=0.04)
         assert {kind: found.get(kind, 0) for kind in expected} == expected
-
-
-def test_ranks_that_meet_wait_for_the_last(two):
-    times = two.call("tests.parallel.checks:meet_late")
-    last = max(came for came, _ in times)
-    assert all(went_on >= last for _, went_on in times)

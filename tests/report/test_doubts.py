@@ -114,8 +114,6 @@ def test_fusion_says_which_times_are_in_doubt(fault):
     (gain,) = marked(column(table, "speed-up")[1])
     ratio = np.median(QUIET) * 4 / np.median(FAULTS[fault])
     assert gain == (pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))
-    (sentence,) = [note for note in table.notes if note.startswith("gelu: ")]
-    assert marked(sentence) == [gain]
     assert f"{fault} in 1 of 2 rows" in " ".join(table.notes)
     assert [row["warnings"] for row in csv_rows(fusion_section(fusion(fault)))] == ["", fault]
 

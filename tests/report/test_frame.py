@@ -100,32 +100,6 @@ def test_a_step_stands_beside_its_forecast_on_the_device_that_measured_it(device
     assert lost["predicted_step_error"] is None
 
 
-@pytest.mark.parametrize(
-    ("rates", "longer", "is_off"),
-    [((1e-3,), 1.15, False), ((1e-3,), 1.2, True), ((1e-3,), 0.8, True), ((100, 1e6), 1.2, False)],
-    ids=["within 15 %", "slower", "faster", "where launches decide"],
-)
-def test_a_step_is_off_its_forecast_only_where_that_is_trusted(rates, longer, is_off):
-    """On a device so slow that matmuls take all the time, or so fast that kernels take none."""
-    ceilings, config = Ceilings((make_rates(*rates),)), make_config("tiny", 16)
-    predicted_s = step_time(config, ceilings.curves("NVIDIA H200")).step_s
-    (row,) = rows_of(to_frame([make_record(config, [longer * predicted_s])], ceilings))
-    assert row["is_off_forecast"] is is_off
-
-
-def test_no_step_is_off_a_forecast_that_is_in_doubt():
-    """Twice as long as forecast from ceilings whose loops differ by half, and from such that are sure."""
-    config = make_config("tiny", 16)
-    for spread, is_off in ((0.001, True), (0.5, False)):
-        rates = make_rates(1e-3)
-        products = tuple(product_at(square(8192), 1e-3, cell.precision, spread=spread) for cell in rates.products)
-        streams = tuple(replace(cell, timing=lasting(1e-3, spread=spread)) for cell in rates.streams)
-        ceilings = Ceilings((replace(rates, products=products, streams=streams),))
-        predicted_s = step_time(config, ceilings.curves("NVIDIA H200")).step_s
-        (row,) = rows_of(to_frame([make_record(config, [2 * predicted_s])], ceilings))
-        assert row["is_off_forecast"] is is_off
-
-
 def test_repeats_are_pooled_over_processes():
     runs = [(0.10, 0.12), (0.20, 0.22, 0.24), (0.30,)]
     row = only_row(*(make_record(make_config(repeat=i), times) for i, times in enumerate(runs)))

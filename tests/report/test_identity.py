@@ -16,11 +16,11 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.config import Arch, Mode, ModelConfig, Profiler, RunConfig
 from cs336_systems.record import write_record
+from cs336_systems.report import draw
 from cs336_systems.report import entries as report_entries
-from cs336_systems.report.entries import labels
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
-from cs336_systems.report.plots import draw
+from cs336_systems.report.section import labels
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.memory.findings import MemoryEntry

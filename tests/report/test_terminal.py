@@ -29,9 +29,8 @@ from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import memory_tables
 from cs336_systems.report.sections.memory.tables import tables_of_one as snapshot_tables
 from cs336_systems.report.sections.operators import attention_section, fusion_section
-from cs336_systems.report.sections.precision import accumulation_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
-from cs336_systems.report.sections.study import all_tables
+from cs336_systems.report.sections.study import accumulation_section, all_tables
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision import accumulation_study

@@ -1,66 +1,19 @@
 """What the fork server imports for its workers, and when it and what it has started end."""
 
-import importlib.util
-import multiprocessing.forkserver
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from cs336_systems.config import SIZES, CompileMode, Device, Mode, OptimizerKind, Profiler, RunConfig
-from cs336_systems.sweep.isolation import EXPLAINING, fork_server, preload
 from cs336_systems.sweep.process import FORKER_VARIABLE, child_environment
-from cs336_systems.sweep.run import modules_of
-
-FAST = ["cs336_systems.model.fast.model", "cs336_systems.model.fast.step_graph"]
 
 
-@pytest.fixture
-def preloaded() -> Iterator[list[str]]:
-    """The modules for any run, which a fork server that the tests started already has imported or not."""
-    fork_server()
-    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
-    before = list(server._preload_modules)
-    preload()
-    yield list(server._preload_modules)
-    fork_server().set_forkserver_preload(before)
-
-
-@pytest.mark.parametrize(
-    ("changes", "modules"),
-    [
-        ({}, []),
-        ({"checkpoint_blocks": 1}, [*FAST, "torch._dynamo"]),
-        ({"optimizer": OptimizerKind.FUSED}, ["torch._dynamo"]),
-        ({"optimizer": OptimizerKind.FUSED, "mode": Mode.INFERENCE}, []),
-        ({"profiler": Profiler.KINETO}, [*EXPLAINING, "torch._dynamo"]),
-        ({"compile": CompileMode.DEFAULT}, ["torch._dynamo", "torch._inductor.compile_fx"]),
-        ({"compile": CompileMode.DEFAULT, "device": Device.CUDA}, ["torch._dynamo"]),
-    ],
-)
-def test_the_compiler_is_imported_after_all_else_for_runs_that_need_it(
-    preloaded: list[str], changes: dict[str, object], modules: list[str]
-) -> None:
-    plain = RunConfig(size="tiny", model=SIZES["tiny"])
-    preload(*modules_of([plain, replace(plain, **changes)]))
-    found = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-    assert found == [*preloaded, *modules]
-    assert found[0] == "cs336_systems.sweep.server"
-    assert all(importlib.util.find_spec(name) for name in found), "the server says nothing of what it does not find"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    ["", "checkpoint_blocks=1", "profiler=Profiler.KINETO"],
-)
-def test_a_run_finds_imported_what_it_needs_and_a_plain_one_nothing_else(changes: str, tmp_path: Path) -> None:
+def test_a_run_finds_imported_what_it_needs_and_a_plain_one_nothing_else(tmp_path: Path) -> None:
     """In a process that imports what the fork server would, which then is its own worker."""
-    code = f"""
+    code = """
 import gc, sys
 from pathlib import Path
 from cs336_systems.config import *
@@ -68,19 +21,19 @@ from cs336_systems.sweep import isolation
 from cs336_systems.sweep.run import modules_of
 
 shape = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
-config = RunConfig(size="custom", model=shape, warmup_steps=0, measured_steps=1, {changes})
-for name in (*isolation._PRELOAD, *modules_of([config])):
-    __import__(name)
-assert not gc.isenabled(), "collections slow the imports"
-before = set(sys.modules)
-from cs336_systems.sweep.worker import run_here
-record = run_here(config, Path("runs").absolute())
-assert record.status == "ok", record.failure
-own = [name for name in set(sys.modules) - before if name.startswith(("cs336_systems", "torch._", "pandas"))]
-assert not own, own
-if not {changes!r}:
-    others = {{"tyro", "rich", "pandas", "torch._dynamo", "cs336_systems.model.fast.model"}} & set(sys.modules)
-    assert not others, others
+for changes in ({}, {"checkpoint_blocks": 1}, {"profiler": Profiler.KINETO}):
+    config = RunConfig(size="custom", model=shape, warmup_steps=0, measured_steps=1, **changes)
+    for name in (*isolation._PRELOAD, *modules_of([config])):
+        __import__(name)
+    assert changes or not gc.isenabled(), "collections slow the imports"
+    before = set(sys.modules)
+    from cs336_systems.sweep.worker import run_here
+    record = run_here(config, Path("runs").absolute())
+    assert record.status == "ok", record.failure
+    own = [name for name in set(sys.modules) - before if name.startswith(("cs336_systems", "torch._", "pandas"))]
+    assert not own, own
+    others = {"tyro", "rich", "pandas", "torch._dynamo", "cs336_systems.model.fast.model"} & set(sys.modules)
+    assert changes or not others, others
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=100

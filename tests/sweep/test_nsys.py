@@ -82,13 +82,6 @@ def test_without_a_profile_the_run_has_failed_the_time_of_the_plain_run_is_kept_
     assert (out / "runs" / f"{PLAIN.key}.json").read_bytes() == before
 
 
-def test_out_of_memory_under_nsys_is_a_result_without_a_profile(fate: Path, tmp_path: Path) -> None:
-    fate.write_text("oom")
-    run_sweep([UNDER_NSYS], tmp_path / "out", Witness(), timeout_s=60)
-    assert record_of(tmp_path / "out").status is Status.OOM
-    assert not kernel_profile_path(UNDER_NSYS, tmp_path / "out" / "runs").exists()
-
-
 def test_ranks_under_nsys_are_in_one_report_and_explained_apart(fate: Path, tmp_path: Path) -> None:
     config = replace(UNDER_NSYS, parallel=Parallel.DDP_OVERLAP, ranks=2)
     runs = tmp_path / "runs"

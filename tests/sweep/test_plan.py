@@ -3,10 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from cs336_systems.config import SIZES, CompileMode, Device, Parallel, RunConfig
-from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.plan import make_plan
 
@@ -50,31 +47,11 @@ def test_what_ran_out_of_memory_is_foretold_and_comes_last() -> None:
     assert plan.configs[-len(plan.too_large) :] == plan.too_large
 
 
-@pytest.mark.parametrize("size", ["small", "gpt2"])
-def test_the_fastest_steps_are_planned_too(size: str) -> None:
-    """Ordered by what is like them and predictable: the same without what makes them fast."""
-    fast = [fastest(config(size, context), "NVIDIA H200") for context in (512, 128)]
-    assert make_plan(fast, H200_BYTES).configs == tuple(reversed(fast))
-
-
-def test_without_a_known_memory_nothing_is_said_not_to_fit() -> None:
-    huge = config("10B", 512)
-    assert make_plan([huge, config()], None) == make_plan([config(), huge], 10**15)
-    assert make_plan([huge], None).too_large == ()
-
-
 def test_a_compiled_model_is_ordered_as_if_eager_and_never_said_not_to_fit() -> None:
     compiled = config("10B", 512, compile=CompileMode.DEFAULT)
     large, small = config("2.7B"), config()
     plan = make_plan([compiled, large, small], H200_BYTES)
     assert (plan.configs, plan.too_large) == ((small, large, compiled), ())
-
-
-def test_where_nothing_is_predicted_the_order_stays() -> None:
-    cpu = [config("xl", device=Device.CPU), config("small", device=Device.CPU)]
-    own = [config("medium", model_factory="package.module:make"), config("small", model_factory="package.module:make")]
-    assert make_plan(cpu, H200_BYTES).configs == tuple(cpu)
-    assert make_plan([*own, config()], H200_BYTES).configs == (config(), *own)
 
 
 def test_a_cpu_run_that_the_machine_cannot_hold_comes_last() -> None:

@@ -1,7 +1,7 @@
 """The phase, step and module of each kernel, the steps that a profile covers, and sums over kernels.
 
 A kernel runs later than the Python code that launched it, and autograd launches backward's kernels from its own thread.
-So a kernel belongs to the phase in which it was launched, whatever thread of the process launched it, and to the module
+So a kernel belongs to the phase in which it was launched, by whatever thread, and to the module
 whose range was innermost on the launching thread at that time. Hooks launch collectives while some module's range is
 open: a collective belongs to no module, but to the range around a gather or scatter of parameters, if there is one.
 
@@ -10,21 +10,17 @@ nanoseconds, so that sums are exact.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
-from cs336_systems.analysis.kernels.call_names import is_launch
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes
+from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, is_launch
 from cs336_systems.analysis.kernels.phases import (
     CODES,
-    NO_ROWS,
-    NO_STEPS,
-    NO_WINDOWS,
     PHASES,
     Codes,
     Known,
@@ -36,7 +32,7 @@ from cs336_systems.analysis.kernels.phases import (
     known_names,
     phase_plan,
 )
-from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Trace, of_names
+from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Nesting, Trace, of_names
 from cs336_systems.ranges import PhaseNames
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
@@ -49,9 +45,12 @@ _OF_LIBRARY = re.compile(r"nccl|gloo:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement(Columns):
-    """Phase, step and module of each row of a `DeviceWork`."""
+class Jobs(DeviceWork):
+    """The kernels of a trace, followed by its copies, each with its place."""
 
+    is_copy: Mask
+    collective: Codes
+    """Index into `COLLECTIVES`, NO_COLLECTIVE for what is no kernel of a collective."""
     phase: Codes
     step: Ints
     """Index into `Steps`, -1 outside of every step."""
@@ -60,74 +59,48 @@ class Placement(Columns):
     is_recomputed: Mask
     """Launched by a forward range inside backward, so it recomputes a part of forward."""
 
+    @property
+    def end_ns(self) -> Ints:
+        return self.start_ns + self.duration_ns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """The phase, step and module of every kernel and copy of a trace."""
+    """The phase, step and module of every kernel and copy of a trace of one process."""
 
     trace: Trace
-    kernels: Placement
-    copies: Placement
+    jobs: Jobs
     steps: Steps
     windows: Windows
-    """The phases of all processes."""
     parent: Ints
     """For each range of the trace, the innermost module's range around it on its thread; -1 for none.
 
     A forward range inside backward, a gather and a scatter have no parent, and so begin a path of their own.
     """
-    sources: Mapping[int, PhaseSource]
-    """The evidence for the phases of each process that has kernels or copies, by process id."""
+    source: PhaseSource
     notes: tuple[str, ...]
 
 
 def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     """Find the phase, step and module of every kernel and copy."""
-    names = PhaseNames() if names is None else names
-    known = known_names(trace, names)
-    plans = dict(_plans(trace, known))
-    windows = joined(NO_WINDOWS, *(plan.windows for plan in plans.values()))
-    steps = joined(NO_STEPS, *(plan.steps for plan in plans.values()))
-    phases = _Phases(windows)
-    modules = _Modules(trace, known, plans.values(), phases)
-    kernels, copies = (
-        _place(work, collective_codes(work.name, trace.strings), phases, steps, modules)
-        for work in (trace.kernels, trace.copies)
-    )
-    notes = dict.fromkeys(note for plan in plans.values() for note in plan.notes)
+    known = known_names(trace, PhaseNames() if names is None else names)
+    plan = phase_plan(trace, known)
+    modules = _Modules(trace, known, plan)
     return Attribution(
         trace=trace,
-        kernels=kernels,
-        copies=copies,
-        steps=steps,
-        windows=windows,
+        jobs=_placed(trace, plan, modules),
+        steps=plan.steps,
+        windows=plan.windows,
         parent=modules.parent,
-        sources={process: plan.source for process, plan in plans.items()},
-        notes=(*trace.notes, *notes, *_what_is_missing(trace)),
+        source=plan.source,
+        notes=(*trace.notes, *plan.notes, *_what_is_missing(trace)),
     )
 
 
-def _plans(trace: Trace, known: Known) -> Iterator[tuple[int, PhasePlan]]:
-    """The plan of each process that has kernels or copies."""
-    ranges = dict(groups(trace.ranges.process))
-    is_launched = np.flatnonzero(trace.kernels.is_launched)
-    launched = dict(groups(trace.kernels.process[is_launched]))
-    for process in np.union1d(trace.kernels.process, trace.copies.process).tolist():
-        rows, kernels = ranges.get(process, NO_ROWS), launched.get(process, NO_ROWS)
-        yield process, phase_plan(trace, process, rows, is_launched[kernels], known)
-
-
-class _Phases:
-    """Looks up the phase of each process at a time."""
-
-    def __init__(self, windows: Windows) -> None:
-        self._labels = np.append(windows.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
-        self._windows = GroupNesting(windows.process, windows.start_ns, windows.end_ns)
-
-    def at(self, process: Ints, time: Ints) -> Codes:
-        """The phase of a launch in each process at its time."""
-        found: Codes = self._labels[self._windows.at(process, time)]
-        return found
+def phase_at(windows: Windows, time: Ints) -> Codes:
+    """The phase of the host at each time."""
+    labels = np.append(windows.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
+    return labels[Nesting(windows.start_ns, windows.end_ns).at(time)]
 
 
 class _Modules:
@@ -136,14 +109,12 @@ class _Modules:
     A forward range inside backward counts as a module, so that recomputed work has a name of its own.
     """
 
-    def __init__(self, trace: Trace, known: Known, plans: Iterable[PhasePlan], phases: _Phases) -> None:
+    def __init__(self, trace: Trace, known: Known, plan: PhasePlan) -> None:
         ranges = trace.ranges
         is_module = ranges.is_nested & ~np.isin(ranges.name, known.structure)
-        for plan in plans:
-            is_module[plan.around_steps] = False
+        is_module[plan.around_steps] = False
         forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, known.phases[LaunchPhase.FORWARD]))
-        phase = phases.at(ranges.process[forward], ranges.start_ns[forward])
-        again = forward[phase == CODES[LaunchPhase.BACKWARD]]
+        again = forward[phase_at(plan.windows, ranges.start_ns[forward]) == CODES[LaunchPhase.BACKWARD]]
         is_module[again] = True
         is_module[_beginning(trace, _OF_LIBRARY)] = False
         is_shards = _beginning(trace, _SHARDS)
@@ -179,18 +150,28 @@ def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
     return np.isin(trace.ranges.name, names)
 
 
-def _place(work: DeviceWork, collective: Codes, phases: _Phases, steps: Steps, modules: _Modules) -> Placement:
+def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
+    """All kernels and copies of the trace in their places."""
+    work = joined(trace.kernels, trace.copies)
+    collective = collective_codes(work.name, trace.strings)
     phase = np.full(len(work), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
     step, module = (np.full(len(work), -1, dtype=np.int64) for _ in range(2))
     is_recomputed = np.zeros(len(work), dtype=np.bool_)
     rows = np.flatnonzero(work.is_launched)
-    process, thread, time = work.process[rows], work.thread[rows], work.launch_ns[rows]
-    phase[rows] = phases.at(process, time)
-    step[rows] = GroupNesting(steps.process, steps.start_ns, steps.end_ns).at(process, time)
+    thread, time = work.thread[rows], work.launch_ns[rows]
+    phase[rows] = phase_at(plan.windows, time)
+    step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
     module[rows] = modules.at(thread, time)
     is_recomputed[rows] = modules.is_forward(thread, time) & (phase[rows] == CODES[LaunchPhase.BACKWARD])
-    module = np.where(work.mark >= 0, work.mark, modules.without_collectives(module, collective))
-    return Placement(phase=phase, step=step, module=module, is_recomputed=is_recomputed)
+    return Jobs(
+        **{field.name: getattr(work, field.name) for field in fields(work)},
+        is_copy=np.arange(len(work)) >= len(trace.kernels),
+        collective=collective,
+        phase=phase,
+        step=step,
+        module=np.where(work.mark >= 0, work.mark, modules.without_collectives(module, collective)),
+        is_recomputed=is_recomputed,
+    )
 
 
 def _what_is_missing(trace: Trace) -> Iterator[str]:
@@ -210,33 +191,19 @@ def _what_is_missing(trace: Trace) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostSteps(Columns):
-    """The profiled steps by process, in order of time."""
-
-    process: Ints
-    """Index into the trace's processes; 0 if the whole trace counts as one step."""
-    start_ns: Ints
-    end_ns: Ints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostWindows(Columns):
-    """The host's time in each phase of the steps, by step and in order of time."""
+class HostWindows(Windows):
+    """The host's time in each phase of the profiled steps, by step and in order of time."""
 
     step: Ints
-    phase: Codes
-    start_ns: Ints
-    end_ns: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """The part of a trace that is profiled."""
 
-    steps: HostSteps
+    steps: Steps
+    """The profiled steps, in order of time."""
     windows: HostWindows
-    processes: Ints
-    """Process ids as in the trace."""
     is_whole_trace: bool
     is_warmup: bool
     notes: tuple[str, ...]
@@ -248,13 +215,6 @@ class Selection:
         """Index into `steps` for kernels or copies with these steps of the attribution; -1 for those in no step."""
         return np.zeros_like(step) if self.is_whole_trace else self.number[step]
 
-    def process_of(self, process: Ints) -> Ints:
-        """Index into `processes` for process ids of kernels, copies or calls; -1 for processes without kernels."""
-        if self.is_whole_trace:
-            return np.zeros_like(process)
-        at = np.searchsorted(self.processes, process)
-        return np.where(np.append(self.processes, -1)[at] == process, at, -1)
-
 
 def select(attribution: Attribution) -> Selection:
     """Select the steps that are not warm-up; all steps if there are no others; the whole trace if it has no steps.
@@ -263,25 +223,18 @@ def select(attribution: Attribution) -> Selection:
     lie before or after all calls of the host. A step that launched nothing is one.
     """
     steps = attribution.steps
-    processes = np.array(list(attribution.sources), dtype=np.int64)
     is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
     is_empty, is_recorded = _recorded(attribution)
     used = np.flatnonzero((~steps.is_warmup | is_warmup) & is_recorded)
     number = np.full(len(steps) + 1, -1, dtype=np.int64)
     number[used] = np.arange(len(used))
     first, last = _extent(attribution.trace)
-    if len(used):
-        host = HostSteps(
-            process=np.searchsorted(processes, steps.process[used]),
-            start_ns=steps.start_ns[used],
-            end_ns=np.clip(steps.end_ns[used], steps.start_ns[used], max(last, int(steps.start_ns[used].max()))),
-        )
-    else:
-        host = HostSteps(process=np.zeros(1, np.int64), start_ns=np.array([first]), end_ns=np.array([last]))
+    whole = Steps(start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=np.zeros(1, dtype=np.bool_))
+    host = chosen(steps, used) if len(used) else whole
+    host = replace(host, end_ns=np.clip(host.end_ns, host.start_ns, max(last, int(host.start_ns.max()))))
     return Selection(
         steps=host,
-        windows=_windows(attribution.windows, processes, host, is_whole_trace=not len(used)),
-        processes=processes,
+        windows=_windows(attribution.windows, host),
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
         notes=tuple(_notes_on_steps(len(steps), int((~is_recorded).sum()), int((is_empty & is_recorded).sum()))),
@@ -291,22 +244,16 @@ def select(attribution: Attribution) -> Selection:
 
 def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     """Whether each step has no kernel or copy, and whether the profiler recorded it."""
-    steps, trace = attribution.steps, attribution.trace
-    in_step = np.concatenate([attribution.kernels.step, attribution.copies.step])
+    steps, calls = attribution.steps, attribution.trace.api_calls
+    in_step = attribution.jobs.step
     is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
-    is_recorded = np.ones(len(steps), dtype=np.bool_)
-    calls = trace.api_calls
     if is_empty.all() or not len(calls):
-        return is_empty, is_recorded
-    launches = of_names(calls.name, trace.strings, is_launch, np.bool_)
-    for process, rows in groups(steps.process):
-        times = np.sort(calls.start_ns[calls.process == process])
-        launched = np.sort(calls.start_ns[launches & (calls.process == process)])
-        start, end = steps.start_ns[rows], steps.end_ns[rows]
-        has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
-        is_outside = (end <= times[0]) | (start > times[-1]) if len(times) else np.ones(len(rows), dtype=np.bool_)
-        is_recorded[rows] = ~(is_empty[rows] & (has_launched | is_outside))
-    return is_empty, is_recorded
+        return is_empty, np.ones(len(steps), dtype=np.bool_)
+    is_launching = of_names(calls.name, attribution.trace.strings, is_launch, np.bool_)
+    launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
+    has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
+    is_outside = (end <= calls.start_ns.min()) | (start > calls.start_ns.max())
+    return is_empty, ~(is_empty & (has_launched | is_outside))
 
 
 def _notes_on_steps(count: int, unrecorded: int, empty: int) -> Iterator[str]:
@@ -327,10 +274,9 @@ def _extent(trace: Trace) -> tuple[int, int]:
     return first, max((int(end.max()) for _, end in parts), default=0)
 
 
-def _windows(windows: Windows, processes: Ints, steps: HostSteps, *, is_whole_trace: bool) -> HostWindows:
+def _windows(windows: Windows, steps: Steps) -> HostWindows:
     """The windows that begin in a step, cut off at its end."""
-    process = np.zeros_like(windows.process) if is_whole_trace else np.searchsorted(processes, windows.process)
-    step = GroupNesting(steps.process, steps.start_ns, steps.end_ns).at(process, windows.start_ns)
+    step = Nesting(steps.start_ns, steps.end_ns).at(windows.start_ns)
     start, end = windows.start_ns, windows.end_ns
     cut_end = np.clip(end, start, np.maximum(start, np.append(steps.end_ns, 0)[step]))
     found = HostWindows(step=step, phase=windows.phase, start_ns=start, end_ns=cut_end)
@@ -341,7 +287,7 @@ def _windows(windows: Windows, processes: Ints, steps: HostSteps, *, is_whole_tr
 def frame_of(columns: Columns) -> pd.DataFrame:
     """The columns as a data frame, with one more, `duration_ns`."""
     frame = pd.DataFrame({field.name: getattr(columns, field.name) for field in fields(columns)})
-    return frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
+    return frame if "duration_ns" in frame else frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
 
 
 def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:

@@ -9,17 +9,17 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Ints, Mask, chosen
-from cs336_systems.analysis.kernels.attribution import Attribution, HostSteps, select
-from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE, Collective, collective_codes
-from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows, Jobs
+from cs336_systems.analysis.kernels.attribution import Attribution, Jobs, select
+from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE, Collective
+from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows
 from cs336_systems.analysis.kernels.phases import PHASES, Codes
 from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile, Work
-from cs336_systems.analysis.kernels.trace import Trace, Union
+from cs336_systems.analysis.kernels.trace import NOWHERE, Trace, Union
 from cs336_systems.config import MAX_RANKS
 
 
 def communication_times(
-    jobs: Jobs, devices: Sequence[Busy], num_devices: Ints, steps: HostSteps, windows: DeviceWindows
+    jobs: Jobs, devices: Sequence[Busy], num_devices: Ints, windows: DeviceWindows
 ) -> tuple[CommunicationTimes, ...]:
     """The times of collectives in each phase: of each kind, then (`collective` None) of all kinds together.
 
@@ -30,10 +30,10 @@ def communication_times(
     is_collective = jobs.collective != NO_COLLECTIVE
     kinds = np.unique(jobs.collective[is_collective]).tolist()
     chosen: list[tuple[Collective | None, Mask]] = [(COLLECTIVES[kind], jobs.collective == kind) for kind in kinds]
-    every = pd.MultiIndex.from_product([range(len(PHASES)), range(len(steps))])
+    every = pd.MultiIndex.from_product([range(len(PHASES)), range(len(num_devices))])
     found = []
     for kind, is_chosen in [*chosen, (None, is_collective)] if kinds else ():
-        times = _in_windows(jobs, is_chosen, devices, num_devices, steps, windows)
+        times = _in_windows(jobs, is_chosen, devices, num_devices, windows)
         sums = times.groupby(["phase", "step"]).sum().reindex(every, fill_value=0)
         for code, phase in enumerate(PHASES):
             own = sums.loc[code]
@@ -50,19 +50,18 @@ def communication_times(
 
 
 def _in_windows(
-    jobs: Jobs, is_chosen: Mask, devices: Sequence[Busy], num_devices: Ints, steps: HostSteps, windows: DeviceWindows
+    jobs: Jobs, is_chosen: Mask, devices: Sequence[Busy], num_devices: Ints, windows: DeviceWindows
 ) -> pd.DataFrame:
     """For each window, how many of the chosen kernels begin in it, how long they run, and the exposed part of that."""
     launches, total, exposed = (np.zeros(len(windows), dtype=np.int64) for _ in range(3))
     for busy in devices:
-        mine = (steps.process == busy.process)[windows.step]
         rows, computing = busy.rows[is_chosen[busy.rows]], busy.rows[_computes(jobs, busy.rows)]
         either = np.append(rows, computing)
         ran, computed, worked = (Union(jobs.start_ns[own], jobs.end_ns[own]) for own in (rows, computing, either))
-        total += mine * _covered(ran, windows)
-        exposed += mine * (_covered(worked, windows) - _covered(computed, windows))
+        total += _covered(ran, windows)
+        exposed += _covered(worked, windows) - _covered(computed, windows)
         start = np.sort(jobs.start_ns[rows])
-        launches += mine * (np.searchsorted(start, windows.end_ns) - np.searchsorted(start, windows.start_ns))
+        launches += np.searchsorted(start, windows.end_ns) - np.searchsorted(start, windows.start_ns)
     count = np.maximum(num_devices, 1)[windows.step]
     times = {"launches": launches, "total_s": total / count / 1e9, "exposed_s": exposed / count / 1e9}
     return pd.DataFrame({"phase": windows.phase, "step": windows.step, **times})
@@ -119,7 +118,7 @@ def without_rank(name: str) -> str:
 def by_rank(trace: Trace) -> dict[int, Trace]:
     """The trace of each rank of several, which ranges name; without names, each GPU of each process is one.
 
-    Empty for a single rank, and where one process or GPU has most of the work, so that the others are no ranks.
+    Where one process or GPU has most of the work, the others are no ranks, and its process is the only one.
     """
     named = {index: int(found[1]) for index, name in enumerate(trace.strings) if (found := _RANK_RANGE.fullmatch(name))}
     of_ranks = np.isin(trace.ranges.name, list(named))
@@ -129,15 +128,22 @@ def by_rank(trace: Trace) -> dict[int, Trace]:
         return {rank: _of_rank(trace, rank, process) for rank, process in process_of.items()}
     work = pd.DataFrame({"process": trace.kernels.process, "device": trace.kernels.device})
     time_ns = work.assign(ns=trace.kernels.duration_ns).groupby(["process", "device"])["ns"].sum()
+    if not len(time_ns):
+        return {trace.rank or 0: trace}
     if trace.is_of_host or not 2 <= len(time_ns) <= MAX_RANKS or time_ns.min() < MIN_SHARE_OF_RANK * time_ns.max():
-        return {}
+        of_process = time_ns.groupby(level="process").sum()
+        alone = _of_rank(trace, trace.rank, int(np.asarray(of_process.index)[of_process.to_numpy().argmax()]))
+        if (left := len(trace.kernels) - len(alone.kernels)) > 0:
+            note = f"{left} kernels of {len(of_process) - 1} processes with less work are left out."
+            alone = replace(alone, notes=(*alone.notes, note))
+        return {trace.rank or 0: alone}
     return {rank: _of_rank(trace, rank, *place) for rank, place in enumerate(time_ns.index.tolist())}
 
 
-def _of_rank(trace: Trace, rank: int, process: int, device: int | None = None) -> Trace:
+def _of_rank(trace: Trace, rank: int | None, process: int, device: int | None = None) -> Trace:
     """The events of the process, and of its work that on the device if one is given."""
-    is_kept = trace.api_calls.process == process
-    number = np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)  # new rows of calls
+    calls, ranges = trace.api_calls.process == process, np.isin(trace.ranges.process, (process, NOWHERE))
+    call, mark = _new_rows(calls), _new_rows(ranges)
     kernels, copies = (
         chosen(work, (work.process == process) & ((work.device == device) | (device is None)))
         for work in (trace.kernels, trace.copies)
@@ -145,21 +151,27 @@ def _of_rank(trace: Trace, rank: int, process: int, device: int | None = None) -
     return replace(
         trace,
         rank=rank,
-        kernels=replace(kernels, call=number[kernels.call]),
-        copies=replace(copies, call=number[copies.call]),
-        ranges=chosen(trace.ranges, trace.ranges.process == process),
-        api_calls=chosen(trace.api_calls, is_kept),
+        kernels=replace(kernels, call=call[kernels.call], mark=mark[kernels.mark]),
+        copies=replace(copies, call=call[copies.call], mark=mark[copies.mark]),
+        ranges=chosen(trace.ranges, ranges),
+        api_calls=chosen(trace.api_calls, calls),
+        nodes=chosen(trace.nodes, trace.nodes.process == process),
     )
+
+
+def _new_rows(is_kept: Mask) -> Ints:
+    """The number of each row among those that are kept; -1 for the others, and at the end."""
+    return np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)
 
 
 def collectives_of(attribution: Attribution) -> list[Collectives]:
     """The collectives of each profiled step."""
-    work, selection = attribution.trace.kernels, select(attribution)
-    kind, step = collective_codes(work.name, attribution.trace.strings), selection.step_of(attribution.kernels.step)
-    rows = np.flatnonzero((kind != NO_COLLECTIVE) & (step >= 0))
-    rows = rows[np.lexsort((work.start_ns[rows], step[rows]))]
+    jobs, selection = attribution.jobs, select(attribution)
+    step = selection.step_of(jobs.step)
+    rows = np.flatnonzero((jobs.collective != NO_COLLECTIVE) & ~jobs.is_copy & (step >= 0))
+    rows = rows[np.lexsort((jobs.start_ns[rows], step[rows]))]
     bounds = np.searchsorted(step[rows], np.arange(1, len(selection.steps)))
-    return [Collectives(kind=kind[own], duration_ns=work.duration_ns[own]) for own in np.split(rows, bounds)]
+    return [Collectives(kind=jobs.collective[own], duration_ns=jobs.duration_ns[own]) for own in np.split(rows, bounds)]
 
 
 def rank_times(

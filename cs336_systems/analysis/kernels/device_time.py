@@ -29,39 +29,15 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
-from cs336_systems.analysis.kernels.attribution import Attribution, HostSteps, HostWindows, Selection, frame_of, totals
-from cs336_systems.analysis.kernels.call_names import TO_HOST
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, short_name
+from cs336_systems.analysis.kernels.attribution import HostWindows, Jobs, Selection, frame_of, totals
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, TO_HOST, short_name
 from cs336_systems.analysis.kernels.host_calls import Host
 from cs336_systems.analysis.kernels.modules import RangeParts
-from cs336_systems.analysis.kernels.phases import CODES, NO_ROWS, PHASES, Codes, LaunchPhase
+from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase, Steps
 from cs336_systems.analysis.kernels.step_profile import CopyTimes, Gap, IdleCause, IdleTimes
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Trace, Union
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Jobs(Columns):
-    """The kernels of a trace, followed by its copies; processes and steps are numbered as in a `Selection`."""
-
-    name: Ints
-    process: Ints
-    device: Ints
-    stream: Ints
-    thread: Ints
-    launch_ns: Ints
-    call: Ints
-    is_launched: Mask
-    start_ns: Ints
-    end_ns: Ints
-    phase: Codes
-    step: Ints
-    module: Ints
-    is_recomputed: Mask
-    is_copy: Mask
-    collective: Codes
-    """Index into `COLLECTIVES`, NO_COLLECTIVE for what is no kernel of a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,57 +69,27 @@ class DeviceWindows(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """The times when one process kept one device busy."""
+    """The times when one device was busy."""
 
-    process: int
     rows: Ints
     """Rows of `Jobs`, whose times are the union's intervals."""
     union: Union
-
-
-def join_jobs(attribution: Attribution, selection: Selection) -> Jobs:
-    """All kernels and copies of the trace."""
-    work = joined(attribution.trace.kernels, attribution.trace.copies)
-    placed = joined(attribution.kernels, attribution.copies)
-    return Jobs(
-        name=work.name,
-        process=selection.process_of(work.process),
-        device=work.device,
-        stream=work.stream,
-        thread=work.thread,
-        launch_ns=work.launch_ns,
-        call=work.call,
-        is_launched=work.is_launched,
-        start_ns=work.start_ns,
-        end_ns=work.start_ns + work.duration_ns,
-        phase=placed.phase,
-        step=selection.step_of(placed.step),
-        module=placed.module,
-        is_recomputed=placed.is_recomputed,
-        is_copy=np.arange(len(work)) >= len(attribution.kernels),
-        collective=collective_codes(work.name, attribution.trace.strings),
-    )
 
 
 def on_device(jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool) -> tuple[DeviceSteps, DeviceWindows]:
     """Times of steps and phases on the device; if the jobs are operators of the host, times on the host."""
     steps, windows = selection.steps, _with_rest(selection.windows, selection.steps)
     is_first, is_rest = np.diff(windows.step, prepend=-1) > 0, np.diff(windows.step, append=len(steps)) > 0
-    launched = NO_ROWS if is_of_host else np.flatnonzero(jobs.is_launched)
-    by_process = {process: launched[rows] for process, rows in groups(jobs.process[launched])}
-    leaves_collectives = _is_before_wait(windows, steps, host)
-    begin, finished = windows.start_ns[is_first], np.empty_like(windows.end_ns)
-    for process, in_process in groups(steps.process):
-        own = by_process.get(process, NO_ROWS)
-        all_finished, others_finished = (
-            _Completion(jobs, rows) for rows in (own, own[jobs.collective[own] == NO_COLLECTIVE])
-        )
-        rows = np.flatnonzero(steps.process[windows.step] == process)
-        ends = windows.end_ns[rows]
-        finished[rows] = np.where(leaves_collectives[rows], others_finished(ends), all_finished(ends))
-        begin[in_process] = np.maximum(begin[in_process], all_finished(begin[in_process]))
+    launched = np.zeros(0, dtype=np.int64) if is_of_host else np.flatnonzero(jobs.is_launched)
+    all_finished, others_finished = (
+        _Completion(jobs, rows) for rows in (launched, launched[jobs.collective[launched] == NO_COLLECTIVE])
+    )
+    leaves_collectives, ends = _is_before_wait(windows, steps, host), windows.end_ns
+    finished = np.where(leaves_collectives, others_finished(ends), all_finished(ends))
+    begin = windows.start_ns[is_first]
+    begin = np.maximum(begin, all_finished(begin))
     is_after = is_rest & ~is_first  # after the last phase, which lasts only as long as there is work
-    ends = np.maximum(np.where(is_after, finished, windows.end_ns), finished)
+    ends = np.maximum(np.where(is_after, finished, ends), finished)
     end = np.maximum(pd.Series(ends).groupby(windows.step).cummax().to_numpy(), begin[windows.step])
     start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
     found = DeviceWindows(
@@ -163,7 +109,7 @@ def on_device(jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool)
     return spans, chosen(found, ~is_after | (end > start))
 
 
-def _with_rest(windows: HostWindows, steps: HostSteps) -> HostWindows:
+def _with_rest(windows: HostWindows, steps: Steps) -> HostWindows:
     """The windows, and in each step the time after the last of them, which is the whole of a step without phases."""
     last_end = steps.start_ns.copy()
     last_end[windows.step] = windows.end_ns  # the last assignment stays
@@ -177,12 +123,10 @@ def _with_rest(windows: HostWindows, steps: HostSteps) -> HostWindows:
     return chosen(both, np.argsort(both.step, kind="stable"))
 
 
-def _is_before_wait(windows: HostWindows, steps: HostSteps, host: Host) -> Mask:
+def _is_before_wait(windows: HostWindows, steps: Steps, host: Host) -> Mask:
     """Whether a phase `communication` that waits for collectives comes after each window in its step."""
-    waits = np.zeros(len(windows), dtype=np.bool_)
-    for process, rows in groups(steps.process[windows.step]):
-        time = host.stream_waits(process)
-        waits[rows] = np.searchsorted(time, windows.end_ns[rows]) > np.searchsorted(time, windows.start_ns[rows])
+    time = host.stream_waits()
+    waits = np.searchsorted(time, windows.end_ns) > np.searchsorted(time, windows.start_ns)
     waits &= windows.phase == CODES[LaunchPhase.COMMUNICATION]
     last = np.full(len(steps), -1, dtype=np.int64)
     last[windows.step[waits]] = np.flatnonzero(waits)  # the last assignment stays
@@ -191,7 +135,7 @@ def _is_before_wait(windows: HostWindows, steps: HostSteps, host: Host) -> Mask:
 
 
 class _Completion:
-    """Looks up when the device has finished all work that a process launched before a given time."""
+    """Looks up when the device has finished all work that was launched before a given time."""
 
     def __init__(self, jobs: Jobs, rows: Ints) -> None:
         rows = rows[np.argsort(jobs.launch_ns[rows], kind="stable")]
@@ -204,20 +148,17 @@ class _Completion:
 
 
 def busy_devices(jobs: Jobs) -> Iterator[Busy]:
-    """Yield the busy times of each process on each device."""
-    for process, in_process in groups(jobs.process):
-        for _, in_device in groups(jobs.device[in_process]):
-            rows = in_process[in_device]
-            yield Busy(process=process, rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows]))
+    """Yield the busy times of each device."""
+    for _, rows in groups(jobs.device):
+        yield Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows]))
 
 
-def busy_ns(devices: list[Busy], steps: HostSteps, spans: DeviceSteps, windows: DeviceWindows) -> tuple[Floats, Ints]:
+def busy_ns(devices: list[Busy], spans: DeviceSteps, windows: DeviceWindows) -> tuple[Floats, Ints]:
     """Busy time in each window, as the mean over the devices that its step used; and the number of these devices."""
-    total, count = np.zeros(len(windows), dtype=np.int64), np.zeros(len(steps), dtype=np.int64)
+    total, count = np.zeros(len(windows), dtype=np.int64), np.zeros(len(spans), dtype=np.int64)
     for busy in devices:
-        mine = steps.process == busy.process
-        count += mine & (busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns))
-        total += mine[windows.step] * (busy.union.until(windows.end_ns) - busy.union.until(windows.start_ns))
+        count += busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns)
+        total += busy.union.until(windows.end_ns) - busy.union.until(windows.start_ns)
     return total / np.maximum(count, 1)[windows.step], count
 
 
@@ -255,23 +196,19 @@ class Gaps(Columns):
 
 def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Selection, host: Host) -> Gaps:
     """All idle times of the devices that a step used, with their causes, by step and start."""
-    found = [_gaps_of(busy, int(jobs.device[busy.rows[0]]), spans, selection) for busy in devices]
+    found = [_gaps_of(busy, int(jobs.device[busy.rows[0]]), spans) for busy in devices]
     device, step, start, end, before, after = (
         np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True)
     )
     phase = np.append(jobs.phase, np.int8(0))[after]
     ends_step = after < 0
     phase[ends_step] = _last_phase(selection)[step[ends_step]]
-    process = selection.steps.process[step]
     cause = np.full(len(step), _CODE[IdleCause.END_OF_STEP], dtype=np.int8)
-    starts_its_launch = _starts_its_launch(jobs)
-    for number, rows in groups(process):
-        followed = rows[~ends_step[rows]]
-        following = after[followed]
-        was_busy = before[followed] >= 0
-        found_causes = _Causes(host, number)(jobs, start[followed], end[followed], following, was_busy)
-        of_launch = starts_its_launch[following] | ~jobs.is_launched[following]
-        cause[followed] = np.where(of_launch, found_causes, _CODE[IdleCause.BETWEEN_KERNELS])
+    followed = ~ends_step
+    following = after[followed]
+    found_causes = _Causes(host)(jobs, start[followed], end[followed], following, before[followed] >= 0)
+    of_launch = _starts_its_launch(jobs)[following] | ~jobs.is_launched[following]
+    cause[followed] = np.where(of_launch, found_causes, _CODE[IdleCause.BETWEEN_KERNELS])
     gaps = Gaps(
         device=device, step=step, start_ns=start, end_ns=end, before=before, after=after, phase=phase, cause=cause
     )
@@ -281,9 +218,8 @@ def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Se
 _NO_GAPS = (np.zeros(0, dtype=np.int64),) * 6
 
 
-def _gaps_of(busy: Busy, device: int, spans: DeviceSteps, selection: Selection) -> tuple[Ints, ...]:
-    uses = busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns)
-    steps = np.flatnonzero((selection.steps.process == busy.process) & uses)
+def _gaps_of(busy: Busy, device: int, spans: DeviceSteps) -> tuple[Ints, ...]:
+    steps = np.flatnonzero(busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns))
     holes = busy.union.holes(spans.start_ns[steps], spans.end_ns[steps])
     rows = np.append(busy.rows, -1)
     devices = np.full(len(holes), device, dtype=np.int64)
@@ -298,17 +234,16 @@ def _last_phase(selection: Selection) -> Codes:
 
 
 class _Causes:
-    """Applies rules 2 to 5 to the idle times of one process."""
+    """Applies rules 2 to 5 to idle times."""
 
-    def __init__(self, host: Host, process: int) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
         calls = host.calls
-        mine = np.flatnonzero(calls.process == process)
-        called = Union(calls.start_ns[mine], calls.end_ns[mine])
+        called = Union(calls.start_ns, calls.end_ns)
         quiet_start, quiet_end = called.end[:-1], called.start[1:]
         is_pause = quiet_end - quiet_start > _PAUSE_NS
         self._pauses = Union(quiet_start[is_pause], quiet_end[is_pause])
-        waits = mine[calls.is_wait[mine]]
+        waits = np.flatnonzero(calls.is_wait)
         self._waits = [
             waits[rows][np.argsort(calls.start_ns[waits[rows]], kind="stable")]
             for _, rows in groups(calls.thread[waits])
@@ -348,7 +283,7 @@ def _starts_its_launch(jobs: Jobs) -> Mask:
 
 
 def longest_gaps(
-    gaps: Gaps, jobs: Jobs, parts: RangeParts, trace: Trace, selection: Selection, spans: DeviceSteps, host: Host
+    gaps: Gaps, jobs: Jobs, parts: RangeParts, trace: Trace, spans: DeviceSteps, host: Host
 ) -> Iterator[Gap]:
     """The NUM_GAPS longest idle times with a known cause, the longest first."""
     known = np.flatnonzero(gaps.cause != UNKNOWN_CAUSE)
@@ -366,7 +301,7 @@ def longest_gaps(
             before=short_name(trace.strings[jobs.name[before]]) if before >= 0 else "",
             after=short_name(trace.strings[jobs.name[after]]) if after >= 0 else "",
             module=parts.names(int(parts.path[jobs.module[after]])) if after >= 0 else (),
-            host_call=host.longest_call(int(selection.steps.process[step]), start, end),
+            host_call=host.longest_call(start, end),
         )
 
 
@@ -406,8 +341,9 @@ def copy_kind(name: str) -> str:
     return f"{direction}, {memory}" if memory and direction != "fill" else direction
 
 
-def copy_times(jobs: Jobs, devices: list[Busy], num_devices: Ints, spans: DeviceSteps, selection: Selection,
-               strings: Sequence[str]) -> tuple[CopyTimes, ...]:  # fmt: skip
+def copy_times(
+    jobs: Jobs, devices: list[Busy], num_devices: Ints, spans: DeviceSteps, strings: Sequence[str]
+) -> tuple[CopyTimes, ...]:
     """Copies and fills in the steps by kind, without those that are collectives, and the time without a kernel."""
     rows = np.flatnonzero(jobs.is_copy & (jobs.step >= 0) & (jobs.collective == NO_COLLECTIVE))
     kinds = pd.Series({name: copy_kind(strings[name]) for name in np.unique(jobs.name[rows]).tolist()}, dtype=object)
@@ -422,7 +358,7 @@ def copy_times(jobs: Jobs, devices: list[Busy], num_devices: Ints, spans: Device
             either = Union(*(times[np.append(own, kernels)] for times in (jobs.start_ns, jobs.end_ns)))
             computing = Union(jobs.start_ns[kernels], jobs.end_ns[kernels])
             ran = [union.until(spans.end_ns) - union.until(spans.start_ns) for union in (either, computing)]
-            alone += (selection.steps.process == busy.process) * (ran[0] - ran[1])
+            alone += ran[0] - ran[1]
         total_ns = int((jobs.end_ns - jobs.start_ns)[is_kind].sum())
         alone_s = float((alone / np.maximum(num_devices, 1)).sum()) / 1e9
         found.append(CopyTimes(kind=kind, count=int(is_kind.sum()), total_s=total_ns / 1e9, alone_s=alone_s))

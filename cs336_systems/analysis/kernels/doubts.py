@@ -6,7 +6,7 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Mask, chosen, groups, joined
 from cs336_systems.analysis.kernels.attribution import Attribution
-from cs336_systems.analysis.kernels.call_names import is_capture, is_for_device, is_kernel_launch
+from cs336_systems.analysis.kernels.classes import is_capture, is_for_device, is_kernel_launch
 from cs336_systems.analysis.kernels.device_time import WAIT_SLACK_S
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, ApiCalls, DeviceWork, Trace, Union, of_names
 
@@ -57,33 +57,28 @@ def _covered(work: DeviceWork) -> tuple[int, int]:
     """How many jobs lie within another of their stream, and within how many; a graph's branches share a stream."""
     end = work.start_ns + work.duration_ns
     inner = outer = 0
-    for _, of_process in groups(work.process):
-        for _, of_device in groups(work.device[of_process]):
-            for _, rows in groups(work.stream[of_process[of_device]]):
-                own = of_process[of_device[rows]]
-                own = own[np.lexsort((-end[own], work.start_ns[own]))]
-                own = own[work.duration_ns[own] > 0]
-                reached = np.maximum.accumulate(end[own])
-                is_inner = np.append(False, end[own][1:] <= reached[:-1])[: len(own)]
-                inner += int(is_inner.sum())
-                outer += len(np.unique(reached[is_inner]))
+    for _, of_device in groups(work.device):
+        for _, rows in groups(work.stream[of_device]):
+            own = of_device[rows]
+            own = own[np.lexsort((-end[own], work.start_ns[own]))]
+            own = own[work.duration_ns[own] > 0]
+            reached = np.maximum.accumulate(end[own])
+            is_inner = np.append(False, end[own][1:] <= reached[:-1])[: len(own)]
+            inner += int(is_inner.sum())
+            outer += len(np.unique(reached[is_inner]))
     return inner, outer
 
 
 def _after_wait(trace: Trace, work: DeviceWork) -> int:
     """How many waits for a whole device are over before work that was launched before them is."""
-    api, count = trace.api_calls, 0
-    waits = of_names(api.name, trace.strings, is_for_device, np.bool_)
-    for process, rows in groups(work.process):
-        own = rows[work.is_launched[rows]]
-        if len(np.unique(work.device[rows])) > 1:  # it is not known for which device a call waits
-            continue
-        own = own[np.argsort(work.launch_ns[own], kind="stable")]
-        finished = np.append(-MAX_TIME_NS, np.maximum.accumulate(work.start_ns[own] + work.duration_ns[own]))
-        mine = np.flatnonzero(waits & (api.process == process))
-        before = finished[np.searchsorted(work.launch_ns[own], api.start_ns[mine])]
-        count += int((before > api.start_ns[mine] + api.duration_ns[mine] + _SLACK_NS).sum())
-    return count
+    if len(np.unique(work.device)) > 1:  # it is not known for which device a call waits
+        return 0
+    waits = chosen(trace.api_calls, of_names(trace.api_calls.name, trace.strings, is_for_device, np.bool_))
+    own = chosen(work, work.is_launched)
+    own = chosen(own, np.argsort(own.launch_ns, kind="stable"))
+    finished = np.append(-MAX_TIME_NS, np.maximum.accumulate(own.start_ns + own.duration_ns))
+    before = finished[np.searchsorted(own.launch_ns, waits.start_ns)]
+    return int((before > waits.start_ns + waits.duration_ns + _SLACK_NS).sum())
 
 
 def lost_launches(trace: Trace) -> Mask:

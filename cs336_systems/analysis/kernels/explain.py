@@ -3,7 +3,7 @@
 A run on several ranks has one report of nsys, or a trace of torch.profiler for each rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -24,12 +24,10 @@ from cs336_systems.analysis.columns import (
 )
 from cs336_systems.analysis.kernels.attribution import (
     Attribution,
-    Selection,
     attribute,
     frame_of,
     select,
 )
-from cs336_systems.analysis.kernels.classes import MAX_NAME
 from cs336_systems.analysis.kernels.communication import (
     by_rank,
     collectives_of,
@@ -47,7 +45,6 @@ from cs336_systems.analysis.kernels.device_time import (
     find_gaps,
     idle_notes,
     idle_times,
-    join_jobs,
     longest_gaps,
     on_device,
 )
@@ -56,28 +53,23 @@ from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
 from cs336_systems.analysis.kernels.kineto import read_kineto
 from cs336_systems.analysis.kernels.modules import (
-    AttentionNames,
-    RangeParts,
+    CLASSES,
     attention_times,
     class_times,
     kernel_classes,
     kernel_times,
-    matmul_counts,
     module_times,
     range_parts,
-    with_roles,
 )
 from cs336_systems.analysis.kernels.nsys import NEEDED as NSYS_FILE
 from cs336_systems.analysis.kernels.nsys import export, read_nsys
 from cs336_systems.analysis.kernels.phases import PHASES, check_names
 from cs336_systems.analysis.kernels.step_profile import (
-    KernelTimes,
     Left,
-    ModuleTimes,
     PhaseTimes,
     PicturedStep,
+    Piece,
     StepProfile,
-    StreamKernels,
     Window,
     Work,
     contradictions,
@@ -111,7 +103,6 @@ def summarise(
     source: str,
     model: ModelConfig | None = None,
     batch_size: int | None = None,
-    names: AttentionNames | None = None,
 ) -> StepProfile:
     """The profile of the steps in a trace of the file `source`; with `model` and `batch_size`, attention has FLOPs.
 
@@ -119,58 +110,48 @@ def summarise(
     """
     trace = attribution.trace
     selection = select(attribution)
-    jobs = join_jobs(attribution, selection)
-    host = Host(trace, selection)
+    jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
+    host = Host(trace)
     spans, windows = on_device(jobs, selection, host, is_of_host=trace.is_of_host)
     devices = [] if trace.is_of_host else list(busy_devices(jobs))
-    busy, num_devices = busy_ns(devices, selection.steps, spans, windows)
+    busy, num_devices = busy_ns(devices, spans, windows)
     gaps = find_gaps(jobs, devices, spans, selection, host)
 
     work = frame_of(jobs)
     kind = kernel_classes(trace.kernels.name, trace.strings)
-    parts = range_parts(attribution, AttentionNames() if names is None else names)
-    kernels = with_roles(work[~work["is_copy"]].assign(kind=kind), attribution, parts)
-    in_step, step = kernels[kernels["step"] >= 0], _median_step(spans)
-    by_kernel, by_module = kernel_times(in_step, trace.strings), module_times(in_step, parts)
-    attention, attention_notes = attention_times(in_step, parts, model, batch_size)
+    parts = range_parts(attribution)
+    kernels = work[~work["is_copy"]].assign(kind=kind)
+    in_step = kernels[kernels["step"] >= 0]
     grave, slight = doubts(attribution)
     profile = StepProfile(
         source=source,
         work=Work.OPERATORS if trace.is_of_host else Work.KERNELS,
         device_names=trace.device_names,
-        phases_from=tuple(attribution.sources.values()),
+        phases_from=(attribution.source,),
         num_steps=len(selection.steps),
         is_whole_trace=selection.is_whole_trace,
         is_warmup=selection.is_warmup,
         num_kernels=len(kernels),
         kernel_s=int(kernels["duration_ns"].sum()) / 1e9,
-        left=_left(kernels, is_in_a_step=attribution.kernels.step >= 0),
+        left=_left(kernels, is_in_a_step=attribution.jobs.step[kernels.index] >= 0),
         step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
         phases=tuple(_phases(work, frame_of(windows).assign(busy_ns=busy), len(selection.steps), trace.is_of_host)),
-        kernels=by_kernel,
+        kernels=kernel_times(in_step, trace.strings),
         classes=class_times(in_step),
-        products=tuple(matmul_counts(in_step)),
-        attention=attention,
-        modules=by_module,
+        attention=attention_times(in_step, parts, trace.strings, model, batch_size),
+        modules=module_times(in_step, parts),
         idle=idle_times(gaps, num_devices),
-        gaps=tuple(longest_gaps(gaps, jobs, parts, trace, selection, spans, host)),
+        gaps=tuple(longest_gaps(gaps, jobs, parts, trace, spans, host)),
         host_calls=host_calls(host, selection),
-        pictured=_picture(
-            step,
-            spans,
-            windows,
-            _with_rows(in_step[in_step["step"] == step], by_kernel, by_module, trace.strings, parts),
-        ),
+        pictured=_picture(_median_step(spans), spans, windows, in_step),
         notes=(
             *attribution.notes,
-            *_process_notes(attribution, selection),
-            *attention_notes,
             *idle_notes(gaps),
             *selection.notes,
             *(f"{text}." for text in (*grave, *slight)),
         ),
-        communication=communication_times(jobs, devices, num_devices, selection.steps, windows),
-        copies=copy_times(jobs, devices, num_devices, spans, selection, trace.strings),
+        communication=communication_times(jobs, devices, num_devices, windows),
+        copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
         doubts=grave,
         rank=trace.rank,
     )
@@ -220,12 +201,6 @@ def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_hos
         yield PhaseTimes(phase=PHASES[code], **columns)
 
 
-def _process_notes(attribution: Attribution, selection: Selection) -> Iterator[str]:
-    if (num_processes := len(attribution.sources)) > 1:
-        what = "as one step" if selection.is_whole_trace else "each with its own steps, which count alike"
-        yield f"There are {num_processes} processes with kernels in the file: they are taken together, {what}."
-
-
 REPORT_ENDING = ".nsys-rep"
 
 
@@ -233,7 +208,6 @@ def explain(
     path: Path,
     config: RunConfig | None = None,
     phases: PhaseNames | None = None,
-    attention: AttentionNames | None = None,
 ) -> StepProfile:
     """Explain the profile at `path`; with the run's `config`, attention has its FLOPs too.
 
@@ -251,7 +225,6 @@ def explain(
             source=inert_line(path.name),  # a name may hold what no UTF-8 has
             model=config.model if config and not own_model else None,
             batch_size=config.batch_size if config and not own_model else None,
-            names=attention,
         )
         profiles.append((rank, profile))
         collectives.append(collectives_of(attribution))
@@ -271,18 +244,16 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
     with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:  # a sweep that is killed removes it too
         file = export(path, Path(scratch)) if path.suffix == REPORT_ENDING and path.is_file() else path
         trace = read_trace(file)
-    if several := by_rank(trace):
-        yield from several.items()
-        return
-    yield trace.rank or 0, trace
+    found = by_rank(trace)
     del trace
-    for rank, beside in files_of_others(path).items():
+    yield from found.items()
+    for rank, beside in files_of_others(path).items() if len(found) == 1 else ():
         other = read_trace(beside)
         yield rank if other.rank is None else other.rank, other
 
 
-MAX_KERNELS = 50_000
-"""A step of more kernels, which would take some 2 MB, has no picture."""
+NUM_PARTS = 500
+"""Parts of the pictured step; kernels of one class and stream that begin in the same part are one piece."""
 
 
 def _median_step(spans: DeviceSteps) -> int:
@@ -291,17 +262,16 @@ def _median_step(spans: DeviceSteps) -> int:
     return int(order[(len(order) - 1) // 2])
 
 
-def _picture(
-    step: int,
-    spans: DeviceSteps,
-    windows: DeviceWindows,
-    kernels: pd.DataFrame,
-) -> PicturedStep | None:
-    """The picture of one step; `kernels` are from `_with_rows`."""
+def _picture(step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.DataFrame) -> PicturedStep:
+    """The picture of one step of these kernels."""
     start = int(spans.origin_ns[step])
     wall = int(spans.end_ns[step]) - start
-    if len(kernels) > MAX_KERNELS:
-        return None
+    own = kernels[kernels["step"] == step]
+    own = own.assign(end_ns=own["start_ns"] + own["duration_ns"])
+    part = ((own["start_ns"] - start) * NUM_PARTS // max(wall, 1)).rename("part")
+    pieces = own.groupby(["stream", part, "kind"]).agg(
+        start=("start_ns", "min"), end=("end_ns", "max"), busy=("duration_ns", "sum")
+    )
     return PicturedStep(
         step=step,
         wall_s=wall / 1e9,
@@ -315,43 +285,14 @@ def _picture(
             )
             for row in np.flatnonzero(windows.step == step).tolist()
         ),
-        streams=tuple(_streams(_by_stream(kernels, start))),
+        pieces=tuple(
+            Piece(
+                stream=stream,
+                kind=CLASSES[kind],
+                start_s=(begin - start) / 1e9,
+                end_s=(end - start) / 1e9,
+                busy_s=busy / 1e9,
+            )
+            for (stream, _, kind), begin, end, busy in pieces.itertuples()
+        ),
     )
-
-
-def _by_stream(rows: pd.DataFrame, start: int) -> pd.DataFrame:
-    """The rows by stream and start, in nanoseconds from the start of the step."""
-    rows = rows.sort_values(["device", "stream", "start_ns"], kind="stable")
-    return rows.assign(**{name: rows[name] - start for name in ("start_ns", "end_ns", "launch_ns")})
-
-
-def _with_rows(
-    rows: pd.DataFrame,
-    kernels: Sequence[KernelTimes],
-    modules: Sequence[ModuleTimes],
-    strings: Sequence[str],
-    parts: RangeParts,
-) -> pd.DataFrame:
-    """The kernels with two more columns: the row of each in the table of kernels, and in that of modules."""
-    kernel_of = {row.name: index for index, row in enumerate(kernels) if row.phase is None}
-    module_of = {(row.path, row.phase): index for index, row in enumerate(modules)}
-    kernel = {name: kernel_of[strings[name][:MAX_NAME]] for name in rows["name"].unique().tolist()}
-    place = pd.Series(parts.path[rows["module"]] * len(PHASES) + rows["phase"].to_numpy(), index=rows.index)
-    module = {
-        own: module_of[parts.names(own // len(PHASES)), PHASES[own % len(PHASES)]] for own in place.unique().tolist()
-    }
-    return rows.assign(kernel_row=rows["name"].map(kernel), module_row=place.map(module))
-
-
-def _streams(rows: pd.DataFrame) -> Iterator[StreamKernels]:
-    for _, own in rows.groupby(["device", "stream"], sort=False):
-        launches = zip(own["launch_ns"].tolist(), own["is_launched"].tolist(), strict=True)
-        yield StreamKernels(
-            device=int(own["device"].iloc[0]),
-            stream=int(own["stream"].iloc[0]),
-            start_ns=tuple(own["start_ns"].tolist()),
-            duration_ns=tuple(own["duration_ns"].tolist()),
-            launch_ns=tuple(launch if is_launched else None for launch, is_launched in launches),
-            kernel=tuple(own["kernel_row"].tolist()),
-            module=tuple(own["module_row"].tolist()),
-        )

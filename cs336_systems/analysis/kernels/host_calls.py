@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
-from cs336_systems.analysis.kernels.attribution import Selection, frame_of, totals
-from cs336_systems.analysis.kernels.call_names import (
+from cs336_systems.analysis.kernels.attribution import Selection, frame_of, phase_at, totals
+from cs336_systems.analysis.kernels.classes import (
     KERNEL,
     STREAM_WAIT,
     TO_HOST,
@@ -14,18 +14,17 @@ from cs336_systems.analysis.kernels.call_names import (
     is_launch,
     is_synchronisation,
 )
-from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
+from cs336_systems.analysis.kernels.phases import CODES, PHASES, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls
-from cs336_systems.analysis.kernels.trace import GroupNesting, Strings, Trace, of_names
+from cs336_systems.analysis.kernels.trace import Nesting, Strings, Trace, of_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls(Columns):
-    """The CUDA calls of a trace; processes are numbered as in a `Selection`."""
+    """The CUDA calls of a trace."""
 
     name: Ints
     """Index into `Host.names`."""
-    process: Ints
     thread: Ints
     start_ns: Ints
     end_ns: Ints
@@ -42,9 +41,9 @@ class Calls(Columns):
 
 
 class Host:
-    """Looks up the CUDA calls of all processes."""
+    """Looks up CUDA calls."""
 
-    def __init__(self, trace: Trace, selection: Selection) -> None:
+    def __init__(self, trace: Trace) -> None:
         api = trace.api_calls
         called = Strings()
         names = of_names(api.name, trace.strings, lambda name: called.id(call_name(name)), np.int64)
@@ -58,7 +57,6 @@ class Host:
         of_copy[copies] = of_copy[their_waits] = waits[copies] = True
         self.calls = Calls(
             name=names,
-            process=selection.process_of(api.process),
             thread=api.thread,
             start_ns=api.start_ns,
             end_ns=api.start_ns + api.duration_ns,
@@ -74,19 +72,18 @@ class Host:
         returned: Ints = np.where(call < 0, launch_ns, np.append(end, 0)[call])
         return returned
 
-    def longest_call(self, process: int, start_ns: int, end_ns: int) -> str:
-        """The function in which the process spent most of the interval, on any thread; empty if there is none."""
+    def longest_call(self, start_ns: int, end_ns: int) -> str:
+        """The function in which the host spent most of the interval, on any thread; empty if there is none."""
         calls = self.calls
-        rows = np.flatnonzero((calls.process == process) & (calls.start_ns < end_ns) & (calls.end_ns > start_ns))
+        rows = np.flatnonzero((calls.start_ns < end_ns) & (calls.end_ns > start_ns))
         time = np.minimum(calls.end_ns[rows], end_ns) - np.maximum(calls.start_ns[rows], start_ns)
         total = np.bincount(calls.name[rows], time, minlength=1)
         return self.names[int(total.argmax())] if len(rows) else ""
 
-    def stream_waits(self, process: int) -> Ints:
-        """When the process made a stream wait for another one, in order."""
-        calls = self.calls
+    def stream_waits(self) -> Ints:
+        """When the host made a stream wait for another one, in order."""
         names = [index for index, name in enumerate(self.names) if STREAM_WAIT.match(name)]
-        return np.sort(calls.start_ns[(calls.process == process) & np.isin(calls.name, names)])
+        return np.sort(self.calls.start_ns[np.isin(self.calls.name, names)])
 
 
 def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
@@ -109,7 +106,8 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
     or to the next batch. A copy to the host, and the wait for it, stay in their phase.
     """
     calls = host.calls
-    phase, step = _places(calls, selection)
+    phase = phase_at(selection.windows, calls.start_ns)
+    step = Nesting(selection.steps.start_ns, selection.steps.end_ns).at(calls.start_ns)
     last = np.full(len(selection.steps) + 1, np.iinfo(np.int64).min)
     np.maximum.at(last, step[calls.is_kernel], calls.start_ns[calls.is_kernel])
     is_of_end = calls.is_wait & ~calls.is_of_copy & (calls.start_ns > last[step])
@@ -126,12 +124,3 @@ def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
         )
         for row in totals(placed[step >= 0], "name", "phase", "is_wait", "is_launch")
     )
-
-
-def _places(calls: Calls, selection: Selection) -> tuple[Codes, Ints]:
-    """Phase and step (-1 for none) of the host at the start of each call."""
-    steps, windows = selection.steps, selection.windows
-    step = GroupNesting(steps.process, steps.start_ns, steps.end_ns).at(calls.process, calls.start_ns)
-    by_process = GroupNesting(steps.process[windows.step], windows.start_ns, windows.end_ns)
-    labels = np.append(windows.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
-    return labels[by_process.at(calls.process, calls.start_ns)], step

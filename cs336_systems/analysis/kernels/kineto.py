@@ -32,6 +32,7 @@ from cs336_systems.analysis.columns import (
 )
 from cs336_systems.analysis.kernels.trace import (
     MAX_TIME_NS,
+    NOWHERE,
     ApiCalls,
     DeviceWork,
     GroupNesting,
@@ -436,7 +437,7 @@ class _Session:
         named = [text for text in dict.fromkeys(texts) if text]
         rows = {"": -1} | {text: len(self.ranges) + index for index, text in enumerate(named)}
         if named:
-            nowhere = np.full(len(named), -1, dtype=np.int64)
+            nowhere = np.full(len(named), NOWHERE, dtype=np.int64)
             marked = Ranges(
                 name=self.strings.ids(named), process=nowhere, thread=nowhere, start_ns=np.zeros_like(nowhere),
                 end_ns=np.zeros_like(nowhere), is_nested=np.zeros(len(named), dtype=np.bool_),

@@ -77,8 +77,13 @@ PUSH_POP, START_END = 59, 60
 """Numbers of the kinds of ranges, for old files that do not name the kinds."""
 NO_STRING = -1
 NEEDED = "the SQLite export of an nsys report"
-_OF_OPERATOR = re.compile(r", (?:op_id|seq|sizes|input_op_ids) = .*", re.DOTALL)
-"""What emit_nvtx and `nsys --pytorch=autograd-nvtx` add to an operator's name, which differs from call to call."""
+_OF_CALL = re.compile(
+    r", (?:op_id|seq|sizes|input_op_ids) = .*|^autograd::engine::evaluate_function: |^torch\.nn\.modules\.|\.forward$",
+    re.DOTALL,
+)
+"""What emit_nvtx and `nsys --pytorch` put around the name of an operator or module: the call's number and shapes."""
+_CALL_OF_MODULE = "Module.__call__"
+"""The range that `nsys --pytorch=functions-trace` puts around that of each module's forward."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 HOW_TO_RECORD = (
@@ -208,7 +213,7 @@ class _Export:
             text_id = np.frombuffer(own, dtype=np.int64)
             name = np.where(text_id >= 0, text_id, name)
         strings = self._strings.all
-        name = of_names(name, strings, lambda text: self._strings.id(_OF_OPERATOR.sub("", text)), np.int64)
+        name = of_names(name, strings, lambda text: self._strings.id(_OF_CALL.sub("", text)), np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
         self._durations(RANGES, start, end)
         ranges = Ranges(
@@ -219,7 +224,8 @@ class _Export:
             end_ns=end,
             is_nested=kind == push_pop,
         )
-        return chosen(ranges, (kind == push_pop) | (kind == start_end))
+        is_wrapper = name == self._strings.id(_CALL_OF_MODULE)
+        return chosen(ranges, ((kind == push_pop) | (kind == start_end)) & ~is_wrapper)
 
     def _columns(self, table: str) -> set[str]:
         """Names of the table's stored columns, without computed ones."""

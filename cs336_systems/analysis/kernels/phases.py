@@ -1,4 +1,4 @@
-"""Phases and steps of a process over time, from its ranges or else from the threads that launched kernels."""
+"""Phases and steps over time, from ranges or else from the threads that launched kernels."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
+from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, GroupNesting, Nesting, Ranges, Trace
 from cs336_systems.ranges import PhaseNames
 
@@ -38,7 +38,7 @@ CODES = {phase: code for code, phase in enumerate(PHASES)}
 
 
 class PhaseSource(StrEnum):
-    """The evidence for the phases of a process."""
+    """The evidence for the phases."""
 
     RANGES = "ranges"
     THREADS = "threads"
@@ -112,15 +112,15 @@ def check_names(trace: Trace, names: PhaseNames) -> None:
     there = [trace.strings[name] for name in np.unique(trace.ranges.name)]
     for field, name in given.items():
         if not any(_means(name, text) for text in there) and name != getattr(PhaseNames(), field):
-            found = _listed(_by_time(trace, np.arange(len(trace.ranges))))
+            found = _listed(_by_time(trace))
             raise RangeNameError(f"no range has the name {name!r} that was given for {field}; the names are: {found}")
 
 
-def _by_time(trace: Trace, rows: Ints) -> list[str]:
+def _by_time(trace: Trace) -> list[str]:
     """Names of the ranges, the longest total time first; numbers at their ends are a star."""
     ranges = trace.ranges
-    used, index = np.unique(ranges.name[rows], return_inverse=True)
-    time_ns = np.bincount(index, ranges.end_ns[rows] - ranges.start_ns[rows], minlength=len(used))
+    used, index = np.unique(ranges.name, return_inverse=True)
+    time_ns = np.bincount(index, ranges.end_ns - ranges.start_ns, minlength=len(used))
     longest = np.argsort(-time_ns, kind="stable")
     return list(dict.fromkeys(_NUMBER.sub("*", trace.strings[used[row]]) for row in longest))
 
@@ -139,11 +139,11 @@ _LIKELY = {
 """What the names of others' ranges around phases look like."""
 
 
-def _advice(trace: Trace, rows: Ints) -> str:
+def _advice(trace: Trace) -> str:
     """Which ranges there are, and the flags that would make phases of those whose names look like phases."""
-    if not len(rows):
+    if not len(trace.ranges):
         return "record with ranges around the phases"
-    names = _by_time(trace, rows)
+    names = _by_time(trace)
     flags: dict[str, str] = {}
     for field, pattern in _LIKELY.items():
         likely = [name for name in names if pattern.search(name) and name not in flags.values()]
@@ -155,9 +155,8 @@ def _advice(trace: Trace, rows: Ints) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows(Columns):
-    """Times of phases on the host. A launch on any thread of the process belongs to the window that contains it."""
+    """Times of phases on the host. A launch on any thread belongs to the window that contains it."""
 
-    process: Ints
     start_ns: Ints
     end_ns: Ints
     phase: Codes
@@ -165,9 +164,8 @@ class Windows(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps(Columns):
-    """The steps of all processes, each process in order."""
+    """The steps in order."""
 
-    process: Ints
     start_ns: Ints
     end_ns: Ints
     is_warmup: Mask
@@ -175,7 +173,7 @@ class Steps(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """The phases and steps of one process."""
+    """The phases and steps of a trace."""
 
     source: PhaseSource
     windows: Windows
@@ -188,23 +186,17 @@ class PhasePlan:
 MAX_LISTED = 12
 """Most names of ranges that an error lists."""
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
-NO_WINDOWS = Windows(process=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS, phase=np.zeros(0, dtype=np.int8))
-NO_STEPS = Steps(process=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS, is_warmup=np.zeros(0, dtype=np.bool_))
+NO_WINDOWS = Windows(start_ns=NO_ROWS, end_ns=NO_ROWS, phase=np.zeros(0, dtype=np.int8))
 
 
-def phase_plan(trace: Trace, process: int, rows: Ints, launched: Ints, known: Known) -> PhasePlan:
-    """Find the phases and steps of a process; `rows` are its ranges and `launched` its kernels with a known launch."""
-    ranges, phases = trace.ranges, known.phases
-    of_phase = _named(
-        trace, rows, *(phases[p] for p in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER))
-    )
-    if len(of_phase):
-        main = ranges.thread[of_phase[ranges.start_ns[of_phase].argmin()]]
-        of_main = rows[(ranges.thread[rows] == main) | ~ranges.is_nested[rows]]
-        return _plan_from_ranges(trace, process, of_main, launched, known)
-    if len(_named(trace, rows, known.step, known.of_torch)):
-        return _plan_of_steps(trace, process, rows, launched, known)
-    return _plan_from_threads(trace, process, rows, launched, known)
+def phase_plan(trace: Trace, known: Known) -> PhasePlan:
+    """Find the phases and steps of a trace of one process."""
+    ranges, phases, launched = trace.ranges, known.phases, np.flatnonzero(trace.kernels.is_launched)
+    of_phase = _named(trace, *(phases[p] for p in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER)))
+    if not len(of_phase):
+        return _plan_from_backward(trace, launched, known)
+    main = ranges.thread[of_phase[ranges.start_ns[of_phase].argmin()]]
+    return _plan_from_ranges(trace, (ranges.thread == main) | ~ranges.is_nested, launched, known)
 
 
 def _outermost(ranges: Ranges, rows: Ints) -> Ints:
@@ -213,13 +205,13 @@ def _outermost(ranges: Ranges, rows: Ints) -> Ints:
     return outer[np.argsort(ranges.start_ns[outer], kind="stable")]
 
 
-def _named(trace: Trace, rows: Ints, *names: Ints) -> Ints:
-    return rows[np.isin(trace.ranges.name[rows], np.concatenate(names))]
+def _named(trace: Trace, *names: Ints) -> Ints:
+    return np.flatnonzero(np.isin(trace.ranges.name, np.concatenate(names)))
 
 
-def _is_backward(trace: Trace, process: int, launched: Ints, main: int) -> Mask:
+def _is_backward(trace: Trace, launched: Ints, main: int) -> Mask:
     """Whether backward launched each kernel: a node of autograd did, or else any thread but the main one."""
-    work, nodes = trace.kernels, chosen(trace.nodes, trace.nodes.process == process)
+    work, nodes = trace.kernels, trace.nodes
     thread, time = work.thread[launched], work.launch_ns[launched]
     if not (len(nodes) or trace.has_operators):
         of_others: Mask = thread != main
@@ -229,9 +221,9 @@ def _is_backward(trace: Trace, process: int, launched: Ints, main: int) -> Mask:
     return found
 
 
-def _bursts(trace: Trace, process: int, launched: Ints, main: int) -> tuple[Ints, Ints]:
+def _bursts(trace: Trace, launched: Ints, main: int) -> tuple[Ints, Ints]:
     """Start and end of each backward: its launches between two of the main thread."""
-    is_backward = _is_backward(trace, process, launched, main)
+    is_backward = _is_backward(trace, launched, main)
     is_kept = is_backward | (trace.kernels.thread[launched] == main)
     time, is_backward = trace.kernels.launch_ns[launched[is_kept]], is_backward[is_kept]
     order = np.argsort(time, kind="stable")
@@ -239,24 +231,29 @@ def _bursts(trace: Trace, process: int, launched: Ints, main: int) -> tuple[Ints
     return time[change[:-1] > 0], time[change[1:] < 0] + 1
 
 
-def _plan_from_ranges(trace: Trace, process: int, rows: Ints, launched: Ints, known: Known) -> PhasePlan:
+def _plan_from_ranges(trace: Trace, is_main: Mask, launched: Ints, known: Known) -> PhasePlan:
     """The windows are the outermost phase ranges of the main thread; in a step, the time before forward is data.
 
     PyTorch's own ranges are the optimizer, and beside them, or with nodes of autograd in the file, autograd's launches
     are backward, where the program has no range of it.
     """
-    ranges = trace.ranges
+    ranges, rows = trace.ranges, np.flatnonzero(is_main)
+
+    def named(names: Ints) -> Ints:
+        found = _named(trace, names)
+        return _outermost(ranges, found[is_main[found]])
+
     codes = {int(name): CODES[phase] for phase, ids in known.phases.items() for name in ids}
     codes |= dict.fromkeys(known.of_torch.tolist(), CODES[LaunchPhase.OPTIMIZER])
-    phases = _outermost(ranges, _named(trace, rows, np.array(list(codes), dtype=np.int64)))
+    phases = named(np.array(list(codes), dtype=np.int64))
     label = np.array([codes[name] for name in ranges.name[phases].tolist()], dtype=np.int8)
     start, end = ranges.start_ns[phases], ranges.end_ns[phases]
     opened_inside = np.searchsorted(start, ranges.end_ns[rows]) - np.searchsorted(start, ranges.start_ns[rows], "right")
     around = rows[opened_inside > 0]
     is_zero_grad = np.isin(ranges.name[phases], known.zero_grad)
-    shows_backward = len(known.of_torch) > 0 or bool((trace.nodes.process == process).any())
+    shows_backward = len(known.of_torch) > 0 or len(trace.nodes) > 0
     if shows_backward and not (label == CODES[LaunchPhase.BACKWARD]).any():
-        begun, ended = _bursts(trace, process, launched, int(ranges.thread[rows[0]]))
+        begun, ended = _bursts(trace, launched, int(ranges.thread[rows[0]]))
         is_apart = np.searchsorted(start, begun, "right") == np.searchsorted(end, begun, "right")
         start, end = np.append(start, begun[is_apart]), np.append(end, ended[is_apart])
         label = np.append(label, np.full(int(is_apart.sum()), CODES[LaunchPhase.BACKWARD], dtype=np.int8))
@@ -264,7 +261,7 @@ def _plan_from_ranges(trace: Trace, process: int, rows: Ints, launched: Ints, kn
         order = np.argsort(start, kind="stable")
         start, end, label, is_zero_grad = start[order], end[order], label[order], is_zero_grad[order]
 
-    steps = _outermost(ranges, _named(trace, rows, known.step))
+    steps = named(known.step)
     if len(steps):
         step_start, step_end = ranges.start_ns[steps], ranges.end_ns[steps]
         first = np.append(start, MAX_TIME_NS)[np.searchsorted(start, step_start)]
@@ -278,8 +275,8 @@ def _plan_from_ranges(trace: Trace, process: int, rows: Ints, launched: Ints, kn
         )
     return PhasePlan(
         source=PhaseSource.RANGES,
-        windows=Windows(process=np.full(len(start), process), start_ns=start, end_ns=end, phase=label),
-        steps=_steps(trace, process, rows, known, step_start, step_end),
+        windows=Windows(start_ns=start, end_ns=end, phase=label),
+        steps=_steps(trace, known, step_start, step_end),
         around_steps=around,
     )
 
@@ -302,47 +299,55 @@ def _steps_between(
     return start[forward], np.maximum.accumulate(end)[last]
 
 
-def _steps(trace: Trace, process: int, rows: Ints, known: Known, start: Ints, end: Ints) -> Steps:
-    """The steps of a process with these times; warm-up are those in its range, and those outside of `measure`.
+def _steps(trace: Trace, known: Known, start: Ints, end: Ints) -> Steps:
+    """The steps with these times; warm-up are those in its range, and those outside of `measure`.
 
     Without any step, each range `measure` counts as one.
     """
     ranges = trace.ranges
 
     def inside(names: Ints) -> Mask:
-        found = _outermost(ranges, _named(trace, rows, names))
+        found = _outermost(ranges, _named(trace, names))
         return Nesting(ranges.start_ns[found], ranges.end_ns[found]).at(start) >= 0
 
     if not len(start):
-        measures = _outermost(ranges, _named(trace, rows, known.measure))
+        measures = _outermost(ranges, _named(trace, known.measure))
         start, end = ranges.start_ns[measures], ranges.end_ns[measures]
     measured = inside(known.measure)
     is_warmup = inside(known.warmup) | (~measured & measured.any())
-    return Steps(process=np.full(len(start), process), start_ns=start, end_ns=end, is_warmup=is_warmup)
+    return Steps(start_ns=start, end_ns=end, is_warmup=is_warmup)
 
 
-def _plan_of_steps(trace: Trace, process: int, rows: Ints, launched: Ints, known: Known) -> PhasePlan:
-    """The windows of steps that have ranges, of the program, torch.profiler or PyTorch's optimizers, but no phases.
+def _plan_from_backward(trace: Trace, launched: Ints, known: Known) -> PhasePlan:
+    """The windows where no range is of forward or backward: backward is what autograd launched.
 
-    Backward is what autograd launched; before it comes forward, with the loss; from its end until the optimizer's range
-    ends is the optimizer, as is zero_grad. Where nothing is of backward or an optimizer, the steps are forward alone.
+    Before it comes forward, with the loss; from its end until the optimizer's range ends, or else the step, is the
+    optimizer, as is zero_grad. Steps have ranges of the program or of torch.profiler, or end with PyTorch's optimizers,
+    or begin with the model's ranges. Where nothing is of backward or an optimizer, steps with ranges are forward alone.
     """
-    ranges = trace.ranges
-    marks = _named(trace, rows, known.step, known.of_torch)
-    main = int(ranges.thread[marks[ranges.start_ns[marks].argmin()]])
-    of_torch = _outermost(ranges, _named(trace, rows[ranges.thread[rows] == main], known.of_torch))
+    ranges, kernels = trace.ranges, trace.kernels
+    rows = _named(trace, known.step, known.of_torch)
+    if not len(rows):
+        rows = np.flatnonzero(ranges.is_nested & np.isin(ranges.thread, kernels.thread[launched]))
+    if not len(rows):
+        return _no_plan(trace, known, NO_ROWS, NO_ROWS)
+    main = int(ranges.thread[rows[ranges.start_ns[rows].argmin()]])
+    of_torch = _named(trace, known.of_torch)
+    of_torch = _outermost(ranges, of_torch[ranges.thread[of_torch] == main])
     is_zero_grad = np.isin(ranges.name[of_torch], known.zero_grad)
-    begun, ended = _bursts(trace, process, launched, main)
-    steps = _outermost(ranges, _named(trace, rows, known.step))
+    begun, ended = _bursts(trace, launched, main)
+    steps = around = _outermost(ranges, _named(trace, known.step))
     if len(steps):
         start, end = ranges.start_ns[steps], ranges.end_ns[steps]
-    else:
+    elif len(of_torch):
         start, end = _between_optimizers(trace, of_torch, is_zero_grad, begun, launched, main)
-    names = {trace.strings[name] for name in np.unique(trace.kernels.name[launched]).tolist()}
-    is_inference = not (len(begun) or len(of_torch) or any(map(_OF_TRAINING.search, names)))
-    is_inference &= not trace.kernels.is_in_graph[launched].any()  # a graph may hold a whole step of training
-    if not (len(begun) or is_inference):
-        return _no_plan(trace, process, rows, known, bool(len(launched)), start, end)
+    else:
+        start, end, around = _between_backwards(trace, rows[ranges.thread[rows] == main], begun, known)
+    names = {trace.strings[name] for name in np.unique(kernels.name[launched]).tolist()}
+    is_inference = len(steps) > 0 and not (len(begun) or len(of_torch) or any(map(_OF_TRAINING.search, names)))
+    is_inference &= not kernels.is_in_graph[launched].any()  # a graph may hold a whole step of training
+    if not (len(begun) and len(start)) and not is_inference:
+        return _no_plan(trace, known, start, end)
 
     # what has a known phase: backward, and the optimizer's own ranges
     fixed = sorted([
@@ -368,15 +373,14 @@ def _plan_of_steps(trace: Trace, process: int, rows: Ints, launched: Ints, known
     return PhasePlan(
         source=PhaseSource.THREADS,
         windows=Windows(
-            process=np.full(len(kept), process),
             start_ns=np.array([row[0] for row in kept], dtype=np.int64),
             end_ns=np.array([row[1] for row in kept], dtype=np.int64),
             phase=np.array([CODES[row[2]] for row in kept], dtype=np.int8),
         ),
-        steps=_steps(trace, process, rows, known, start, end),
-        around_steps=_named(trace, rows, known.step),
+        steps=_steps(trace, known, start, end),
+        around_steps=around,
         notes=(
-            f"Process {process} has no ranges of forward and backward. "
+            "There are no ranges of forward and backward. "
             + (
                 "No kernel is of backward or an optimizer, so all is forward."
                 if is_inference
@@ -421,79 +425,39 @@ def _between_optimizers(
     return np.append(first, end[:-1]), end
 
 
-def _plan_from_threads(trace: Trace, process: int, all_rows: Ints, launched: Ints, known: Known) -> PhasePlan:
-    """The windows from the launching threads: backward is what a thread without the model's ranges launched.
+def _between_backwards(trace: Trace, rows: Ints, backward: Ints, known: Known) -> tuple[Ints, Ints, Ints]:
+    """Start and end of the steps that begin with the model's ranges, and the ranges around whole steps.
 
-    On the main thread, forward lasts from the first of the model's ranges to the last, and loss from there until
-    backward begins. After backward comes the optimizer, until a range opens that the first forward opened too. Ranges
-    that are open only before the first backward, such as those of the model's initialisation, are not of forward.
+    A step begins with the first range after a backward that the first forward opened too. Ranges that are open only
+    before the first backward, such as those of the model's initialisation, begin none.
     """
-    ranges, kernels = trace.ranges, trace.kernels
-    rows = all_rows[ranges.is_nested[all_rows] & np.isin(ranges.thread[all_rows], kernels.thread[launched])]
-    if not len(rows):
-        return _no_plan(trace, process, all_rows, known, bool(len(launched)))
-    main = int(ranges.thread[rows[ranges.start_ns[rows].argmin()]])
-    rows = rows[ranges.thread[rows] == main]
-    backward = np.sort(kernels.launch_ns[launched[_is_backward(trace, process, launched, main)]])
+    ranges = trace.ranges
     # forward has ended when backward begins, so no range of the model spans a launch of backward
     is_around = np.searchsorted(backward, ranges.end_ns[rows]) > np.searchsorted(backward, ranges.start_ns[rows])
-    is_around |= np.isin(rows, _named(trace, rows, known.warmup, known.measure))
+    is_around |= np.isin(rows, _named(trace, known.warmup, known.measure))
     model = rows[~is_around]
     model = model[np.argsort(ranges.start_ns[model], kind="stable")]
-    if not len(backward) or not len(model):
-        return _no_plan(trace, process, all_rows, known, True)
-
-    # a burst is what backward launched between two of the model's ranges
-    opened_before = np.searchsorted(ranges.start_ns[model], backward, side="right")
-    first = np.flatnonzero(np.diff(opened_before, prepend=-1))
-    burst_start, burst_end = backward[first], backward[np.append(first[1:], len(backward)) - 1] + 1
-
-    gap = np.searchsorted(burst_start, ranges.start_ns[model])  # number of bursts before each of the model's ranges
+    if not len(model):
+        return NO_ROWS, NO_ROWS, rows[is_around]
+    gap = np.searchsorted(backward, ranges.start_ns[model])  # number of backwards before each of the model's ranges
     of_forward = np.unique(ranges.name[model[gap == gap[0]]])
     again = np.intersect1d(of_forward, ranges.name[model[gap > gap[0]]])
     is_forward = np.isin(ranges.name[model], again if len(again) else of_forward)
-    forward, gap = model[is_forward], gap[is_forward]
-    gap, first = np.unique(gap, return_index=True)
-    start, end = ranges.start_ns[forward[first]], np.maximum.reduceat(ranges.end_ns[forward], first)
-
-    has_backward = gap < len(burst_start)
-    next_start = np.append(start, MAX_TIME_NS)[np.searchsorted(start, burst_end)]
-    windows = {
-        LaunchPhase.FORWARD: (start, end),
-        LaunchPhase.LOSS: (end[has_backward], burst_start[gap[has_backward]]),
-        LaunchPhase.BACKWARD: (burst_start, burst_end),
-        LaunchPhase.OPTIMIZER: (burst_end, next_start),
-    }
-    parts = [
-        Windows(process=np.full(len(begun), process), start_ns=begun, end_ns=ended,
-                phase=np.full(len(begun), CODES[phase], dtype=np.int8))
-        for phase, (begun, ended) in windows.items()
-    ]  # fmt: skip
-    return PhasePlan(
-        source=PhaseSource.THREADS,
-        windows=joined(NO_WINDOWS, *parts),
-        steps=_steps(trace, process, all_rows, known, start, np.append(start[1:], MAX_TIME_NS)),
-        around_steps=rows[is_around],
-        notes=(
-            f"Process {process} has no ranges of phases. So backward is what other threads than the main one launched, "
-            "forward the main thread's ranges before it, loss what lies between (with the fill that starts backward), "
-            "optimizer the rest until the next forward (with zero_grad and the making of the next batch).",
-        ),
-    )
+    _, first = np.unique(gap[is_forward], return_index=True)
+    start = ranges.start_ns[model[is_forward][first]]
+    return start, np.append(start[1:], MAX_TIME_NS), rows[is_around]
 
 
-def _no_plan(
-    trace: Trace, process: int, rows: Ints, known: Known, has_kernels: bool, start: Ints = NO_ROWS, end: Ints = NO_ROWS
-) -> PhasePlan:
+def _no_plan(trace: Trace, known: Known, start: Ints, end: Ints) -> PhasePlan:
     """A plan without phases, with steps if these are known, as around a CUDA graph of a whole step."""
     note = (
-        f"The phases of process {process} are unknown: no range is named as a phase, and no thread has ranges while "
-        f"another one launches backward; {_advice(trace, rows)}."
+        "The phases are unknown: no range is named as a phase, and no thread has ranges while another one launches "
+        f"backward; {_advice(trace)}."
     )
     return PhasePlan(
         source=PhaseSource.NOTHING,
         windows=NO_WINDOWS,
-        steps=_steps(trace, process, rows, known, start, end),
-        around_steps=_named(trace, rows, known.step, known.warmup, known.measure),
-        notes=(note,) if has_kernels else (),
+        steps=_steps(trace, known, start, end),
+        around_steps=_named(trace, known.step, known.warmup, known.measure),
+        notes=(note,) if trace.kernels.is_launched.any() else (),
     )

@@ -5,9 +5,8 @@ others. Times are seconds (`_s`), on the device unless the host is named.
 """
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -17,23 +16,17 @@ import msgspec
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.classes import Collective, KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import MAX_TIME_S, Count
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
-Nanoseconds = Annotated[int, msgspec.Meta(ge=-MAX_TIME_NS, le=MAX_TIME_NS)]
-Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
-PROFILE_FORMAT_VERSION = 4
-"""Version 1 had merged kernels only: `PicturedStep` had `pieces`, but no `streams`, `copies` and `idle`. Version 2 had
-no phase `communication`, and nothing about collectives and other ranks. Version 3 had no copies by kind, no
-distribution of idle times, no doubts, no rank, and convolutions among the matmuls; its picture had copies and idle
-times, which nothing read."""
+PROFILE_FORMAT_VERSION = 5
+"""Versions 1 and 2 had nothing about collectives and other ranks. Version 3 had no copies by kind, no distribution of
+idle times, no doubts, no rank, and convolutions among the matmuls. Version 4 had attention in backward too, and each
+kernel of the pictured step."""
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
-_NUMBERS = re.compile(rb"\[\n((?:[-+.\deE,\s]|null)+)\]")
-"""A list of numbers in indented JSON; a line never ends within a text."""
 
 
 class Work(StrEnum):
@@ -130,11 +123,7 @@ class AttentionPart(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTimes:
-    """One part of attention over the steps, in forward or backward.
-
-    In forward: all kernels within the part's range. In backward, which has ranges of modules only: the matmuls that
-    differentiate the matmuls of the forward part, and the kernels of class softmax within attention.
-    """
+    """All kernels within the ranges around one part of attention over the steps, in forward."""
 
     part: AttentionPart
     phase: LaunchPhase
@@ -145,22 +134,6 @@ class AttentionTimes:
     """Time of the part's matmuls."""
     flops: Count | None
     """FLOPs over the same steps; None if the model's shape is not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulCounts:
-    """Matmuls over the steps in one phase, without helpers such as the sum over split-K parts."""
-
-    phase: LaunchPhase
-    linear: Count
-    """Matmuls of linear layers."""
-    linear_s: Time
-    attention: Count
-    """Matmuls of attention's scores and values."""
-    attention_s: Time
-    unknown: Count
-    """Other matmuls: attention has no ranges, or a compiler changed the order."""
-    unknown_s: Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,30 +235,10 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamKernels:
-    """Kernels of the pictured step on one stream, in the order in which they start; each column has one entry for each.
-
-    Times are nanoseconds from the start of the step.
-    """
-
-    device: Count
-    stream: int
-    start_ns: tuple[Nanoseconds, ...]
-    duration_ns: tuple[Duration, ...]
-    launch_ns: tuple[Nanoseconds | None, ...]
-    """When the host began the call that launched the kernel; None where the file has no launch."""
-    kernel: tuple[Count, ...]
-    """Index into `StepProfile.kernels`, of the kernel's entry for the whole step: its name and class."""
-    module: tuple[Count, ...]
-    """Index into `StepProfile.modules`: the kernel's phase, and the ranges around its launch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A kernel of the pictured step, or several that follow each other, with the class that ran longest."""
+    """Kernels of one class on one stream that begin close together in the pictured step."""
 
     stream: int
-    phase: LaunchPhase
     kind: KernelClass
     start_s: float
     end_s: float
@@ -300,10 +253,8 @@ class PicturedStep:
     step: Count
     wall_s: Time
     windows: tuple[Window, ...]
-    streams: tuple[StreamKernels, ...] = ()
-    """All kernels of the step."""
     pieces: tuple[Piece, ...] = ()
-    """Merged kernels instead of `streams`, in profiles of versions before 4 with many kernels."""
+    """Empty in profiles of version 4, whose picture needs the trace to be explained again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +315,6 @@ class StepProfile:
     kernels: tuple[KernelTimes, ...]
     """Kernels of the whole step, then of each phase; the longest total first."""
     classes: tuple[ClassTimes, ...]
-    products: tuple[MatmulCounts, ...]
     attention: tuple[AttentionTimes, ...]
     """Empty unless attention's parts have ranges."""
     modules: tuple[ModuleTimes, ...]
@@ -389,8 +339,8 @@ class StepProfile:
 
 
 def encode_profile(profile: StepProfile) -> bytes:
-    """The profile as indented JSON, each list of numbers on one line."""
-    return _NUMBERS.sub(lambda found: b"[" + b" ".join(found[1].split()) + b"]", encode_json(profile, indent=1))
+    """The profile as indented JSON."""
+    return encode_json(profile, indent=1)
 
 
 def decode_profile(data: bytes) -> StepProfile:
@@ -408,22 +358,10 @@ def decode_profile(data: bytes) -> StepProfile:
 
 
 def contradictions(profile: StepProfile) -> Iterator[str]:
-    """Contradictions in a profile, in words; one that was cut off or changed by hand has some."""
-    num_steps, step = profile.num_steps, profile.pictured
-    if not num_steps:
-        yield "it needs at least one step"
-    if any(number >= num_steps for number in (step.step if step else 0, *(gap.step for gap in profile.gaps))):
-        yield f"there are {num_steps} steps, and an entry is about another one"
-    yield from _of_columns("step_s", (profile.step_s,), num_steps)
-    parts: list[PhaseTimes | CommunicationTimes] = [*profile.phases, *profile.communication]
-    for part in parts:
-        yield from _of_columns(part.phase, _columns(part), num_steps)
-    for own in profile.ranks:
-        columns = [column for each in (own.phases, own.communication) for part in each for column in _columns(part)]
-        yield from _of_columns(f"rank {own.rank}", [*columns, own.waited_s or own.step_s], len(own.step_s))
-    if step is not None:
-        yield from _of_picture(profile, step)
-    left, phases = profile.left, profile.phases
+    """Contradictions in a profile, in words; one that was changed by hand has some."""
+    left, phases, num_steps = profile.left, profile.phases, profile.num_steps
+    if not num_steps or any(len(times) != num_steps for times in (profile.step_s, *(own.wall_s for own in phases))):
+        yield f"it has {num_steps} steps, and times of others"
     count = sum(sum(phase.launches) for phase in phases) + left.warmup + left.outside + left.no_launch
     time_s = sum(sum(phase.kernel_s) for phase in phases) + left.warmup_s + left.outside_s + left.no_launch_s
     if count != profile.num_kernels or not math.isclose(time_s, profile.kernel_s, rel_tol=1e-9, abs_tol=1e-9):
@@ -431,41 +369,6 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
             f"phases and what is left hold {count} {profile.work} and {time_s:.9f} s, "
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"
         )
-
-
-def _columns(part: object) -> list[tuple[object, ...]]:
-    """The columns of a part of a profile."""
-    values = (getattr(part, field.name) for field in fields(part))  # type: ignore[arg-type]
-    return [value for value in values if isinstance(value, tuple)]
-
-
-def _of_columns(what: str, columns: Iterable[Sequence[object]], needed: int) -> Iterator[str]:
-    if wrong := {len(column) for column in columns} - {needed}:
-        yield f"columns of {what} need {needed} entries, got {min(wrong)}"
-
-
-def _of_picture(profile: StepProfile, step: PicturedStep) -> Iterator[str]:
-    """Contradictions between the kernels of the pictured step and the times of its phases, in words."""
-    for own in step.streams:
-        yield from _of_columns("the pictured step", _columns(own), len(own.start_ns))
-    if step.pieces and not step.streams:
-        return
-    sums: dict[LaunchPhase, list[int]] = {}
-    for stream in step.streams:
-        for kernel, module, duration_ns in zip(stream.kernel, stream.module, stream.duration_ns, strict=False):
-            if kernel >= len(profile.kernels) or module >= len(profile.modules):
-                yield f"stream {stream.stream} names kernel {kernel} and module {module}, which are not there"
-                return
-            sums.setdefault(profile.modules[module].phase, []).append(duration_ns)
-    needed = {own.phase: (own.launches[step.step], own.kernel_s[step.step]) for own in profile.phases}
-    for phase in {*sums, *needed}:
-        number, time_s = needed.get(phase, (0, 0.0))
-        found = sums.get(phase, [])
-        if len(found) != number or not math.isclose(sum(found), time_s * 1e9, rel_tol=1e-12, abs_tol=0.5):
-            yield (
-                f"its picture has {len(found)} {profile.work} and {sum(found)} ns of {phase}, needed {number}, "
-                f"{time_s:.9f} s"
-            )
 
 
 def read_profile(path: Path) -> StepProfile | None:

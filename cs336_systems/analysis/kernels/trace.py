@@ -19,6 +19,8 @@ _DRIVERS_OWN = re.compile(
 """Names of the kernels by which the drivers of CUDA and ROCm fill or copy memory."""
 
 Kind = TypeVar("Kind", bound=np.generic)
+NOWHERE = -1
+"""Process of a range that a profiler marked, and the program did not."""
 MAX_TIME_NS = 2**61
 """Largest absolute time (seventy years), so that the difference of two times fits 64 bits."""
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.memory.allocations import replay
-from cs336_systems.analysis.memory.formulas import Formulas
 from cs336_systems.analysis.memory.groups import (
     NOT_SIGHTED,
     Groups,
@@ -48,7 +47,6 @@ from cs336_systems.analysis.memory.profile import (
     Timeline,
 )
 from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Action, DeviceMemory, Snapshot, read_snapshot
-from cs336_systems.config import ModelConfig
 from cs336_systems.text import counted, inert_line
 
 MAX_POINTS = 2000
@@ -72,19 +70,16 @@ FROM_BOTTOM = (
 """Order of categories in a picture over time, from the bottom: long-lived ones are below short-lived ones."""
 
 
-def explain_memory(path: Path, model: ModelConfig | None = None, batch_size: int | None = None) -> MemoryProfile:
+def explain_memory(path: Path) -> MemoryProfile:
     """Explain the snapshot at `path` with the notes beside it, if any.
 
-    The model and the batch size, if known, give formulas for the bytes. Raises ProfileError if the file is not a
-    snapshot or the notes contradict it, and MemoryAttributionError if the categories do not add up.
+    Raises ProfileError if the file is not a snapshot or the notes contradict it, and MemoryAttributionError if the
+    categories do not add up.
     """
     beside = notes_path(path)
     notes = read_notes(beside) if beside.exists() else None
     snapshot = read_snapshot(path)
-    memory = _choose_device(snapshot, notes)
-    return _Explanation(snapshot, memory, notes, Formulas(model, batch_size)).profile(
-        None if model is None or batch_size is None else 4 * batch_size * model.context_length * model.d_model
-    )
+    return _Explanation(snapshot, _choose_device(snapshot, notes), notes).profile()
 
 
 def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemory:
@@ -105,7 +100,7 @@ def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemor
 class _Explanation:
     """One device of a snapshot, and everything concluded from it."""
 
-    def __init__(self, snapshot: Snapshot, memory: DeviceMemory, notes: MemoryNotes | None, formulas: Formulas) -> None:
+    def __init__(self, snapshot: Snapshot, memory: DeviceMemory, notes: MemoryNotes | None) -> None:
         self._snapshot, self._memory, self._notes = snapshot, memory, notes
         self._replay = replay(memory, snapshot.settings)
         self._allocated = self._replay.allocated_bytes
@@ -122,10 +117,9 @@ class _Explanation:
             contents=categorise(self._replay, sightings, self._row_of, snapshot.stacks if notes is None else ()),
             sightings=sightings,
             phases=self._phases,
-            formulas=formulas,
         )
 
-    def profile(self, residual_stream_bytes: int | None) -> MemoryProfile:
+    def profile(self) -> MemoryProfile:
         """The whole profile."""
         allocations, notes = self._replay.allocations, self._notes
         points = self._points()
@@ -149,7 +143,6 @@ class _Explanation:
             timeline=self._timeline(sums),
             work=self._work(),
             outside_bytes=None if notes is None else notes.used_on_device_bytes - notes.reserved_bytes,
-            residual_stream_bytes=residual_stream_bytes,
             notes=tuple(self._notes_to_reader()),
             private_bytes=int(self._replay.private_bytes[self._peak]),
             idle_private_bytes=int(self._replay.idle_private_bytes[self._peak]),

@@ -1,7 +1,7 @@
 """What each allocation holds, groups of like allocations, and what each block of the model holds."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.memory.allocations import BEFORE, NONE, Allocations, Replay, nearest
-from cs336_systems.analysis.memory.formulas import HALF_BYTES, OR, Formulas, Role, element_bytes
 from cs336_systems.analysis.memory.lifetimes import codes_without_notes
 from cs336_systems.analysis.memory.notes import (
     Kind,
@@ -19,7 +18,6 @@ from cs336_systems.analysis.memory.notes import (
     block_of_ranges,
     like_name,
     short_name,
-    what_saved,
     within_block,
 )
 from cs336_systems.analysis.memory.profile import (
@@ -158,14 +156,6 @@ def places_of(stack: Stack) -> tuple[Place, ...]:
     )
 
 
-_ROLE_OF_PHASE: Mapping[str, Role] = {Phase.FORWARD: Role.ACTIVATION, Phase.OPTIMIZER: Role.WEIGHT}
-"""The role of tensors that a phase allocates; backward is absent because it allocates both roles."""
-_OF_WEIGHTS = (Category.HELD, Category.OPTIMIZER_STATE, Category.GRADIENTS)
-_CUBLAS = re.compile(r"cu(?:da)?blas.*(?:workspace|handle)|workspace.*cu(?:da)?blas", re.IGNORECASE)
-CUBLAS_WORKSPACE_BYTES = (32 * 2**20, 2 * 4096 * 2**10 + 8 * 16 * 2**10)
-"""On Hopper and on other devices (PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Known:
     """All that is known of the allocations of one snapshot."""
@@ -175,7 +165,6 @@ class Known:
     contents: Contents
     sightings: Sequence[Sighting]
     phases: Phases
-    formulas: Formulas
 
 
 class Groups:
@@ -189,8 +178,6 @@ class Groups:
         self._names = [short_name(sighting) for sighting in known.sightings]
         self._phase_names = ("", *known.phases.names)
         self._phase_of_row = np.where(rows.start == BEFORE, 0, known.phases.at(rows.start) + 1)
-        saved = {element_bytes(sighting.dtype) for sighting in known.sightings if sighting.kind is Kind.SAVED}
-        self._may_have_half = not saved or HALF_BYTES in saved
         columns = np.stack([
             rows.requested_bytes,
             known.contents.category,
@@ -223,9 +210,7 @@ class Groups:
         known, first, members = self._known, int(self._first[group]), self._members[group]
         rows, at_peak = known.replay.allocations, members[live[members]]
         indices = [index for index in known.contents.sighting[members].tolist() if index != NOT_SIGHTED]
-        sightings = list({(s.shape, s.dtype): s for s in map(known.sightings.__getitem__, reversed(indices))}.values())
-        sightings.reverse()  # the first of each shape and data type
-        shapes, dtypes = {one.shape for one in sightings}, {one.dtype for one in sightings}
+        shapes, dtypes = ({getattr(known.sightings[i], name) for i in indices} for name in ("shape", "dtype"))
         names = {self._names[index] for index in indices}
         name = like_name(names.pop()) if len(names) > 1 else "".join(names)
         return LikeAllocations(
@@ -239,45 +224,8 @@ class Groups:
             shape=shapes.pop() if len(shapes) == 1 else (),
             dtype=dtypes.pop() if len(dtypes) == 1 else "",
             phase=self._phase_names[self._phase_of_row[first]],
-            explanation=self._explanation(members, sightings, name),
             places=_common([self._places[stack] for stack in np.unique(self._stack_of_row[members]).tolist()]),
         )
-
-    def _explanation(self, members: Ints, sightings: Sequence[Sighting], name: str) -> str:
-        """The formulas of all members, each once."""
-        formulas = self._known.formulas
-        texts = [explain_sighting(formulas, sighting, name) for sighting in sightings] or [self._unsighted(members[0])]
-        return OR.join(dict.fromkeys(formula for text in texts for formula in text.split(OR) if formula))
-
-    def _unsighted(self, row: int) -> str:
-        """The formula of an allocation without a sighting. Its phase tells its role, if it was made in one."""
-        known, rows = self._known, self._known.replay.allocations
-        phase, places = self._phase_names[self._phase_of_row[row]], self._places[self._stack_of_row[row]]
-        is_weight = CATEGORIES[known.contents.category[row]] in _OF_WEIGHTS or rows.start[row] == BEFORE
-        role = _ROLE_OF_PHASE.get(phase) if phase else Role.WEIGHT if is_weight else None
-        function = places[0].function if places else ""
-        size = int(rows.requested_bytes[row])
-        return known.formulas.unsighted(size, role, function, self._may_have_half) or self._workspace(row)
-
-    def _workspace(self, row: int) -> str:
-        """Say if it is a workspace of cuBLAS: by its stack, or by a size that hardly anything else has.
-
-        Where notes name all other tensors that stay, 32 MiB that stay are one too.
-        """
-        known, rows = self._known, self._known.replay.allocations
-        is_made_by_it = any(_CUBLAS.search(frame.name) for frame in known.stacks[rows.stack[row]])
-        stays = rows.free_requested[row] == len(known.replay.memory.events)
-        sizes = CUBLAS_WORKSPACE_BYTES[0 if known.sightings else 1 :]
-        return "workspace of cuBLAS" if is_made_by_it or (stays and rows.requested_bytes[row] in sizes) else ""
-
-
-def explain_sighting(formulas: Formulas, sighting: Sighting, name: str) -> str:
-    """The formula of a sighted storage; `name` is the sighting's name as tables show it."""
-    is_saved = sighting.kind is Kind.SAVED
-    role = Role.ACTIVATION if is_saved else Role.WEIGHT
-    return formulas.sighted(
-        sighting.num_bytes, sighting.shape, sighting.dtype, role, what_saved(name) if is_saved else ""
-    )
 
 
 def _common(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:
@@ -348,15 +296,13 @@ def _saved_tensors(known: Known, row_of: Ints, indices: Sequence[int]) -> tuple[
     """The largest first."""
     tensors, rows, phases = [], known.replay.allocations, known.phases
     for index in indices:
-        sighting, name = known.sightings[index], short_name(known.sightings[index])
-        row = row_of[index]
+        sighting, row = known.sightings[index], row_of[index]
         tensors.append(
             SavedTensor(
-                name=within_block(name),
+                name=within_block(short_name(sighting)),
                 shape=sighting.shape,
                 dtype=sighting.dtype,
                 num_bytes=int(rows.requested_bytes[row]),
-                explanation=explain_sighting(known.formulas, sighting, name),
                 is_recomputed=phases.names[int(phases.at(rows.start[row]))] == Phase.BACKWARD,
             )
         )

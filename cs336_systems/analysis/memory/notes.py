@@ -155,15 +155,6 @@ def within_block(name: str) -> str:
     return SEPARATOR.join(parts[inner[0] :]) if inner else name
 
 
-def what_saved(name: str) -> str:
-    """The innermost range and its block, such as `softmax of block 17`."""
-    parts = name.split(SEPARATOR)
-    blocks = [found.group(1) for part in parts if (found := _BLOCK.match(part))]
-    innermost = "" if _BLOCK.match(parts[-1]) else parts[-1].removeprefix(f"{Range.ATTENTION}.")
-    block = "" if not blocks else "the blocks" if blocks[0] == "*" else f"block {blocks[0]}"
-    return " of ".join(text for text in (innermost, block) if text)
-
-
 START = "start"
 UNKNOWN_STEP = -1
 NOWHERE = -1

@@ -132,9 +132,6 @@ class LikeAllocations:
     dtype: str
     phase: str
     """The phase in which they were allocated; empty if unknown."""
-    explanation: str
-    """The formula that gives the bytes, such as `batch x heads x T x T x 4`, and what tensor that is. All formulas that
-    fit are listed; empty if none does."""
     places: tuple[Place, ...]
     """The calls that all stacks share, the innermost first. Calls in PyTorch are left out, and so are those in
     installed packages unless nothing else is left. Empty if there is no stack, as in backward."""
@@ -149,7 +146,6 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: str
     num_bytes: Count
-    explanation: str
     is_recomputed: bool
     """Whether a checkpoint allocated it in backward, when it computed the block again, instead of keeping it."""
 
@@ -246,8 +242,6 @@ class MemoryProfile:
     work: AllocatorWork
     outside_bytes: int | None
     """Used on the device at the end but not reserved by PyTorch: the CUDA context, libraries, other processes."""
-    residual_stream_bytes: Count | None
-    """One tensor of batch x T x d_model in fp32; None if the model is not known."""
     notes: tuple[str, ...]
     private_bytes: Count = 0
     """Reserved at the peak in private pools, as CUDA graphs have: only their own allocations use it."""

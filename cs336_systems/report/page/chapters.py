@@ -13,9 +13,10 @@ from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import Mode, Phase, Profiler
 from cs336_systems.record import Environment, RunRecord, Status, WarningCode
+from cs336_systems.report.charts import Bar, Chart
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.compared import Compared
-from cs336_systems.report.entries import labels
+from cs336_systems.report.draw import svg_of
 from cs336_systems.report.formats import csv_of
 from cs336_systems.report.frame import codes_of, order, rows_of, to_frame
 from cs336_systems.report.identity import by_name
@@ -33,20 +34,18 @@ from cs336_systems.report.page.write import (
     TableBlock,
     Tile,
 )
-from cs336_systems.report.plots.charts import CATEGORY_COLOURS, Bar, Chart, Style
-from cs336_systems.report.plots.draw import svg_of
 from cs336_systems.report.results import KERNELS, MEMORY, STEPS, Results, StudyResults
-from cs336_systems.report.section import Section, Table, known, make_table
+from cs336_systems.report.section import Section, Table, known, labels, make_table
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import modules_section
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.kernels.findings import is_launch_bound
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from cs336_systems.report.sections.kernels.tables import phase_rows
-from cs336_systems.report.sections.ladder import MAX_SLOWDOWN, ladder_section
+from cs336_systems.report.sections.ladder import ladder_section
 from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes, size
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
-from cs336_systems.report.sections.memory.plots import peak_charts
+from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_charts
 from cs336_systems.report.sections.steps import BY_PHASE, PARTS, REST, phase_bars
 from cs336_systems.report.words import (
     DOUBT,
@@ -275,11 +274,12 @@ def _conditions(environments: Sequence[Environment]) -> Iterator[tuple[str, str]
             yield name, ", ".join(told)
 
 
+MAX_SLOWDOWN = 0.10
+"""A profiler that makes a step longer by more than this share puts what it says of the step in doubt."""
 MOST_NAMED = 4
 """Most configurations that the answer names."""
 WHERE = {LaunchPhase.LOSS: str(Phase.FORWARD), LaunchPhase.UNATTRIBUTED: REST}
 """Names of phases of launches, if not their own."""
-CATEGORIES = {str(category): Style(colour=colour) for category, colour in CATEGORY_COLOURS.items()}
 
 
 def glance_at(results: Results) -> Glance:

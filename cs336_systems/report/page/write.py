@@ -22,9 +22,9 @@ import jinja2
 from markupsafe import Markup
 
 from cs336_systems.files import write_atomically
+from cs336_systems.report.charts import Bar, Chart, Style, visible
 from cs336_systems.report.columns import Column
 from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
-from cs336_systems.report.plots.charts import Bar, Chart, Style
 from cs336_systems.report.section import Table
 from cs336_systems.report.words import in_percent, significant
 from cs336_systems.text import inert_line
@@ -33,8 +33,6 @@ TABLES = ("itables", "html/dt_bundle.js")
 """The package that sorts tables, and its file, which the page embeds."""
 MOST_COLUMNS, LEAST_WORTH = 8, 5
 """A table with more columns than that is shown without those whose `drop_order` is higher, until somebody asks."""
-VISIBLE = 0.001
-"""A smaller share of a bar is not in the legend."""
 LONGEST_LINE = 100_000
 """Most characters of a line of text."""
 
@@ -116,11 +114,9 @@ class Bars:
     @property
     def legend(self) -> list[tuple[str, Style, str]]:
         """Name and style of each part that can be seen in some bar; of a bar alone in its order, with the values."""
-        used = {name for bar in self.bars for name, value in bar.parts.items() if value > VISIBLE * bar.length}
-        only = self.bars[0] if len(self.bars) == 1 else None
-        return [(style.label or name, style, self.words(only, name) if only else "")
-                for name in (only.parts if only else self.styles) if name in used
-                for style in [self.styles[name]]]  # fmt: skip
+        styles, only = visible(self.bars, self.styles), self.bars[0] if len(self.bars) == 1 else None
+        return [(name, styles[name], self.words(only, name) if only else "")
+                for name in (only.parts if only else styles) if name in styles]  # fmt: skip
 
     def words(self, bar: Bar, name: str) -> str:
         """How large the part is, and which share of the bar."""
@@ -140,7 +136,7 @@ class Bars:
     @classmethod
     def of(cls, chart: Chart) -> "Bars":
         """The lying bars of a chart, whose panels share one scale here."""
-        label = chart.panels[0].y.label
+        label = chart.panels[0].label
         unit = next((unit for unit in ("%", "ms", "GiB") if f"({unit})" in label), "")
         bars = [bar for panel in chart.panels for bar in panel.bars]
         return cls(title=chart.title, bars=bars, styles=chart.styles, unit=unit)

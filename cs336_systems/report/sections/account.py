@@ -9,7 +9,11 @@ from cs336_systems.costs.accounting import (
     SECONDS_PER_DAY,
     TRAINING_FLOPS,
     Component,
+    Work,
     component_flops,
+    forward_work,
+    least_time_s,
+    optimizer_work,
     parameters_by_component,
     rule_of_thumb_flops,
     training_days,
@@ -38,6 +42,7 @@ QUANTITY_KEYS = ("quantity", "amount", "unit", "how")
 FLOPS = ("forward", "backward", "step")
 CSV_COLUMNS = (
     "component", "parameters", *(f"{name}_flops" for name in FLOPS), "step_causal_flops",
+    "forward_moved_bytes", "backward_moved_bytes",
 )  # fmt: skip
 KINDS = tuple(Collective)
 Curves = Mapping[Collective, Mapping[int, float]]
@@ -82,11 +87,29 @@ def account_section(account: Account, top: int) -> Section:
         _cost_table(config, whole, prediction),
         _flops_table(parts, is_own=is_own),
         *([_collectives_table(config, account.collective_times)] if not is_own and calls(config) else ()),
+        *(() if is_own else [_least_table(config, account.device)]),
         *([_time_table(account, time)] if time else ()),
     ]
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
     return Section(name="account", tables=tuple(tables), rows=list(parts.values()), keys=CSV_COLUMNS)
+
+
+def account_json(account: Account) -> dict[str, object]:
+    """What `account_section` says, as numbers in SI units; None for what is not asked or not known."""
+    config, memory_bytes, is_own = account.config, account.memory_bytes, account.config.model_factory is not None
+    return {
+        "config": config,
+        "tokens": _tokens(config),
+        "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
+        "work": None if is_own else _work(config),
+        "memory": predict_memory(config),
+        "collectives": _collectives(config, account.collective_times) if calls(config) else None,
+        "time": account.time,
+        "time_is_measured": None if account.time is None else account.is_measured,
+        "device": account.device,
+        "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
+    }
 
 
 def _parts(config: RunConfig) -> dict[str, Row]:
@@ -107,6 +130,8 @@ def _parts(config: RunConfig) -> dict[str, Row]:
         rows[flops.component] |= {f"{name}_flops": getattr(flops, name) for name in FLOPS}
     for flops in component_flops(config, causal=True):
         rows[flops.component]["step_causal_flops"] = flops.step
+    for work in forward_work(config):
+        rows[work.name]["forward_moved_bytes"] = work.moved_bytes
     return _with_sum(rows)
 
 
@@ -116,6 +141,11 @@ def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
     for row in rows.values():
         row["share"] = ratio(row["step_flops"], sums["step_flops"])
     return rows
+
+
+def _work(config: RunConfig) -> list[Work]:
+    """The matrix products of forward, and the update of a training step."""
+    return [*forward_work(config), *([optimizer_work(config)] if config.mode is Mode.TRAIN else [])]
 
 
 def _tokens(config: RunConfig) -> int:
@@ -176,11 +206,36 @@ def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
         *([column("backward_flops"), column("step_flops")] if backward else ()),
         column("share"),
         *([] if is_own else [column("step_causal_flops")]),
+        *([column("forward_moved_bytes"), *([column("backward_moved_bytes")] if backward else ())] if is_own else ()),
     ]
     causal = "causal: only the pairs of a query and a key that is not after it count."
-    own = "what is computed again counts again. --module-depth shows more."
+    own = "what is computed again counts again. Moved: what each kernel reads and writes. --module-depth shows more."
     notes = [f"A multiply-add is 2 FLOPs; {own if is_own else causal}"]
     return make_table(f"FLOPs by {'module' if is_own else 'part of the model'}", columns, parts.values(), notes)
+
+
+def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
+    """The least bytes that each part of forward moves, and the least time on the device, if it is known."""
+    columns = [column("what", name="part"), column("flops", name="FLOPs", drop_order=3, write=rounded),
+               column("moved_mib", name="moves at least", drop_order=2),
+               column("flops_per_byte", drop_order=0, write=rounded)]  # fmt: skip
+    rows: list[Row] = [
+        {"what": work.name, "flops": work.flops, "moved_mib": work.moved_bytes / MIB, "flops_per_byte": work.intensity}
+        for work in _work(config)
+    ]
+    notes = [
+        "Every factor and result of a product moves once. Fused attention moves no scores, and computes only those of "
+        "causal pairs. Norms, softmax, casts and the loss come on top."
+    ]
+    if device is not None and config.precision in device.peak_flops_per_s:
+        columns += [column("bound_by"), column("least_s")]
+        for row, work in zip(rows, _work(config), strict=True):
+            least_s = least_time_s(work, device)
+            moves_s = work.moved_bytes / device.memory_bandwidth_bytes_per_s
+            row |= {"bound_by": least_s and ("memory" if least_s == moves_s else "arithmetic"), "least_s": least_s}
+        notes.append(f"The least time is that of {device.names[0]} by its data sheet.")
+    update = " and of the optimizer" if config.mode is Mode.TRAIN else ""
+    return make_table(f"Arithmetic intensity of forward{update}", columns, rows, notes)
 
 
 def _collectives(config: RunConfig, curves: Curves) -> list[Row]:

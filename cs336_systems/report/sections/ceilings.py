@@ -1,179 +1,23 @@
 """What a machine reaches, for people: a summary beside the data sheet, and every cell."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.plots.charts import (
-    GREY,
-    MARKERS,
-    PRECISION_COLOURS,
-    Axis,
-    Chart,
-    Curve,
-    Line,
-    Panel,
-    Point,
-    Reference,
-    curves_of,
-    doubling,
-)
 from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, promised_bandwidth
-from cs336_systems.report.words import DOUBT, GIGA, MIB, TERA, ratio, significant
+from cs336_systems.report.words import GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.ceilings_records import (
-    PADDED,
     QUEUED_BYTES,
     CeilingsStudy,
     Launch,
     ProductCell,
     ProductPrecision,
-    Stream,
     TimedRow,
 )
-
-COLOURS = {ProductPrecision(name): colour for name, colour in PRECISION_COLOURS.items()} | {
-    ProductPrecision.FP8: "#009E73"
-}
-MARKS = dict(zip(ProductPrecision, MARKERS, strict=False))
-RATE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
-DATA_SHEET = "data sheet"
-STEPS = 2.0
-"""Factor of room to the left and the right of the outermost point or ridge."""
-
-
-def product_chart(study: CeilingsStudy, rows: Sequence[Row]) -> list[Chart]:
-    """Rates of square products joined by lines, those of layers beside them at the square of as many FLOPs."""
-    if not rows:
-        return []
-    promises, curves, references = _promises(rows), [], []
-    for precision in dict.fromkeys(study.grid.precisions):
-        colour, marker = COLOURS[precision], MARKS[precision]
-        own = sorted((row for row in rows if row["precision"] is precision), key=lambda row: row["cube_side"])
-        for is_square in (True, False):
-            line = _points([row for row in own if row["is_square"] is is_square], "cube_side", str(precision))
-            looks: dict[str, Any] = {"dash": "-"} if is_square else {"dash": "", "is_hollow": True, "label": ""}
-            curves += [Curve(line=line, colour=colour, marker=marker, **looks)] if line.points else []
-        if precision in promises:
-            references.append(Reference(value=promises[precision], colour=colour, dash=":", name=DATA_SHEET))
-    if any(not shape.is_square for shape in study.grid.shapes):
-        curves.append(Curve(line=Line(name="a layer's", points=()), colour=GREY, marker="o", dash="", is_hollow=True))
-    sides = [shape.rows for shape in study.grid.shapes if shape.is_square]
-    every = [row["cube_side"] for row in rows]
-    panel = Panel(
-        x=doubling(sides or every, "side of the square product of as many FLOPs", others=every),
-        y=Axis(label="rate (TFLOP/s)", is_log=True), curves=curves, references=references,
-    )  # fmt: skip
-    return [_chart("products", "Rate of matrix products over their size", study, [panel], 4)]
-
-
-def _promises(rows: Sequence[Row]) -> dict[ProductPrecision, float]:
-    """TFLOP/s that the data sheet promises, by the precisions of these products that it lists."""
-    return {row["precision"]: row["data_sheet"] for row in rows if row["data_sheet"] is not None}
-
-
-def _chart(name: str, title: str, study: CeilingsStudy, panels: Sequence[Panel], legend: int) -> Chart:
-    size = (7.1, 4.0) if len(panels) == 1 else (4.5 * len(panels), 4.0)
-    return Chart(name=name, title=title, settings=study.device_name, panels=panels, size=size, legend=legend)
-
-
-def _points(rows: Sequence[Row], x: str, name: str, y: str = "tflops_per_s") -> Line:
-    """The values by two keys."""
-    return Line(name=name, points=tuple(Point(x=float(row[x]), value=row[y]) for row in rows))
-
-
-def bandwidth_chart(study: CeilingsStudy, rows: Sequence[Row]) -> list[Chart]:
-    """Rates of passes over memory; a line stands where the last cache is full."""
-    if not rows:
-        return []
-    lines = [_points([row for row in rows if row["stream"] is own], "moved_mib", str(own), "gb_per_s")
-             for own in Stream]  # fmt: skip
-    references = []
-    if (promised := promised_bandwidth(study.device_name)) is not None:
-        references.append(Reference(value=promised / GIGA, colour=GREY, dash=":", name=DATA_SHEET))
-    if study.cache_bytes:
-        name = "size of the last cache"
-        references.append(Reference(value=study.cache_bytes / MIB, colour="#BBBBBB", name=name, is_upright=True))
-    panel = Panel(
-        x=doubling([row["moved_mib"] for row in rows], "read plus written (MiB)"),
-        y=Axis(label="rate (GB/s)", from_zero=True),
-        curves=curves_of(lines, RATE_COLOURS), references=references,
-    )  # fmt: skip
-    return [_chart("bandwidth", "Rate of passes over memory", study, [panel], 5)]
-
-
-def collective_chart(study: CeilingsStudy, rows: Sequence[Row]) -> list[Chart]:
-    """Bus bandwidth of collectives over the size of the tensor, a panel for each number of processes."""
-    panels = []
-    for ranks in dict.fromkeys(row["world_size"] for row in rows):
-        own = [row for row in rows if row["world_size"] == ranks]
-        lines = [
-            _points([row for row in own if row["collective"] == kind], "tensor_mib", kind, "bus_gb_per_s")
-            for kind in dict.fromkeys(row["collective"] for row in own)
-        ]
-        panels.append(Panel(
-            x=doubling([row["tensor_mib"] for row in own], f"tensor (MiB), {ranks} processes"),
-            y=Axis(label="bus bandwidth (GB/s)", from_zero=True), curves=curves_of(lines, RATE_COLOURS),
-        ))  # fmt: skip
-    return [_chart("collectives", "Rate of collectives", study, panels, 4)] if panels else []
-
-
-def roofline_chart(study: CeilingsStudy, products: Sequence[Row]) -> list[Chart]:
-    """Rate over intensity, both logarithmic; none where no roof is known.
-
-    Lines: measured copies and products; dotted and paler: the data sheet. Dots: the products of the study.
-    """
-    bandwidth, ceilings = study.bandwidth(), study.product_ceilings
-    if bandwidth is None or not ceilings:
-        return []
-    places = [row["flops_per_byte"] for row in products] + [ceiling / bandwidth for ceiling in ceilings.values()]
-    span = min(places) / STEPS, max(places) * STEPS
-    measured = [
-        Curve(
-            line=_points([row for row in products if row["precision"] is precision], "flops_per_byte", precision),
-            colour=COLOURS[precision], marker=".", dash="", opacity=0.45, label="",
-        )
-        for precision in ceilings
-    ]  # fmt: skip
-    named = Curve(line=Line(name="products measured", points=()), colour=GREY, marker=".", dash="")
-    promises = {name: rate * TERA for name, rate in _promises(products).items()}
-    promised = promised_bandwidth(study.device_name)
-    roofs = [*_roofs(span, bandwidth, ceilings)]
-    if promised is not None and promises:
-        roofs += _roofs(span, promised, promises, DATA_SHEET)
-        roofs.append(Curve(line=Line(name=DATA_SHEET, points=()), colour=GREY, width=1.2, dash=":"))
-    panel = Panel(
-        x=Axis(label="intensity (FLOP/byte)", is_log=True, limits=span),
-        y=Axis(label="rate (TFLOP/s)", is_log=True), curves=[*roofs, *measured, named],
-    )  # fmt: skip
-    return [Chart(name="roofline", title="Roofline", settings=study.device_name, panels=[panel], size=(8.5, 5.2),
-                  legend=4)]  # fmt: skip
-
-
-def _roofs(
-    span: tuple[float, float], bandwidth: float, ceilings: Mapping[ProductPrecision, float], source: str = "measured"
-) -> Iterator[Curve]:
-    """Memory's slope up to the highest ceiling, and each ceiling from where it meets the slope."""
-    left, right = span
-    highest = max(ceilings.values()) / bandwidth
-    slope = [(x, bandwidth * x) for x in (left, max(left, min(highest, right)))]
-    yield _roof("copy", GREY, slope, source)
-    for precision, ceiling in ceilings.items():
-        begin = min(max(left, ceiling / bandwidth), right)
-        yield _roof(str(precision), COLOURS[precision], [(begin, ceiling), (right, ceiling)], source)
-
-
-def _roof(name: str, colour: str, ends: Sequence[tuple[float, float]], source: str) -> Curve:
-    points = tuple(Point(x=x, value=rate / TERA) for x, rate in ends)
-    line = Line(name=name, points=points)
-    if source == DATA_SHEET:
-        return Curve(line=line, colour=colour, width=1.2, dash=":", opacity=0.6, label="")
-    return Curve(line=line, colour=colour, width=1.8)
-
 
 SUMMARY = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
 _ENDS = ("device_name", "status", "error", "median_ms", "loop_spread")
@@ -188,27 +32,23 @@ CSV_COLUMNS = {
                     "warnings"),
 }  # fmt: skip
 """Columns of the CSV file of each section."""
-PICTURES = ("products", "bandwidth", "collectives", "roofline")
 
 
 def ceilings_sections(study: CeilingsStudy) -> list[Section]:
     """All subjects in reading order; the section of a subject without values is empty."""
     products, streams = product_rows(study), stream_rows(study)
     launches, collectives = launch_rows(study), collective_rows(study)
-    has_time = timed(products)
     return [
         _section("results", [summary_table(study)], ceilings_of(study)),
-        _section("products", _product_tables(study, products), products, product_chart(study, has_time)),
-        _section("bandwidth", [_stream_table(study, streams)], streams, bandwidth_chart(study, timed(streams))),
+        _section("products", _product_tables(study, products), products),
+        _section("bandwidth", [_stream_table(study, streams)], streams),
         _section("launches", [_launch_table(study, launches)], launches),
-        _section("collectives", _collective_tables(study, collectives), collectives,
-                 collective_chart(study, timed(collectives))),
-        Section(name="roofline", pictures=roofline_chart(study, has_time)),
-    ]  # fmt: skip
+        _section("collectives", _collective_tables(study, collectives), collectives),
+    ]
 
 
-def _section(name: str, tables: Sequence[Table], rows: Sequence[Row], pictures: Sequence[Chart] = ()) -> Section:
-    return Section(name=name, tables=tuple(tables), rows=rows, keys=CSV_COLUMNS[name], pictures=pictures)
+def _section(name: str, tables: Sequence[Table], rows: Sequence[Row]) -> Section:
+    return Section(name=name, tables=tuple(tables), rows=rows, keys=CSV_COLUMNS[name])
 
 
 def _row(study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per_s: float = 1e3) -> Row:
@@ -244,8 +84,8 @@ def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
     pair = () if best is None or best is cell else (own, _row(study, best, ""))
     moved_bytes = shape.moved_bytes(cell.precision)
     return {
-        "precision": cell.precision, "name": shape.name, "shape": shape.label, "cube_side": shape.cube_side,
-        "is_square": shape.is_square, "rows": shape.rows, "inner": shape.inner, "columns": shape.columns, **own,
+        "precision": cell.precision, "name": shape.name, "shape": shape.label,
+        "rows": shape.rows, "inner": shape.inner, "columns": shape.columns, **own,
         "flops": shape.flops, "moved_mib": moved_bytes / MIB, "flops_per_byte": shape.flops / moved_bytes,
         **derived("tflops_per_s", ratio(cell.flops_per_s, TERA), own),
         "data_sheet": ratio(promised, TERA), **derived("data_sheet_share", ratio(cell.flops_per_s, promised), own),
@@ -410,9 +250,10 @@ def _mib(size_mib: float) -> str:
 
 def summary_table(study: CeilingsStudy) -> Table:
     """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
-    rows, findings = ceilings_of(study), [*_findings(study), *doubts(study)]
+    rows, findings = ceilings_of(study), list(_findings(study))
     columns = known([column(key) for key in SUMMARY], rows)
-    return make_table(f"Ceilings of {study.device_name}", columns, rows, findings, findings=findings)
+    notes = [*findings, *doubt_notes([row["warnings"] for row in rows], "ceilings", LOOPS)]
+    return make_table(f"Ceilings of {study.device_name}", columns, rows, notes, findings=findings)
 
 
 def _findings(study: CeilingsStudy) -> Iterator[str]:
@@ -426,28 +267,4 @@ def _findings(study: CeilingsStudy) -> Iterator[str]:
         yield (
             "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
             f"{', '.join(texts)}."
-        )
-    by_name = {(row["name"], row["precision"]): row for row in timed(product_rows(study))}
-    for name in dict.fromkeys(name for name, _ in by_name if name.endswith(PADDED)):
-        pairs = [(precision, by_name.get((name.removesuffix(PADDED), precision)), by_name.get((name, precision)))
-                 for precision in study.grid.precisions]  # fmt: skip
-        gains = [(precision, derived("speed_up", slow["median_ms"] / fast["median_ms"], slow, fast))
-                 for precision, slow, fast in pairs if slow is not None and fast is not None]  # fmt: skip
-        if gains:
-            texts = [f"{precision} {column('speed_up').cell(gain)}" for precision, gain in gains]
-            yield f"{name.removesuffix(PADDED)}, times as fast with padded columns: {', '.join(texts)}."
-
-
-def doubts(study: CeilingsStudy) -> Iterator[str]:
-    """What puts ceilings in doubt: the loops of the cells that set them differ."""
-    texts = [
-        f"{row['ceiling']} ({row['warnings'].replace(';', ', ')}; the slowest loop took "
-        f"{100 * row['loop_spread']:.0f} % longer than the fastest)"
-        for row in ceilings_of(study)
-        if row["warnings"]
-    ]
-    if texts:
-        yield (
-            f"In doubt, and marked {DOUBT}: {', '.join(texts)}. Was the machine busy, or its clock changing? Measure "
-            f"again, with {LOOPS.more}."
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.ranks_time import HOST_SPREAD, depends_on_host, predicted_time
+from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import Limit, TimePrediction, measured_share, without_own_products
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.columns import Row, column
@@ -26,7 +26,6 @@ from cs336_systems.text import counted
 FOLDER = "forecast"
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 ERROR_KEYS = ("scored", "num_scored", "median_error", "error_of_nine", "largest_error", "median_bias")
-LIMIT_KEYS = ("named_right", "named_surely", "named_wrong")
 SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "size": lambda config: config.size,
     "context_length": lambda config: config.model.context_length,
@@ -88,11 +87,11 @@ def _rows(
     directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction, curves: Curves
 ) -> Iterator[Row]:
     is_measured = measured_share(config, curves) > 1 / 2
-    row = _row(directory, config, records, found, curves)
+    row = _row(directory, config, records, found)
     yield row | {"shapes": Shapes.MEASURED if is_measured else Shapes.UNMEASURED}
     others = without_own_products(config, curves)
     if is_measured and row["limit"] is Limit.DEVICE and (again := predicted_time(config, others)) is not None:
-        yield _row(directory, config, records, again, others) | {"shapes": Shapes.UNMEASURED}
+        yield _row(directory, config, records, again) | {"shapes": Shapes.UNMEASURED}
 
 
 def _row(
@@ -100,7 +99,6 @@ def _row(
     config: RunConfig,
     records: Sequence[RunRecord],
     found: TimePrediction,
-    curves: Curves,
 ) -> Row:
     codes = {warning.code for record in records for warning in record.warnings}
     limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
@@ -117,14 +115,13 @@ def _row(
     row |= {
         "limit": limit,
         "predicted_limit": limit_of(found),
-        "depends_on_host": depends_on_host(config, curves, limit_of),
         "predicted_busy_share": found.busy_share,
     }
     return row | {"warnings": ";".join(sorted(codes))}
 
 
 def forecast_section(rows: Sequence[Row], others: int) -> Section:
-    """A table of errors for each limit, and of all phases; the values are those of each configuration."""
+    """A table of errors for each limit; the values are those of each configuration."""
     by_device = [row for row in rows if row["limit"] is Limit.DEVICE]
     first = list({(row["directory"], row["key"]): row for row in reversed(rows)}.values())[::-1]
     tables = [
@@ -134,7 +131,6 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
             if (own := [row for row in by_device if row["shapes"] is shapes])
         ),
         _table(OF_LIMIT[Limit.LAUNCHES], [row for row in first if row["limit"] is Limit.LAUNCHES]),
-        _phases_table(first),
     ]
     note = (
         f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models but for the whole of --fast, "
@@ -147,14 +143,12 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
 def _table(which: str, rows: Sequence[Row], *notes: str) -> Table:
     return make_table(
         f"Predicted times of steps {which}",
-        [column(key) for key in (*ERROR_KEYS, *LIMIT_KEYS)],
-        [_summary(name, some, Phase.STEP) | _named(some) for name, some in _groups(rows) if some],
+        [column(key) for key in (*ERROR_KEYS, "named_right")],
+        [_summary(name, some) | {"named_right": _named(some)} for name, some in _groups(rows) if some],
         [
             *notes,
             "A step is limited by launches if its record says so. The forecast knows the configuration and the "
             "ceilings.",
-            f"Surely right and surely wrong: the forecast names the same limit for CPUs that launch {HOST_SPREAD:g} "
-            "times as fast and as slowly. Of all other steps it says that the limit depends on the CPU.",
         ],
     )
 
@@ -170,18 +164,8 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
             yield f"{words} {value}", [row for row in rows if row[key] == value]
 
 
-def _phases_table(rows: Sequence[Row]) -> Table:
-    summaries = [
-        _summary(f"{phase}, {OF_LIMIT[limit]}", own, phase)
-        for limit in Limit
-        for phase in PHASES
-        if (own := [row for row in rows if row["limit"] is limit and row[f"{phase}_error"] is not None])
-    ]
-    return make_table("Predicted times of phases", [column(key) for key in ERROR_KEYS], summaries)
-
-
-def _summary(name: str, rows: Sequence[Row], phase: Phase) -> Row:
-    errors = [row[f"{phase}_error"] for row in rows]
+def _summary(name: str, rows: Sequence[Row]) -> Row:
+    errors = [row["step_error"] for row in rows]
     sizes = sorted(map(abs, errors))
     return {
         "scored": name,
@@ -193,13 +177,9 @@ def _summary(name: str, rows: Sequence[Row], phase: Phase) -> Row:
     }
 
 
-def _named(rows: Sequence[Row]) -> Row:
-    """How many of the steps have the limit that the forecast names (percent)."""
-    right = [row for row in rows if row["limit"] is row["predicted_limit"]]
-    sure = [row for row in rows if not row["depends_on_host"]]
-    surely_right = [row for row in right if not row["depends_on_host"]]
-    counts = (len(right), len(surely_right), len(sure) - len(surely_right))
-    return {key: 100 * count / len(rows) for key, count in zip(LIMIT_KEYS, counts, strict=True)}
+def _named(rows: Sequence[Row]) -> float:
+    """Share of the steps that have the limit that the forecast names (percent)."""
+    return 100 * sum(row["limit"] is row["predicted_limit"] for row in rows) / len(rows)
 
 
 def write_forecast(

@@ -4,16 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cs336_systems.analysis.compare import compare, process_means
-from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import SETTINGS, Device, RunConfig
 from cs336_systems.record import RunRecord, Status
+from cs336_systems.report.charts import Bar, Chart, Panel, Style
 from cs336_systems.report.columns import Row, column, short
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Curve, Line, Panel, Point, Style
 from cs336_systems.report.section import Section, known, make_table
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
@@ -24,10 +23,6 @@ from cs336_systems.sweep.ladder import GATE_STEPS, Gate, Rung, judge, reason_run
 
 Rows = Sequence[Row]
 CONFIDENCE = 0.95
-MAX_SLOWDOWN = 0.10
-"""Largest profiler slowdown at which class times still explain the plain step."""
-MAX_CLASSES = 3
-"""Most classes of kernels that are named: those that take most time."""
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
 UNUSED = ("selective_checkpoints", "keep_hidden", "expandable_segments", "loss_chunks")
 """Shortcuts that no rung uses."""
@@ -57,6 +52,7 @@ SPEED = (
     column("speed_up_over_last"), column("speed_up_over_last_ci95_low"), column("speed_up_over_first"),
     column("speed_up_over_first_ci95_low"), column("peak_allocated_gib", drop_order=4), column("gate"),
 )  # fmt: skip
+COUNTED = "Counts are of a run under torch.profiler; busy is over the step's time without it."
 GATE = [column(key) for key in ("rung", *DISTANCES, "compile_s", *COMPILED)]
 PASSED, UNCREDITED = "passed", "did not pass the gate"
 STYLES = {PASSED: Style(colour="#0072B2"), UNCREDITED: Style(colour="#BBBBBB", pattern="/", ink="#000000")}
@@ -93,7 +89,6 @@ def ladder_rows(
             "cv": frame["step_cv"],
             "is_doubted": in_doubt(codes_of(frame)),
             "processes": len(done),
-            "gpus": {record.environment.device_uuid for record in done if record.environment} - {None},
             "is_credited": bool(done) and gate.passed is True,
             "last": credited[-1]["rung"] if credited else "",
             **_gate(gate, bool(done)),
@@ -174,29 +169,21 @@ def _profiled(rung: Rung, profiles: Sequence[Profiled], step_ms: float | None) -
     """Counts of the rung's last profile, beside the mean step without a profiler; None for what is not known.
 
     `busy_share` is over the plain step: a profiler slows the host, not the kernels. It is at most 1, and unknown on a
-    CPU. Where the profiled step took longer by more than MAX_SLOWDOWN, the times of kernel classes are left out.
+    CPU.
     """
     found = [entry.profile for entry in profiles if entry.config == reason_run(rung)]
     if not found or not found[-1].num_steps:
-        return dict.fromkeys((*PROFILED, "class_s", "is_slowed"))
+        return dict.fromkeys(PROFILED)
     row = counts_of(found[-1])
-    share, slowed = ratio(row["busy_ms"], step_ms), ratio(row.pop("profiled_step_ms"), step_ms)
-    on_device = share is not None and found[-1].work is not Work.OPERATORS
-    busy_share = min(1.0, share) if on_device and share is not None else None
-    return {**row, "busy_share": busy_share, "is_slowed": slowed is not None and slowed > 1 + MAX_SLOWDOWN}
+    share = None if found[-1].work is Work.OPERATORS else ratio(row["busy_ms"], step_ms)
+    return {**row, "busy_share": None if share is None else min(1.0, share)}
 
 
 def counts_of(profile: StepProfile) -> Row:
-    """Sums over the profile, per step: kernels (on a CPU operators), busy time, and durations of kernels by class."""
-    steps = profile.num_steps
-    class_s: dict[KernelClass, float] = {}
-    for times in profile.classes:
-        class_s[times.kind] = class_s.get(times.kind, 0.0) + times.total_s / steps
+    """Sums over the profile, per step: kernels (on a CPU operators), and busy time."""
     return {
-        "launches_per_step": sum(sum(phase.launches) for phase in profile.phases) / steps,
-        "busy_ms": sum(sum(phase.busy_s) for phase in profile.phases) / steps * 1e3,
-        "profiled_step_ms": sum(profile.step_s) / steps * 1e3,
-        "class_s": class_s,
+        "launches_per_step": sum(sum(phase.launches) for phase in profile.phases) / profile.num_steps,
+        "busy_ms": sum(sum(phase.busy_s) for phase in profile.phases) / profile.num_steps * 1e3,
     }
 
 
@@ -215,22 +202,14 @@ def ladder_section(rows: Rows) -> Section:
             column("launches_per_step", name="operators" if on_cpu else "kernels"),
             column("busy_share", write=short, scale=100),
             *([] if on_cpu else [column("busy_ms")]),
-            column("class_s", text=_classes),
         ]
-        tables.append(make_table("Counts of a step", known(counts, rows), rows, _count_notes(rows)))
+        tables.append(make_table("Counts of a step", known(counts, rows), rows, [COUNTED]))
     chart = ladder_chart(rows, settings(rows))
     return Section(name="ladder", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS, pictures=(chart,))
 
 
 def _stands_out(row: Row) -> bool:
     return not row["is_credited"]
-
-
-def _classes(row: Row) -> str:
-    """The classes of kernels that take most time."""
-    class_s: Mapping[KernelClass, float] = {} if row["class_s"] is None or row["is_slowed"] else row["class_s"]
-    longest = sorted(class_s, key=lambda kind: -class_s[kind])[:MAX_CLASSES]
-    return ", ".join(f"{kind} {short(class_s[kind] * 1e3)}" for kind in longest)
 
 
 def _speed_notes(rows: Rows) -> Iterator[str]:
@@ -240,12 +219,6 @@ def _speed_notes(rows: Rows) -> Iterator[str]:
         yield "One process of each: nothing is known of how much a repeat would differ, so there are no intervals."
     yield from too_few_note(counts)
     yield from findings(rows)
-    gpus = {row["rung"]: row["gpus"] for row in rows}
-    if others := [row["rung"] for row in rows if row["gpus"] and row["last"] and row["gpus"] != gpus[row["last"]]]:
-        yield (
-            f"Measured on another GPU than the rung before: {', '.join(others)}. GPUs of one kind may differ by more "
-            "than the intervals tell."
-        )
     yield from warning_notes([row["warnings"] for row in rows], "rungs")
     if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
         yield f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where there is no interval."
@@ -274,13 +247,6 @@ def _gate_notes(rows: Rows) -> Iterator[str]:
     yield from (f"No verdict where {reason}." for reason in sorted(missing))
 
 
-def _count_notes(rows: Rows) -> Iterator[str]:
-    """Where the counts come from."""
-    yield "Counts and class times are of a run under torch.profiler; busy is over the step's time without it."
-    if slowed := [row["rung"] for row in rows if row["is_slowed"]]:
-        yield f"The profiler slowed {', '.join(slowed)} by over {MAX_SLOWDOWN:.0%}: class times are left out."
-
-
 def write_ladder_report(rows: Rows, directory: Path) -> list[Path]:
     """Write ladder.csv .md .tex .typ and plots/ladder.png; return their paths."""
     section = ladder_section(rows)
@@ -298,27 +264,11 @@ def settings(rows: Rows) -> str:
 
 
 def ladder_chart(rows: Rows, settings: str) -> Chart:
-    """Mean time of a step by rung, with the interval over processes where there are three or more."""
-    intervals = [
-        Point(
-            x=row["rung"],
-            value=row["step_mean_ms"],
-            error=row["step_ci95_high_ms"] - row["step_mean_ms"],
-            error_below=row["step_mean_ms"] - max(0.0, row["step_ci95_low_ms"]),
-        )
-        for row in rows
-        if row["step_mean_ms"] is not None and row["step_ci95_low_ms"] is not None
-    ]
-    means = Curve(line=Line(name="mean, 95 % interval", points=tuple(intervals)), colour="#000000", dash="", label="")
-    panel = Panel(
-        x=Axis(names=[row["rung"] for row in rows]), y=Axis(label="step (ms)", from_zero=True),
-        bars=[_bar(row) for row in rows], curves=[means],
-    )  # fmt: skip
+    """Mean time of a step by rung."""
+    panel = Panel(names=[row["rung"] for row in rows], label="step (ms)", bars=[_bar(row) for row in rows])
     return Chart(
-        name="ladder", title="Time of a training step, rung by rung", settings=settings, panels=[panel],
-        size=(max(5.5, 0.95 * len(rows) + 0.9), 4.2), legend=2,
-        styles=STYLES,
-    )  # fmt: skip
+        name="ladder", title="Time of a training step, rung by rung", settings=settings, panels=[panel], styles=STYLES
+    )
 
 
 def _bar(row: Row) -> Bar:
@@ -328,6 +278,6 @@ def _bar(row: Row) -> Bar:
     gain = ""
     if row["speed_up_over_first"] is not None and row["is_credited"]:
         doubt = f" {DOUBT}" if row["speed_up_over_first_is_doubted"] else ""
-        gain = f"\n{significant(row['speed_up_over_first'], 3)}x{doubt}"
+        gain = f", {significant(row['speed_up_over_first'], 3)}x{doubt}"
     part = PASSED if row["is_credited"] else UNCREDITED
-    return Bar(name=row["rung"], parts={part: mean_ms}, words=f"{significant(mean_ms, 3)}{gain}")
+    return Bar(name=row["rung"], parts={part: mean_ms}, words=f"{significant(mean_ms, 3)} ms{gain}")

@@ -8,20 +8,6 @@ from cs336_systems.analysis.warnings import PASSES
 from cs336_systems.config import Device, Phase
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column, three_digits
-from cs336_systems.report.plots.charts import (
-    FAILURE_COLOUR,
-    Axis,
-    Bar,
-    Chart,
-    Curve,
-    Line,
-    Panel,
-    Point,
-    Reference,
-    Style,
-    curves_of,
-    doubling,
-)
 from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.study import (
     across,
@@ -32,7 +18,7 @@ from cs336_systems.report.sections.study import (
     promised_bandwidth,
     times_ms,
 )
-from cs336_systems.report.words import DOUBT, GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
+from cs336_systems.report.words import GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
 from cs336_systems.studies.operators import (
     PHASES,
     AttentionStudy,
@@ -78,10 +64,6 @@ TITLES = {
     "backward": "Backward pass of attention",
     "together": "Forward and backward pass of attention together",
 }
-COLOURS = ("#333333", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#701C70")
-"""Of the implementations of a chart, naive first."""
-VERSION_COLOURS = {Version.EAGER: "#333333", Version.COMPILED: "#E69F00", Version.FUSED: "#0072B2"}
-LEAST = "what must move, at the data sheet's bandwidth"
 
 
 def attention_rows(study: AttentionStudy) -> list[Row]:
@@ -142,8 +124,7 @@ def attention_section(study: AttentionStudy) -> Section:
             tables.append(_error_table(study, own, "output", (Quantity.OUTPUT,)))
             tables.append(_error_table(study, own, "gradients", (Quantity.DQ, Quantity.DK, Quantity.DV)))
     keys = (*CSV_COLUMNS, *(ERROR_COLUMNS if study.grid.own else ()))
-    charts = tuple(attention_charts(study, rows))
-    return Section(name="results", tables=tuple(tables), rows=rows, keys=keys, pictures=charts)
+    return Section(name="results", tables=tuple(tables), rows=rows, keys=keys)
 
 
 def _shape(row: Row) -> tuple[int, int]:
@@ -298,55 +279,6 @@ def attention_settings(study: AttentionStudy) -> str:
     return f"batch {study.grid.batch_size}, no heads{causal}{device}"
 
 
-def attention_charts(study: AttentionStudy, rows: Rows) -> Iterator[Chart]:
-    """A chart of each quantity at each precision, where at least one cell has it."""
-    for precision in study.precisions:
-        own = [row for row in rows if row["precision"] is precision]
-        for phase in PHASES:
-            if any(row[f"{phase}_mean_ms"] is not None for row in own):
-                y = Axis(label="time (ms)", is_log=True)
-                title = f"{phase.capitalize()} pass of attention, {precision}"
-                yield _chart(study, own, f"{phase}_{precision}", title, y, f"{phase}_mean_ms", f"{phase}_std_ms")
-        if any(row["saved_mib"] is not None for row in own):
-            y = Axis(label="memory (MiB)", is_log=True)
-            title = f"What attention's forward leaves for backward, {precision}"
-            yield _chart(study, own, f"memory_{precision}", title, y, "saved_mib")
-
-
-def attention_lines(rows: Rows, d_head: int, key: str, std: str = "") -> list[Line]:
-    """The values by this key against context length, one line for each implementation that has kernels."""
-    points: dict[str, list[Point]] = {}
-    for row in sorted(rows, key=lambda row: row["context_length"]):
-        if row["d_head"] == d_head and row["status"] is not Status.UNAVAILABLE:
-            error = row[std] if std else None
-            failure = row["ended"] or None if row[key] is None else None
-            point = Point(x=row["context_length"], value=row[key], error=error, failure=failure)
-            points.setdefault(row["implementation"], []).append(point)
-    names = dict.fromkeys(row["implementation"] for row in rows if row["implementation"] in points)
-    return [Line(name=name, points=tuple(points[name])) for name in names]
-
-
-def _chart(study: AttentionStudy, rows: Rows, name: str, title: str, y: Axis, key: str, std: str = "") -> Chart:
-    """Both axes logarithmic; memory beside what written-out attention must leave in closed form."""
-    d_heads = sorted({row["d_head"] for row in rows})
-    naive = [row for row in rows if row["implementation"] is Implementation.NAIVE and not std]
-    panels = []
-    for d_head in d_heads:
-        lines = attention_lines(rows, d_head, key, std)
-        curves = [
-            Curve(line=Line(name="naive, in closed form", points=line.known), colour="#999999", dash="--", width=5,
-                  opacity=0.6)
-            for line in attention_lines(naive, d_head, "closed_form_mib")
-        ]  # fmt: skip
-        x = doubling({float(point.x) for line in lines for point in line.points}, "context length (tokens)", 1.4)
-        panels.append(Panel(x=x, y=y, title=f"d_head {d_head}", curves=[*curves, *curves_of(lines, COLOURS)]))
-    passes = f"{study.grid.passes} passes" if study.grid.passes > 1 else "1 pass"
-    return Chart(
-        name=name, title=title, settings=f"{attention_settings(study)}, {passes}", panels=panels,
-        columns=min(2, len(panels)), size=(5.0, 3.4), legend=4, is_shared=True,
-    )  # fmt: skip
-
-
 def fusion_section(study: FusionStudy) -> Section:
     """A table for each precision and direction; the values have a row for each version and direction."""
     rows, tables = fusion_rows(study), []
@@ -360,8 +292,7 @@ def fusion_section(study: FusionStudy) -> Section:
         failures = [f"{row['op']} {row['version']}: {row['error']}" for row in own if row["error"] is not None]
         notes = [*_fusion_notes(study, own), *findings, *failures]
         tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes, _has_failed, findings))
-    charts = [fusion_chart(study, [row for row in rows if row["precision"] is name]) for name in precisions]
-    return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS, pictures=charts)
+    return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS)
 
 
 def _has_failed(row: Row) -> bool:
@@ -427,37 +358,3 @@ def _savings(rows: Rows) -> Iterator[str]:
                 kernels = f"{counted(row['kernels'], 'kernel')}, " if row["kernels"] else ""
                 texts.append(f"{version} {kernels}{gain} times as fast")
         yield f"{op}: {'; '.join(texts)}."
-
-
-def fusion_chart(study: FusionStudy, rows: Rows) -> Chart:
-    """Time of each version, a row of panels for each direction, with the time that the bandwidth alone would take."""
-    ops = list(dict.fromkeys(row["op"] for row in rows))
-    bandwidth = promised_bandwidth(study.environment.identity.device_name)
-    panels = [
-        _panel([row for row in rows if (row["op"], row["phase"]) == (op, phase)], op, phase, bandwidth)
-        for phase in PHASES
-        for op in ops
-    ]
-    precision = rows[0]["precision"]
-    return Chart(
-        name=f"time_{precision}", title=f"Time of one operation, {precision}: written out, compiled, fused",
-        settings=fusion_settings(study), panels=panels, columns=len(ops), size=(2.6, 2.6), legend=1,
-        styles={version: Style(colour=colour, label="") for version, colour in VERSION_COLOURS.items()},
-    )  # fmt: skip
-
-
-def _panel(rows: Rows, op: str, phase: Phase, bandwidth: float | None) -> Panel:
-    bars = [
-        Bar(name=row["version"], failure=row["ended"]) if row["median_ms"] is None else
-        Bar(name=row["version"], parts={row["version"]: row["median_ms"]},
-            words=f"{significant(row['median_ms'], 3)}{f' {DOUBT}' if row['is_doubted'] else ''}")
-        for row in rows
-    ]  # fmt: skip
-    least = [rows[0]["must_move_mib"] * MIB / bandwidth * 1e3] if bandwidth is not None and rows else []
-    return Panel(
-        x=Axis(names=[row["version"] for row in rows]),
-        y=Axis(label=f"{phase}, median time (ms)", from_zero=True),
-        title=op,
-        bars=bars,
-        references=[Reference(value=time_ms, colour=FAILURE_COLOUR, name=LEAST) for time_ms in least],
-    )

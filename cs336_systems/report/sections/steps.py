@@ -15,6 +15,18 @@ from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import SETTINGS, UNSIZED, Mode, Phase, Precision, RunConfig
 from cs336_systems.record import RunRecord, Status, WarningCode
+from cs336_systems.report.charts import (
+    MARKERS,
+    PHASE_COLOURS,
+    PRECISION_COLOURS,
+    REST_COLOUR,
+    Bar,
+    Chart,
+    Curve,
+    Panel,
+    Point,
+    Style,
+)
 from cs336_systems.report.columns import Row, column, three_digits
 from cs336_systems.report.frame import (
     RESULTS,
@@ -41,21 +53,6 @@ from cs336_systems.report.identity import (
     settings_of,
     trailing,
 )
-from cs336_systems.report.plots.charts import (
-    MARKERS,
-    PHASE_COLOURS,
-    PRECISION_COLOURS,
-    REST_COLOUR,
-    Axis,
-    Bar,
-    Chart,
-    Curve,
-    Line,
-    Panel,
-    Point,
-    Style,
-    along,
-)
 from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.words import (
     DOUBT,
@@ -63,7 +60,6 @@ from cs336_systems.report.words import (
     SHIPPED,
     STEP_WORDS,
     between,
-    milliseconds,
     significant,
     status_text,
     warning_counts,
@@ -147,13 +143,13 @@ def _table(
 
 
 def step_findings(frame: pd.DataFrame) -> list[str]:
-    """Sentences on what limits steps or ended them, speed-ups, and steps far from their forecast.
+    """Sentences on what limits steps or ended them, and on speed-ups.
 
     Of rows that differ only in warm-up, the one with the most counts. Each number has the name of its row.
     """
     rows = rows_of(steady(frame))
     timed = [row for row in rows if row["step_mean_ms"]]
-    return [*_limits(rows), *_speed_ups(timed), *_off_forecast(timed)]
+    return [*_limits(rows), *_speed_ups(timed)]
 
 
 def _limits(rows: Sequence[Row]) -> Iterator[str]:
@@ -181,19 +177,6 @@ def _speed_ups(rows: Sequence[Row]) -> Iterator[str]:
             doubt = f"; in {number} of {len(own)} a time is in doubt ({DOUBT})" if number else ""
             gains = between(by_name(own, itemgetter(key)), three_digits)
             yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."
-
-
-def _off_forecast(rows: Sequence[Row]) -> Iterator[str]:
-    """The steps that are far from a trusted forecast, the slower ones first, with their warnings."""
-    off: dict[bool, list[str]] = {True: [], False: []}
-    for name, row in zip(_names(rows), rows, strict=True):
-        if row["is_off_forecast"]:
-            told = [milliseconds(row["step_mean_ms"]), f"forecast {milliseconds(row['predicted_step_ms'])}"]
-            text = f"{name} ({', '.join([*told, *filter(None, codes_of(row))])})"
-            off[row["predicted_step_error"] < 0].append(text)
-    for is_slower, named in off.items():
-        if named:
-            yield f"{'Slower' if is_slower else 'Faster'} than forecast from the measured ceilings: {'; '.join(named)}."
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -241,11 +224,7 @@ ALONG = {
 CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer", "bucket_mib"}
 """Settings with named values, whose points no line joins; tables list them in the order in which they are declared."""
 TIME = ("time (ms), mean ± std", "step_mean_ms", "step_std_ms")
-SHOWN = {
-    CONTEXT: (TIME,),
-    WARMUP: (TIME, ("first measured step (ms)", "first_step_ms", ""), ("std/mean", "step_cv", "")),
-}
-USUAL = (TIME, ("peak of memory (GiB)", "peak_allocated_gib", ""))
+SHOWN = (TIME, ("peak of memory (GiB)", "peak_allocated_gib", ""))
 """What a picture over a setting shows, a row of panels for each: name of the axis, column of values, of deviations."""
 WIDEST = 15.0
 """Most inches of a row of panels."""
@@ -278,11 +257,10 @@ def _by_phase(frame: pd.DataFrame) -> Iterator[Chart]:
     """Lying bars of several configurations, as many in one picture as can be read."""
     if len(frame) > 1 and frame["step_mean_ms"].notna().any():
         for bars in _batches(phase_bars(rows_of(frame)), MAX_BARS):
-            panel = Panel(x=Axis(names=[bar.name for bar in bars]), y=Axis(label="time (ms)"), bars=bars)
+            panel = Panel(names=[bar.name for bar in bars], label="time (ms)", bars=bars)
             yield Chart(
-                name="step_time", title=BY_PHASE, settings=describe(frame), panels=[panel], size=(6.0, 0.0), legend=5,
-                styles=PARTS, is_lying=True,
-            )  # fmt: skip
+                name="step_time", title=BY_PHASE, settings=describe(frame), panels=[panel], legend=5, styles=PARTS
+            )
 
 
 def phase_bars(rows: Sequence[Row]) -> list[Bar]:
@@ -317,8 +295,8 @@ def _over(frame: pd.DataFrame, setting: str) -> Iterator[Chart]:
             for row in rows:
                 if context in (None, row[CONTEXT]):
                     sizes.setdefault(row["name"], []).append(row)
-            timed = (line for own in sizes.values() for line in lines(own, "precision", setting, *TIME[1:]))
-            if any(len({point.x for point in line.known}) > 1 for line in timed):
+            timed = (curve for own in sizes.values() for curve in curves_of(own, setting, *TIME[1:]))
+            if any(len({point.x for point in curve.known}) > 1 for curve in timed):
                 stem = f"{setting}_{mode}{f'_ctx{context}' if context else ''}{name}"
                 settings = f"{f'context {context}, ' if context else ''}{describe(part, also)}"
                 for some in _batches(list(sizes.items()), MAX_COLUMNS):
@@ -374,32 +352,29 @@ def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
 def setting_chart(name: str, sizes: dict[str, list[Row]], setting: str, title: str, settings: str) -> Chart:
     """Lines by precision over a setting: a column of panels for each size, a row for each quantity that is known."""
     rows = [row for own in sizes.values() for row in own]
-    shown = [own for own in SHOWN.get(setting, USUAL) if any(row[own[1]] for row in rows)]
+    shown = [own for own in SHOWN if any(row[own[1]] for row in rows)]
     panels = [_panel(sizes[size], size, setting, *own) for own, size in product(shown, sizes)]
-    most = max((len(panel.x.names) for panel in panels), default=0)
+    most = max((len(panel.names) for panel in panels), default=0)
     width = min(max(2.8, 0.45 * most), WIDEST / len(sizes))  # no name is left out if there is room
-    return Chart(
-        name=name, title=title, settings=settings, panels=panels, columns=len(sizes), size=(width, 2.45), legend=4
-    )
+    return Chart(name=name, title=title, settings=settings, panels=panels, columns=len(sizes), size=(width, 2.45))
 
 
 def _panel(rows: Sequence[Row], size: str, setting: str, label: str, value: str, error: str) -> Panel:
-    """The lines of one size, whose points stand beside each other so that equal values are seen."""
-    names, named = along(_values(rows, setting), lines(rows, "precision", setting, value, error))
-    curves = []
-    for index, line in enumerate(named):
-        colour, marker = LOOKS[line.name]
-        aside = 0.12 * (index - (len(named) - 1) / 2)
-        dash = "" if setting in CHOICES else "-"
-        curves.append(Curve(line=line, colour=colour, marker=marker, dash=dash, aside=aside))
-    return Panel(x=Axis(label=ALONG[setting], names=names), y=Axis(label=label, from_zero=True), title=size,
-                 curves=curves)  # fmt: skip
+    """The curves of one size over the distinct values of the setting."""
+    names = [str(own) for own in _values(rows, setting)]
+    return Panel(names=names, label=label, axis=ALONG[setting], title=size,
+                 curves=curves_of(rows, setting, value, error))  # fmt: skip
 
 
-def lines(rows: Iterable[Row], by: str, x: str, value: str, error: str = "") -> list[Line]:
-    """A line for each text in the column `by`, in the order of the first row of each, with deviations if known."""
+def curves_of(rows: Sequence[Row], setting: str, value: str, error: str = "") -> list[Curve]:
+    """A curve for each precision, with deviations if known, beside each other so that equal values are seen."""
     groups: dict[str, list[Point]] = {}
     for row in rows:
-        point = Point(x=row[x], value=row[value], error=row[error] if error else None, failure=row["failure"])
-        groups.setdefault(row[by], []).append(point)
-    return [Line(name=name, points=tuple(points)) for name, points in groups.items()]
+        deviation = row[error] if error else None
+        point = Point(x=str(row[setting]), value=row[value], error=deviation, failure=row["failure"])
+        groups.setdefault(row["precision"], []).append(point)
+    return [
+        Curve(name=name, points=tuple(points), colour=LOOKS[name][0], marker=LOOKS[name][1],
+              is_joined=setting not in CHOICES, aside=0.12 * (index - (len(groups) - 1) / 2))
+        for index, (name, points) in enumerate(groups.items())
+    ]  # fmt: skip

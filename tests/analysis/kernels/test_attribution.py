@@ -18,14 +18,12 @@ from tests.analysis.kernels.tracing import (
     LOSS_KERNELS,
     MAIN,
     OPTIMIZER_KERNELS,
-    PROCESS,
     Kernel,
     Recording,
     Span,
     counts,
     make_trace,
     module_path,
-    process_of,
     random_recording,
     training,
 )
@@ -36,14 +34,18 @@ STEP = {
     "backward": BACKWARD_KERNELS,
     "optimizer": OPTIMIZER_KERNELS,
 }
+WITHOUT_LOSS = {
+    "forward": FORWARD_KERNELS + LOSS_KERNELS, "backward": BACKWARD_KERNELS, "optimizer": OPTIMIZER_KERNELS
+}  # fmt: skip
+"""A step whose ranges do not tell the loss from forward."""
 
 
 def phases(attribution: Attribution) -> list[str]:
-    return [PHASES[code].value for code in attribution.kernels.phase]
+    return [PHASES[code].value for code in attribution.jobs.phase]
 
 
 def module_names(attribution: Attribution) -> list[str]:
-    return ["/".join(module_path(attribution, int(index))) for index in attribution.kernels.module]
+    return ["/".join(module_path(attribution, int(index))) for index in attribution.jobs.module]
 
 
 def innermost(spans: list[Span], now: int) -> int | None:
@@ -74,8 +76,8 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
     ]
     found = attribute(make_trace(recording))
     structure = {"forward", "backward", "optimizer", "step"}
-    for k, phase, module in zip(recording.kernels, phases(found), found.kernels.module, strict=True):
-        mine = [s for s in recording.spans if process_of(s.thread) == process_of(k.thread)]
+    for k, phase, module in zip(recording.kernels, phases(found), found.jobs.module, strict=True):
+        mine = recording.spans
         named = [s for s in mine if s.name in structure - {"step"}]
         if k.launch_ns is None:
             assert (phase, module) == ("unattributed", -1)
@@ -115,7 +117,7 @@ def test_loss_inside_forward_is_forward_and_what_comes_before_is_data() -> None:
         made.launch("k", launch)
     found = attribute(make_trace(made))
     assert phases(found) == ["data", "forward", "forward", "unattributed", "optimizer", "unattributed", "unattributed"]
-    assert found.kernels.step.tolist() == [0] * 6 + [-1]
+    assert found.jobs.step.tolist() == [0] * 6 + [-1]
     assert module_names(found) == ["", "", "loss", "", "", "", ""]
 
 
@@ -137,7 +139,7 @@ def test_forward_inside_backward_is_recomputed() -> None:
             made.launch("k", launch, thread if launch > 10 else MAIN)
         found = attribute(make_trace(made))
         assert phases(found) == ["forward", *["backward"] * 4]
-        assert found.kernels.is_recomputed.tolist() == [False, False, True, True, False]
+        assert found.jobs.is_recomputed.tolist() == [False, False, True, True, False]
         assert module_names(found) == ["norm", "ffn", "forward", "forward/norm", "ffn"]
 
 
@@ -147,18 +149,19 @@ def test_names_that_the_user_gives() -> None:
     made.spans = [replace(s, name=renamed.get(s.name, s.name)) for s in made.spans]
     names = PhaseNames(forward="fwd", backward="bwd", optimizer="adamw", loss="xent", measure="profiled")
     found = attribute(make_trace(made), names)
-    assert found.sources == {PROCESS: PhaseSource.RANGES}
+    assert found.source is PhaseSource.RANGES
     assert counts(found, 1) == STEP
     assert not found.steps.is_warmup.any()
 
 
 def test_without_phase_ranges_threads_give_the_phases() -> None:
-    """The same loop without its phase ranges: the same phases, up to the launches that no thread or range marks."""
+    """The same loop without its phase ranges: the same phases, but the loss is of forward."""
     found = attribute(make_trace(training(5, phases=False)))
-    assert found.sources == {PROCESS: PhaseSource.THREADS}
-    assert [counts(found, step) for step in range(5)] == [STEP] * 5
-    assert phases(found) == phases(attribute(make_trace(training(5))))
-    assert "no ranges of phases" in found.notes[0]
+    assert found.source is PhaseSource.THREADS
+    assert [counts(found, step) for step in range(5)] == [WITHOUT_LOSS] * 5
+    ranged = phases(attribute(make_trace(training(5))))
+    assert phases(found) == ["forward" if name == "loss" else name for name in ranged]
+    assert "no ranges of forward" in found.notes[0]
 
 
 def test_a_range_of_its_own_around_the_optimizer_is_not_forward() -> None:
@@ -166,7 +169,7 @@ def test_a_range_of_its_own_around_the_optimizer_is_not_forward() -> None:
     kept = [s for s in made.spans if s.name not in ("forward", "loss", "backward")]
     made.spans = [replace(s, name="adamw") if s.name == "optimizer" else s for s in kept]
     found = attribute(make_trace(made))
-    assert [counts(found, step) for step in range(3)] == [STEP] * 3
+    assert [counts(found, step) for step in range(3)] == [WITHOUT_LOSS] * 3
 
 
 def test_the_range_of_the_warmup_is_no_model_however_short() -> None:
@@ -175,14 +178,14 @@ def test_the_range_of_the_warmup_is_no_model_however_short() -> None:
     made.launch("random", 10)
     found = attribute(make_trace(made))
     assert phases(found)[-1] == "unattributed"
-    assert counts(found, 0) == STEP
+    assert counts(found, 0) == WITHOUT_LOSS
 
 
 def test_unknown_phases_are_noted() -> None:
     made = training(2)
     bare = Recording(kernels=made.kernels)
     found = attribute(make_trace(bare))
-    assert found.sources == {PROCESS: PhaseSource.NOTHING}
+    assert found.source is PhaseSource.NOTHING
     assert counts(found) == {"unattributed": len(made.kernels)}
     assert "are unknown" in found.notes[0]
     alone = [k for k in made.kernels if k.thread == MAIN]

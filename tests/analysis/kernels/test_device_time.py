@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.kernels.call_names import call_name, is_launch, is_synchronisation
+from cs336_systems.analysis.kernels.classes import call_name, is_launch, is_synchronisation
 from cs336_systems.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
 from cs336_systems.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
 from cs336_systems.analysis.kernels.trace import Union

@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import lzma
+import sqlite3
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -301,6 +304,33 @@ def test_calls_of_an_operator_are_one_module(tmp_path: Path) -> None:
     assert {module.path for module in profile.modules} == {
         (), ("aten::block",), ("aten::block", "aten::linear"), ("aten::block", "aten::scores"), ("aten::head",),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("traced", "per_layer"),
+    [
+        ("autograd-nvtx", {"aten::native_layer_norm": 2, "aten::clamp_min": 1,
+                           "aten::_efficient_attention_forward": 1}),
+        ("functions-trace", {"torch.nn.functional.layer_norm": 2, "torch.nn.functional.relu": 1,
+                             "torch.nn.functional.scaled_dot_product_attention": 1}),
+    ],
+)  # fmt: skip
+def test_a_program_without_ranges_under_nsys_pytorch(traced: str, per_layer: dict[str, int], tmp_path: Path) -> None:
+    """Six steps of an encoder of three layers and a head, recorded on an H100 by `nsys profile --pytorch=...`."""
+    path = tmp_path / "t.sqlite"
+    path.write_bytes(lzma.decompress((Path(__file__).parent / "reports" / f"{traced}.sqlite.xz").read_bytes()))
+    profile = explain(path)
+    with sqlite3.connect(path) as report:
+        (kernels,) = report.execute("SELECT count(*) FROM CUPTI_ACTIVITY_KIND_KERNEL").fetchone()
+    assert profile.num_steps == 6
+    assert sum(sum(phase.launches) for phase in profile.phases) + profile.left.outside == kernels
+    counts: Counter[str] = Counter()
+    for module in profile.modules:
+        if module.path and module.phase == "forward":
+            counts[module.path[-1]] += module.count
+    assert {name: counts[name] for name in per_layer} == {name: 6 * 3 * count for name, count in per_layer.items()}
+    products = [each.count for each in profile.kernels if each.phase == "forward" and "gemm" in each.name]
+    assert sum(products) == 6 * (3 * 4 + 1)
 
 
 def test_modules_of_a_cuda_graph_are_those_that_pytorch_marked(tmp_path: Path) -> None:

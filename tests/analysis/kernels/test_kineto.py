@@ -256,21 +256,21 @@ def test_operators_of_a_cpu_take_the_place_of_kernels(recorded: tuple[Path, prof
 def test_phases_and_modules_of_a_cpu(recorded: tuple[Path, profile]) -> None:
     read = read_kineto(recorded[0])
     found = attribute(read)
-    assert set(found.sources.values()) == {PhaseSource.RANGES}
+    assert found.source is PhaseSource.RANGES
     assert len(found.steps) == 2
     layers = 2
     for step in range(2):
-        rows = np.flatnonzero(found.kernels.step == step)
+        rows = np.flatnonzero(found.jobs.step == step)
         matmuls = Counter(
-            PHASES[found.kernels.phase[row]].value
+            PHASES[found.jobs.phase[row]].value
             for row in rows
             if read.strings[read.kernels.name[row]] == "aten::mm"  # of linear layers; attention's are aten::bmm
         )
         assert matmuls == {"forward": 7 * layers + 1, "backward": 14 * layers + 2}
-        phases = {PHASES[code].value for code in found.kernels.phase[rows]}
+        phases = {PHASES[code].value for code in found.jobs.phase[rows]}
         assert phases <= {"data", "forward", "backward", "optimizer", "unattributed"}
-        in_block = [row for row in rows if "ffn" in module_path(found, int(found.kernels.module[row]))]
-        assert {PHASES[found.kernels.phase[row]].value for row in in_block} == {"forward", "backward"}
+        in_block = [row for row in rows if "ffn" in module_path(found, int(found.jobs.module[row]))]
+        assert {PHASES[found.jobs.phase[row]].value for row in in_block} == {"forward", "backward"}
     assert classify_kernel("aten::mm") is KernelClass.MATMUL
 
 

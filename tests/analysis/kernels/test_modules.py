@@ -1,4 +1,4 @@
-"""Modules, attention and matmuls: of a model whose kernels are known, and of traces that only resemble it."""
+"""Modules and attention: of a model whose kernels are known, and of traces that only resemble it."""
 
 import random
 from collections import Counter
@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.modules import AttentionNames, is_matmul_itself
+from cs336_systems.analysis.kernels.modules import is_matmul_itself
 from cs336_systems.analysis.kernels.phases import PHASES
-from cs336_systems.analysis.kernels.step_profile import AttentionTimes, MatmulCounts, StepProfile
+from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.config import ModelConfig
-from cs336_systems.costs.accounting import attention_backward_flops, attention_forward_flops
+from cs336_systems.costs.accounting import attention_forward_flops
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,
-    MAIN,
     Kernel,
     Recording,
     Span,
@@ -31,16 +30,15 @@ PUBLISHED = ("Scaled Dot Product Attention", "Attention Scores", "softmax", "mat
 LAYERS, STEPS = 3, 2
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=LAYERS, num_heads=4)
 GEMM, SPLIT_K = "ampere_sgemm_128x64_tn", "void cublasLt::splitKreduce_kernel<32, 16>(int)"
-SOFTMAX, LOSS = "softmax_warp_forward", "nll_loss_forward"
+SOFTMAX = "softmax_warp_forward"
 LINEAR_NS, SCORES_NS, VALUES_NS, SOFTMAX_NS = 1_000, 10, 20, 3
 
 
 class Model:
     """Writes down what an eager step launches: per layer 7 linear matmuls, attention in ranges, a norm."""
 
-    def __init__(self, names: tuple[str, ...] = OURS, softmax: str = SOFTMAX, ranges: bool = True) -> None:
-        self.made, self.now = Recording(), 0
-        self.names, self.softmax, self.ranges = names, softmax, ranges
+    def __init__(self, names: tuple[str, ...] = OURS) -> None:
+        self.made, self.now, self.names = Recording(), 0, names
         for _ in range(STEPS):
             self.step()
 
@@ -48,16 +46,15 @@ class Model:
         self.now += 10
         return self.now
 
-    def launch(self, name: str, duration: int, thread: int = MAIN) -> None:
+    def launch(self, name: str, duration: int) -> None:
         launch = self.tick()
-        self.made.kernels.append(Kernel(name, launch, thread, launch + 100_000, duration))
+        self.made.kernels.append(Kernel(name, launch, start_ns=launch + 100_000, duration_ns=duration))
 
     def inside(self, name: str, *launches: tuple[str, int]) -> None:
         start = self.tick()
         for launched in launches:
             self.launch(*launched)
-        if self.ranges:
-            self.made.spans.append(Span(name, start, self.tick()))
+        self.made.spans.append(Span(name, start, self.tick()))
 
     def phase(self, name: str, start: int) -> None:
         self.made.spans.append(Span(name, start, self.tick()))
@@ -65,49 +62,26 @@ class Model:
     def step(self) -> None:
         start = self.tick()
         # not attention's, though they are called so
-        self.inside("softmax", (self.softmax, 500))
+        self.inside("softmax", (SOFTMAX, 500))
         self.inside("matmul", (GEMM, LINEAR_NS))
         for _ in range(LAYERS):
             self.layer()
         self.launch("log_softmax", 7)
         self.phase("forward", start)
         start = self.tick()
-        self.backward()
+        self.launch(GEMM, LINEAR_NS)
         self.phase("backward", start)
-        start = self.tick()
-        self.launch("adam", 5)
-        self.phase("optimizer", start)
 
     def layer(self) -> None:
         for _ in range(3):
             self.launch(GEMM, LINEAR_NS)
         start = self.tick()
         self.inside(self.names[1], ("scale", 1), (GEMM, SCORES_NS), (SPLIT_K, 2))
-        self.inside(self.names[2], (self.softmax, SOFTMAX_NS))
+        self.inside(self.names[2], (SOFTMAX, SOFTMAX_NS))
         self.inside(self.names[3], (GEMM, VALUES_NS))
-        if self.ranges:
-            self.made.spans.append(Span(self.names[0], start, self.tick()))
+        self.made.spans.append(Span(self.names[0], start, self.tick()))
         for _ in range(4):
             self.launch(GEMM, LINEAR_NS)
-
-    def backward(self) -> None:
-        self.launch("log_softmax", 9, AUTOGRAD)
-        for _ in range(LAYERS):
-            self.matmuls(4, LINEAR_NS)
-            self.matmuls(1, VALUES_NS)
-            self.launch(self.softmax, SOFTMAX_NS + 1, AUTOGRAD)
-            self.matmuls(1, SCORES_NS)
-            self.matmuls(3, LINEAR_NS)
-        self.matmuls(1, LINEAR_NS)
-
-    def matmuls(self, number: int, duration: int) -> None:
-        for _ in range(2 * number):
-            self.launch(GEMM, duration, AUTOGRAD)
-            self.launch(SPLIT_K, 2, AUTOGRAD)
-
-
-def matmuls(found: StepProfile) -> dict[str, tuple[int, int, int]]:
-    return {row.phase.value: (row.linear, row.attention, row.unknown) for row in found.products}
 
 
 def parts(found: StepProfile) -> dict[tuple[str, str], tuple[int, int, int, int]]:
@@ -119,108 +93,18 @@ def parts(found: StepProfile) -> dict[tuple[str, str], tuple[int, int, int, int]
 
 
 @pytest.mark.parametrize("names", [OURS, HANDOUT, PUBLISHED])
-def test_attention_and_matmuls_of_a_known_model(names: tuple[str, ...]) -> None:
-    found = profile(Model(names).made)
+def test_attention_of_a_known_model(names: tuple[str, ...]) -> None:
     n = LAYERS * STEPS
-    assert found.products == (
-        MatmulCounts(
-            phase="forward",
-            linear=7 * n + STEPS,
-            linear_s=(7 * n + STEPS) * LINEAR_NS / 1e9,
-            attention=2 * n,
-            attention_s=n * (SCORES_NS + VALUES_NS) / 1e9,
-            unknown=0,
-            unknown_s=0,
-        ),
-        MatmulCounts(
-            phase="backward",
-            linear=14 * n + 2 * STEPS,
-            linear_s=(14 * n + 2 * STEPS) * LINEAR_NS / 1e9,
-            attention=4 * n,
-            attention_s=2 * n * (SCORES_NS + VALUES_NS) / 1e9,
-            unknown=0,
-            unknown_s=0,
-        ),
-    )
-    assert parts(found) == {
+    assert parts(profile(Model(names).made)) == {
         ("forward", "scores"): (3 * n, n * (1 + SCORES_NS + 2), n, n * SCORES_NS),
         ("forward", "softmax"): (n, n * SOFTMAX_NS, 0, 0),
         ("forward", "values"): (n, n * VALUES_NS, n, n * VALUES_NS),
-        ("backward", "scores"): (2 * n, 2 * n * SCORES_NS, 2 * n, 2 * n * SCORES_NS),
-        ("backward", "softmax"): (n, n * (SOFTMAX_NS + 1), 0, 0),
-        ("backward", "values"): (2 * n, 2 * n * VALUES_NS, 2 * n, 2 * n * VALUES_NS),
     }
-    assert not any("softmax" in note for note in found.notes)
 
 
-def test_names_that_the_user_gives() -> None:
-    made = Model(("core", "qk", "smx", "av")).made
-    assert profile(made).attention == ()
-    names = AttentionNames(scores=("QK",), softmax=("smx",), values=("av",))
-    assert parts(profile(made, names=names)) == parts(profile(Model().made))
-    with pytest.raises(ValueError, match="range names of its own"):
-        AttentionNames(scores=("x",), softmax=("X",))
-
-
-def test_without_ranges_matmuls_are_unknown() -> None:
-    found = profile(Model(ranges=False).made)
-    n = LAYERS * STEPS
-    assert matmuls(found) == {"forward": (0, 0, 9 * n + STEPS), "backward": (0, 0, 18 * n + 2 * STEPS)}
-    assert found.attention == ()
-
-
-def test_with_fused_attention_all_matmuls_are_linear() -> None:
-    made = Model(ranges=False).made
-    of_attention = {SCORES_NS, VALUES_NS}
-    made.kernels = [
-        replace(k, name="pytorch_flash::flash_fwd_kernel<1>") if k.duration_ns in of_attention else k
-        for k in made.kernels
-    ]
-    n = LAYERS * STEPS
-    assert matmuls(profile(made)) == {"forward": (7 * n + STEPS, 0, 0), "backward": (14 * n + 2 * STEPS, 0, 0)}
-
-
-def test_a_backward_that_does_not_pair_is_unknown_in_that_step() -> None:
+def test_attention_computed_again_in_backward_is_not_of_forward() -> None:
     made = Model().made
-    last = next(i for i in reversed(range(len(made.kernels))) if made.kernels[i].name == GEMM)
-    made.kernels.pop(last)
-    per_step = 18 * LAYERS + 2
-    linear, attention, unknown = matmuls(profile(made))["backward"]
-    assert (linear, attention, unknown) == (14 * LAYERS + 2, 4 * LAYERS, per_step - 1)
-
-
-def test_matmuls_of_the_optimizer_are_unknown() -> None:
-    made = Model().made
-    start = next(s for s in made.spans if s.name == "optimizer").start_ns
-    made.kernels.append(Kernel(GEMM, start + 1, start_ns=start + 100_000))
-    assert matmuls(profile(made))["optimizer"] == (0, 0, 1)
-
-
-def test_a_softmax_that_is_no_kernel_of_its_own_is_noted() -> None:
-    found = profile(Model(softmax="elementwise_kernel").made)
-    assert parts(found)["forward", "softmax"] == (LAYERS * STEPS, LAYERS * STEPS * SOFTMAX_NS, 0, 0)
-    assert ("backward", "softmax") not in parts(found)
-    assert any("unknown which kernels of backward" in note for note in found.notes)
-
-
-def test_softmax_of_backward_by_its_number() -> None:
-    """With one more kernel of that class after the loss, a step is left out; the other step is not."""
-    made = Model().made
-    last = max(k.launch_ns for k in made.kernels if k.thread == AUTOGRAD)
-    made.kernels.append(Kernel("softmax_of_something", last + 1, AUTOGRAD, last + 100_001, 50))
-    assert parts(profile(made))["backward", "softmax"] == (LAYERS, LAYERS * (SOFTMAX_NS + 1), 0, 0)
-
-
-def test_softmax_of_backward_by_its_range() -> None:
-    """Where backward has ranges, those around attention decide, whatever the number."""
-    made = Model().made
-    launched = [k for k in made.kernels if k.thread == AUTOGRAD and k.name == SOFTMAX]
-    made.spans += [Span("attention", k.launch_ns - 5, k.launch_ns + 5, AUTOGRAD) for k in launched[:2]]
-    assert parts(profile(made))["backward", "softmax"] == (2, 2 * (SOFTMAX_NS + 1), 0, 0)
-
-
-def test_attention_computed_again_in_backward_is_not_its_gradient() -> None:
-    made = Model().made
+    expected = parts(profile(made))
     start = next(s for s in made.spans if s.name == "backward").start_ns
     made.spans += [
         Span("attention", start, start + 9, AUTOGRAD),
@@ -229,40 +113,19 @@ def test_attention_computed_again_in_backward_is_not_its_gradient() -> None:
     ]
     for offset, name in ((2, GEMM), (6, SOFTMAX)):
         made.kernels.append(Kernel(name, start + offset, AUTOGRAD, start + 100_000, 77))
-    found = profile(made)
-    assert matmuls(found)["backward"] == (14 * LAYERS + 2, 4 * LAYERS + 1, 18 * LAYERS + 2)
-    n = LAYERS  # in the other step, matmuls pair
-    assert parts(found)["backward", "scores"] == (2 * n, 2 * n * SCORES_NS, 2 * n, 2 * n * SCORES_NS)
+    assert parts(profile(made)) == expected
 
 
 def test_flops_are_those_of_the_model_for_each_pass() -> None:
     found = profile(Model().made, model=MODEL, batch_size=3)
-    forward, backward = attention_forward_flops(MODEL, 3), attention_backward_flops(MODEL, 3)
+    forward = attention_forward_flops(MODEL, 3)
     assert [(row.phase, row.part, row.flops) for row in found.attention] == [
         ("forward", "scores", STEPS * forward.scores),
         ("forward", "softmax", STEPS * forward.softmax),
         ("forward", "values", STEPS * forward.values),
-        ("backward", "scores", STEPS * backward.scores),
-        ("backward", "softmax", STEPS * backward.softmax),
-        ("backward", "values", STEPS * backward.values),
     ]
-    for known in ({}, {"model": MODEL}, {"batch_size": 3}):
+    for known in ({}, {"model": MODEL}, {"batch_size": 3}, {"model": replace(MODEL, num_layers=4), "batch_size": 3}):
         assert {row.flops for row in profile(Model().made, **known).attention} == {None}
-
-
-def test_flops_of_another_model_are_not_given() -> None:
-    found = profile(Model().made, model=replace(MODEL, num_layers=4), batch_size=3)
-    assert {row.flops for row in found.attention} == {None}
-
-
-def test_inference_has_no_backward() -> None:
-    made = Model().made
-    made.spans = [s for s in made.spans if s.name not in ("backward", "optimizer")]
-    made.kernels = [k for k in made.kernels if k.thread == MAIN and k.name != "adam"]
-    found = profile(made)
-    assert matmuls(found) == {"forward": (7 * LAYERS * STEPS + STEPS, 2 * LAYERS * STEPS, 0)}
-    assert {row.phase.value for row in found.attention} == {"forward"}
-    assert not any("softmax" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0)])
@@ -280,7 +143,6 @@ def test_kernels_of_ranges_inside_a_part_are_the_parts() -> None:
     spans = [Span("forward", 0, 100), Span("attention.scores", 10, 20), Span("einsum", 12, 18)]
     found = profile(Recording([Kernel(GEMM, 15)], spans))
     assert parts(found) == {("forward", "scores"): (1, 10, 1, 10)}
-    assert isinstance(found.attention[0], AttentionTimes)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +171,7 @@ def test_matmuls_by_name(name: str, is_matmul: bool) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_modules_are_those_of_each_kernels_own_path(seed: int) -> None:
     found = attribute(make_trace(random_recording(random.Random(seed))))
-    trace, placed = found.trace, found.kernels
+    trace, placed = found.trace, found.jobs
     used = (placed.step >= 0) if len(found.steps) else (placed.step < 0)
     expected: Counter[tuple[tuple[str, ...], str]] = Counter()
     times: Counter[tuple[tuple[str, ...], str]] = Counter()

@@ -113,7 +113,7 @@ def test_copies_fills_and_whole_graphs(tmp_path: Path) -> None:
     assert [read.strings[i] for i in read.kernels.name] == ["k", "CUDA graph"]
     assert read.kernels.is_in_graph.tolist() == [False, True]
     found = attribute(read)
-    assert found.copies.step.tolist() == [0, -1]
+    assert found.jobs.step[found.jobs.is_copy].tolist() == [0, -1]
     assert "1 launches of CUDA graphs were traced as a whole" in found.notes[0]
 
 
@@ -233,4 +233,4 @@ def test_main_thread_needs_no_number_of_its_own(tmp_path: Path) -> None:
     """The thread with the phases is the main one, even where another has the process's own number."""
     made = Recording(spans=[Span("forward", 0, 10, MAIN + 5)])
     made.launch("k", 5, PROCESS)
-    assert attribute(read_nsys(write_export(tmp_path / "t.sqlite", made))).kernels.phase.tolist() == [1]
+    assert attribute(read_nsys(write_export(tmp_path / "t.sqlite", made))).jobs.phase.tolist() == [1]

@@ -10,7 +10,8 @@ import numpy as np
 
 from cs336_systems.analysis.kernels.attribution import Attribution, attribute
 from cs336_systems.analysis.kernels.explain import summarise
-from cs336_systems.analysis.kernels.phases import PHASES
+from cs336_systems.analysis.kernels.modules import is_matmul_itself
+from cs336_systems.analysis.kernels.phases import PHASES, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace
 
@@ -112,11 +113,12 @@ def profile(made: Recording | Trace, **changes) -> StepProfile:
 
 
 def module_path(attribution: Attribution, index: int) -> tuple[str, ...]:
-    """Names of the ranges around and including a range, the outermost first."""
+    """Names of the ranges around and including a range, the outermost first; of equal neighbours one."""
     if index < 0:
         return ()
     around = module_path(attribution, int(attribution.parent[index]))
-    return (*around, attribution.trace.strings[attribution.trace.ranges.name[index]])
+    name = attribution.trace.strings[attribution.trace.ranges.name[index]]
+    return around if around[-1:] == (name,) else (*around, name)
 
 
 def ns(seconds: float) -> int:
@@ -164,11 +166,16 @@ RANGE_COLUMNS = (
 )
 
 
+def num_matmuls(found: StepProfile, phase: LaunchPhase) -> int:
+    """Matmuls of a phase over the steps, without their helpers."""
+    return sum(row.count for row in found.kernels if row.phase is phase and is_matmul_itself(row.name))
+
+
 def totals(attribution: Attribution, step: int | None = None) -> dict[str, tuple[int, int]]:
     """Kernels of each phase and their nanoseconds, in one step or in the whole trace."""
-    placed, duration_ns = attribution.kernels, attribution.trace.kernels.duration_ns
+    placed, duration_ns = attribution.jobs, attribution.trace.kernels.duration_ns
     found: dict[str, tuple[int, int]] = {}
-    for row in range(len(placed)):
+    for row in range(len(duration_ns)):
         if step is None or placed.step[row] == step:
             count, time_ns = found.get(phase := PHASES[placed.phase[row]].value, (0, 0))
             found[phase] = count + 1, time_ns + int(duration_ns[row])
@@ -293,19 +300,17 @@ def training(
 
 
 def random_recording(generator: random.Random) -> Recording:
-    """Phases, steps and modules on several threads of several processes, and launches anywhere."""
-    made = Recording()
-    for process in range(generator.randint(1, 3)):
-        threads = [(process << 24) + number for number in range(1, 4)]
-        for thread in threads:
-            names = ["forward", "backward", "optimizer", "loss", "step"] if thread == threads[0] else []
-            _nest(made, generator, thread, 0, 1_000, [*names, "a", "b", "c"], 0)
-        if generator.random() < 0.3:
-            made.spans.append(Span("forward", 200, 300, threads[0], is_nested=False))
-        for _ in range(60):
-            launch = None if generator.random() < 0.1 else generator.randint(0, 1_010)
-            duration = generator.randint(0, 50)
-            made.kernels.append(Kernel("k", launch, generator.choice(threads), generator.randint(0, 5_000), duration))
+    """Phases, steps and modules on several threads, and launches anywhere."""
+    made, threads = Recording(), [PROCESS + number for number in range(1, 4)]
+    for thread in threads:
+        names = ["forward", "backward", "optimizer", "loss", "step"] if thread == threads[0] else []
+        _nest(made, generator, thread, 0, 1_000, [*names, "a", "b", "c"], 0)
+    if generator.random() < 0.3:
+        made.spans.append(Span("forward", 200, 300, threads[0], is_nested=False))
+    for _ in range(100):
+        launch = None if generator.random() < 0.1 else generator.randint(0, 1_010)
+        duration = generator.randint(0, 50)
+        made.kernels.append(Kernel("k", launch, generator.choice(threads), generator.randint(0, 5_000), duration))
     return made
 
 

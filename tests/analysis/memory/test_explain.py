@@ -29,7 +29,7 @@ from cs336_systems.analysis.memory.profile import (
     Place,
 )
 from cs336_systems.analysis.memory.snapshot import read_snapshot
-from tests.analysis.memory.programs import BATCH, BEFORE, MODEL, STACK, Program, Training
+from tests.analysis.memory.programs import BEFORE, STACK, Program, Training
 from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write
 
 
@@ -43,7 +43,7 @@ def training() -> Training:
 
 @pytest.fixture
 def explained(training: Training, tmp_path: Path) -> MemoryProfile:
-    return explain_memory(training.end(tmp_path), MODEL, BATCH)
+    return explain_memory(training.end(tmp_path))
 
 
 def by_category(moment: Moment) -> tuple[Counter[str], Counter[str], Counter[str]]:
@@ -155,11 +155,8 @@ def test_each_block_saves_each_storage_once_and_nothing_that_is_shared(
         assert block.saved_bytes == sum(sizes)
         assert block.parameter_bytes == block.gradient_bytes == weight == 96 * 320 * 4
         assert not any(tensor.is_recomputed for tensor in block.saved)
-        index = block.name.removeprefix("block.")
-        assert {(tensor.name, tensor.explanation) for tensor in block.saved} == {
-            ("attention > attention.softmax", f"batch x heads x T x T x 4: softmax of block {index}"),
-            ("attention > attention.scores", f"2 x batch x T x d_model x 4: scores of block {index}"),
-        }
+        names = {tensor.name for tensor in block.saved}
+        assert names == {"attention > attention.softmax", "attention > attention.scores"}
 
 
 def test_notes_whose_counts_contradict_the_events_are_refused(training: Training, tmp_path: Path) -> None:
@@ -321,7 +318,6 @@ def test_what_backward_computes_again_belongs_to_its_block(tmp_path: Path) -> No
     ]  # fmt: skip
     assert (first.saved_bytes, first.recomputed_bytes) == (8000, 5000)
     assert [(t.name, t.num_bytes, t.is_recomputed) for t in second.saved] == [("ffn", 7000, True)]
-    assert first.saved[1].explanation == "750 x 4: checkpoint of block 0"
 
 
 def test_frames_outside_of_installed_packages_are_the_place(tmp_path: Path) -> None:

@@ -1,52 +1,17 @@
-"""What size, phase and stack tell of allocations without a sighting; and how long explaining takes."""
+"""Groups of like allocations, and the phase of a peak."""
 
 from pathlib import Path
-
-import pytest
 
 from cs336_systems.analysis.memory.explain import explain_memory
 from cs336_systems.analysis.memory.notes import Kind
 from cs336_systems.analysis.memory.profile import LikeAllocations, MemoryProfile
-from cs336_systems.config import ModelConfig
 from tests.analysis.memory.programs import Program
 from tests.analysis.memory.snapshots import MIB, frame
-
-XL_256 = ModelConfig(context_length=256, d_model=1600, d_ff=6400, num_layers=48, num_heads=25)
-BATCH = 4
-AMBIGUOUS = 40_960_000
-LOGITS, WEIGHT = "batch x T x vocabulary x 4: logits", "d_model x d_ff x 4: feed-forward weight"
-FORWARD = [frame("forward"), frame("main")]
-LIMIT_S = 0.6
-NUM_EVENTS = 200_000
 
 
 def row_of(profile: MemoryProfile, requested_bytes: int) -> LikeAllocations:
     (row,) = {group for group in (*profile.largest, *profile.at_peak) if group.requested_bytes == requested_bytes}
     return row
-
-
-@pytest.mark.parametrize(
-    ("phase", "explanation"), [("forward", LOGITS), ("backward", f"{LOGITS} or {WEIGHT}"), ("optimizer", WEIGHT)]
-)
-def test_the_phase_tells_what_it_may_be(tmp_path: Path, phase: str, explanation: str) -> None:
-    program = Program()
-    program.record()
-    program.mark(0, "start")
-    program.malloc(AMBIGUOUS, frames=FORWARD)
-    program.mark(0, phase)
-    row = row_of(explain_memory(program.write(tmp_path), XL_256, BATCH), AMBIGUOUS)
-    assert (row.phase, row.explanation) == (phase, explanation)
-
-
-@pytest.mark.parametrize(("dtype", "has_half"), [("float32", False), ("bfloat16", True)])
-def test_only_where_half_precision_is_saved_can_anything_have_it(tmp_path: Path, dtype: str, has_half: bool) -> None:
-    program = Program()
-    program.record()
-    program.see(Kind.SAVED, "loss", program.malloc(4096), (1024,), dtype)
-    program.malloc(4 * 256 * 1600 * 4, frames=FORWARD)
-    row = row_of(explain_memory(program.write(tmp_path), XL_256, BATCH), 4 * 256 * 1600 * 4)
-    assert ("2 x batch x T x d_model x 2: queries and keys" in row.explanation) == has_half
-    assert "batch x T x d_model x 4: one vector of d_model for each token" in row.explanation
 
 
 def test_a_peak_at_the_end_of_a_phase_is_in_it(tmp_path: Path) -> None:
@@ -102,4 +67,3 @@ def test_a_row_has_only_what_all_its_allocations_share(tmp_path: Path) -> None:
     assert (mixed.count, mixed.shape, mixed.dtype) == (3, (), "")
     assert (alike.count, alike.shape, alike.dtype) == (1, (2048,), "float32")
     assert [place.line for place in mixed.places] == [place.line for place in alike.places] == [43, 7]
-    assert mixed.explanation == "4 x 256 x 4: ffn of block 0 or 1024 x 4: ffn of block 0 or 2048 x 2: ffn of block 0"

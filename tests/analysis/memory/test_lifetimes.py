@@ -213,32 +213,3 @@ def test_what_segments_do_not_explain_is_no_negative_fragmentation(tmp_path: Pat
     profile = explain_memory(write(tmp_path / "lost.pickle", content))
     assert (profile.peak.reserved_bytes, profile.fragmentation_bytes) == (30 * MIB, 0)
     assert any("Segments are missing" in note for note in profile.notes)
-
-
-BLAS = {"name": "at::cuda::getCurrentCUDABlasHandle()", "filename": "??", "line": 0}
-
-
-@pytest.mark.parametrize(
-    ("requested", "stack", "is_kept", "is_workspace"),
-    [
-        (32 * MIB, STACK, True, False), (32 * MIB, [BLAS, *STACK], True, True), (24 * MIB, [BLAS, *STACK], False, True),
-        (8_519_680, STACK, True, True), (8_519_680, STACK, False, False),
-    ],
-)  # fmt: skip
-def test_32_mib_are_a_workspace_only_if_the_stack_says_so(
-    requested: int, stack: list[Any], is_kept: bool, is_workspace: bool, tmp_path: Path
-) -> None:
-    """8,519,680 bytes are an odd size, which hardly anything else has. With notes, 32 MiB that stay are one too."""
-    program = Program()
-    program.record()
-    address = program.malloc(requested, frames=stack)
-    other = program.malloc(MIB)
-    program.see("parameters", "weight", other)  # type: ignore[arg-type]
-    if not is_kept:
-        program.free(address)
-    for path, expected in (
-        (program.write(tmp_path), is_workspace or is_kept),
-        (write(tmp_path / "alone.pickle", snapshot_of(program)), is_workspace),
-    ):
-        (row,) = (row for row in explain_memory(path).largest if row.requested_bytes == requested)
-        assert (row.explanation == "workspace of cuBLAS") is expected

@@ -1,6 +1,8 @@
 """Hand-made pages."""
 
+from cs336_systems.report.charts import Bar, Chart, Panel, Style
 from cs336_systems.report.columns import Column
+from cs336_systems.report.draw import svg_of
 from cs336_systems.report.formats import to_csv
 from cs336_systems.report.page.write import (
     Bars,
@@ -14,8 +16,6 @@ from cs336_systems.report.page.write import (
     TableBlock,
     Tile,
 )
-from cs336_systems.report.plots.charts import Axis, Bar, Chart, Panel, Style
-from cs336_systems.report.plots.draw import svg_of
 from cs336_systems.report.section import make_table
 from tests.report.making import HOSTILE
 
@@ -61,7 +61,7 @@ def make_page(*blocks):
 
 def make_chart(name="small"):
     bars = [Bar(name=name, parts={name: 1.0}, words=name), Bar(name="xl", failure=name)]
-    panel = Panel(x=Axis(label=name, names=[name, "xl"]), y=Axis(label=name), title=name, bars=bars)
+    panel = Panel(names=[name, "xl"], label=name, title=name, bars=bars)
     styles = {name: Style(colour="#0072B2")}
     return Chart(name="bars", title=f"Bars of {name}", settings=name, panels=[panel], legend=1, styles=styles)
 

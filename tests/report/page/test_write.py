@@ -50,7 +50,11 @@ def test_a_hostile_text_adds_no_tag_and_no_attribute(text) -> None:
     of_pictures = {"text", "tspan", "g", "use", "path", "defs", "clippath", "rect"}
     made, harmless = (Parsed(to_html(page_with(own))).tags for own in (text, "harmless"))
     assert [own for own in made if own[0] not in of_pictures] == [own for own in harmless if own[0] not in of_pictures]
-    assert {own for own in made if own[0] in of_pictures} <= {*harmless, ("tspan", "x", "y")}
+    assert {own for own in made if own[0] in of_pictures} <= {
+        *harmless,
+        ("tspan", "x", "y"),
+        ("text", "style", "transform"),
+    }
 
 
 def test_only_the_script_of_the_page_may_run_and_the_same_page_is_the_same_bytes() -> None:

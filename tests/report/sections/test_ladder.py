@@ -9,9 +9,8 @@ import pytest
 import scipy.stats
 from PIL import Image
 
-from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.record import Status, WarningCode
-from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report.draw import figure_of
 from cs336_systems.report.sections.ladder import (
     UNCREDITED,
     counts_of,
@@ -35,7 +34,7 @@ from tests.report.ladders import (
 )
 from tests.report.making import make_failure
 from tests.report.reading import column, csv_rows
-from tests.report.sections.kernels.profiles import make_profile, seconds
+from tests.report.sections.kernels.profiles import make_profile
 
 GIGA = 1e9
 
@@ -102,8 +101,6 @@ def test_counts_of_a_profile_are_per_step():
     reason = counts_of(make_profile())
     assert reason["launches_per_step"] == 25
     assert reason["busy_ms"] == pytest.approx(20.1)
-    assert sum(reason["class_s"].values()) == pytest.approx(0.020)
-    assert reason["class_s"][KernelClass.MATMUL] == pytest.approx((6 + 8 + 8) / 2e3)
 
 
 def test_busy_is_over_the_step_without_a_profiler(ladder):
@@ -192,7 +189,6 @@ def test_counts_by_hand(rows):
     assert column(counts, "kernels") == ["", "25.0", "", "25.0"]
     assert column(counts, "busy") == ["", "20.10", "", "20.10"]
     assert column(counts, "GPU busy") == ["", "5.02", "", "40.2"]
-    assert column(counts, "longest")[3] == "matrix product 11.0, element-wise 5.50, softmax 1.50"
 
 
 def test_failures_are_told_in_words(ladder):
@@ -243,39 +239,11 @@ def test_everything_is_written(rows, tmp_path):
 
 def test_bars_show_times_and_what_did_not_pass(rows):
     figure = draw_ladder(rows, settings(rows))
-    heights = [[bar.get_height() for bar in panel.patches] for panel in figure.axes]
-    assert heights == [pytest.approx([800, 400, 100, 50])]
+    lengths = [[bar.get_width() for bar in panel.patches] for panel in figure.axes]
+    assert lengths == [pytest.approx([800, 400, 100, 50])]
     assert [bar.get_hatch() for bar in figure.axes[0].patches] == [None, None, "////", None]
-    assert {"800", "400\n2.00x", "100", "50.0\n16.0x", UNCREDITED} <= set(texts(figure))
+    assert {"800 ms", "400 ms, 2.00x", "100 ms", "50.0 ms, 16.0x", UNCREDITED} <= set(texts(figure))
     assert not overlaps(figure)
-
-
-def test_rungs_on_another_gpu_than_the_one_before_are_named(ladder):
-    """The second and the third rung ran on GPU B, the others on GPU A."""
-
-    def on(uuids):
-        records = [make_process(rung, 0.1) for rung in ladder]
-        placed = [
-            replace(record, environment=replace(record.environment, device_uuid=uuid))
-            for record, uuid in zip(records, uuids, strict=False)
-        ]
-        notes = ladder_section(ladder_rows(ladder, placed, [])).tables[0].notes
-        return [note for note in notes if note.startswith("Measured on another GPU")]
-
-    [note] = on(["A", "B", "B", "A"])
-    assert note.split(".")[0].endswith(": bf16, fused")
-    assert not on(["A"] * 4)
-    assert not on([None] * 4)
-    assert not on(["A", "A"])
-
-
-@pytest.mark.parametrize(("step_ms", "is_told"), [(54, True), (56, False)])
-def test_class_times_of_a_step_that_the_profiler_slowed_are_left_out(ladder, step_ms, is_told):
-    """The plain step takes 50 ms: 8 % more passes, 12 % does not."""
-    entry = make_entry(ladder[3], step_s=seconds(step_ms, step_ms))
-    counts = ladder_section(ladder_rows(ladder, make_records(ladder), [entry])).tables[2]
-    assert any("matrix product" in cell for cell in counts.rows[3]) is is_told
-    assert any("fused" in note for note in counts.notes) is not is_told
 
 
 def test_warnings_are_counted_and_the_fastest_of_doubtful_times_is_marked(ladder):

@@ -1,4 +1,3 @@
-import statistics
 import warnings
 from dataclasses import replace
 
@@ -7,9 +6,9 @@ from matplotlib.container import ErrorbarContainer
 
 from cs336_systems.config import Mode, Precision
 from cs336_systems.record import Status
+from cs336_systems.report import charts, draw
+from cs336_systems.report.charts import Curve, Panel, Point
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.plots import charts, draw
-from cs336_systems.report.plots.charts import Axis, Curve, Line, Panel, Point
 from cs336_systems.report.sections.steps import named_rows, split
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE, make_config, make_failure, make_record
@@ -136,11 +135,9 @@ def test_labels_of_many_points_do_not_cover_each_other(figures, tmp_path):
 def test_times_over_warm_up_steps(warmup_records, figures, tmp_path):
     """Three numbers of warm-up steps of four have times, which stand at the places 0, 1 and 3."""
     write_plots(warmup_records, tmp_path)
-    times, first, spreads = figures[0].axes
+    times, _ = figures[0].axes
     assert [y for _, y in drawn_lines(times)[0]] == pytest.approx([400, 400 / 3, 100])
-    assert drawn_lines(first) == [[(0, 1000), (1, 200), (3, 100)]]
-    assert drawn_lines(spreads)[0][0] == (0, pytest.approx(statistics.stdev([1.0, 0.1, 0.1]) / 0.4))
-    assert texts(figures[0]).count("killed") == 3
+    assert texts(figures[0]).count("killed") == 2
 
 
 @pytest.mark.parametrize(
@@ -197,12 +194,12 @@ def test_texts_of_a_configuration_are_inert(tmp_path):
 
 
 def test_failures_of_a_line_share_a_row():
-    points = tuple(Point(x=x, value=None, failure=why) for x, why in ((1, "killed"), (2, "oom"), (3, "oom")))
-    lost, alike = (Curve(line=Line(name=name, points=points), colour="#000000") for name in ("xl", "large"))
-    whole = Curve(line=Line(name="small", points=(Point(x=1, value=2.0),)), colour="#000000")
-    rows = Panel(x=Axis(), y=Axis(), curves=[whole, lost]).failures
-    assert rows == {"xl: killed": [1], "xl: oom": [2, 3]}
-    assert Panel(x=Axis(), y=Axis(), curves=[lost, alike]).failures == {"killed": [1], "oom": [2, 3]}
+    points = tuple(Point(x=x, value=None, failure=why) for x, why in (("1", "killed"), ("2", "oom"), ("4", "oom")))
+    lost, alike = (Curve(name=name, points=points, colour="#000000", marker="o") for name in ("xl", "large"))
+    whole = replace(lost, name="small", points=(Point(x="1", value=2.0),))
+    panel = Panel(names=["1", "2", "4"], label="", curves=[whole, lost])
+    assert panel.failures == {"xl: killed": [0], "xl: oom": [1, 2]}
+    assert replace(panel, curves=[lost, alike]).failures == {"killed": [0], "oom": [1, 2]}
 
 
 def test_phases_and_precisions_have_colours_of_their_own():

@@ -8,14 +8,11 @@ import rich.console
 import scipy.stats
 
 from cs336_systems.config import Mode, Phase, Precision
-from cs336_systems.costs.time import step_time
 from cs336_systems.record import Measurement
 from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.frame import QUANTITIES, RESULTS, describe, to_frame
 from cs336_systems.report.sections.steps import OFFERED, results_table, step_findings, warmup_table
 from cs336_systems.report.terminal import print_run, to_rich
-from cs336_systems.studies.ceilings_files import Ceilings
-from tests.report.ceilings import make_rates
 from tests.report.making import CODES, make_config, make_failure, make_record
 from tests.report.reading import column
 from tests.report.writing import write_tables
@@ -229,19 +226,3 @@ def test_what_limits_steps_or_ended_them_is_counted_and_named() -> None:
     assert numbers(bound) == [9, 10, *(2**n for n in range(7, 15)), 1]
     assert numbers(ended) == [1, 10, 2**16]
     assert step_findings(to_frame(records[:1])) == [], "the only run has its warning beside it"
-
-
-def test_a_step_far_from_its_forecast_is_told_with_both_times_and_its_warnings() -> None:
-    """The first takes twice its forecast, the second exactly as long, the third half as long."""
-    ceilings = Ceilings((make_rates(1e-3),))
-    configs = [make_config("tiny", 16, batch_size=size) for size in (1, 2, 3)]
-    times_s = [step_time(config, ceilings.curves("NVIDIA H200")).step_s for config in configs]
-    records = [
-        make_record(config, [factor * time_s], codes=codes)
-        for config, time_s, factor, codes in zip(configs, times_s, (2, 1, 0.5), (CODES[:1], (), ()), strict=True)
-    ]
-    *_, slower, faster = step_findings(to_frame(records, ceilings))
-    assert numbers(slower)[1:4] == pytest.approx([1, 2e3 * times_s[0], 1e3 * times_s[0]], rel=1e-3)
-    assert str(CODES[0]) in slower
-    assert numbers(faster)[1:4] == pytest.approx([3, 0.5e3 * times_s[2], 1e3 * times_s[2]], rel=1e-3)
-    assert not any("forecast" in text for text in step_findings(to_frame(records)))

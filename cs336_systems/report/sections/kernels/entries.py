@@ -15,7 +15,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile, Work, decode_profile
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.entries import load_entries
+from cs336_systems.report.section import load_entries
 from cs336_systems.report.words import label
 from cs336_systems.sweep.store import kernel_profile_path
 from cs336_systems.text import counted

@@ -1,6 +1,6 @@
 """One trace in full, and any number beside each other: as tables for a terminal, and as files of a directory.
 
-Tables of kernels, modules, idle times and calls of the host are readable for one trace only. Times and counts are per
+Tables of kernels, modules and idle times are readable for one trace only. Times and counts are per
 step, unless they are those of a single launch.
 """
 
@@ -14,11 +14,10 @@ from pathlib import Path
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, encode_profile
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.entries import labels
+from cs336_systems.report.draw import Drawing, Picture
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.identity import file_names
-from cs336_systems.report.plots.draw import Drawing, Picture
-from cs336_systems.report.section import Section, Table, findings_table, make_table, with_note
+from cs336_systems.report.section import Section, Table, findings_table, labels, make_table, with_note
 from cs336_systems.report.sections.kernels.entries import (
     WHOLE_STEP,
     Explained,
@@ -41,7 +40,7 @@ from cs336_systems.report.sections.kernels.tables import (
     ranks,
     top_kernels,
 )
-from cs336_systems.report.words import label, percent, ratio, rounded
+from cs336_systems.report.words import percent, ratio, rounded
 
 _PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, communication, ranks, classes)
 _OF_ONE = (*_PRINTED, copies, attention)
@@ -64,17 +63,12 @@ def answer_of(entry: Explained) -> list[str]:
 def tables_of_one(entry: Explained, top: int) -> list[Table]:
     """The tables of one trace for a terminal; a note below the first names file, device and steps.
 
-    At most `top` kernels and idle times are listed. Tables that say nothing that another one or the answer does not say
-    are left out.
+    At most `top` kernels of the step and of each phase are listed. Tables that say nothing that another one or the
+    answer does not say are left out.
     """
     profile = entry.profile
     of_phases, *others = [*(make([entry]) for make in _OF_ONE), *details(profile, top)]
     tables = [table for section in others if _says_more(section.name, profile) for table in section.tables]
-    used = [phase.phase for phase in profile.phases if any(phase.launches)]
-    if len(used) == 1:
-        tables = [
-            table for table in tables if not table.title.startswith(f"{terms(profile)[0].capitalize()}s of {used[0]},")
-        ]
     return _noted_once([*(with_note(table, about(profile)) for table in of_phases.tables), *tables])
 
 
@@ -117,15 +111,15 @@ def sections_of(entries: Sequence[Explained]) -> list[Section]:
 
 
 def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
-    """The picture of one step, unless it takes no time, as that of an empty trace."""
-    has_timeline = profile.pictured is not None and profile.pictured.wall_s
+    """The picture of one step, unless it has no pieces, as that of an empty trace."""
+    has_timeline = profile.pictured is not None and profile.pictured.wall_s and profile.pictured.pieces
     return [Drawing(file, partial(draw_timeline, profile, name))] if has_timeline else []
 
 
 def write_kernels(entry: Explained, directory: Path, top: int) -> list[Path]:
     """Write profile.json, findings.md, the picture and each table as CSV, Markdown, LaTeX and Typst; return the paths.
 
-    Tables hold at most `top` kernels and idle times. The directory is made if need be. A subject that this trace has
+    Tables hold at most `top` kernels. The directory is made if need be. A subject that this trace has
     nothing of has no files: those of an earlier one are removed.
     """
     note = about(entry.profile)
@@ -153,13 +147,8 @@ ranges around a gather or scatter of a block's parameters: `gather layers.3`, `F
 
 
 def details(profile: StepProfile, top: int) -> list[Section]:
-    """All of these sections, with at most `top` kernels and idle times in a table."""
-    return [
-        kernels_section(profile, top),
-        modules_section(profile),
-        idle_section(profile, top),
-        host_calls_section(profile, top),
-    ]
+    """All of these sections, with at most `top` kernels in a table."""
+    return [kernels_section(profile, top), modules_section(profile), idle_section(profile)]
 
 
 def kernels_section(profile: StepProfile, top: int) -> Section:
@@ -253,8 +242,8 @@ def modules_section(profile: StepProfile) -> Section:
     )  # fmt: skip
 
 
-def idle_section(profile: StepProfile, top: int) -> Section:
-    """Idle time by phase and cause, and the `top` longest idle times; nothing for a CPU, which is its own host."""
+def idle_section(profile: StepProfile) -> Section:
+    """Idle time by phase and cause; nothing for a CPU, which is its own host."""
     if profile.work is Work.OPERATORS or not profile.idle:
         return Section(name="idle")
     steps, whole_s = profile.num_steps, wall_s(profile)
@@ -266,65 +255,21 @@ def idle_section(profile: StepProfile, top: int) -> Section:
             "idle_ms_per_step": part.total_s / steps * 1e3,
             "share_of_wall": ratio(part.total_s, whole_s),
             "count_per_step": part.count / steps,
-            "idle_each_s": ratio(part.total_s, part.count),
             "median_s": median_s,
             "longest_s": longest_s,
         }
         for phase, cause, part, median_s, longest_s in [*parts, (WHOLE_STEP, "all", added(profile.idle), None, None)]
     ]
-    has_spread = any(row.median_s is not None for row in profile.idle)
     columns = [
         column("phase"),
         column("cause"),
         column("idle_ms_per_step"),
         column("share_of_wall"),
         column("count_per_step", name="times", drop_order=2),
-        *([column("median_s"), Column("longest", "µs", "The longest.", key="longest_s", drop_order=3, scale=1e6)]
-          if has_spread else [column("idle_each_s")]),
-    ]  # fmt: skip
+        column("median_s"),
+        Column("longest", "µs", "The longest.", key="longest_s", drop_order=3, scale=1e6),
+    ]
     notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
     table = make_table("Idle times of the GPU", columns, rows, notes)
     keys = ("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step")
-    longest = (_gaps_table(profile, top),) if profile.gaps else ()
-    return Section(name="idle", tables=(table, *longest), rows=rows[:-1], keys=keys)
-
-
-def _gaps_table(profile: StepProfile, top: int) -> Table:
-    columns = [
-        column("idle_ms"),
-        column("step", drop_order=5),
-        column("start_ms"),
-        column("phase"),
-        column("cause"),
-        column("before", write=lambda name: label(name) or "start of the step"),
-        column("after", write=lambda name: label(name) or "end of the step"),
-        column("module", drop_order=7, write=path_text),
-        column("host_call", write=lambda name: label(name) or "no CUDA call"),
-    ]
-    rows = [
-        {"step": gap.step, "start_ms": gap.start_s * 1e3, "idle_ms": gap.duration_s * 1e3, "phase": gap.phase,
-         "cause": gap.cause, "before": gap.before, "after": gap.after, "module": gap.module, "host_call": gap.host_call}
-        for gap in profile.gaps[:top]
-    ]  # fmt: skip
-    notes = ["Steps count from 0; at: from the start of the step. Module: around the launch of what came after."]
-    return make_table("Longest idle times", columns, rows, notes)
-
-
-def host_calls_section(profile: StepProfile, top: int) -> Section:
-    """The `top` calls of CUDA by the host, by phase and function; the CSV has all."""
-    rows: list[Row] = [
-        {"phase": row.phase, "function": row.name, "is_launch": row.is_launch, "is_wait": row.is_wait,
-         **_per_step(row, profile.num_steps), "mean_ms": ratio(row.total_s * 1e3, row.count)}
-        for row in profile.host_calls
-    ]  # fmt: skip
-    columns = [
-        column("phase"),
-        column("function"),
-        column("total_ms_per_step", about="Time of the host in these calls."),
-        column("count_per_step", name="calls", about="Calls of the function."),
-        column("is_wait"),
-    ]
-    notes = ["Per step, in the phase that the host was in. Waits: synchronisations, and copies to the host that are "
-             "followed by one."]  # fmt: skip
-    tables = (make_table("Calls of CUDA by the host", columns, rows[:top], notes),) if rows else ()
-    return Section(name="host_calls", tables=tables, rows=rows)
+    return Section(name="idle", tables=(table,), rows=rows[:-1], keys=keys)

@@ -11,19 +11,18 @@ from numpy.typing import NDArray
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import PicturedStep, Piece, StepProfile, Window, Work
-from cs336_systems.report.plots import draw
-from cs336_systems.report.plots.charts import (
+from cs336_systems.report import draw
+from cs336_systems.report.charts import (
     CLASS_COLOURS,
     FAILURE_COLOUR,
     REST_COLOUR,
-    Axis,
     Bar,
     Chart,
     Panel,
     Style,
     distinct,
 )
-from cs336_systems.report.plots.draw import LONGEST_SOURCE
+from cs336_systems.report.draw import LONGEST_SOURCE
 from cs336_systems.report.sections.kernels.entries import collectives_s, grouped, wall_s
 from cs336_systems.report.words import significant
 from cs336_systems.text import shorten
@@ -52,7 +51,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     if step is None:
         raise ValueError(f"{profile.source}: a timeline needs a pictured step, but this profile has none")
     is_gpu = profile.work is Work.KERNELS
-    pieces = pieces_of(profile)
+    pieces = step.pieces
     streams = _busiest(pieces)
     kinds = [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
     heights = [0.8 if is_gpu else 0.35, *[1.5 if len(streams) == 1 else 0.85] * len(streams)]
@@ -73,27 +72,6 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     lanes[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
     draw.legend_below(figure, [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in kinds], 4)
     return figure
-
-
-def pieces_of(profile: StepProfile) -> Sequence[Piece]:
-    """The pictured step's merged kernels; if its kernels are kept, a piece for each of them."""
-    step = profile.pictured
-    if step is None or not step.streams:
-        return step.pieces if step is not None else ()
-    return [
-        Piece(
-            stream=stream.stream,
-            phase=profile.modules[module].phase,
-            kind=profile.kernels[kernel].kind,
-            start_s=start_ns / 1e9,
-            end_s=(start_ns + duration_ns) / 1e9,
-            busy_s=duration_ns / 1e9,
-        )
-        for stream in step.streams
-        for start_ns, duration_ns, kernel, module in zip(
-            stream.start_ns, stream.duration_ns, stream.kernel, stream.module, strict=True
-        )
-    ]
 
 
 def _busiest(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
@@ -279,7 +257,6 @@ def _chart(
     if len(bars) < 2:
         return None
     return Chart(
-        name=name, title=title, settings=", ".join(_devices([profile for _, profile in profiles])), size=(6.0, 0.0),
-        legend=4, styles=styles, is_lying=True,
-        panels=[Panel(x=Axis(names=[bar.name for bar in bars]), y=Axis(label=label), bars=bars)],
+        name=name, title=title, settings=", ".join(_devices([profile for _, profile in profiles])), styles=styles,
+        panels=[Panel(names=[bar.name for bar in bars], label=label, bars=bars)],
     )  # fmt: skip

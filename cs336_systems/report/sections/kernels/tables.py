@@ -1,4 +1,4 @@
-"""Tables of any number of traces: phases of a step, communication, ranks, classes, attention, longest kernels.
+"""Tables of any number of traces: phases of a step, communication, classes, attention, longest kernels.
 
 Times and counts are per step: the sum over the profiled steps, over their number. Those of one trace are in files.py.
 """
@@ -11,8 +11,7 @@ from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import AttentionPart, PhaseTimes, RankTimes, StepProfile, Work
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.entries import over_configurations, rows_of
-from cs336_systems.report.section import Section
+from cs336_systems.report.section import Section, over_configurations, rows_of
 from cs336_systems.report.sections.kernels.entries import (
     WHOLE_STEP,
     Explained,
@@ -44,6 +43,7 @@ ALL_KINDS = "all"
 """Name of all collectives together in the column of their kinds."""
 _COMMUNICATION_CSV = ("phase", "collective", "collectives_per_step", "collective_mean_ms", "collective_std_ms",
                       "overlapped_mean_ms", "exposed_mean_ms", "exposed_std_ms", "exposed_share")  # fmt: skip
+
 _RANK_TIMES = ("collective", "exposed", "waited")
 
 

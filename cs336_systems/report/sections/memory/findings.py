@@ -23,10 +23,10 @@ from cs336_systems.analysis.memory.profile import (
     read_memory_profile,
 )
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.costs.memory import predicted_peak_bytes
+from cs336_systems.costs.memory import predicted_peak_bytes, residual_stream_bytes
 from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, column
-from cs336_systems.report.entries import load_entries
+from cs336_systems.report.section import load_entries
 from cs336_systems.report.words import GIB, MIB, label, percent_of, significant
 from cs336_systems.sweep.store import memory_profile_path
 from cs336_systems.text import counted
@@ -59,6 +59,12 @@ class MemoryEntry:
     def predicted_peak_bytes(self) -> int | None:
         """Predicted peak of the recorded steps; None if the configuration is unknown or has no prediction."""
         return None if self.config is None else predicted_peak_bytes(self.config)
+
+    @property
+    def residual_stream_bytes(self) -> int | None:
+        """Bytes of one tensor of batch x context x d_model in fp32; None if the shape of the model is unknown."""
+        config = self.config
+        return None if config is None or config.model_factory is not None else residual_stream_bytes(config)
 
 
 def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:
@@ -183,8 +189,6 @@ MIN_FRAGMENTATION = 0.15
 """Smallest unused part of the reserved memory that is a finding: less is the usual cache of a few segments."""
 MIN_FRAGMENTATION_BYTES = 256 * MIB
 """Smallest unused memory that is a finding: the cache of a small model is a large part of little."""
-MIN_ROUNDING = 0.05
-"""Smallest part of the peak lost to rounding that is a finding: tensors of a MiB and more usually lose less."""
 MIN_UNKNOWN = 0.05
 """Smallest part of the peak of unknown use that is a finding: less changes no conclusion."""
 MIN_GROWTH = 0.001
@@ -299,7 +303,7 @@ def _growth(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _problems(profile: MemoryProfile) -> Iterator[str]:
-    """Counts that disagree, and memory that is in no tensor: fragments, rounding, freed segments, other programs."""
+    """Counts that disagree, and memory that is in no tensor: fragments, freed segments, other programs."""
     work, reserved, unused = profile.work, profile.peak.reserved_bytes, profile.fragmentation_bytes
     if any(map(difference_bytes, profile.boundaries)):
         yield check_words(profile.boundaries)
@@ -309,11 +313,6 @@ def _problems(profile: MemoryProfile) -> Iterator[str]:
             f"At the peak {size(unused)} of the {size(reserved)} that PyTorch has reserved, "
             f"{percent_of(unused, reserved)}, are in no block: cache of an earlier, higher need, or rests between "
             f"blocks{remedy}."
-        )
-    if _is_much(profile, profile.rounding_bytes_at_peak, MIN_ROUNDING):
-        yield (
-            f"{_of_peak(profile, profile.rounding_bytes_at_peak)}, were never asked for: the allocator rounds requests "
-            "up, and does not split off rests of less than a MiB."
         )
     if work.segments_freed:  # a cache that was flushed
         yield (

@@ -10,28 +10,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
 
 from cs336_systems.analysis.memory.profile import MemoryProfile
-from cs336_systems.report.entries import labels, settings
-from cs336_systems.report.plots import charts, draw
-from cs336_systems.report.plots.charts import (
+from cs336_systems.report import charts, draw
+from cs336_systems.report.charts import (
     CATEGORY_COLOURS,
-    Axis,
     Bar,
     Chart,
     Curve,
-    Line,
     Panel,
     Point,
     Style,
     distinct,
 )
-from cs336_systems.report.plots.draw import LONGEST_SOURCE
+from cs336_systems.report.draw import LONGEST_SOURCE
+from cs336_systems.report.section import labels, settings
 from cs336_systems.report.sections.memory.findings import (
     START,
     MemoryEntry,
-    MemoryUnit,
     by_category,
     moment_ms,
     size,
@@ -42,19 +38,18 @@ from cs336_systems.text import shorten
 
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""
-HEADROOM = 1.17
-"""Upper end of the scale over the highest value: leaves room for the words at the peak."""
+HEADROOM = 1.05
+"""Upper end of the scale over the highest value."""
 VISIBLE = 1 / 500
 """Smallest part of the highest value with which a category is in the legend."""
 LONGEST_NAME = 34
 TICKS_APART = 0.07
 """Smallest distance of two ticks, as a part of the panel's width."""
 RESERVED: dict[str, Any] = {"color": "#222222", "linewidth": 1.1, "linestyle": (0, (5, 2))}
-_WHITE_EDGE = [withStroke(linewidth=2.5, foreground="white")]
 
 
 def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> Figure:
-    """What was allocated over time, stacked by category, below what was reserved; phases above, the peak by name.
+    """What was allocated over time, stacked by category, below what was reserved; phases above, a point at the peak.
 
     The points of the timeline are equally far apart, as in PyTorch's viewer: on the CPU's clock, waiting for the GPU
     would take most of the width. `name` of the run is the title; `settings` replace the name of the file.
@@ -86,9 +81,13 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     for moment in profile.boundaries:
         dashes = "solid" if moment.phase == START else (0, (3, 2))
         panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
-    _draw_failure(panel, profile)
+    if failure := profile.work.first_failure:
+        panel.axvline(_x(profile, failure.time_s), color=charts.FAILURE_COLOUR, linewidth=2)
+    panel.plot(
+        int(_allocated(profile).argmax()), profile.peak.allocated_bytes / unit.num_bytes, marker="o", markersize=4.5,
+        color="#222222", markeredgecolor="white", clip_on=False, zorder=6,
+    )  # fmt: skip
     _name_phases(panel, profile)
-    _annotate_peak(panel, profile, unit, highest_bytes)
     _mark_times(panel, profile)
     handles: list[Patch | Line2D] = [
         Patch(color=CATEGORY_COLOURS[category], label=f"{category}, {size(peak[category])}") for category in shown
@@ -132,19 +131,6 @@ def _allocated(profile: MemoryProfile) -> np.ndarray[tuple[int], np.dtype[np.int
     return np.asarray(rows.sum(axis=0), np.int64)
 
 
-def _draw_failure(panel: Axes, profile: MemoryProfile) -> None:
-    """A line with words along it where memory first ran out."""
-    if failure := profile.work.first_failure:
-        x = _x(profile, failure.time_s)
-        panel.axvline(x, color=charts.FAILURE_COLOUR, linewidth=2)
-        is_late = x > 0.1 * panel.get_xlim()[1]
-        panel.annotate(
-            "out of memory", (x, 0.03), (-3 if is_late else 3, 0), xycoords=panel.get_xaxis_transform(),
-            textcoords="offset points", rotation=90, ha="right" if is_late else "left", va="bottom", fontsize=8.5,
-            fontweight="bold", color=charts.FAILURE_COLOUR, path_effects=_WHITE_EDGE,
-        )  # fmt: skip
-
-
 def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
     """Names of phases above the panel between their lines where they fit, and above these the numbers of steps."""
     named = [(phase.phase, [phase], 1.012) for phase in profile.phases]
@@ -160,24 +146,7 @@ def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
             )  # fmt: skip
 
 
-def _annotate_peak(panel: Axes, profile: MemoryProfile, unit: MemoryUnit, highest_bytes: int) -> None:
-    """A point at the peak with its size in words above all lines."""
-    peak = profile.peak
-    x, y = int(_allocated(profile).argmax()), peak.allocated_bytes / unit.num_bytes
-    across = x / panel.get_xlim()[1]
-    side = "left" if across < 0.2 else "right" if across > 0.8 else "center"
-    where = f", in {draw.inert(peak.phase, 20)}" if peak.phase else ""
-    panel.annotate(
-        f"peak {size(peak.allocated_bytes)}{where}", (x, y),
-        (x, highest_bytes / unit.num_bytes + 0.035 * panel.get_ylim()[1]), ha=side, va="bottom",
-        fontsize=8.5, fontweight="bold", path_effects=_WHITE_EDGE, annotation_clip=False,
-        bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
-        arrowprops={"arrowstyle": "-", "color": "#222222", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2,
-                    "relpos": ({"left": 0.0, "center": 0.5, "right": 1.0}[side], 0.0)},
-    )  # fmt: skip
-    panel.plot(x, y, marker="o", markersize=4.5, color="#222222", markeredgecolor="white", clip_on=False, zorder=6)
-
-
+CATEGORIES = {str(category): Style(colour=colour) for category, colour in CATEGORY_COLOURS.items()}
 LONGEST_PHASE = 16
 """Characters of the name of a phase."""
 
@@ -190,30 +159,20 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
     """
     if len(entries) < 2:
         return []
-    peaks = [entry.profile.peak for entry in entries]
-    largest = {
-        category: max(by_category(peak)[category] / (peak.allocated_bytes or 1) for peak in peaks)
-        for category in CATEGORY_COLOURS
-    }
-    styles = {
-        str(category): Style(colour=colour, label=None if largest[category] > VISIBLE else "")
-        for category, colour in CATEGORY_COLOURS.items()
-    }
     sizes = groupby(
         zip(distinct(labels(entries)), entries, strict=True), lambda run: run[1].config and run[1].config.size
     )
     return [Chart(
         name="peaks", title="What the peak of memory consists of, by configuration", settings=settings(entries),
-        panels=[_panel(list(runs)) for _, runs in sizes], size=(6.0, 0.0), legend=4, styles=styles, is_lying=True,
+        panels=[_panel(list(runs)) for _, runs in sizes], styles=CATEGORIES,
     )]  # fmt: skip
 
 
 def _panel(runs: Sequence[tuple[str, MemoryEntry]]) -> Panel:
     reserved = tuple(Point(x=name, value=entry.profile.peak.reserved_bytes / GIB) for name, entry in runs)
-    marks = Curve(line=Line(name="reserved", points=reserved), colour="#222222", marker="|", dash="", size=13)
-    y = Axis(label="memory at the peak (GiB)")
+    marks = Curve(name="reserved", points=reserved, colour="#222222", marker="|", size=13)
     bars = [_bar(name, entry) for name, entry in runs]
-    return Panel(x=Axis(names=[name for name, _ in runs]), y=y, bars=bars, curves=[marks])
+    return Panel(names=[name for name, _ in runs], label="memory at the peak (GiB)", bars=bars, curves=[marks])
 
 
 def _bar(label: str, entry: MemoryEntry) -> Bar:

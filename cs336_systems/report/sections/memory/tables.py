@@ -10,7 +10,6 @@ from operator import itemgetter
 from pathlib import Path
 
 from cs336_systems.analysis.memory.profile import (
-    OPTIONAL,
     Category,
     CategoryBytes,
     LikeAllocations,
@@ -21,12 +20,22 @@ from cs336_systems.analysis.memory.profile import (
 )
 from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.entries import labels, over_configurations, rows_of, settings
+from cs336_systems.report.draw import Drawing
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.frame import order
 from cs336_systems.report.identity import file_names
-from cs336_systems.report.plots.draw import Drawing
-from cs336_systems.report.section import Section, Table, findings_table, known, make_table, with_note
+from cs336_systems.report.section import (
+    Section,
+    Table,
+    findings_table,
+    known,
+    labels,
+    make_table,
+    over_configurations,
+    rows_of,
+    settings,
+    with_note,
+)
 from cs336_systems.report.sections.memory.findings import (
     GIB_CELL,
     MIB_CELL,
@@ -59,7 +68,7 @@ TOP_OF_RUNS = 3
 """Largest allocations to list for each of several runs."""
 _LIKE_KEYS = (
     "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
-    "dtype", "explanation", "place", "places",
+    "dtype", "place", "places",
 )  # fmt: skip
 
 
@@ -73,17 +82,6 @@ _MOMENT_KEYS = (
     "counted_requested_bytes", "reserved_bytes", "phase_peak_bytes",
     *(category_key(category, quantity) for quantity in ("bytes", "requested_bytes") for category in Category),
 )  # fmt: skip
-
-
-_QUANTITIES = ("bytes", "requested_bytes", "blocks", "share")
-_OPTIONAL_KEYS = {"private_bytes", "idle_private_bytes"} | {
-    category_key(category, quantity) for category in OPTIONAL for quantity in _QUANTITIES
-}
-
-
-def _used(keys: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """The keys without those of rare categories and of private pools that no row has."""
-    return [key for key in keys if key not in _OPTIONAL_KEYS or any(row[key] for row in rows)]
 
 
 def _category_values(moment: Moment) -> Row:
@@ -130,7 +128,7 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
     ]
     of_runs = list(_notes_on_runs(entries))
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *of_runs]
-    keys = _used(tuple(next(_peak(entries[0]))), rows)
+    keys = tuple(next(_peak(entries[0])))
     every = over_configurations("peaks", "Peaks of memory", rows, columns, keys, notes)
     of = [*_category_columns(rows, unit, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", unit),
           column("peak_phase", drop_order=2), column("status")]  # fmt: skip
@@ -156,7 +154,7 @@ def _peak(entry: MemoryEntry) -> Iterator[Row]:
         "private_bytes": profile.private_bytes,
         "idle_private_bytes": profile.idle_private_bytes,
         "outside_bytes": profile.outside_bytes,
-        "residual_stream_bytes": profile.residual_stream_bytes,
+        "residual_stream_bytes": entry.residual_stream_bytes,
         "block_saved_bytes": typical(blocks).saved_bytes if blocks else None,
         "block_gradient_bytes": typical(blocks).gradient_bytes if blocks else None,
         "gpu_index": profile.device,
@@ -190,8 +188,7 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
     ]
     notes = [check_words(moment for entry in entries for moment in entry.profile.boundaries)]
     title = "Memory from phase to phase"
-    keys = _used(_MOMENT_KEYS, rows)
-    return over_configurations("boundaries", title, rows, columns, keys, notes, shown=itemgetter("is_shown"))
+    return over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
 
 
 def _moments(profile: MemoryProfile) -> Iterator[Row]:
@@ -212,21 +209,12 @@ def _moments(profile: MemoryProfile) -> Iterator[Row]:
 
 
 def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
-    """The `top` largest allocations of each entry, with the code that made them; of one snapshot also at its peak.
+    """The `top` largest allocations of each run, with the code that made them; of one snapshot those at its peak.
 
     The CSV of one snapshot has all that the profile keeps.
     """
-    is_alone = entries[0].config is None
-
-    def ranked(entry: MemoryEntry) -> Iterator[Row]:
-        found = entry.profile.largest
-        for rank, row in enumerate(found if is_alone else found[:top]):
-            yield _like(row) | {"rank": rank}
-        known = set(found)
-        others = [row for row in entry.profile.at_peak if row not in known]
-        yield from (_like(row) | {"rank": None} for row in (others if is_alone else ()))
-
-    rows = rows_of(entries, ranked)
+    if entries[0].config is None:
+        return _largest_at_peak(entries[0].profile, top)
     columns = [
         column("requested_bytes", unit="bytes", write=count, drop_order=4),
         in_unit("requested_bytes", MIB_CELL),
@@ -234,12 +222,27 @@ def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
         column("count"),
         *_origin_columns(),
     ]
-    section = over_configurations(
-        "largest", "Largest allocations", rows, columns, _LIKE_KEYS,
-        ["Those of one size, category, name and place are one row."],
-        shown=lambda row: row["rank"] is not None and row["rank"] < top,
-    )  # fmt: skip
-    return replace(section, tables=(*_at_peak(entries[0].profile, top), *section.tables)) if is_alone else section
+    rows = rows_of(entries, lambda entry: map(_like, entry.profile.largest[:top]))
+    notes = ["Those of one size, category, name and place are one row."]
+    return over_configurations("largest", "Largest allocations", rows, columns, _LIKE_KEYS, notes)
+
+
+def _largest_at_peak(profile: MemoryProfile, top: int) -> Section:
+    """The groups of like allocations at the peak, by the bytes of each group; the CSV has others of much memory too."""
+    whole_bytes = profile.peak.allocated_bytes
+    every = [_like(row) for row in dict.fromkeys((*profile.at_peak, *profile.largest))]
+    rows = [row | {"share_of_peak": ratio(row["bytes_at_peak"], whole_bytes)} for row in every[: len(profile.at_peak)]]
+    columns = [
+        in_unit("bytes_at_peak", unit_for(whole_bytes)),
+        column("share_of_peak"),
+        column("count_at_peak"),
+        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4),
+        *_origin_columns(),
+    ]
+    shown = percent(sum(row["bytes_at_peak"] for row in rows[:top]), whole_bytes)
+    notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
+    table = make_table("Largest allocations at the peak", known(columns, rows[:top]), rows[:top], notes)
+    return Section(name="largest", tables=(table,) if rows else (), rows=every, keys=_LIKE_KEYS)
 
 
 def _like(row: LikeAllocations) -> Row:
@@ -259,30 +262,12 @@ def _tensor(row: LikeAllocations | SavedTensor) -> Row:
     }
 
 
-def _at_peak(profile: MemoryProfile, top: int) -> Iterator[Table]:
-    """The `top` groups of like allocations at the peak, by the bytes of each group."""
-    whole_bytes = profile.peak.allocated_bytes
-    rows = [_like(row) | {"share_of_peak": ratio(row.bytes_at_peak, whole_bytes)} for row in profile.at_peak[:top]]
-    columns = [
-        in_unit("bytes_at_peak", unit_for(whole_bytes)),
-        column("share_of_peak"),
-        column("count_at_peak"),
-        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4),
-        *_origin_columns(),
-    ]
-    shown = percent(sum(row["bytes_at_peak"] for row in rows), whole_bytes)
-    notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
-    if rows:
-        yield make_table("Largest allocations at the peak", known(columns, rows), rows, notes)
-
-
 def _origin_columns() -> list[Column]:
     return [
         column("category"),
         column("phase", write=label, drop_order=9),
         column("name"),
         column("shape_and_type"),
-        column("explanation"),
         column("place"),
     ]
 
@@ -309,7 +294,6 @@ def blocks(profile: MemoryProfile) -> Section:
         column("share"),
         column("name", name="within the block"),
         column("shape_and_type", drop_order=3),
-        column("explanation", drop_order=2),
     ]
     alike = sum(other.saved_bytes == block.saved_bytes for other in profile.blocks)
     notes = [
@@ -347,29 +331,8 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     """Tables for a terminal on a single snapshot, without what `answer` says: further findings, then the details."""
     said, alone = set(answer(profile)), [MemoryEntry(profile=profile)]
     found = findings_table([text for text in findings(profile) if text not in said])
-    are_all_at_peak = set(profile.largest[:top]) <= set(profile.at_peak[:top])
-    largest_ones = [*_at_peak(profile, top)] if are_all_at_peak else largest(alone, top).tables
-    tables = [found, _reserved(profile), *boundaries(alone).tables, *largest_ones, *blocks(profile).tables]
-    return [table for table in tables if table.rows]
-
-
-def _reserved(profile: MemoryProfile) -> Table:
-    """What was reserved at the peak: the categories of blocks, and what was in no block."""
-    peak, unused = profile.peak, {"no block of private pools": profile.idle_private_bytes,
-                                  "no block: cache, rests": profile.fragmentation_bytes}  # fmt: skip
-    parts: list[tuple[str, int, int | None]] = [(str(r.category), r.num_bytes, r.count) for r in peak.categories]
-    parts += [(name, num_bytes, None) for name, num_bytes in unused.items() if num_bytes]
-    rows = [
-        {"category": name, "bytes": num_bytes, "share": ratio(num_bytes, peak.reserved_bytes), "count": count}
-        for name, num_bytes, count in sorted(parts, key=lambda part: -part[1])
-    ]
-    columns = [
-        column("category", name="part", drop_order=0),
-        in_unit("bytes", unit_for(peak.reserved_bytes)),
-        column("share"),
-        column("count", name="blocks"),
-    ]
-    return make_table("What was reserved at the peak", columns, rows, [f"Together {size(peak.reserved_bytes)}."])
+    sections = boundaries(alone), largest(alone, top), blocks(profile)
+    return [table for table in (found, *(own for section in sections for own in section.tables)) if table.rows]
 
 
 def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path]:

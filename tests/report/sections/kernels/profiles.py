@@ -22,7 +22,6 @@ from cs336_systems.analysis.kernels.step_profile import (
     IdleTimes,
     KernelTimes,
     Left,
-    MatmulCounts,
     ModuleTimes,
     PhaseTimes,
     PicturedStep,
@@ -119,13 +118,6 @@ def make_attention(part, phase, count, total_ms, product_count, product_ms, flop
     )  # fmt: skip
 
 
-def make_products(phase, linear, linear_ms, attention=0, attention_ms=0, unknown=0, unknown_ms=0):
-    return MatmulCounts(
-        phase=phase, linear=linear, linear_s=linear_ms / 1e3, attention=attention, attention_s=attention_ms / 1e3,
-        unknown=unknown, unknown_s=unknown_ms / 1e3,
-    )  # fmt: skip
-
-
 def make_module(path, phase, count, total_ms):
     return ModuleTimes(path=path, phase=phase, count=count, total_s=total_ms / 1e3)
 
@@ -147,9 +139,9 @@ def make_call(name, phase, count, total_ms, is_launch=False, is_wait=False):
     )  # fmt: skip
 
 
-def make_piece(phase, kind, start_ms, end_ms, stream=7):
+def make_piece(kind, start_ms, end_ms, stream=7):
     start_s, end_s = start_ms / 1e3, end_ms / 1e3
-    return Piece(stream=stream, phase=phase, kind=kind, start_s=start_s, end_s=end_s, busy_s=end_s - start_s)
+    return Piece(stream=stream, kind=kind, start_s=start_s, end_s=end_s, busy_s=end_s - start_s)
 
 
 def make_window(phase, host_ms, device_ms):
@@ -172,7 +164,6 @@ def make_profile(**changes):
         ),
         "kernels": make_kernels(NAMES),
         "classes": make_classes(NAMES),
-        "products": (make_products(FORWARD, 4, 3, 4, 3), make_products(BACKWARD, 4, 8, 8, 8)),
         "attention": (
             make_attention("scores", FORWARD, 4, 2.5, 2, 1.5, 3_000_000_000),
             make_attention("softmax", FORWARD, 2, 1, 0, 0, 150_000_000),
@@ -227,15 +218,15 @@ def make_profile(**changes):
                 make_window(OPTIMIZER, (18, 22), (20, 25)),
             ),
             pieces=(
-                make_piece(FORWARD, KernelClass.MATMUL, 0.5, 3.4),
-                make_piece(FORWARD, KernelClass.ELEMENT_WISE, 4, 5.5),
-                make_piece(FORWARD, KernelClass.SOFTMAX, 7.5, 8),
-                make_piece(BACKWARD, KernelClass.MATMUL, 8, 14),
-                make_piece(BACKWARD, KernelClass.MATMUL, 15.6, 17.6),
-                make_piece(BACKWARD, KernelClass.SOFTMAX, 17.6, 18.6),
-                make_piece(BACKWARD, KernelClass.COPY_AND_FILL, 18.6, 19.6),
-                make_piece(OPTIMIZER, KernelClass.ELEMENT_WISE, 20, 24),
-                make_piece(OPTIMIZER, KernelClass.OTHER, 23.75, 24.75, stream=20),
+                make_piece(KernelClass.MATMUL, 0.5, 3.4),
+                make_piece(KernelClass.ELEMENT_WISE, 4, 5.5),
+                make_piece(KernelClass.SOFTMAX, 7.5, 8),
+                make_piece(KernelClass.MATMUL, 8, 14),
+                make_piece(KernelClass.MATMUL, 15.6, 17.6),
+                make_piece(KernelClass.SOFTMAX, 17.6, 18.6),
+                make_piece(KernelClass.COPY_AND_FILL, 18.6, 19.6),
+                make_piece(KernelClass.ELEMENT_WISE, 20, 24),
+                make_piece(KernelClass.OTHER, 23.75, 24.75, stream=20),
             ),
         ),
         "notes": (),
@@ -303,8 +294,6 @@ def make_cpu_profile(**changes):
             make_phase(OPTIMIZER, (11, 11), (4, 4), (4, 4), (4, 4)),
         ),
         kernels=make_kernels(OPERATORS), classes=make_classes(OPERATORS),
-        products=(make_products(FORWARD, 0, 0, unknown=6, unknown_ms=12),
-                  make_products(BACKWARD, 0, 0, unknown=12, unknown_ms=24)),
         attention=(), modules=tuple(make_module((), phase, sum(count for _, count, _ in found),
                                                 sum(time_ms for *_, time_ms in found))
                                     for phase, found in OPERATORS.items()),

@@ -12,9 +12,9 @@ from PIL import Image
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import PicturedStep, StepProfile
-from cs336_systems.report.plots import charts, draw
-from cs336_systems.report.plots.charts import Chart
-from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report import charts, draw
+from cs336_systems.report.charts import Chart
+from cs336_systems.report.draw import figure_of
 from cs336_systems.report.sections.kernels.plots import (
     COMPUTING,
     COPIES,
@@ -32,7 +32,6 @@ from cs336_systems.report.sections.kernels.plots import (
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
 from tests.report.sections.kernels.profiles import (
-    FORWARD,
     make_cpu_profile,
     make_piece,
     make_profile,
@@ -137,10 +136,10 @@ def test_texts_of_a_file_are_inert() -> None:
 
 def test_utilisation_is_that_of_a_brute_force() -> None:
     pieces = [
-        make_piece(FORWARD, PRODUCT, 0.25, 1.75),
-        replace(make_piece(FORWARD, PRODUCT, 2.0, 4.0), busy_s=0.5e-3),
-        make_piece(FORWARD, SOFTMAX, 3.0, 3.0),
-        make_piece(FORWARD, SOFTMAX, 7.5, 9.0),
+        make_piece(PRODUCT, 0.25, 1.75),
+        replace(make_piece(PRODUCT, 2.0, 4.0), busy_s=0.5e-3),
+        make_piece(SOFTMAX, 3.0, 3.0),
+        make_piece(SOFTMAX, 7.5, 9.0),
     ]
     edges = np.linspace(0, 8e-3, 9)
     found = utilisation(pieces, edges)
@@ -195,7 +194,7 @@ def test_a_phase_too_short_for_its_name_has_a_short_one_or_none() -> None:
 
 def test_the_busiest_streams_are_drawn_and_the_rest_is_said() -> None:
     whole = make_profile()
-    pieces = tuple(make_piece(FORWARD, PRODUCT, 0, 1 + stream, stream) for stream in range(MAX_STREAMS + 2))
+    pieces = tuple(make_piece(PRODUCT, 0, 1 + stream, stream) for stream in range(MAX_STREAMS + 2))
     figure = draw_timeline(replace(whole, pictured=replace(whole.pictured, pieces=pieces)))
     labels = [panel.get_ylabel().partition("\n")[0] for panel in figure.axes[1:]]
     assert labels == [f"stream {stream}" for stream in range(2, MAX_STREAMS + 2)]

@@ -84,7 +84,7 @@ def make_like(size, count=1, count_at_peak=1, category=TEMPORARY, **fields):
     return LikeAllocations(**{
         "num_bytes": round(size * MIB), "requested_bytes": round(size * MIB), "count": count,
         "count_at_peak": count_at_peak, "bytes_at_peak": round(size * MIB) * count_at_peak, "category": category,
-        "name": "", "shape": (), "dtype": "", "phase": "", "explanation": "", "places": (), **fields,
+        "name": "", "shape": (), "dtype": "", "phase": "", "places": (), **fields,
     })  # fmt: skip
 
 
@@ -92,28 +92,25 @@ SOFTMAX = Place(file="/home/someone/project/cs336_systems/model.py", line=77, fu
 CALLER = Place(file="/home/someone/project/benchmark.py", line=3, function="<module>")
 WEIGHTS = make_like(
     20, 24, 10, SAVED, name="block.* > attention > attention.softmax", shape=(4, 5, 512, 512), dtype="float32",
-    phase="forward", explanation="batch x heads x T x T x 4", places=(SOFTMAX, CALLER),
+    phase="forward", places=(SOFTMAX, CALLER),
 )  # fmt: skip
 LOGITS = make_like(
     50, 2, 1, TEMPORARY, name="lm_head", phase="backward", shape=(4, 512, 6400), dtype="float32",
-    explanation="batch x T x vocabulary x 4: gradient of the logits",
 )  # fmt: skip
 MOMENTS = make_like(10, 20, 20, OPTIMIZER_STATE, name="layers.*.ffn.w1.weight", dtype="float32")
 
 
-def make_saved(name, size, shape=(), explanation=""):
+def make_saved(name, size, shape=()):
     return SavedTensor(
-        name=name, shape=shape, dtype="float32", num_bytes=round(size * MIB), explanation=explanation,
-        is_recomputed=False,
+        name=name, shape=shape, dtype="float32", num_bytes=round(size * MIB), is_recomputed=False,
     )  # fmt: skip
 
 
 def make_block(index, weights=20):
     """Saves `weights` + 18 + 12 + 6 + 3 + 1 MiB; 10 MiB of parameters and of gradients."""
     saved = (
-        make_saved("attention > attention.softmax", weights, (4, 5, 512, 512),
-                   f"batch x heads x T x T x 4: softmax of block {index}"),
-        make_saved("ffn", 18, (4, 512, 2304), "batch x T x d_ff x 4"), make_saved("ffn", 12),
+        make_saved("attention > attention.softmax", weights, (4, 5, 512, 512)),
+        make_saved("ffn", 18, (4, 512, 2304)), make_saved("ffn", 12),
         make_saved("attention", 6), make_saved("norm", 3), make_saved("", 1),
     )  # fmt: skip
     return BlockMemory(
@@ -165,7 +162,6 @@ def make_memory(**changes):
         work=AllocatorWork(events=3600, segments_allocated=0, segments_freed=0, out_of_memory=0,
                            first_failure=None),
         outside_bytes=700 * MIB,
-        residual_stream_bytes=6553600,
         notes=("two blocks were joined",),
     )  # fmt: skip
     return replace(profile, **changes)
@@ -202,7 +198,6 @@ def make_bare(**changes):
         timeline=make_timeline((0, 6, 10), 2000, held=[1000] * 3, temporary=[0, 500, 0]),
         held_bytes=1000 * MIB,
         outside_bytes=None,
-        residual_stream_bytes=None,
         notes=(),
     )
     return replace(profile, **changes)

@@ -8,8 +8,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.report.plots import charts
-from cs336_systems.report.plots.draw import figure_of
+from cs336_systems.report import charts
+from cs336_systems.report.draw import figure_of
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from tests.report.drawn import overlaps, texts
@@ -78,7 +78,6 @@ def test_the_peak_is_marked_where_it_is() -> None:
     (panel,) = figure.axes
     (point,) = [line for line in panel.lines if line.get_marker() == "o"]
     assert (point.get_xdata()[0], point.get_ydata()[0]) == pytest.approx((3, 780))
-    assert "peak 780.0 MiB, in backward" in texts(figure)
     assert panel.get_ylim()[1] > 900
     reserved = next(line for line in panel.lines if len(line.get_xdata()) == 13)
     assert set(reserved.get_ydata()) == {900}
@@ -89,7 +88,6 @@ def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
     shown = texts(figure)
     assert "Memory over time: peak 780.0 MiB, out of memory" in shown
     assert [shown.count(name) for name in ("forward", "backward", "optimizer")] == [2, 1, 1]
-    assert "out of memory" in shown
     (panel,) = figure.axes
     marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == charts.FAILURE_COLOUR]
     assert marks == [7], "the number of the point at 35 ms"

@@ -1,0 +1,222 @@
+"""Pictures as data: lying bars, or lines over names, in panels. `draw.py` makes PNGs of them, and SVGs of the page."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from cs336_systems.analysis.kernels.classes import KernelClass
+from cs336_systems.analysis.memory.profile import Category
+from cs336_systems.config import Phase, Precision
+
+MARKERS = "osD^"
+"""Marks of lines that belong together, in matplotlib's letters."""
+VISIBLE = 0.001
+"""A smaller share of a bar is not in the legend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One value with its standard deviation; None is unknown, and `failure` may be the reason."""
+
+    x: str
+    """Name on the axis."""
+    value: float | None
+    error: float | None = None
+    failure: str | None = None
+    """How the run ended, in words, where it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Points that belong together, in order along the axis, with their look."""
+
+    name: str
+    points: tuple[Point, ...]
+    colour: str
+    marker: str
+    """A letter of matplotlib."""
+    is_joined: bool = False
+    """Whether a line joins the points."""
+    size: float = 5.0
+    aside: float = 0.0
+    """Shift of the points from their places, so that equal points do not hide each other."""
+
+    @property
+    def known(self) -> tuple[Point, ...]:
+        return tuple(point for point in self.points if point.value is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """The look of a part of bars."""
+
+    colour: str
+    pattern: str = ""
+    """`/` or `x`, drawn in `ink`; empty for none."""
+    ink: str = "#FFFFFF"
+    """Colour of the pattern and of the edge."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Parts one after the other, or a run that failed."""
+
+    name: str
+    """Its name on the axis, which is its place."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Lengths by the names of `Chart.styles`, in this order."""
+    words: str = ""
+    """Words at its end."""
+    failure: str = ""
+    """How the run ended, where it failed."""
+
+    @property
+    def length(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Lying bars, or curves over names; the values begin at 0."""
+
+    names: Sequence[str]
+    """Names on the axis, in order and distinct, at equal distances."""
+    label: str
+    """What the values are."""
+    axis: str = ""
+    """What the names below curves are."""
+    title: str = ""
+    bars: Sequence[Bar] = ()
+    curves: Sequence[Curve] = ()
+
+    @property
+    def failures(self) -> dict[str, list[int]]:
+        """Places where runs of curves failed, by how they ended; where curves differ in this, by the curve too."""
+        ends: dict[str, dict[str, list[int]]] = {}
+        for curve in self.curves:
+            own = ends.setdefault(curve.name, {})
+            for point in curve.points:
+                if point.failure is not None:
+                    own.setdefault(point.failure, []).append(self.names.index(point.x))
+        first, *others = ends.values() or [{}]
+        if all(own == first for own in others):
+            return first
+        return {f"{name}: {failure}": places for name, own in ends.items() for failure, places in own.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One picture."""
+
+    name: str
+    """Name of its file, without an ending."""
+    title: str
+    settings: str
+    """Settings that everything shown has in common."""
+    panels: Sequence[Panel]
+    columns: int = 1
+    """Number of panels beside each other, in full rows."""
+    size: tuple[float, float] = (6.0, 0.0)
+    """Width and height of a panel of a PNG in inches; bars take the height that they need."""
+    legend: int = 4
+    """Columns of the legend below the panels."""
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    """Parts of bars in the order of the legend."""
+
+    @property
+    def is_lying(self) -> bool:
+        """Whether it has bars, which are horizontal."""
+        return any(panel.bars for panel in self.panels)
+
+    def title_of(self, number: int) -> str:
+        """The title of a panel, unless the panel above has the same."""
+        above = number - self.columns
+        title = self.panels[number].title
+        return "" if above >= 0 and self.panels[above].title == title else title
+
+    @property
+    def visible_styles(self) -> dict[str, Style]:
+        """Styles of the parts that can be seen in some bar."""
+        return visible([bar for panel in self.panels for bar in panel.bars], self.styles)
+
+
+def visible(bars: Iterable[Bar], styles: Mapping[str, Style]) -> dict[str, Style]:
+    """The styles of the parts that can be seen in some bar."""
+    used = {name for bar in bars for name, value in bar.parts.items() if value > VISIBLE * bar.length}
+    return {name: style for name, style in styles.items() if name in used}
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """The names, each with its number where it is there several times: bars of one name stand at one place."""
+    found: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        found[name] += 1
+        numbered.append(f"{name} ({found[name]})" if found[name] > 1 else name)
+    return numbered
+
+
+PHASE_COLOURS = {
+    Phase.DATA: "#56B4E9",
+    Phase.FORWARD: "#0072B2",
+    Phase.BACKWARD: "#E69F00",
+    Phase.COMMUNICATION: "#CC79A7",
+    Phase.OPTIMIZER: "#009E73",
+}
+PRECISION_COLOURS = {
+    Precision.FP32: "#333333",
+    Precision.TF32: "#CC79A7",
+    Precision.BF16: "#D55E00",
+    Precision.FP16: "#56B4E9",
+}
+"""The palette of Okabe and Ito (2008), which people with any colour vision tell apart."""
+CLASS_COLOURS = {
+    KernelClass.MATMUL: "#0072B2",
+    KernelClass.CONVOLUTION: "#CCFFAA",
+    KernelClass.ATTENTION: "#56B4E9",
+    KernelClass.SOFTMAX: "#D55E00",
+    KernelClass.ELEMENT_WISE: "#E69F00",
+    KernelClass.NORMALISATION: "#701C70",
+    KernelClass.REDUCTION: "#009E73",
+    KernelClass.OPTIMIZER: "#F0E442",
+    KernelClass.COPY_AND_FILL: "#6A6A6A",
+    KernelClass.COMMUNICATION: "#222222",
+    KernelClass.OTHER: "#CC79A7",
+}
+"""Colours in the order of drawing; neighbours differ in grey too."""
+CATEGORY_COLOURS = {
+    Category.HELD: "#BBBBBB",
+    Category.PARAMETERS: "#0072B2",
+    Category.BUFFERS: "#CC79A7",
+    Category.OPTIMIZER_STATE: "#009E73",
+    Category.GRADIENTS: "#F0E442",
+    Category.AUTOCAST_COPIES: "#701C70",
+    Category.SAVED: "#56B4E9",
+    Category.EARLIER: "#700407",
+    Category.KEPT: "#8526FC",
+    Category.POOL: "#090416",
+    Category.LATER: "#E69F00",
+    Category.TEMPORARY: "#D55E00",
+}
+"""Colours from the bottom of a picture to its top, long-lived categories first."""
+REST_COLOUR: Final = "#BBBBBB"
+FAILURE_COLOUR: Final = "#B00020"
+BLACK, WHITE = "#000000", "#FFFFFF"
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever is easier to read on the colour."""
+    return max((BLACK, WHITE), key=lambda own: contrast(colour, own))
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast of two colours by WCAG 2, from 1 to 21; a line needs 3."""
+    low, high = sorted(map(_luminance, (first, second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    shares = [value / 255 for value in bytes.fromhex(colour[1:])]
+    channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
+    return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))

@@ -1,0 +1,293 @@
+"""A picture as a PNG, and as an SVG of the page."""
+
+import hashlib
+import io
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.collections import Collection
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from cs336_systems.report.charts import FAILURE_COLOUR, Bar, Chart, Panel, Style, ink
+from cs336_systems.report.words import significant
+from cs336_systems.text import inert_line, shorten
+
+Handles = dict[str, Any]
+"""Handles of the legend's entries, by their words."""
+LONGEST_LABEL = 34
+"""Most characters in a line of a horizontal bar's label."""
+LONGEST_NAME = 20
+"""Most characters of a name below an axis."""
+CHARACTER_INCHES, LABEL_INCHES = 0.075, 0.42
+"""Width of a character of a number in a bar, and of a slanted name along an axis."""
+BAR_WIDTH, BAR_INCHES = 0.7, 3.6
+"""Width of a bar in units of the axis, and approximate length of the longest horizontal one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A picture that is no chart, such as one over time; it is drawn when it is asked for."""
+
+    name: str
+    """Name of its file, without an ending."""
+    make: Callable[[], Figure]
+
+
+Picture = Chart | Drawing
+
+
+def png_of(picture: Picture) -> bytes:
+    """The picture as a PNG file."""
+    return to_png(_figure(picture))
+
+
+def svg_of(picture: Picture, name: str) -> str:
+    """The picture as an element of a page; `name` is its identifier there."""
+    return to_svg(_figure(picture), name)
+
+
+def _figure(picture: Picture) -> Figure:
+    return figure_of(picture) if isinstance(picture, Chart) else picture.make()
+
+
+def figure_of(chart: Chart) -> Figure:
+    """The chart as a figure of matplotlib."""
+    rows = -(-len(chart.panels) // chart.columns)
+    height, weights = rows * chart.size[1], [1.0] * rows
+    if chart.is_lying:
+        weights = [len(panel.names) + 0.3 for panel in chart.panels]
+        names = [wrapped(name) for panel in chart.panels for name in panel.names]
+        height = 0.4 * rows + len(names) * max([0.36, *(0.16 * (1 + name.count("\n")) for name in names)])
+    handles: Handles = {inert(name): Patch(**_look(style)) for name, style in chart.visible_styles.items()}
+    curves = {curve.name for panel in chart.panels for curve in panel.curves if curve.known}
+    height += 0.95 + 0.19 * -(-(len(handles) + len(curves)) // chart.legend)
+    figure = new_figure(max(6.0, chart.columns * chart.size[0] + 0.5), height, chart.title, chart.settings)
+    grid = figure.subplots(rows, chart.columns, squeeze=False, height_ratios=weights)
+    for number, (axes, panel) in enumerate(zip(grid.flat, chart.panels, strict=True)):
+        style(axes, "x" if chart.is_lying else "y")
+        draw_panel = _draw_bars if chart.is_lying else _draw_lines
+        handles |= draw_panel(axes, panel, chart, number)
+    if handles:
+        legend_below(figure, handles, chart.legend)
+    return figure
+
+
+def _draw_bars(axes: Axes, panel: Panel, chart: Chart, number: int) -> Handles:
+    """Lying bars and marks from the top to the bottom; return the marks for the legend."""
+    longest = max((bar.length for bar in panel.bars), default=0.0)
+    most = max([longest, *(point.value or 0.0 for curve in panel.curves for point in curve.known)]) or 1.0
+    for bar in panel.bars:
+        _draw_bar(axes, panel.names.index(bar.name), bar, chart.styles, BAR_INCHES / (longest or 1.0))
+    handles = _draw_curves(axes, panel, is_lying=True)
+    axes.set_xlim(0, most)
+    axes.set_ylim(len(panel.names) - 0.45, -0.55)
+    axes.set_yticks(range(len(panel.names)), [wrapped(name) for name in panel.names], linespacing=1.3)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(inert(panel.title), fontsize=10)
+    axes.set_xlabel(inert(panel.label) if number == len(chart.panels) - 1 else "", fontsize=9)
+    return handles
+
+
+def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inches: float) -> None:
+    """A bar, each part with its length in two digits where that fits; a length of 1 takes so many inches."""
+    left = 0.0
+    for name, length in bar.parts.items():
+        look = styles[name]
+        axes.barh(place, length, BAR_WIDTH, left, **_look(look))
+        words = significant(length, 2)
+        if (len(words) + 1.5) * CHARACTER_INCHES < inches * length:
+            shade = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if look.pattern else None
+            axes.text(
+                left + length / 2, place, words, ha="center", va="center", fontsize=8, color=ink(look.colour),
+                bbox=shade,
+            )  # fmt: skip
+        left += length
+    words = "\n".join(inert(line) for text in (bar.words, bar.failure) if text for line in text.split("\n"))
+    axes.text(
+        1.03, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8, linespacing=1.2,
+        color=FAILURE_COLOUR if bar.failure else "black",
+    )  # fmt: skip
+
+
+def _look(style: Style) -> dict[str, Any]:
+    return {
+        "facecolor": style.colour, "hatch": style.pattern * 4 or None, "edgecolor": style.ink,
+        "linewidth": 0.5 if style.pattern else 0.0,
+    }  # fmt: skip
+
+
+def _draw_curves(axes: Axes, panel: Panel, *, is_lying: bool) -> Handles:
+    """The known points of each curve with their deviations; return those for the legend."""
+    handles: Handles = {}
+    for curve in (curve for curve in panel.curves if curve.known):
+        look: dict[str, Any] = {
+            "color": curve.colour, "marker": curve.marker, "linestyle": "-" if curve.is_joined else "none",
+            "linewidth": 1.6, "markersize": curve.size, "zorder": 3,
+        }  # fmt: skip
+        places = [panel.names.index(point.x) + curve.aside for point in curve.known]
+        values = [point.value or 0.0 for point in curve.known]
+        errors = [point.error or 0.0 for point in curve.known]
+        handles[inert(curve.name)] = (
+            axes.plot(values, places, clip_on=False, **look)[0] if is_lying else
+            axes.errorbar(places, values, yerr=errors if any(errors) else None, capsize=3, **look)
+        )  # fmt: skip
+    return handles
+
+
+def _draw_lines(axes: Axes, panel: Panel, chart: Chart, number: int) -> Handles:
+    """Curves over names; names of axes stand at the left and below only."""
+    handles = _draw_curves(axes, panel, is_lying=False)
+    axes.set_xlim(-0.6, len(panel.names) - 0.4)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(0.0, low), high * 1.03)
+    _draw_failures(axes, panel.failures)
+    places = thinned(range(len(panel.names)), int(chart.size[0] / LABEL_INCHES))
+    axes.set_xticks(places, labels=[inert(panel.names[place], LONGEST_NAME) for place in places])
+    if len(panel.names) > 6 or max(map(len, panel.names), default=0) > 9:
+        axes.tick_params(axis="x", rotation=35)
+        for label in axes.get_xticklabels():
+            label.set_horizontalalignment("right")
+            label.set_rotation_mode("anchor")
+    axes.set_title(inert(chart.title_of(number)), fontsize=10)
+    axes.set_xlabel(inert(panel.axis) if number + chart.columns >= len(chart.panels) else "", fontsize=9)
+    axes.set_ylabel(inert(panel.label) if number % chart.columns == 0 else "", fontsize=9)
+    return handles
+
+
+def thinned(places: Sequence[int], most: int) -> list[int]:
+    """At most so many of the places, equally far apart, from the first to the last."""
+    count = min(len(places), most)
+    return [places[i * (len(places) - 1) // max(1, count - 1)] for i in range(count)]
+
+
+def _draw_failures(axes: Axes, rows: Mapping[str, Sequence[int]]) -> None:
+    """Crosses in a band along the bottom, a row for each line and each way to fail, with its words beside."""
+    if not rows:
+        return
+    band = min(0.08 * len(rows), 0.4)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low - (high - low) * band / (1 - band), high)
+    shade = Rectangle(
+        (0, 0), 1, band, transform=axes.transAxes, alpha=0.06, zorder=0.6, linewidth=0, color=FAILURE_COLOUR
+    )
+    axes.add_patch(shade)
+    across = axes.get_xaxis_transform()
+    for index, (words, places) in enumerate(rows.items()):
+        height = band * (index + 0.5) / len(rows)
+        axes.plot(places, [height] * len(places), transform=across, **CROSS)
+        first, last = (axes.transAxes.inverted().transform(across.transform((x, 0)))[0]
+                       for x in (min(places), max(places)))  # fmt: skip
+        on_the_left = first > 1 - last
+        axes.annotate(
+            inert(words, 44), (min(places) if on_the_left else max(places), height), (-8 if on_the_left else 8, 0),
+            xycoords=across, textcoords="offset points", ha="right" if on_the_left else "left", va="center",
+            fontsize=8, color=FAILURE_COLOUR,
+        )  # fmt: skip
+
+
+CROSS: Final[dict[str, Any]] = {
+    "marker": "X", "markersize": 7, "color": FAILURE_COLOUR, "linestyle": "none",
+    "zorder": 5, "markeredgecolor": "white",
+}  # fmt: skip
+DPI = 160
+MOST_POINTS = 400
+"""Most points of a line or an area that is drawn as such on a page."""
+LONGEST_TEXT = 60
+LONGEST_SOURCE = 70
+LONGEST_SETTINGS = 500
+
+
+def inert(text: str, longest: int = LONGEST_TEXT) -> str:
+    """The text, shortened, without mathematics, and without the leading underscore that hides it in a legend."""
+    escaped = shorten(inert_line(text), longest).replace("\\$", "\\ $").replace("$", r"\$")
+    return f" {escaped}" if escaped.startswith("_") else escaped
+
+
+def wrapped(text: str, longest: int = LONGEST_LABEL) -> str:
+    """The text, inert, on lines that are at most so long; of more than three lines the middle is left out."""
+    whole = inert_line(text)
+    short = whole if len(whole) <= 3 * longest else f"{whole[: 2 * longest - 1]}…{whole[-longest:]}"
+    return "\n".join(inert(line, longest) for line in textwrap.wrap(short, longest, break_on_hyphens=False))
+
+
+def new_figure(width: float, height: float, title: str, settings: str) -> Figure:
+    """A figure of so many inches with a title and, smaller, the settings below it."""
+    items = [shorten(item, LONGEST_SOURCE) for item in inert_line(settings, LONGEST_SETTINGS).split(", ")]
+    whole = [item.replace(" ", "\N{NO-BREAK SPACE}") for item in items]
+    lines = textwrap.wrap(", ".join(whole), int(width * 15.5), break_on_hyphens=False) or [""]
+    header = 0.5 + 0.16 * len(lines)
+    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - header / height))
+    figure = Figure(figsize=(width, height), layout=layout)
+    figure.text(0.012, 1 - 0.10 / height, inert(title), fontsize=13, fontweight="bold", va="top")
+    below = "\n".join(inert(line, len(line)) for line in lines)
+    figure.text(0.012, 1 - 0.38 / height, below, fontsize=8.5, color="#555555", va="top")
+    return figure
+
+
+def style(axes: Axes, values: Literal["x", "y"] = "y") -> None:
+    """Light grid of the values behind the data, no box."""
+    axes.grid(axis=values, color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+
+
+def legend_below(figure: Figure, handles: Mapping[str, Any] | Sequence[Patch | Line2D], num_columns: int) -> None:
+    """A legend below the picture that reads row by row; matplotlib fills one column by column.
+
+    The handles have labels of their own, or stand under them.
+    """
+    named = handles if isinstance(handles, Mapping) else {str(handle.get_label()): handle for handle in handles}
+    missing = -len(named) % num_columns if len(named) > num_columns else 0
+    whole = [*named.items(), *[("", Patch(alpha=0.0))] * missing]
+    by_column = [entry for column in range(num_columns) for entry in whole[column::num_columns]]
+    figure.legend(
+        [handle for _, handle in by_column], [label for label, _ in by_column],
+        loc="outside lower center", ncols=num_columns, frameon=False, fontsize=8.5,
+    )  # fmt: skip
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI)
+    return buffer.getvalue()
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an element of a page, in which words are texts; greys turn around on a dark page.
+
+    Its identifiers differ from those of pictures of other names. What has more points than MOST_POINTS is an image.
+    """
+    for artist in figure.findobj(lambda artist: isinstance(artist, Collection | Line2D | Patch)):
+        paths: Any = artist.get_paths() if isinstance(artist, Collection) else [artist.get_path()]  # type: ignore[attr-defined]
+        num_points = sum(len(path.vertices) for path in paths)
+        artist.set_rasterized(num_points > MOST_POINTS)
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        unnamed = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=unnamed, transparent=True, dpi=DPI)
+    text = re.sub(r"[ \n]+", " ", buffer.getvalue().decode().partition("<svg")[2]).replace("> <", "><")
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), re.sub(_OF_FILES, "", text))
+    digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
+    own = {old: f"p{digest}-{n}" for n, old in enumerate(dict.fromkeys(re.findall(r' id="(.*?)"', text)))}
+    text = re.sub(r'(?<= id=")[^"]+|(?<=url\(#)[^)]+|(?<=href="#)[^"]+', lambda old: own.get(old[0], old[0]), text)
+    return "<svg" + re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)
+
+
+_OF_FILES = r"<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id=\"[^\"]*\"|font-family: [^\";]*;? ?"
+"""What a file needs beside the picture, and a page has in its own style."""
+
+
+def _themed(grey: re.Match[str]) -> str:
+    """A grey from white to black turns around on dark paper; colours with a hue stay."""
+    dark = round(0xE6 - (0xE6 - 0x17) * int(grey[1], 16) / 0xFF)
+    return f"light-dark({grey[0]}, #{dark:02x}{dark:02x}{dark:02x})"
