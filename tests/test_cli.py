@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import tyro
@@ -515,3 +516,14 @@ def test_a_reader_who_has_read_enough_is_no_error() -> None:
     assert command.stderr is not None
     assert command.stderr.read() == b""
     assert command.wait(timeout=60) == 0
+
+
+def test_json_is_the_record_and_nothing_else(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    assert cli.benchmark([*ONE, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.pop("statistics").keys() == {"step", "forward", "backward", "optimizer"}
+    record = msgspec.convert(printed, type=RunRecord)
+    assert record.status is Status.OK
+    [path] = empty_directory.rglob("*.json")
+    assert path == empty_directory / "data/e2e_benchmark/single/runs" / f"{record.key}.json"
+    assert json.loads(path.read_text()) == printed

@@ -58,7 +58,7 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
-from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED
+from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
@@ -291,7 +291,7 @@ def _print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
     for config in plan.configs:
         is_slowed = config.profiler is not Profiler.NONE or config in plan.too_large
         time = None if curves is None or is_slowed else predicted_time(config, curves)
-        step = "" if time is None else f", predicted step {1e3 * time.step_s:.4g} ms{doubt}"
+        step = "" if time is None else f", predicted step {significant(1e3 * time.step_s)} ms{doubt}"
         print(
             f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps{step}"
             f"{_predicted(config)}"

@@ -141,3 +141,19 @@ def test_the_runs_of_two_configurations_alternate(measured, here) -> None:
     assert {path.name for path in directory.glob("comparison.*")} == {COMPARISON_FILE}
     assert cli.main(["report", str(directory.parent)]) == 0
     assert {name: (directory / name).read_bytes() for name in before} == before
+
+
+def test_a_baseline_is_kept_once_and_compared_with_later(here, capsys) -> None:
+    """The results change from 100 to 50 ms: B is twice as fast, give or take what one process each can tell."""
+    a = sweep("a", 0.1)
+    assert compare(a, "--baseline", "before") == 0
+    for path in (a / "runs").iterdir():
+        path.unlink()
+    write_record(make_record(make_config("small", 128), [0.05] * 5), a / "runs")
+    capsys.readouterr()
+    assert compare(a, "--baseline", "before") == 0
+    assert re.fullmatch(r"B is 2\.00 ± 0\.1\d times as fast as A .*", capsys.readouterr().out.splitlines()[-1])
+    assert len([*(here / "data/baselines/before/runs").iterdir()]) == 1
+    for wrong in ((a,), (a, a, "--baseline", "x"), (ONE, "--baseline", "x")):
+        assert compare(*wrong) == 2
+        assert "--baseline" in capsys.readouterr().err

@@ -16,6 +16,8 @@ import pytest
 
 from cs336_systems.cli import sweep
 from cs336_systems.commands import flags as flags_module
+from cs336_systems.commands import sweep as sweep_module
+from cs336_systems.commands.account import AccountArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.flags import (
     FIELDS,
@@ -27,15 +29,25 @@ from cs336_systems.config import (
     Device,
     Mode,
     ModelConfig,
+    Phase,
     Precision,
     Profiler,
     RunConfig,
 )
+from cs336_systems.costs.accounting import component_flops
+from cs336_systems.costs.time import step_time
+from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure import nvml
+from cs336_systems.measure.environment import cpu_name
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.model.fast.choose import fastest
+from cs336_systems.record import load_records
+from cs336_systems.report.words import DOUBTED_FORECAST, SHIPPED
 from cs336_systems.settings import flag_of
+from cs336_systems.studies.ceilings_files import load_ceilings
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.neighbours import make_bases, neighbours, settings_of
+from tests.report.ceilings import FP32, lasting, make_ceilings, product_at, square, stream_at
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data" / "published"
@@ -43,7 +55,7 @@ H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**
 
 
 def see(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
-    for module in (flags_module, nvml):
+    for module in (flags_module, nvml, sweep_module):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
 
 
@@ -550,3 +562,98 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported_or_a_process_s
         assert re.match(pattern, err), (command, argv, err)
         assert "Traceback" not in err, (command, argv)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_how_long_each_step_should_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On an H200, whose committed ceilings are beside the results; without ceilings, what would measure them."""
+    flags = shlex.split(f"--output {DATA} --sizes small --context-lengths 128 512 --dry-run")
+    see(monkeypatch, replace(H100, name="NVIDIA A100-SXM4-80GB"))
+    assert sweep(flags) == 0
+    printed = capsys.readouterr()
+    assert "predicted step" not in printed.out
+    assert "cs336 ceilings" in printed.err
+    see(monkeypatch, replace(H100, name="NVIDIA H200"))
+    assert sweep(flags) == 0
+    printed, said = capsys.readouterr()
+    assert not said
+    curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
+    steps_s = [step_time(config, curves).step_s for config in grid("--sizes small --context-lengths 128 512")]
+    assert [float(ms) for ms in re.findall(r"predicted step ([\d.,]+) ms", printed)] == pytest.approx(
+        [1e3 * step_s for step_s in steps_s], rel=1e-3
+    )
+
+
+def test_a_dry_run_says_which_ceilings_it_goes_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an H200 those that come with the program, until the user has measured some: sure ones, and some in doubt."""
+    see(monkeypatch, replace(H100, name="NVIDIA H200"))
+    flags = shlex.split(f"--output {tmp_path} --sizes tiny --context-lengths 128 --dry-run")
+    assert sweep(flags) == 0
+    printed, said = capsys.readouterr()
+    assert " ms, " in printed
+    assert SHIPPED in said
+    (tmp_path / "ceilings").mkdir()
+    for spread in (0.001, 0.5):
+        study = make_ceilings(
+            [product_at(square(side), 10, FP32, spread=spread) for side in (64, 1024)],
+            [stream_at(1e3, stream=stream, spread=spread) for stream in (Stream.COPY, Stream.ADAMW)],
+            [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)],
+        )
+        write_atomically(tmp_path / "ceilings/ceilings.json", encode_json(study))
+        assert sweep(flags) == 0
+        printed, said = capsys.readouterr()
+        assert SHIPPED not in said
+        assert (" ms ?, " in printed, DOUBTED_FORECAST in said) == (spread > 0.1, spread > 0.1)
+
+
+def test_a_dry_run_on_a_cpu_goes_by_the_ceilings_of_this_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Matmuls so slow that nothing else matters: a step takes its FLOPs over their rate."""
+    rate = 1e9
+    study = make_ceilings(
+        [product_at(square(side), rate / 1e12, FP32) for side in (64, 1024)],
+        [stream_at(1e3, stream=stream) for stream in (Stream.COPY, Stream.ADAMW)],
+        [LaunchCell(launch=Launch.EAGER, timing=lasting(1e-9))],
+        device=Device.CPU, device_name=cpu_name(),
+    )  # fmt: skip
+    (tmp_path / "ceilings").mkdir()
+    write_atomically(tmp_path / "ceilings/ceilings.json", encode_json(study))
+    flags = ["--device", "cpu", "--output", str(tmp_path), "--dry-run"]
+    assert sweep(flags) == 0
+    found = re.findall(r"predicted step ([\d.,]+) ms", capsys.readouterr().out)
+    expected_s = [sum(part.step for part in component_flops(config)) / rate for config in grid("--device cpu")]
+    assert [float(ms.replace(",", "")) / 1e3 for ms in found] == pytest.approx(expected_s, rel=0.02)
+    assert sweep([*flags, "--sizes", "small", "--context-lengths", "64", "--precisions", "bf16"]) == 0
+    assert "predicted step" not in capsys.readouterr().out, "nothing was measured in bf16"
+
+
+def test_a_dry_run_says_what_a_fast_step_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As long as it took on an H100 to a fifth, and nearly as much memory; nothing of steps that are not forecast."""
+    see(monkeypatch, H100)
+    flags = f"--output {DATA} --fast --sizes medium xl --context-lengths 512"
+    assert sweep(shlex.split(f"{flags} --dry-run")) == 0
+    printed = capsys.readouterr().out
+    found = re.findall(r": (\w+) ctx .*predicted step ([\d.]+) ms, predicted peak about ([\d.]+) GiB", printed)
+    measured = {
+        record.config.size: (1e3 * record.measurement(Phase.STEP).median_s, record.memory.peak_allocated_bytes / 2**30)
+        for record in load_records(DATA / "e2e_benchmark/h100_train_fast/runs")[0]
+        if record.config.model.context_length == 512
+    }
+    assert [size for size, *_ in found] == ["medium", "xl"]
+    for size, step_ms, peak_gib in found:
+        assert float(step_ms) == pytest.approx(measured[size][0], rel=0.2)
+        assert float(peak_gib) == pytest.approx(measured[size][1], rel=0.05)
+    assert sweep(shlex.split(f"{flags} --fp8 --dry-run")) == 0
+    printed = capsys.readouterr().out
+    assert "predicted step" not in printed
+
+
+@pytest.mark.parametrize(("text", "value"), [("70B", 70e9), ("15T", 15e12), ("1.5m", 1.5e6), ("7e9", 7e9)])
+def test_a_number_may_end_in_a_scale(text: str, value: float) -> None:
+    assert parse(AccountArguments, f"--parameters {text}").known.parameters == value

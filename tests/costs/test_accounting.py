@@ -3,38 +3,53 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import (
     FlopCounterMode,
 )
+from torch.utils.module_tracker import ModuleTracker
 
 from cs336_systems.config import (
     SIZES,
     Arch,
+    Attention,
     Mode,
     ModelConfig,
+    OptimizerKind,
     Precision,
     RunConfig,
 )
 from cs336_systems.costs.accounting import (
+    ADAMW_BYTES,
+    ADAMW_FLOPS,
     Component,
+    Work,
     attention_backward_flops,
     attention_forward_flops,
     component_flops,
     count_parameters,
     forward_flops,
+    forward_work,
+    least_time_s,
     mfu,
+    optimizer_work,
     parameters_by_component,
     rule_of_thumb_flops,
     step_flops,
     training_days,
 )
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.measure.precision import AUTOCAST_DTYPES
+from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.transformer import TransformerLM
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -275,3 +290,130 @@ def test_the_rule_of_thumb_is_the_account_of_a_model_whose_context_is_one_token(
     looked_up = 0 if model.arch == "gpt2" else model.vocab_size * model.d_model
     rule = rule_of_thumb_flops(count_parameters(model) - looked_up, 64)
     assert exact / rule == pytest.approx(1, rel=2e-3)
+
+
+@contextmanager
+def autocast(precision: Precision) -> Iterator[None]:
+    dtype = AUTOCAST_DTYPES.get(precision)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        yield
+
+
+class MovedBytes(TorchDispatchMode):
+    """Bytes of the factors and results of a model's products, and of its lookups, by part of the model.
+
+    What is at one address counts once for a part and layer. The tensors are kept, so that no address comes twice.
+    """
+
+    def __init__(self, tracker: ModuleTracker, context_length: int) -> None:
+        super().__init__()
+        self.tracker, self.context_length = tracker, context_length
+        self.tensors: dict[tuple[Component, str], dict[int, Tensor]] = {}
+        self.lookup_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        name = func.overloadpacket
+        where = max(self.tracker.parents, key=len)
+        if name in (aten.mm, aten.addmm, aten.bmm):
+            is_scores = name is aten.bmm and out.shape[-1] == self.context_length
+            part = self._part(where, Component.SCORES if is_scores else Component.VALUES)
+            self._add(part, where, [*args, out])
+        elif name is aten._scaled_dot_product_flash_attention_for_cpu:
+            self._add(Component.SCORES, where, list(args[:2]))
+            self._add(Component.VALUES, where, [args[2], out[0]])
+        elif name is aten.embedding:
+            self.lookup_bytes += args[1].nbytes + 2 * out.nbytes
+        return out
+
+    def _part(self, where: str, attention: Component) -> Component:
+        ends = {"q_proj": Component.QKV, "k_proj": Component.QKV, "v_proj": Component.QKV, "attn": attention}
+        ends |= {"output_proj": Component.OUTPUT, "lm_head": Component.HEAD}
+        return ends.get(where.rpartition(".")[2], Component.FFN)
+
+    def _add(self, part: Component, where: str, tensors: list[object]) -> None:
+        layer = "".join(re.findall(r"layers\.\d+", where))
+        for tensor in tensors:
+            assert isinstance(tensor, Tensor)
+            self.tensors.setdefault((part, layer), {})[tensor.data_ptr()] = tensor
+
+    def of(self, wanted: Component) -> int:
+        found = (tensors.values() for (part, _), tensors in self.tensors.items() if part is wanted)
+        return sum(tensor.nbytes for tensors in found for tensor in tensors)
+
+
+@every_arch
+@every_shape
+@pytest.mark.parametrize("attention", [Attention.NAIVE, Attention.SDPA])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_least_bytes_are_those_of_the_tensors_that_products_read_and_write(arch, shape, attention, precision) -> None:
+    config = run_config(replace(shape, arch=arch, attention=attention), batch_size=3, precision=precision)
+    model = TransformerLM(config.model)
+    tracker = ModuleTracker()
+    with torch.no_grad(), autocast(precision), tracker, MovedBytes(tracker, shape.context_length) as moved:
+        model(torch.zeros(3, shape.context_length, dtype=torch.long))
+    work = {part.name: part for part in forward_work(config)}
+    for component in set(work) - {Component.EMBEDDING}:
+        assert work[component].moved_bytes == moved.of(component), component
+    positions = model.token_embeddings.positions
+    added_bytes = 0 if positions is None else positions.nbytes
+    assert work[Component.EMBEDDING].moved_bytes == moved.lookup_bytes + added_bytes
+    flops, length = forward_flops(config.model, 3), shape.context_length
+    if attention is Attention.SDPA:  # the kernel computes the pairs of a query and no later key
+        flops |= {part: flops[part] * (length + 1) // (2 * length) for part in (Component.SCORES, Component.VALUES)}
+    assert {name: part.flops for name, part in work.items()} == flops
+
+
+def test_intensity_of_a_large_product_is_a_sixth_of_its_size() -> None:
+    """n^3 multiply-adds over three matrices of n^2 elements of 4 bytes: 2 n / 12."""
+    n = 4096
+    model = ModelConfig(vocab_size=n, context_length=n, d_model=n, d_ff=n, num_layers=1, num_heads=1)
+    work = {part.name: part for part in forward_work(run_config(model, batch_size=1))}
+    for component in (Component.OUTPUT, Component.HEAD, Component.SCORES, Component.VALUES):
+        assert work[component].intensity == n / 6, component
+
+
+def test_adamw_counts_each_operation_of_its_definition() -> None:
+    """One parameter, as the algorithm has it, and the number is torch's."""
+    lr, (beta1, beta2), eps, decay = 0.01, (0.9, 0.95), 1e-8, 0.1
+    start, gradient = 0.7, -0.3
+    parameter = torch.nn.Parameter(torch.tensor([start], dtype=torch.float64))
+    parameter.grad = torch.tensor([gradient], dtype=torch.float64)
+    torch.optim.AdamW([parameter], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay).step()
+
+    # of all parameters alike, so no operations of one
+    size, scale, keep, rest1, rest2 = lr / (1 - beta1), (1 - beta2) ** -0.5, 1 - lr * decay, 1 - beta1, 1 - beta2
+    size, eps = size / scale, eps / scale
+    p, g, m, v = Counted(start), Counted(gradient), Counted(0), Counted(0)
+    Counted.count = 0
+    m = m * beta1 + g * rest1
+    v = v * beta2 + g * g * rest2
+    p = p * keep - m / (v.sqrt() + eps) * size
+    assert Counted.count == ADAMW_FLOPS
+    assert float(p) == pytest.approx(parameter.item(), rel=1e-12)
+
+
+def test_adamw_moves_what_it_needs_and_what_it_changes() -> None:
+    parameter = torch.nn.Parameter(torch.full((64,), 0.5))
+    optimizer = make_optimizer(OptimizerKind.FUSED, [parameter])
+    for _ in range(2):
+        parameter.grad = torch.full((64,), 0.25)
+        state = optimizer.state[parameter]
+        tensors = [parameter, parameter.grad, *(state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)]
+        before = [tensor.detach().clone() for tensor in tensors]
+        optimizer.step()
+    assert len(tensors) == 4
+    changed = [tensor for tensor, was in zip(tensors, before, strict=True) if not torch.equal(tensor, was)]
+    moved = sum(tensor.nbytes for tensor in [*tensors, *changed])
+    assert moved == ADAMW_BYTES * parameter.numel()
+
+
+def test_below_the_ridge_memory_sets_the_time_and_above_it_arithmetic() -> None:
+    device = find_device("H200")
+    ridge = 989.5 / 4.8
+    for intensity in (0, ridge / 7, ridge, ridge * 7):
+        work = Work(name="", flops=round(intensity * 10**12), moved_bytes=10**12, precision=Precision.BF16)
+        by_memory, by_arithmetic = 1e12 / 4.8e12, intensity * 1e12 / 989.5e12
+        expected = by_memory if intensity <= ridge else by_arithmetic
+        assert least_time_s(work, device) == pytest.approx(expected)
+    assert least_time_s(optimizer_work(run_config(SIZES["tiny"])), find_device("B200")) is None

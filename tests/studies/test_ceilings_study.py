@@ -1,7 +1,13 @@
 """Ceilings on a CPU: FLOPs, bytes and results from other libraries, clocks of a known rate, injected failures."""
 
+import contextlib
+import gc
 import itertools
+import time
+import types
+import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +28,7 @@ from cs336_systems.studies.ceilings_cell import (
     make_stream,
     measure_collectives,
     measure_rows,
+    replayed,
     runs_in_graph,
     time_calls,
     timed_loops,
@@ -269,3 +276,37 @@ def test_processes_that_do_not_come_together_are_a_failure_of_every_row() -> Non
         assert cell.timing.status in (Status.CRASHED, Status.CUDA_ERROR)
         assert cell.timing.failure.message
         assert "set_device" in cell.timing.failure.traceback
+
+
+def test_what_a_graph_works_on_stays_as_long_as_it_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph without its tensors writes to memory that belongs to others by then."""
+    replays = []
+    graph = types.SimpleNamespace(replay=lambda: replays.append(1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    target = torch.zeros(1)
+    seen = weakref.ref(target)
+    replay = replayed(partial(target.add_, 1), 7)
+    del target
+    gc.collect()
+    assert seen() is not None
+    assert seen().item() == 7
+    replay()
+    assert replays == [1]
+    del replay
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_run_is_called_as_often_as_it_is_counted() -> None:
+    calls = itertools.count()
+    asked = []
+
+    def timer(run, count):
+        asked.append(count)
+        return host_timer(run, count)
+
+    loops = timed_loops(lambda: (next(calls), time.sleep(0.001)), timer, GRID)
+    assert next(calls) == sum(asked)
+    assert loops.median_s >= 0.001
+    assert asked[-3:] == [loops.count] * 3

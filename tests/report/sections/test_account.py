@@ -16,7 +16,7 @@ from cs336_systems.report.sections.account import CSV_COLUMNS, Account, account_
 from tests.costs.live import sent_bytes
 
 H200 = find_device("NVIDIA H200")
-FLOPS, COLLECTIVES = 1, 2
+FLOPS, COLLECTIVES, INTENSITY = 1, 2, 2
 """Where the tables are."""
 
 
@@ -104,3 +104,18 @@ def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
     # of 1 MiB/ms above that size, and a millisecond below it
     expected = [row["calls"] * max(1.0, row["call_mib"]) for row in timed]
     assert [row["calls_ms"] for row in timed] == pytest.approx(expected)
+
+
+def test_which_parts_memory_bounds_depends_on_the_device_and_the_shape() -> None:
+    """By hand, of an H200's 206 FLOP/byte in bf16: one token uses every weight once, 1 FLOP for each byte."""
+    one_token = config("small", context_length=1, batch_size=1, precision=Precision.BF16)
+    bound = column(tables(one_token, device=H200)[INTENSITY], "bound by")
+    assert set(bound.values()) == {"memory"}
+    many = config("small", batch_size=16, precision=Precision.BF16)
+    table = tables(many, device=H200)[INTENSITY]
+    bound = column(table, "bound by")
+    assert {name for name, by in bound.items() if by == "memory"} == {"embedding", "scores", "values", "optimizer"}
+    assert column(table, "takes at least (ms)")["optimizer"] == pytest.approx(128_625_408 * 28 / 4.8e9, rel=1e-3)
+    for length, by in ((512, "memory"), (1024, "arithmetic")):  # causal pairs alone: T / 4 FLOPs for each byte
+        fused = replace(many, model=replace(many.model, attention=Attention.SDPA, context_length=length))
+        assert column(tables(fused, device=H200)[INTENSITY], "bound by")["scores"] == by

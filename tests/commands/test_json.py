@@ -1,0 +1,108 @@
+"""`--json`: JSON alone on standard output, its quantities in SI units."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cs336_systems import cli
+from cs336_systems.analysis.kernels.step_profile import write_profile
+from cs336_systems.analysis.memory.profile import write_memory_profile
+from cs336_systems.commands.account import AccountArguments
+from cs336_systems.commands.benchmark import statistics_of
+from cs336_systems.costs.accounting import component_flops
+from cs336_systems.costs.memory import largest_batch, predict_memory
+from cs336_systems.report.terminal import print_run
+from tests.report.making import make_config, make_record
+from tests.report.sections.kernels.profiles import make_profile
+from tests.report.sections.memory.profiles import make_memory
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+SCALED = re.compile(r"(_(ms|us|ns|kib|mib|gib|kb|mb|gb|percent|pct)|tflops(_per_s)?|gb_per_s)$")
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def results(capsys: pytest.CaptureFixture[str]) -> Callable[..., object]:
+    """What a command prints with --json, after a look at the names in it."""
+
+    def run(*words: object, command: Callable[..., int] = cli.main) -> object:
+        assert command([*map(str, words), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [name for name in names(found) if SCALED.search(name) and name != "bucket_mib"] == [], "but for a flag"
+        return found
+
+    return run
+
+
+def names(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from names(part)
+
+
+def test_an_account_has_every_number_of_its_tables(results: Callable[..., dict]) -> None:
+    words = ("--size", "small", "--context-length", "128")
+    config = AccountArguments(size="small", context_length=128).config()
+    found = results("account", *words, "--fit", "--memory-gib", "40")
+    flops = sum(part.step for part in component_flops(config))
+    assert found["parts"][-1]["component"] == "all"
+    assert found["parts"][-1]["step_flops"] == flops
+    assert found["memory"]["peak"]["allocated_bytes"] == predict_memory(config).peak.allocated_bytes
+    assert found["fit"]["memory_bytes"] == 40 * GIB
+    assert found["fit"]["largest_batch_size"] == largest_batch(config, 40 * GIB)
+    assert results("account", *words)["fit"] is None, "nobody asked"
+
+
+def test_a_number_of_parameters_has_seconds_and_parameters(results: Callable[..., dict]) -> None:
+    found = results(
+        *("account", "--parameters", "1e9", "--tokens", "1e12"),
+        *("--peak-tflops", "1000", "--count", "2"),
+    )
+    assert found["training_s"] == pytest.approx(6e21 / (2 * 1e15 * 0.5))
+    assert found["peak_flops_per_s"] == pytest.approx(1e15)
+
+
+def test_profiles_are_what_their_files_hold(results: Callable[..., dict], here: Path) -> None:
+    write_profile(make_profile(), here / "kernels.json")
+    assert results("kernels", "kernels.json") == json.loads((here / "kernels.json").read_text())
+    write_memory_profile(make_memory(), here / "memory.json")
+    assert results("memory", "memory.json") == json.loads((here / "memory.json").read_text())
+
+
+def test_a_run_has_statistics_beside_its_raw_times(capsys: pytest.CaptureFixture[str]) -> None:
+    times_s = (0.1, 0.4, 0.2, 0.7)
+    record = make_record(make_config(), times_s)
+    found = statistics_of(record)["step"]
+    expected = [np.mean(times_s), np.median(times_s), np.std(times_s, ddof=1), min(times_s), max(times_s)]
+    assert [*found] == ["mean_s", "median_s", "stdev_s", "min_s", "max_s"]
+    assert [*found.values()] == pytest.approx(expected)
+    print_run(record)
+    assert "Minimum 100.0, median 300.0, maximum 700.0 ms in 4 steps" in capsys.readouterr().out
+
+
+def test_nothing_of_a_library_or_a_child_process_is_among_the_json(capfd: pytest.CaptureFixture[str]) -> None:
+    """They write to the descriptor itself, which a replacement of sys.stdout does not reach."""
+    import os
+
+    from cs336_systems.commands.outcome import json_alone
+
+    with json_alone(True) as print_json:
+        os.system("echo from a child")
+        os.write(1, b"from C\n")
+        print_json(b"{}\n")
+    os.write(1, b"later\n")
+    out, err = capfd.readouterr()
+    assert out == "{}\nlater\n"
+    assert err == "from a child\nfrom C\n"
