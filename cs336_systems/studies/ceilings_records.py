@@ -491,7 +491,7 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
 
     def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
-        rows = joined(rows)
+        rows = joined(rows) if self.device is Device.CPU else rows
         by_field: dict[str, Any] = {
             name: tuple(row for row in rows if isinstance(row, kind)) for name, kind in TIMED_ROWS.items()
         }
