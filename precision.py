@@ -1,7 +1,7 @@
 """What low precision does to a sum, and what autocast does to a model: two tables, observed on this machine.
 
     python precision.py
-    python precision.py --device cuda --json
+    python precision.py --device cuda --output data/precision
     python precision.py --output data/precision
 
 First table: 0.01 added a thousand times. Every addition rounds the sum to its own type, and the larger the sum, the

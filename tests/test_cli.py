@@ -101,7 +101,11 @@ def test_every_command_is_listed_and_starts(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("name", "argv"),
-    [("benchmark", ["--size", "tiny"]), ("sweep", ["--sizes", "tiny", "--dry-run"]), ("precision", ["--json"])],
+    [
+        ("benchmark", ["--size", "tiny"]),
+        ("sweep", ["--sizes", "tiny", "--dry-run"]),
+        ("precision", ["--device", "cpu"]),
+    ],
 )
 @pytest.mark.parametrize("status", [cli.OK, cli.FAILED])
 def test_a_subcommand_does_what_the_script_of_its_name_does(
@@ -118,20 +122,7 @@ def test_a_subcommand_does_what_the_script_of_its_name_does(
 # One run
 
 
-def test_json_is_the_record_and_nothing_else(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    assert cli.benchmark([*ONE, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed.pop("statistics").keys() == {"step", "forward", "backward", "optimizer"}
-    record = msgspec.convert(printed, type=RunRecord)
-    assert record.status is Status.OK
-    [path] = empty_directory.rglob("*.json")
-    assert path == empty_directory / "data/e2e_benchmark/single/runs" / f"{record.key}.json"
-    assert json.loads(path.read_text()) == printed
-
-
-def test_without_json_a_table_says_where_the_record_is(
-    capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
+def test_a_table_says_where_the_record_is(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
     assert cli.benchmark([*ONE, "--output", "elsewhere"]) == 0
     [path] = empty_directory.rglob("*.json")
     text = capsys.readouterr().out
@@ -525,3 +516,14 @@ def test_a_reader_who_has_read_enough_is_no_error() -> None:
     assert command.stderr is not None
     assert command.stderr.read() == b""
     assert command.wait(timeout=60) == 0
+
+
+def test_json_is_the_record_and_nothing_else(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+    assert cli.benchmark([*ONE, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.pop("statistics").keys() == {"step", "forward", "backward", "optimizer"}
+    record = msgspec.convert(printed, type=RunRecord)
+    assert record.status is Status.OK
+    [path] = empty_directory.rglob("*.json")
+    assert path == empty_directory / "data/e2e_benchmark/single/runs" / f"{record.key}.json"
+    assert json.loads(path.read_text()) == printed

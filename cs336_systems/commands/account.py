@@ -2,8 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,10 +22,10 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, Precision, RunConfig
-from cs336_systems.costs.accounting import SECONDS_PER_DAY, largest_model, training_days
+from cs336_systems.costs.accounting import SECONDS_PER_DAY, training_days
 from cs336_systems.costs.curves import data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
-from cs336_systems.costs.ranks_time import depends_on_host, predicted_time
+from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import has_large_matmuls, prepare_forecasts
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
@@ -34,17 +33,6 @@ from cs336_systems.text import print_aside
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")
-
-
-LIMITS: Mapping[str, tuple[float, float]] = {
-    "parameters": (1, 1e18),
-    "tokens": (1, 1e24),
-    "peak_tflops": (1e-6, 1e9),
-    "count": (1, 1e9),
-    "mfu": (1e-6, 1),
-    "bytes_per_parameter": (1e-3, 1e6),
-}
-"""Smallest and largest accepted value of each number; values outside are typing errors, and could overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,28 +49,25 @@ class ParametersArguments:
     """Number of GPUs."""
     mfu: float = 0.5
     """Share of the peak that the model's FLOPs reach; above 0.5 is good."""
-    bytes_per_parameter: float = 16
-    """Bytes that a parameter takes with its gradient and the optimizer's state; 16 is AdamW in fp32."""
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for numbers without --parameters."""
-        for name, (least, most) in LIMITS.items():
+        for name in ("parameters", "tokens", "peak_tflops", "count", "mfu"):
             value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
-            if value is not None and not least <= value <= most:  # nor is NaN
-                raise ValueError(f"{flag} must be from {least:g} to {most:g}, got {str(value)[:40]}")
+            if value is not None and not 0 < value < 1e30:  # nor is NaN
+                raise ValueError(f"{flag} must be positive and below 1e30, got {str(value)[:40]}")
             if self.parameters is None and value != getattr(type(self), name):
                 raise ValueError(f"{flag} needs --parameters, such as --parameters 70e9")
+        if self.parameters is not None and self.tokens is None:
+            raise ValueError("--parameters needs --tokens, such as --tokens 15e12")
 
-    def peak(self, device_name: str | None, precision: Precision) -> tuple[float, str]:
+    def peak(self, device: DeviceSpec | None, precision: Precision) -> tuple[float, str]:
         """Peak FLOP/s of one GPU and the source of that number; raise ValueError if no peak is known."""
         if self.peak_tflops is not None:
-            if device_name is not None:
-                raise ValueError("--peak-tflops takes the place of --device-name: give one of them")
             return self.peak_tflops * 1e12, "given"
-        device = device_meant(device_name, lambda device: device.peak_flops_per_s.get(precision))
         if device is None:
             raise ValueError("needed --device-name or --peak-tflops: this machine has no GPU whose peak is known")
-        peak, name = device.peak_flops_per_s.get(precision), device_name or device.names[0]
+        peak, name = device.peak_flops_per_s.get(precision), device.names[0]
         if peak is None:
             raise ValueError(f"no peak of {name} at {precision} is known: give --peak-tflops")
         return peak, f"{name}, {precision}, dense, by its data sheet"
@@ -94,16 +79,15 @@ class ParametersArguments:
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
 )  # fmt: skip
 class AccountArguments(Flags):
-    """Say what a training step costs without running it: parameters, bytes, FLOPs and arithmetic intensity by part of
-    the model, and the peak of memory by what it holds.
+    """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the model, the peak of
+    memory by what it holds, and the time.
 
     The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch. Memory is predicted
     for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they are those of one rank: the one that keeps
     most.
 
     With --parameters in the place of a size: how many days training on so many --tokens takes (6 N T FLOPs over count x
-    peak x MFU), and how large a model's state fits. --parameters 70e9 --tokens 15e12 --device-name "H100 80GB HBM3"
-    --count 1024 --mfu 0.5 is about 144 days.
+    peak x MFU). --parameters 70e9 --tokens 15e12 --device-name H100 --count 1024 --mfu 0.5 is about 144 days.
     """
 
     mixed_precision: Switch = False
@@ -116,13 +100,11 @@ class AccountArguments(Flags):
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest; of a GPU
     that is not here, that of its data sheet."""
     device_name: Annotated[str | None, unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
-    """GPU whose data sheet gives the ridge point and the MFU, such as "H100 80GB HBM3" or 4090; it need not be here."""
+    """GPU whose time is predicted, such as H100 or 4090; it need not be here."""
     ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`); rates are also shown as shares of them, and the step and the
-    collectives of --parallel have times. If all are of one device, that is the GPU, whether it is here or not. Those of
-    an H100 and an H200 come with the program."""
-    step_ms: Annotated[float | None, unset("MS", "no rates")] = None
-    """Measured time of a step; it gives the rates and the MFU."""
+    """Directory of measured ceilings (`cs336 ceilings`), from which the step and the collectives of --parallel have
+    times. If all are of one device, that is the GPU, whether it is here or not. Those of an H100 and an H200 come with
+    the program."""
     top: int = 12
     """Rows to show of what the peak consists of."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
@@ -141,20 +123,12 @@ class AccountArguments(Flags):
         """Raise ValueError for values out of range and for flags that do not go together."""
         if self.top < 1:
             raise ValueError(f"--top must be at least 1, got {self.top}")
-        if self.step_ms is not None and not 0 < self.step_ms < 1e12:
-            raise ValueError(f"--step-ms must be positive and below 1e12, got {self.step_ms}")
         if self.memory_gib is not None and not 0 < self.memory_gib < 1e6:
             raise ValueError(f"--memory-gib must be positive and below a million, got {self.memory_gib}")
         self.known.check()
-        if self.known.parameters is not None:
-            if others := self._of_a_configuration():
-                raise ValueError(f"--parameters stands for a whole model: leave out {', '.join(others)}")
-            if self.known.tokens is None and self.memory_gib is None and self.device_name is None:
-                raise ValueError(
-                    "--parameters needs --tokens for the days of training, or --memory-gib or --device-name for the "
-                    "largest model"
-                )
-        elif self.memory_gib is not None and not self.fit:
+        if self.known.parameters is not None and (others := self._of_a_configuration()):
+            raise ValueError(f"--parameters stands for a whole model: leave out {', '.join(others)}")
+        if self.memory_gib is not None and not self.fit:
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
         check_ceilings(self.ceilings)
 
@@ -163,8 +137,7 @@ class AccountArguments(Flags):
         usual = AccountArguments()
         settings, unchanged = self.given() | self.model.given(), usual.given() | usual.model.given()
         names = [name for name, value in settings.items() if name != "precision" and value != unchanged.get(name)]
-        names += [name for name in ("fit", "step_ms") if getattr(self, name)]
-        return [f"--{name.replace('_', '-')}" for name in names]
+        return [f"--{name.replace('_', '-')}" for name in (*names, *(["fit"] if self.fit else []))]
 
     def memory_bytes(self, name: str | None, device: DeviceSpec | None) -> int | None:
         """Memory that the step must fit, by default the data sheet's of a device that is named, or that is not here.
@@ -200,20 +173,17 @@ def ceilings_in(directory: Path | None) -> Ceilings:
     return (load_ceilings if (chosen / FILE_NAME).exists() else load_ceilings_or_warn)(chosen)
 
 
-def device_meant(
-    name: str | None, promise: Callable[[DeviceSpec], object] = lambda device: replace(device, names=(), source="")
-) -> DeviceSpec | None:
-    """The data sheet of the device of this name, by default of this machine's GPU; None if that GPU is unknown.
+def device_meant(name: str | None) -> DeviceSpec | None:
+    """The data sheet of the device of this name, which may be short; by default of this machine's GPU, None if unknown.
 
-    A name may be short if all devices that it fits have the same `promise` (by default the whole data sheet). Raises
-    ValueError for a name that is unknown or ambiguous.
+    Raises ValueError for a name that is unknown or ambiguous.
     """
     if name is None:
         gpus = visible_gpus()
         return find_device(gpus[0].name) if gpus else None
-    if found := devices_called(name):
-        if all(promise(device) == promise(found[0]) for device in found):
-            return found[0]
+    if len(found := devices_called(name)) == 1:
+        return found[0]
+    if found:
         names = ", ".join(name for device in found for name in device.names)
         raise ValueError(f"--device-name {name[:40]!r} may be {names}, which differ in their data sheets: give one")
     known = [name for device in DEVICES for name in device.names]
@@ -254,18 +224,18 @@ def machine_meant(name: str | None, ceilings: Ceilings, *, are_asked: bool) -> t
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
-    if arguments.known.parameters is not None:
-        return _run_of_parameters(arguments, arguments.known.parameters)
-    config = checked(arguments.config)
-    if config.model_factory is not None:
-        print_aside(f"tracing a step of {config.model_factory} without data")
-        prepare_forecasts([config], of_users=True)
     ceilings = ceilings_in(arguments.ceilings)
     meant = functools.partial(
         machine_meant, arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
     )  # fmt: skip
     name, device = checked(meant)
+    if arguments.known.parameters is not None:
+        return _say_days(arguments, device)
+    config = checked(arguments.config)
     memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
+    if config.model_factory is not None:
+        print_aside(f"tracing a step of {config.model_factory} without data")
+        prepare_forecasts([config], of_users=True)
     from cs336_systems.files import encode_json
     from cs336_systems.report.formats import texts_of, write_files
     from cs336_systems.report.sections.account import Account, account_json, account_section
@@ -278,21 +248,18 @@ def run(arguments: AccountArguments) -> int:
     account = Account(
         config=config,
         device=device,
-        step_s=None if arguments.step_ms is None else arguments.step_ms / 1e3,
         memory_bytes=memory_bytes,
-        ceiling_flops_per_s=None if name is None else ceilings.flops_per_s(name, config.precision),
         collective_times={} if name is None else ceilings.collective_times(name, config.ranks),
         time=time,
         device_name=name,
         is_measured=measured is not None,
         is_in_doubt=measured is not None and measured.is_in_doubt,
         is_shipped=name is not None and ceilings.is_shipped(name),
-        depends_on_host=curves is not None and depends_on_host(config, curves),
     )
     section = account_section(account, arguments.top)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
-    show(arguments.json, lambda: encode_json(account_json(account)), lambda: section.tables, arguments.output)
+    show(section.tables, arguments.output, json=encode_json(account_json(account)) if arguments.json else None)
     if name is None and ceilings.device_names:
         choices = " or ".join(f'--device-name "{each}"' for each in ceilings.device_names)
         said = f"no times are predicted, as no GPU is named and this machine has none that is known; try {choices}"
@@ -300,47 +267,24 @@ def run(arguments: AccountArguments) -> int:
     return OK
 
 
-def _run_of_parameters(arguments: AccountArguments, parameters: float) -> int:
-    """Print the days of training, and the largest model that fits if a memory is known."""
+def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
+    """Print the days of training."""
     from cs336_systems.files import encode_json
-    from cs336_systems.report.sections.account import days_table, largest_table
+    from cs336_systems.report.sections.account import days_table
 
-    known, tables = arguments.known, []
-    answers: dict[str, object] = {}
-    if known.tokens is not None:
-        precision = one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
-        peak_flops_per_s, source = checked(lambda: known.peak(arguments.device_name, precision))
-        days: dict[str, Any] = {
-            "parameters": parameters,
-            "tokens": known.tokens,
-            "peak_flops_per_s": peak_flops_per_s,
-            "count": known.count,
-            "mfu": known.mfu,
-        }
-        tables.append(days_table(**days, peak_source=source))
-        answers["training"] = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}
-    if (memory_bytes := checked(lambda: _memory_of_one(arguments))) is not None:
-        fit: dict[str, Any] = {
-            "memory_bytes": memory_bytes,
-            "count": known.count,
-            "bytes_per_parameter": known.bytes_per_parameter,
-        }
-        tables.append(largest_table(**fit, parameters=parameters))
-        answers["largest_model"] = fit | {"parameters": largest_model(**fit)}
-    show(arguments.json, lambda: encode_json(answers), lambda: tables)
+    known = arguments.known
+    precision = one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
+    peak_flops_per_s, source = checked(lambda: known.peak(device, precision))
+    assert known.parameters is not None
+    assert known.tokens is not None
+    days: dict[str, Any] = {
+        "parameters": known.parameters,
+        "tokens": known.tokens,
+        "peak_flops_per_s": peak_flops_per_s,
+        "count": known.count,
+        "mfu": known.mfu,
+    }
+    answer = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}
+    table = days_table(**days, peak_source=source)
+    show([table], json=encode_json(answer) if arguments.json else None)
     return OK
-
-
-def _memory_of_one(arguments: AccountArguments) -> float | None:
-    """The memory given, or else that of the device that is named (bytes)."""
-    if arguments.memory_gib is not None:
-        return arguments.memory_gib * GIB
-    if arguments.device_name is None:
-        return None
-    try:
-        device = device_meant(arguments.device_name, lambda device: device.memory_bytes)
-    except ValueError:  # a short name of devices with different memories may still tell the peak
-        if arguments.known.tokens is None:
-            raise
-        return None
-    return None if device is None else device.memory_bytes

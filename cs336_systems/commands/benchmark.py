@@ -12,7 +12,6 @@ from cs336_systems.commands.flags import (
     FIRST,
     Flags,
     Flat,
-    GlobalBatchSize,
     ModelArguments,
     StepArguments,
     Switch,
@@ -72,7 +71,6 @@ class BenchmarkArguments(Flags):
     until_stable: Switch = False
     """Go on after --measured-steps until the 95 % interval of this process's mean, in which steps that resemble each
     other count less, is within 1 %, at most 200 steps. Another process may differ by more: `compare` takes several."""
-    global_batch_size: GlobalBatchSize = None
     timeout_s: float = 600.0
     """Longest time for a run on several ranks (seconds); a run in one process has no limit."""
     output: Path = Path("data")
@@ -93,7 +91,7 @@ class BenchmarkArguments(Flags):
             "size": asked.get("size", default_on(device, "size")),
             "precision": one_precision(self.precision, self.mixed_precision),
         }
-        plain = config_of(device, asked, point, fast=self.fast, global_batch_size=self.global_batch_size)
+        plain = config_of(device, asked, point, fast=self.fast)
         if (lacking := lacking_memory(plain)) is not None:
             raise ValueError(f"this step {lacking}: choose a smaller --size, --batch-size or --context-length")
         return checked_here(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))

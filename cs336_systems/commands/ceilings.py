@@ -2,42 +2,30 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cs336_systems.commands.flags import (
     checked_name,
     device_word,
-    explain_cpu_fallback,
     resolve_device,
     unset,
     value_or,
 )
-from cs336_systems.commands.outcome import FAILED, OK, checked
-from cs336_systems.commands.study import StudyArguments, show_study, with_grid
+from cs336_systems.commands.study import StudyArguments, with_grid
 from cs336_systems.config import SIZES, Device
-from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
-from cs336_systems.studies.ceilings_files import FILE_NAME
 from cs336_systems.studies.ceilings_records import (
     PADDED,
     CeilingsGrid,
-    CeilingsStudy,
     Shape,
 )
-from cs336_systems.sweep.store import make_writable, time_stamp
-from cs336_systems.text import print_aside
-
-if TYPE_CHECKING:
-    from cs336_systems.report.progress import StatusLine
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
 GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 64, 128)
 BATCH_SIZE = 4
 MIB = 2**20
-UNFINISHED_FILE = "unfinished.json"
-"""What a study has measured so far; removed at the end. Renamed to ceilings.json, it is a study like any other."""
 
 
 @with_grid
@@ -50,6 +38,7 @@ class CeilingsArguments(StudyArguments):
     """
 
     GRID, FOLDER = CeilingsGrid, "ceilings"
+    UNFINISHED = "unfinished.json"  # which forecasts do not take for the ceilings; renamed to ceilings.json, it is one
     sizes: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU")] = (
         None
     )
@@ -114,25 +103,4 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 
 def run(arguments: CeilingsArguments) -> int:
     """Measure the grid; print the tables, and write them with the record and the plots."""
-    explain_cpu_fallback(arguments.device)
-    grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
-    unfinished = directory / UNFINISHED_FILE
-
-    def measure(status: "StatusLine") -> CeilingsStudy:
-        from cs336_systems.studies.runner import run_study
-
-        study = run_study(grid, status, lambda so_far: write_atomically(unfinished, encode_json(so_far)))
-        _keep_earlier(directory / FILE_NAME, study)
-        return study
-
-    study = show_study(measure, directory, as_json=arguments.json)
-    unfinished.unlink(missing_ok=True)
-    return OK if all(timing.status.is_result for timing in study.timings) else FAILED
-
-
-def _keep_earlier(present: Path, study: CeilingsStudy) -> None:
-    """Copy the study that is there, if it differs, to a file beside it that is named after the time, and say so."""
-    if present.is_file() and (data := present.read_bytes()) != encode_json(study):
-        kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
-        write_atomically(kept, data)
-        print_aside(f"the earlier ceilings are kept in {kept}")
+    return arguments.run()

@@ -24,10 +24,8 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import (
     FAILED,
     OK,
-    PrintJson,
     UsageError,
     checked,
-    json_alone,
     load_ceilings_or_warn,
     load_records_or_warn,
 )
@@ -75,8 +73,6 @@ class CompareArguments(MeasuringArguments):
     """Name of the directory under OUTPUT/e2e_benchmark/ for what is measured."""
     output: Path = Path("data")
     """Directory for results."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,11 +83,6 @@ class CompareArguments(MeasuringArguments):
 
 def run(arguments: CompareArguments) -> int:
     """Measure both sides alternately, or read them, and say which is faster."""
-    with json_alone(arguments.json) as print_json:
-        return _compare(arguments, print_json)
-
-
-def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     from cs336_systems.report.compared import Sides, compare_sides, records_at
 
     if arguments.baseline is not None:
@@ -116,12 +107,12 @@ def _compare(arguments: CompareArguments, print_json: PrintJson | None) -> int:
     if not both_on_disk(*names):
         configs = configs_of(names)
         _refuse_equal(arguments, configs[0].configuration == configs[1].configuration)
-        return _measure(arguments, sides, configs, print_json)
+        return _measure(arguments, sides, configs)
     paths = [Path(name) for name in names]
     _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
     mixed = arguments.allow_mixed
     compared = checked(lambda: compare_sides(sides, [records_at(path) for path in paths], allow_mixed=mixed))
-    _show(compared, None, print_json)
+    _show(compared, None)
     return _guard(compared, arguments.fail_if_slower)
 
 
@@ -130,9 +121,7 @@ def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
         raise UsageError("A and B are the same; to see how much the machine scatters, add --a-against-a")
 
 
-def _measure(
-    arguments: CompareArguments, sides: "Sides", configs: Sequence[RunConfig], print_json: PrintJson | None
-) -> int:
+def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunConfig]) -> int:
     """Measure the configurations of A and B alternately, and compare them."""
     from cs336_systems.report.compared import by_parity, compare_sides
 
@@ -150,12 +139,12 @@ def _measure(
     keys = {config.key for config in runs}
     records = [record for record in load_records(directory / "runs")[0] if record.key in keys]
     compared = checked(functools.partial(compare_sides, sides, by_parity(records), are_alternate=True))
-    _show(compared, directory, print_json)
+    _show(compared, directory)
     return _guard(compared, arguments.fail_if_slower)
 
 
-def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | None) -> None:
-    """Write the comparison into the directory, if there is one, and print its tables or its JSON."""
+def _show(compared: "Compared", directory: Path | None) -> None:
+    """Write the comparison into the directory, if there is one, and print its tables."""
     from cs336_systems.report.compared import COMPARISON_FILE
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.terminal import print_table
@@ -167,15 +156,11 @@ def _show(compared: "Compared", directory: Path | None, print_json: PrintJson | 
         write_atomically(directory / COMPARISON_FILE, encode_json(compared.sides))
         with StatusLine() as status:
             page = write_comparison(compared, directory, status)
-    if print_json is not None:
-        print_json(encode_json(compared.json))
-    else:
-        for table in compared.section.tables:
-            print_table(replace(table, notes=tuple(n for n in table.notes if n != compared.answer)), directory)
+    for table in compared.section.tables:
+        print_table(replace(table, notes=tuple(n for n in table.notes if n != compared.answer)), directory)
     if directory is not None:
         print_line(f"page: {page}")
-    if print_json is None:
-        print_line(compared.answer)
+    print_line(compared.answer)
     if all(ratio is None for _, ratio in compared.verdicts):
         raise SweepError("no configuration ended well on both sides, so nothing could be compared")
 

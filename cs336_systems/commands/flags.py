@@ -56,7 +56,7 @@ COMMON = frozenset({
     "size", "sizes", "context_length", "context_lengths", "batch_size", "mode", "modes", "precision", "precisions",
     "mixed_precision", "attention", "optimizer", "compile", "model", "parallel", "ranks", "device", "warmup_steps",
     "measured_steps", "fast", "profile", "nsys", "memory", "repeats", "name", "output", "dry_run", "json", "fit",
-    "memory_gib", "device_name", "parameters", "tokens", "step_ms", "rungs", "network_gb_per_s",
+    "memory_gib", "device_name", "parameters", "tokens", "rungs", "network_gb_per_s",
 })  # fmt: skip
 """Flags that `--help` shows of a command with more than FEW; `--help-all` shows all."""
 FEW = 20
@@ -325,13 +325,6 @@ class MeasuringArguments:
         check_timeout(self.timeout_s)
 
 
-GlobalBatchSize = Annotated[
-    int | None,
-    unset("INT", "--batch-size for each rank"),
-    tyro.conf.arg(help="Sequences in the batches of all ranks together, in place of --batch-size."),
-]
-
-
 def check_timeout(timeout_s: float) -> None:
     """Raise ValueError for a time that is no limit."""
     if not 0 < timeout_s < float("inf"):
@@ -395,15 +388,12 @@ def config_of(
     point: Mapping[str, Any],
     *,
     fast: bool,
-    global_batch_size: int | None,
     many: bool = False,
 ) -> RunConfig:
     """The run of the settings `given` by the user, by the flags of a sweep if `many`, and of those of `point` first."""
     settings = {**given, **point}
     if not many:  # a sweep has several values of the settings that others need
         settings = _with_own_parts(settings)
-    if global_batch_size is not None:
-        settings["batch_size"] = batch_of_each(global_batch_size, settings.get("ranks", 1))
     asked = {name: settings[name] for name in given if name in settings}
     config = make_fast_config(device, asked, many=many, **settings) if fast else make_config(device, **settings)
     return checked_factory(config, given, many=many)
@@ -470,15 +460,6 @@ def checked_here(config: RunConfig) -> RunConfig:
         )
     check_packages(config)
     return config
-
-
-def batch_of_each(global_batch_size: int, ranks: int) -> int:
-    """The batch size of each rank, from that of all ranks; raise ValueError if the ranks do not divide it."""
-    if global_batch_size < 1 or global_batch_size % ranks:
-        raise ValueError(
-            f"--global-batch-size {global_batch_size} must be a multiple of the {ranks} rank(s) that share it"
-        )
-    return global_batch_size // ranks
 
 
 def default_on(device: Device, name: str) -> Any:  # noqa: ANN401 (the type of the setting)

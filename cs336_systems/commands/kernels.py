@@ -65,13 +65,8 @@ def run(arguments: KernelsArguments) -> int:
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_kernels(entry, arguments.output, arguments.top)
 
-    show(
-        arguments.json,
-        lambda: encode_profile(profile),
-        lambda: tables_of_one(entry, arguments.top),
-        arguments.output,
-        answer_of(entry),
-    )
+    encoded = encode_profile(profile) if arguments.json else None
+    show(tables_of_one(entry, arguments.top), arguments.output, answer_of(entry), json=encoded)
     return OK
 
 

@@ -1,11 +1,8 @@
 """`cs336 ladder`: from the slow way to the fast way, one change at a time, each measured and each checked."""
 
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
@@ -30,10 +27,8 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import (
     INTERRUPTED,
     OK,
-    PrintJson,
     UsageError,
     checked,
-    json_alone,
     load_ceilings_or_warn,
     load_records_or_warn,
     print_last,
@@ -42,9 +37,7 @@ from cs336_systems.commands.outcome import (
 from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
-from cs336_systems.files import encode_json
 from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.record import Status
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.ladder import (
     GATE_STEPS,
@@ -54,7 +47,6 @@ from cs336_systems.sweep.ladder import (
     gate_learning_rate,
     read_ladder,
     reason_run,
-    reference,
     rungs,
     write_ladder,
 )
@@ -69,7 +61,6 @@ GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
 GPU_REPEATS, CPU_REPEATS = 3, 1
 LADDER_FILE = "ladder.json"
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @with_flags(
@@ -111,8 +102,6 @@ class LadderArguments(Flags):
     measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
     dry_run: Switch = False
     """Print what would run, and stop."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
         check_repeats(value_or(self.repeats, 1))
@@ -158,41 +147,25 @@ class LadderArguments(Flags):
 
 def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
-    with json_alone(arguments.json) as print_json:
-        return _climb(arguments, print_json)
-
-
-def _climb(arguments: LadderArguments, print_json: PrintJson | None) -> int:
     ladder, directory = checked(arguments.ladder), checked(arguments.directory)
     configs = arguments.runs(ladder)
     explain_cpu_fallback(arguments.device)
     if arguments.dry_run:
-        _print_plan(ladder, configs, directory, print_json)
+        _print_plan(ladder, configs, directory)
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
     _refuse_another(ladder[0], directory, fresh=arguments.measuring.fresh)
     make_writable(directory)
     write_ladder(ladder, directory / LADDER_FILE)
-    with _empty_compiler_cache():
-        status = _measure(configs, directory, arguments, ladder)
-        again = reference(ladder[0])
-        if status != INTERRUPTED and again is not None and _lacks_reference(ladder[0], directory):
-            print(f"{ladder[0].name} ran out of memory: its losses come from a run that computes activations again")
-            configs = (*configs, again)
-            status = _measure(configs, directory, arguments, ladder, fresh=False)
-    _report(directory, print_json)
+    status = _measure(configs, directory, arguments, ladder)
+    _report(directory)
     if status == INTERRUPTED:
         print_last("interrupted: the same command goes on from here")
     return status
 
 
-def _print_plan(
-    ladder: Sequence[Rung], configs: Sequence[RunConfig], directory: Path, print_json: PrintJson | None
-) -> None:
-    if print_json is not None:
-        print_json(encode_json({"directory": str(directory), "rungs": ladder, "runs": configs}))
-        return
+def _print_plan(ladder: Sequence[Rung], configs: Sequence[RunConfig], directory: Path) -> None:
     for rung in ladder:
         print(f"{rung.name}: {rung.change} ({rung.config.label})")
     print_line(f"{counted(len(configs), 'run')} into {directory}")
@@ -210,20 +183,13 @@ def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
         )
 
 
-def _measure(
-    configs: Sequence[RunConfig],
-    directory: Path,
-    arguments: LadderArguments,
-    ladder: Sequence[Rung],
-    fresh: bool | None = None,
-) -> int:
+def _measure(configs: Sequence[RunConfig], directory: Path, arguments: LadderArguments, ladder: Sequence[Rung]) -> int:
     from cs336_systems.report.progress import TerminalListener
     from cs336_systems.sweep.run import run_sweep
 
     note_unused_gpus(configs)
-    measuring = replace(arguments.measuring, fresh=value_or(fresh, arguments.measuring.fresh))
     with TerminalListener(_names(ladder)) as listener:
-        outcome = run_sweep(configs, directory, listener, **asdict(measuring))
+        outcome = run_sweep(configs, directory, listener, **asdict(arguments.measuring))
     if outcome.interrupted:
         return INTERRUPTED
     wanted = {config.key for config in configs}
@@ -233,16 +199,7 @@ def _measure(
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
     """All configurations of a ladder, each with its name: that of its rung, or for other runs what they are for."""
     names = {rung.config: rung.name for rung in ladder}
-    names |= {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
-    again = reference(ladder[0])
-    return names if again is None else names | {again: f"{ladder[0].name} with checkpoints"}
-
-
-def _lacks_reference(first: Rung, directory: Path) -> bool:
-    """Whether the first rung ran out of memory, so that the reference losses need a run with checkpoints."""
-    records = load_records_or_warn(directory / "runs")
-    ended = {record.status for record in records if record.config.configuration == first.config}
-    return Status.OOM in ended and Status.OK not in ended
+    return names | {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
 
 
 def load(directory: Path, beside: Ceilings) -> "Climbed":
@@ -260,7 +217,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     return Climbed(results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
 
 
-def _report(directory: Path, print_json: PrintJson | None) -> None:
+def _report(directory: Path) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.progress import StatusLine
@@ -275,28 +232,8 @@ def _report(directory: Path, print_json: PrintJson | None) -> None:
         status("drawing and writing")
         write_ladder_report(rows, directory)
         page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)
-    if print_json is not None:
-        print_json(encode_json({"directory": str(directory), "rungs": ladder_section(rows).json}))
-    else:
-        for table in ladder_section(rows).tables:
-            print_table(table, directory)
-            print()
+    for table in ladder_section(rows).tables:
+        print_table(table, directory)
+        print()
     print_line(f"results: {directory}")
     print_line(f"page: {page}")
-
-
-@contextlib.contextmanager
-def _empty_compiler_cache() -> Iterator[None]:
-    """Let all workers started in this context share one compiler cache, empty at first, for comparable compile times.
-
-    A cache directory that the user has set is kept.
-    """
-    if CACHE_VARIABLE in os.environ:
-        yield
-        return
-    with TemporaryDirectory(prefix="cs336-") as cache:
-        os.environ[CACHE_VARIABLE] = cache
-        try:
-            yield
-        finally:
-            del os.environ[CACHE_VARIABLE]

@@ -50,13 +50,8 @@ def run(arguments: MemoryArguments) -> int:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_memory(profile, arguments.output, arguments.top)
-    show(
-        arguments.json,
-        lambda: encode_memory_profile(profile),
-        lambda: tables_of_one(profile, arguments.top),
-        arguments.output,
-        answer(profile),
-    )
+    encoded = encode_memory_profile(profile) if arguments.json else None
+    show(tables_of_one(profile, arguments.top), arguments.output, answer(profile), json=encoded)
     return OK
 
 

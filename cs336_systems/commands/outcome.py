@@ -94,25 +94,20 @@ def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
 
 
 def show(
-    as_json: bool,
-    encoded: Callable[[], bytes],
-    tables: Callable[[], Iterable["Table"]],
-    directory: Path | None = None,
-    answer: Iterable[str] = (),
+    tables: Iterable["Table"], directory: Path | None = None, answer: Iterable[str] = (), *, json: bytes | None = None
 ) -> None:
-    """Print the answer in sentences and the tables, or only the JSON, and the paths of the files that were written."""
+    """Print the answer in sentences and the tables, or only the JSON, and where the files are."""
     from cs336_systems.report.terminal import print_sentences, print_table
 
-    with json_alone(as_json) as print_json:
-        if print_json is not None:
-            print_json(encoded())
-        else:
-            print_sentences(answer)
-            for table in tables():
-                print_table(table, directory)
-                print_line("")
-        if directory is not None:
-            print_line(f"results: {directory}")
+    if json is not None:
+        sys.stdout.write(json.decode())
+    else:
+        print_sentences(answer)
+        for table in tables:
+            print_table(table, directory)
+            print_line("")
+    if directory is not None:
+        (print_line if json is None else print_aside)(f"results: {directory}")
 
 
 @contextlib.contextmanager

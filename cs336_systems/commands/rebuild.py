@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ladder
-from cs336_systems.commands.outcome import FAILED, OK, PrintJson, UsageError, checked, load_ceilings_or_warn
+from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
 from cs336_systems.commands.results import explain_or_warn, would_lose, write_page_of
-from cs336_systems.files import encode_json, in_one_line
+from cs336_systems.files import in_one_line
 from cs336_systems.record import load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.page.chapters import PAGE_FILE, Directory, list_of
@@ -50,7 +50,7 @@ def load(directory: Path, ceilings_at: Callable[[Path], Ceilings] = load_ceiling
     return _KINDS[_source(directory)](directory, ceilings_at)
 
 
-def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) -> int:
+def rebuild_all(root: Path, status: "StatusLine") -> int:
     """Rebuild every results directory below `root` with its page, and report what was done; continue after a failure.
 
     The page of the root lists all others.
@@ -86,10 +86,6 @@ def rebuild_all(root: Path, status: "StatusLine", print_json: PrintJson | None) 
         page = root / PAGE_FILE
         write_page(list_of(root, pages, lost), page)
     status.end()
-    if print_json is not None:
-        rebuilt = [str(own.path) for own in found]
-        failed = {str(path): text for path, text in problems.items()}
-        print_json(encode_json({"rebuilt": rebuilt, "failed": failed, "page": str(page) if found else None}))
     if found:
         print_line(f"page: {page}")
     return OK if is_explained and not problems else FAILED

@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 
 from cs336_systems.commands.compare import write_comparison
-from cs336_systems.commands.flags import Switch, unset
-from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, json_alone
+from cs336_systems.commands.flags import unset
+from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked
 from cs336_systems.commands.results import explain_or_warn, show_results
 from cs336_systems.record import RecordError, load_records
 from cs336_systems.text import counted, print_aside
@@ -32,8 +32,6 @@ class ReportArguments:
     """Directory of a sweep (with runs/ in it), or of anything else, or with results below it."""
     output: Annotated[Path | None, unset("DIR", "the directory itself")] = None
     """Where to write, for a sweep."""
-    json: Switch = False
-    """Print JSON: all rows of the tables."""
 
 
 def run(arguments: ReportArguments) -> int:
@@ -44,8 +42,8 @@ def run(arguments: ReportArguments) -> int:
     if arguments.output is None and not _is_sweep(directory):
         from cs336_systems.commands.rebuild import rebuild_all
 
-        with json_alone(arguments.json) as print_json, StatusLine() as status:
-            return rebuild_all(directory, status, print_json)
+        with StatusLine() as status:
+            return rebuild_all(directory, status)
     output = arguments.output or directory
     records, problems = load_records(directory / "runs")
     _refuse_to_lose(problems, directory, output)
@@ -58,9 +56,9 @@ def run(arguments: ReportArguments) -> int:
     output.mkdir(parents=True, exist_ok=True)
     from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 
-    with json_alone(arguments.json) as print_json, StatusLine() as status:
+    with StatusLine() as status:
         is_explained = explain_or_warn(records, directory / "runs", status)
-        show_results(records, directory, output, status, print_json, prints_tables=False)
+        show_results(records, directory, output, status, prints_tables=False)
         if output == directory and (output / COMPARISON_FILE).is_file():
             write_comparison(checked(partial(load_compared, output)), output, status)
     return OK if is_explained and not problems else FAILED

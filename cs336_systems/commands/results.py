@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336_systems.commands.outcome import PrintJson, load_ceilings_or_warn, print_profile_paths
+from cs336_systems.commands.outcome import load_ceilings_or_warn, print_profile_paths
 from cs336_systems.config import RunConfig
-from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.store import raw_profile_path
@@ -25,11 +24,10 @@ def show_results(
     directory: Path,
     output: Path,
     status: "StatusLine",
-    print_json: PrintJson | None = None,
     *,
     prints_tables: bool = True,
 ) -> None:
-    """Write tables, plots and page of the sweep in `directory` into `output`, and print the tables, or JSON if asked.
+    """Write tables, plots and page of the sweep in `directory` into `output`, and print the tables.
 
     Without `prints_tables`, only the answer of the page is printed. Profiled runs are only in the tables of profiles,
     which stay as they are if they would lose runs.
@@ -48,10 +46,7 @@ def show_results(
     if records:
         page, made = write_page_of(Directory(path=output, sweep=written), status)
     status.end()
-    if print_json is not None:
-        print_json(encode_json({"directory": str(output), **results.json()}))
-        print_line(f"results: {output}")
-    elif prints_tables:
+    if prints_tables:
         print_sweep(results.tables(), records, output)
     else:
         print_line(made.glance.answer if made.glance is not None else made.title)

@@ -1,7 +1,6 @@
 """`cs336 scale`: a training step on many GPUs, on paper."""
 
 import functools
-from collections.abc import Collection
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +11,7 @@ from cs336_systems.commands.account import ceilings_in, check_ceilings, machine_
 from cs336_systems.commands.flags import (
     Flags,
     Flat,
-    GlobalBatchSize,
     ModelArguments,
-    Switch,
-    choices,
     make_config,
     unset,
     with_flags,
@@ -24,14 +20,12 @@ from cs336_systems.commands.outcome import OK, checked, show
 from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY, data_sheet_curves, data_sheet_link
 from cs336_systems.costs.hardware import DeviceSpec
-from cs336_systems.costs.limits import FEED_FORMULAS, Given, Paper, Scheme, feed
 from cs336_systems.costs.links import Links, measured_links
-from cs336_systems.costs.scale import Machine, Scale, scale_step
+from cs336_systems.costs.scale import PARALLEL, Paper, feed, scale_step
 from cs336_systems.costs.shards import factor_bytes
 from cs336_systems.costs.time import has_large_matmuls
-from cs336_systems.files import encode_json
 from cs336_systems.report.formats import texts_of, write_files
-from cs336_systems.report.sections.scale import link_source, rate_source, scale_json, scale_section
+from cs336_systems.report.sections.scale import Scale, link_source, scale_section
 from cs336_systems.report.words import GIGA
 from cs336_systems.studies.ceilings_files import Ceilings
 
@@ -43,18 +37,16 @@ MAX_GB_PER_S = 1e6
     rules={"size": "small", "context_length": "512, and 1024 for gpt2", "precision": "bf16", "optimizer": "fused"},
 )  # fmt: skip
 class ScaleArguments(Flags):
-    """Predict a training step that many GPUs share: time, exposed communication, memory and MFU of each way, and from
-    how many ranks on communication takes longer than computing.
+    """Predict a training step that many GPUs share: time, exposed communication, memory and MFU of ddp (data parallel,
+    PyTorch's) and fsdp (fully sharded, ours), and from how many ranks on communication takes longer than computing, in
+    tensor parallelism (tp) too.
 
     Nothing is run, and no GPU is needed. Attention is fused unless --attention says otherwise. Each GPU has
-    --batch-size sequences on any number of ranks; with --global-batch-size the ranks share out one batch.
+    --batch-size sequences.
     """
 
     ranks: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "powers of 2 up to a node")] = None
     """Numbers of GPUs; beyond one node they must fill nodes."""
-    parallel: Annotated[tuple[Scheme, ...], choices(Scheme, many=True)] = tuple(Scheme)
-    """ddp: data parallel, PyTorch's; fsdp: fully sharded, ours; tp: tensor parallel; fsdp+tp: both."""
-    global_batch_size: GlobalBatchSize = None
     gpus_per_node: int = 8
     """GPUs that NVLink connects."""
     network_gb_per_s: Annotated[float | None, unset("GB/S", "no network: one node")] = None
@@ -69,8 +61,6 @@ class ScaleArguments(Flags):
     model: Flat[ModelArguments] = field(default_factory=ModelArguments)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (scale.md, .tex, .typ) and their values (scale.csv)."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     def config(self) -> RunConfig:
         """The step of one process; raise ValueError for flags that contradict each other."""
@@ -96,7 +86,6 @@ class ScaleArguments(Flags):
         for flag, numbers, most in (
             ("--gpus-per-node", (self.gpus_per_node,), 1024),
             ("--ranks", self.rank_counts, MAX_RANKS),
-            ("--global-batch-size", (1 if self.global_batch_size is None else self.global_batch_size,), 10**9),
         ):
             if not numbers or not 1 <= min(numbers) <= max(numbers) <= most:
                 raise ValueError(f"{flag} must be from 1 to {most}, got {' '.join(map(str, numbers)) or 'none'}")
@@ -108,10 +97,6 @@ class ScaleArguments(Flags):
             raise ValueError(f"{most} ranks need several nodes of {self.gpus_per_node} GPUs: give --network-gb-per-s")
         if wrong := [ranks for ranks in self.rank_counts if ranks > self.gpus_per_node and ranks % self.gpus_per_node]:
             raise ValueError(f"--ranks {wrong[0]} does not fill nodes of --gpus-per-node {self.gpus_per_node}")
-
-    def sequences(self, ranks: int) -> int:
-        """Sequences of a step of all ranks."""
-        return ranks * self.batch_size if self.global_batch_size is None else self.global_batch_size
 
 
 def _links(arguments: ScaleArguments, name: str, device: DeviceSpec | None, ceilings: Ceilings) -> tuple[Links, str]:
@@ -140,7 +125,7 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
         raise ValueError(f"needed --device-name: this machine has no GPU whose data sheet is known{found}")
     links, source = _links(arguments, name, device, ceilings)
     measured = ceilings.curves(name)
-    if measured is not None and not has_large_matmuls(config, measured, _least_tensor_ranks(arguments.parallel)):
+    if measured is not None and not has_large_matmuls(config, measured):
         measured = None
     peak = None if device is None else device.peak_flops_per_s.get(config.precision)
     rate = None if measured is None else ceilings.flops_per_s(name, config.precision)
@@ -148,30 +133,19 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
     rate = MATMUL_EFFICIENCY * peak if rate is None and peak is not None else rate
     if curves is None or rate is None:
         raise ValueError(f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a data sheet")
-    memory_bytes = None if device is None else device.memory_bytes
-    machine = Machine(curves=curves, links=links, peak_flops_per_s=peak, memory_bytes=memory_bytes)
-    bytes_of_factor = factor_bytes(config.precision)
     paper = Paper(
-        tokens=arguments.sequences(max(arguments.rank_counts)) * config.model.context_length,
-        feed=feed(config.model), flops_per_s=rate, links=links, weight_bytes=bytes_of_factor,
-        activation_bytes=bytes_of_factor,
+        tokens=max(arguments.rank_counts) * arguments.batch_size * config.model.context_length,
+        feed=feed(config.model), flops_per_s=rate, links=links, element_bytes=factor_bytes(config.precision),
     )  # fmt: skip
     steps = tuple(
-        (scheme, ranks, scale_step(config, scheme, ranks, arguments.sequences(ranks), machine))
-        for scheme in dict.fromkeys(arguments.parallel)
+        (scheme, ranks, scale_step(config, scheme, ranks, curves, links))
+        for scheme in PARALLEL
         for ranks in arguments.rank_counts
     )
     return Scale(
-        config=config, steps=steps, machine=machine, device_name=name, is_measured=measured is not None,
-        given=Given(
-            paper=paper, feed_formula=FEED_FORMULAS[config.model.arch], link_source=source,
-            rate_source=rate_source(name, config.precision, is_measured=measured is not None),
-        ),
+        config=config, steps=steps, paper=paper, curves=curves, device_name=name, is_measured=measured is not None,
+        peak_flops_per_s=peak, memory_bytes=None if device is None else device.memory_bytes, link_source=source,
     )  # fmt: skip
-
-
-def _least_tensor_ranks(schemes: Collection[Scheme]) -> int:
-    return 2 if {*schemes} <= {Scheme.TENSOR, Scheme.BOTH} else 1
 
 
 def run(arguments: ScaleArguments) -> int:
@@ -182,5 +156,5 @@ def run(arguments: ScaleArguments) -> int:
     section = scale_section(found)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
-    show(arguments.json, lambda: encode_json(scale_json(found)), lambda: section.tables, arguments.output)
+    show(section.tables, arguments.output)
     return OK

@@ -11,7 +11,6 @@ from cs336_systems.commands.flags import (
     DeviceChoice,
     DeviceFlag,
     Flags,
-    Switch,
     explain_cpu_fallback,
     look_at_machine,
     resolve_device,
@@ -19,20 +18,19 @@ from cs336_systems.commands.flags import (
     unset,
     with_flags_of,
 )
-from cs336_systems.commands.outcome import FAILED, OK, checked, json_alone
+from cs336_systems.commands.outcome import FAILED, OK, checked
 from cs336_systems.commands.results import write_page_of
 from cs336_systems.config import Device
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure.inputs import check_factory, source_of
 from cs336_systems.settings import declared
 from cs336_systems.studies.operators import AttentionGrid, FusionGrid
-from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import print_line
+from cs336_systems.sweep.store import make_writable, time_stamp
+from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import Study
-    from cs336_systems.studies.operators import AttentionStudy, FusionStudy
     from cs336_systems.studies.precision_records import PrecisionStudy
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
@@ -47,6 +45,8 @@ class StudyArguments(Flags):
     """Class of the grid, whose declared settings become flags."""
     FOLDER: ClassVar[str]
     """Directory of all studies of this kind, below the output directory."""
+    UNFINISHED: ClassVar[str | None] = None
+    """File of what is measured so far, if not the record itself."""
     device: DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
@@ -54,8 +54,6 @@ class StudyArguments(Flags):
     """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     def grid(self, **others: Any) -> Any:  # noqa: ANN401 (each study has its own)
         """The grid that the flags mean, with other fields; raise ValueError if there is no such grid."""
@@ -70,6 +68,34 @@ class StudyArguments(Flags):
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
         return self.output / self.FOLDER / study_name(self.name, self.precisions, self.device)
+
+    def run(self) -> int:
+        """Measure the grid, with the record written after each cell, and write the results and print them."""
+        explain_cpu_fallback(self.device)
+        grid, directory = checked(self.grid), make_writable(checked(self.directory))
+        look_at_machine(resolve_device(self.device))
+        record = directory / (self.UNFINISHED or f"{self.FOLDER}.json")
+
+        def measure(status: "StatusLine") -> Any:  # noqa: ANN401
+            from cs336_systems.studies.runner import run_study
+
+            study = run_study(grid, status, lambda so_far: write_atomically(record, encode_json(so_far)))
+            if self.UNFINISHED is not None:
+                keep_earlier(directory / f"{self.FOLDER}.json", encode_json(study))
+            return study
+
+        study = show_study(measure, directory)
+        if self.UNFINISHED is not None:
+            record.unlink(missing_ok=True)
+        return OK if all(status.is_result for status in study.statuses) else FAILED
+
+
+def keep_earlier(present: Path, data: bytes) -> None:
+    """Copy the study that is there, if it is another, to a file beside it that is named after the time, and say so."""
+    if present.is_file() and (earlier := present.read_bytes()) != data:
+        kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
+        write_atomically(kept, earlier)
+        print_aside(f"the earlier {present.stem} are kept in {kept}")
 
 
 def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
@@ -102,11 +128,6 @@ class AttentionArguments(StudyArguments):
         check_factory(grid.own, "--own")
         return replace(grid, source=source_of(grid.own))
 
-    def run(self) -> int:
-        """Measure the grid, write its record after every cell, then the tables, plots and page."""
-        study: AttentionStudy = measure_and_show(self)
-        return OK if all(result.status.is_result for result in study.results) else FAILED
-
 
 @with_grid
 class FusionArguments(StudyArguments):
@@ -118,11 +139,6 @@ class FusionArguments(StudyArguments):
 
     GRID, FOLDER = FusionGrid, "fusion"
 
-    def run(self) -> int:
-        """Measure the grid, print the tables, and write them with the record and the plots."""
-        study: FusionStudy = measure_and_show(self)
-        return OK if all(row.status.is_result for row in study.rows) else FAILED
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionArguments:
@@ -130,8 +146,6 @@ class PrecisionArguments:
 
     device: DeviceChoice = "auto"
     """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
-    json: Switch = False
-    """Print JSON instead of tables."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON, and index.html."""
 
@@ -153,7 +167,7 @@ class PrecisionArguments:
 
             return run_precision_study(devices, status)
 
-        show_study(measure, self.output, as_json=self.json)
+        show_study(measure, self.output)
         return OK
 
 
@@ -162,30 +176,7 @@ def run(arguments: AttentionArguments | FusionArguments | PrecisionArguments) ->
     return arguments.run()
 
 
-def measure_and_show(arguments: StudyArguments) -> Any:  # noqa: ANN401 (each grid has its own study)
-    """Measure the grid of the arguments, with its record written after each cell; write the results and print them."""
-    explain_cpu_fallback(arguments.device)
-    grid, directory = checked(arguments.grid), make_writable(checked(arguments.directory))
-
-    look_at_machine(resolve_device(arguments.device))
-
-    def measure(status: "StatusLine") -> Any:  # noqa: ANN401
-        from cs336_systems.studies.runner import run_study
-
-        def keep(study: object) -> None:
-            write_atomically(directory / f"{arguments.FOLDER}.json", encode_json(study))
-
-        return run_study(grid, status, keep)
-
-    return show_study(measure, directory, as_json=arguments.json)
-
-
-def show_study(
-    measure: Callable[["StatusLine"], StudyT],
-    directory: Path | None,
-    *,
-    as_json: bool,
-) -> StudyT:
+def show_study(measure: Callable[["StatusLine"], StudyT], directory: Path | None) -> StudyT:
     """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
     from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.progress import StatusLine
@@ -193,20 +184,16 @@ def show_study(
     from cs336_systems.report.sections.study import all_tables
     from cs336_systems.report.terminal import print_table
 
-    with json_alone(as_json) as print_json:
-        with StatusLine() as status:
-            study = measure(status)
-            results = StudyResults(study)
-            if directory is not None:
-                status("drawing and writing")
-                results.write(directory)
-                page, _ = write_page_of(Directory(path=directory, study=results), status)
-        if print_json is not None:
-            print_json(encode_json(study))
-        else:
-            for table in all_tables(results.sections):
-                print_table(table, directory)
+    with StatusLine() as status:
+        study = measure(status)
+        results = StudyResults(study)
         if directory is not None:
-            print_line(f"results: {directory}")
-            print_line(f"page: {page}")
+            status("drawing and writing")
+            results.write(directory)
+            page, _ = write_page_of(Directory(path=directory, study=results), status)
+    for table in all_tables(results.sections):
+        print_table(table, directory)
+    if directory is not None:
+        print_line(f"results: {directory}")
+        print_line(f"page: {page}")
     return study

@@ -7,7 +7,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +19,6 @@ from cs336_systems.commands.flags import (
     MAX_NAME_LENGTH,
     Flags,
     Flat,
-    GlobalBatchSize,
     MeasuringArguments,
     SweepModelArguments,
     SweepStepArguments,
@@ -45,24 +43,22 @@ from cs336_systems.commands.outcome import (
     FAILED,
     INTERRUPTED,
     OK,
-    PrintJson,
     UsageError,
     checked,
-    json_alone,
     load_ceilings_or_warn,
     print_last,
     status_of,
 )
 from cs336_systems.commands.results import show_results
 from cs336_systems.config import USED_WITH, Device, Mode, Parallel, Precision, Profiler, RunConfig
-from cs336_systems.costs.duration import NOTHING_EXPECTED, Expected, expect
+from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
 from cs336_systems.costs.hardware import devices_called
 from cs336_systems.costs.memory import predicted_peak_bytes
-from cs336_systems.files import encode_json
+from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
-from cs336_systems.measure.nvml import alike, usable_gpu_bytes, visible_gpus
-from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED
+from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
+from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
@@ -105,7 +101,6 @@ class SweepArguments(Flags):
     OUTPUT/memory_profiles/NAME/, with snapshots for PyTorch's viewer. Two steps are recorded, after the warm-up."""
     memory_first_step: Switch = False
     """Like --memory, but for the very first step, in which the optimizer's state is made."""
-    global_batch_size: GlobalBatchSize = None
     name: Annotated[str | None, unset("NAME", "mode, precision, what differs from the defaults, device")] = None
     """Name of the directory."""
     output: Path = Path("data")
@@ -120,8 +115,6 @@ class SweepArguments(Flags):
     """With --cluster, how long to wait for a machine while none is at work (seconds)."""
     dry_run: Switch = False
     """Print what would run, and with --cluster on which machines, and stop."""
-    json: Switch = False
-    """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
         for group in (self, self.model, self.step):
@@ -208,9 +201,7 @@ class SweepArguments(Flags):
         return {**self.given(), **self.model.given(), **self.step.given()}
 
     def _config(self, device: Device, point: Mapping[str, Any]) -> RunConfig:
-        return config_of(
-            device, self._given(), point, fast=self.fast, global_batch_size=self.global_batch_size, many=True
-        )
+        return config_of(device, self._given(), point, fast=self.fast, many=True)
 
     def _profiled(self, plain: RunConfig) -> RunConfig:
         return profiled_config(plain, self.profiler, first_step=self.memory_first_step)
@@ -230,7 +221,6 @@ def default_name(sweep: SweepArguments) -> str:
     groups = (sweep, sweep.model, sweep.step)
     axes, *different = [_differences(group, skip=("modes", "precisions")) for group in groups]
     repeats = [f"repeats-{sweep.repeats}"] if sweep.repeats > 1 else []
-    repeats += [f"global-batch-size-{sweep.global_batch_size}"] if sweep.global_batch_size else []
     parts = [
         "-".join(dict.fromkeys(sweep.modes)),
         "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),
@@ -261,21 +251,16 @@ def run(arguments: SweepArguments) -> int:
     if arguments.fast:
         explain_fast(configs)
     if arguments.dry_run:
-        expected = _expected(arguments, plan, directory)
-        if expected is NOTHING_EXPECTED and arguments.cluster is None:
+        machines, curves = _machines(arguments), _curves(arguments, directory)
+        if curves is None and arguments.cluster is None:
             print_aside("note: no times are predicted, as `cs336 ceilings` has not measured this device")
-        elif (curves := expected.curves) is not None:
+        elif curves is not None:
             for note, is_true in ((SHIPPED, curves.is_shipped), (DOUBTED_FORECAST, curves.is_in_doubt)):
                 if is_true:
                     print_aside(f"note: {note}")
-        with json_alone(arguments.json) as print_json:
-            machines = _machines(arguments)
-            if print_json is not None:
-                print_json(encode_json({**_plan_json(plan, directory, expected), "machines": machines}))
-            else:
-                _print_plan(plan, directory, expected)
-                if arguments.cluster is not None:
-                    _print_machines(machines, arguments.device())
+        _print_plan(plan, directory, curves)
+        if arguments.cluster is not None:
+            _print_machines(machines, arguments.device())
         return FAILED if machines and all(machine.refused for machine in machines) else OK
     for config in plan.too_large:
         print_aside(f"{config.label} {_outlook(config)}")
@@ -283,50 +268,37 @@ def run(arguments: SweepArguments) -> int:
     if missing is not None:
         print_aside(f"error: no profile: {missing}. The times are measured all the same.")
         configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
-    with json_alone(arguments.json) as print_json:
-        status = measure_all(configs, directory, arguments.measuring, print_json, _elsewhere(arguments))
+    status = measure_all(configs, directory, arguments.measuring, _elsewhere(arguments))
     return FAILED if missing is not None and status == OK else status
 
 
-def _expected(arguments: SweepArguments, plan: Plan, directory: Path) -> Expected:
-    """How long the runs should take; empty without ceilings of the device that measures them."""
-    on_cpu = arguments.device() is Device.CPU
-    gpus = alike(visible_gpus()) if arguments.cluster is None and not on_cpu else ()
-    here = [gpu.name for gpu in gpus[:1]]
-    if arguments.cluster is None and on_cpu:
-        here = [cpu_name()]
-    meant = [] if arguments.require_device is None else devices_called(arguments.require_device)
-    names = here or [name for device in meant for name in device.names]
+def _curves(arguments: SweepArguments, directory: Path) -> Curves | None:
+    """The ceilings of the device that measures the runs; None without any."""
+    if arguments.require_device is not None:
+        names = [name for device in devices_called(arguments.require_device) for name in device.names]
+    elif arguments.cluster is not None:
+        names = []
+    elif arguments.device() is Device.CPU:
+        names = [cpu_name()]
+    else:
+        names = [gpu.name for gpu in visible_gpus()[:1]]
     ceilings = load_ceilings_or_warn(ceilings_beside(directory))
-    curves = next((found for name in names if (found := ceilings.curves(name)) is not None), None)
-    return NOTHING_EXPECTED if curves is None else expect(plan.configs, plan.too_large, curves, len(gpus) or 1)
+    return next((found for name in names if (found := ceilings.curves(name)) is not None), None)
 
 
-def _plan_json(plan: Plan, directory: Path, expected: Expected) -> dict[str, object]:
-    """The runs, and by their keys the available predictions for each."""
-    predicted = {
-        config.key: {"step_s": expected.steps_s.get(config), "peak_bytes": _peak_bytes(config)}
-        for config in plan.configs
-    }
-    total_s = expected.sweep_s(plan.configs)
-    return {
-        "directory": str(directory), "runs": plan.configs, "too_large": plan.too_large,
-        "predicted": predicted, "predicted_s": total_s,
-    }  # fmt: skip
-
-
-def _print_plan(plan: Plan, directory: Path, expected: Expected) -> None:
-    doubt = f" {DOUBT}" if expected.curves is not None and expected.curves.is_in_doubt else ""
+def _print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
+    doubt = f" {DOUBT}" if curves is not None and curves.is_in_doubt else ""
     for config in plan.configs:
-        steps = f"{config.warmup_steps} + {config.measured_steps} steps"
-        step_s = expected.steps_s.get(config)
-        step = "" if step_s is None else f", predicted step {1e3 * step_s:.4g} ms{doubt}"
-        print(f"{config.key}: {config.label}, {steps}{step}{_predicted(config)}")
+        is_slowed = config.profiler is not Profiler.NONE or config in plan.too_large
+        time = None if curves is None or is_slowed else predicted_time(config, curves)
+        step = "" if time is None else f", predicted step {significant(1e3 * time.step_s)} ms{doubt}"
+        print(
+            f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps{step}"
+            f"{_predicted(config)}"
+        )
     for config in plan.too_large:
         print(f"will not fit: {config.label} {_outlook(config)}")
-    total_s = expected.sweep_s(plan.configs)
-    took = "" if total_s is None else f", which should take {timedelta(seconds=round(total_s))} (h:mm:ss)"
-    print_line(f"{counted(len(plan.configs), 'run')} into {directory}{took}")
+    print_line(f"{counted(len(plan.configs), 'run')} into {directory}")
 
 
 def _outlook(config: RunConfig) -> str:
@@ -411,10 +383,9 @@ def measure_all(
     configs: Sequence[RunConfig],
     directory: Path,
     measuring: MeasuringArguments,
-    print_json: PrintJson | None = None,
     elsewhere: Callable[..., "Outcome"] | None = None,
 ) -> int:
-    """Run the configurations that have no result yet, write the tables and plots, print them or their JSON.
+    """Run the configurations that have no result yet, write the tables and plots, print the tables.
 
     `elsewhere` measures them on other machines in place of `run_sweep`.
     """
@@ -436,7 +407,7 @@ def measure_all(
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,
         )  # fmt: skip
     with StatusLine() as status:
-        show_results(outcome.records, directory, directory, status, print_json)
+        show_results(outcome.records, directory, directory, status)
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED

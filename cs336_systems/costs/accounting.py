@@ -4,7 +4,6 @@ FLOPs are those of matmuls, in which a multiply-add counts as two. Norms, softma
 left out, as is usual (Chowdhery et al. 2022, appendix B), unless a name says otherwise.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,12 +25,6 @@ class Component(StrEnum):
     OUTPUT = "output"
     FFN = "feed-forward"
     HEAD = "head"
-
-
-IN_BLOCKS = (Component.QKV, Component.SCORES, Component.VALUES, Component.OUTPUT, Component.FFN)
-"""Parts of the blocks that are matmuls."""
-FP8_LAYERS = (Component.QKV, Component.OUTPUT, Component.FFN)
-"""Parts whose matmuls `fp8` computes in fp8."""
 
 
 def parameters_by_component(model: ModelConfig) -> dict[Component, int]:
@@ -96,89 +89,27 @@ class ComponentFlops:
     forward: int
     backward: int
     """Twice forward, one matmul for the gradient of each factor; 0 in a mode without backward."""
-    recomputed: int
-    """FLOPs of forward's matmuls that backward computes again."""
 
     @property
     def step(self) -> int:
-        """The model's FLOPs, without recomputation."""
         return self.forward + self.backward
-
-    @property
-    def hardware(self) -> int:
-        """The FLOPs that are executed, recomputation included."""
-        return self.step + self.recomputed
 
 
 def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[ComponentFlops, ...]:
     """FLOPs of one step of this project's model, part by part; `causal` as in forward_flops.
 
-    Recomputation of an eager step is included: the blocks between checkpoints, and the scores in the backward of fused
-    attention. Left out: what a compiler chooses to recompute, and the surplus of a padded vocabulary. Raises ValueError
-    for a user's own model.
+    Left out: what backward computes again, between checkpoints or in fused attention, and the surplus of a padded
+    vocabulary. Raises ValueError for a user's own model.
     """
     if config.model_factory is not None:
         raise ValueError(f"FLOPs are known only of this project's model, got model_factory {config.model_factory!r}")
     forward = forward_flops(config.model, config.batch_size, causal=causal)
-    passes = 2 if _has_backward(config) else 0
-    again = _recomputed(config, forward) if passes else {}
+    passes = 2 if config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN) else 0
     return tuple(
-        ComponentFlops(
-            component=part,
-            forward=forward[part],
-            backward=passes * forward[part],
-            recomputed=again.get(part, 0),
-        )
+        ComponentFlops(component=part, forward=forward[part], backward=passes * forward[part])
         for part in Component
         if part in forward
     )
-
-
-def _recomputed(config: RunConfig, forward: Mapping[Component, int]) -> dict[Component, int]:
-    model = config.model
-    again: dict[Component, int] = {}
-    if config.checkpoint_blocks:
-        again = {part: forward[part] for part in _recomputed_parts(config)}
-        matmuls = model.num_layers * _ffn_matrices(model)
-        spared = _spared_matmuls(config) + _kept(config) * (_ffn_matrices(model) - 1)
-        again[Component.FFN] -= spared * forward[Component.FFN] // matmuls
-    if _is_fused(model):
-        again[Component.SCORES] = again.get(Component.SCORES, 0) + forward[Component.SCORES]
-    return again
-
-
-def _recomputed_parts(config: RunConfig) -> tuple[Component, ...]:
-    """The parts that backward recomputes between checkpoints; with selective ones, linear layers except q, k and v.
-
-    In fp8 selective checkpoints recompute q, k and v too, because a layer saves its factors only after the matmul.
-    """
-    if not config.checkpoint_blocks:
-        return ()
-    if not config.selective_checkpoints:
-        return IN_BLOCKS
-    return FP8_LAYERS if config.fp8 else (Component.OUTPUT, Component.FFN)
-
-
-def _spared_matmuls(config: RunConfig) -> int:
-    """Number of matmuls not recomputed: the last one of each group of blocks, whose result backward does not need.
-
-    In fp8 none is spared, since a layer saves its factors only after the matmul.
-    """
-    return 0 if config.fp8 else -(-config.model.num_layers // config.checkpoint_blocks)
-
-
-def _kept(config: RunConfig) -> int:
-    """Number of blocks whose first feed-forward matmul is not recomputed either."""
-    return 0 if config.fp8 else config.keep_hidden
-
-
-def _has_backward(config: RunConfig) -> bool:
-    return config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
-
-
-def _is_fused(model: ModelConfig) -> bool:
-    """Whether attention is one kernel, which does not write its scores to memory."""
-    return model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH
 
 
 def step_flops(config: RunConfig) -> int | None:
@@ -232,57 +163,11 @@ def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFl
     return AttentionFlops(scores=2 * forward.scores, softmax=softmax, values=2 * forward.values)
 
 
-def moment_bytes(config: RunConfig) -> int:
-    """Bytes of each of AdamW's two moments of a parameter."""
-    return HALF_BYTES if config.bf16_moments else FP32_BYTES
-
-
-def only_copied(model: ModelConfig) -> int:
-    """Parameters of which `cast_once` reads the copies only: all but norms, embedding, and a head tied to it."""
-    parts = parameters_by_component(model)
-    read = {Component.EMBEDDING, Component.NORMS, *([Component.HEAD] if model.arch is Arch.GPT2 else [])}
-    return sum(elements for part, elements in parts.items() if part not in read)
-
-
-def split_parameters(config: RunConfig) -> int:
-    """Parameters with split masters."""
-    return only_copied(config.model) if config.split_masters else 0
-
-
-def saved_by_moments(config: RunConfig) -> int:
-    """Bytes per parameter that AdamW saves by reading and writing both moments in bf16 instead of fp32."""
-    return 2 * 2 * (FP32_BYTES - moment_bytes(config))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
-    """Bytes of parameters, gradients, optimizer state and copies, without the allocator's rounding; 0 if not needed.
-
-    Sharded tensors count with the share of the rank that keeps most.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    """AdamW's two moments, without step counts."""
-    weight_copies: int
-    """Autocast's half-precision copies of the weights and biases of all linear layers; 0 if these are sharded."""
-
-
-def state_bytes(config: RunConfig) -> StateBytes:
-    """Parameters, gradients and moments in fp32, and autocast's copies; not valid for `cast_once`."""
-    parameters, updated = count_parameters(config.model), updated_parameters(config)
+def parameter_bytes(config: RunConfig) -> int:
+    """Bytes of the parameters in fp32 that a rank keeps; not valid for `cast_once`."""
     if config.parallel.shards_parameters:
-        parameters = sum(kept_elements(config).values())
-    by_part = parameters_by_component(config.model)
-    linear = sum(by_part[part] for part in _weights(config.model))
-    has_copies = _is_half(config) and not config.parallel.shards_parameters
-    return StateBytes(
-        parameters=FP32_BYTES * parameters,
-        gradients=FP32_BYTES * parameters if _has_backward(config) else 0,
-        optimizer_state=2 * FP32_BYTES * updated if config.mode is Mode.TRAIN else 0,
-        weight_copies=HALF_BYTES * linear if has_copies else 0,
-    )
+        return FP32_BYTES * sum(kept_elements(config).values())
+    return FP32_BYTES * count_parameters(config.model)
 
 
 def updated_parameters(config: RunConfig) -> int:
@@ -290,10 +175,6 @@ def updated_parameters(config: RunConfig) -> int:
     if config.parallel.shards_parameters or config.shard_optimizer:
         return sum(updated_elements(config).values())
     return count_parameters(config.model)
-
-
-def _is_half(config: RunConfig) -> bool:
-    return config.precision in (Precision.BF16, Precision.FP16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +193,11 @@ class Work:
         return self.flops / self.moved_bytes
 
 
+def is_fused(model: ModelConfig) -> bool:
+    """Whether attention is one kernel, which does not write its scores to memory."""
+    return model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH
+
+
 def forward_work(config: RunConfig) -> tuple[Work, ...]:
     """The matmuls of one forward pass and the lookup of the embedding.
 
@@ -321,10 +207,10 @@ def forward_work(config: RunConfig) -> tuple[Work, ...]:
     a part share, such as the input of queries, keys and values, counts once in all. The scores of fused attention move
     no bytes. `fp8` makes no difference here.
     """
-    element_bytes = HALF_BYTES if _is_half(config) else FP32_BYTES
-    elements, moved_bytes = _matmul_elements(config), {Component.EMBEDDING: _embedding_bytes(config)}
-    moved_bytes |= {part: found.forward_bytes(element_bytes, element_bytes) for part, found in elements.items()}
-    flops = forward_flops(config.model, config.batch_size, causal=_is_fused(config.model))
+    element_bytes = HALF_BYTES if config.precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
+    moved_bytes = {part: element_bytes * elements for part, elements in _matmul_elements(config).items()}
+    moved_bytes[Component.EMBEDDING] = _embedding_bytes(config)
+    flops = forward_flops(config.model, config.batch_size, causal=is_fused(config.model))
     return tuple(
         Work(name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision)
         for part in Component
@@ -332,40 +218,23 @@ def forward_work(config: RunConfig) -> tuple[Work, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MatmulElements:
-    """Elements of the matmuls of one part of the model in one forward pass, in all layers."""
-
-    factors: int
-    """Both factors of each matmul; a shared factor counts once."""
-    results: int
-    biases: int = 0
-    """Biases are read in the type of the results."""
-
-    def forward_bytes(self, factor_bytes: int, result_bytes: int) -> int:
-        return factor_bytes * self.factors + result_bytes * (self.results + self.biases)
-
-
-def _matmul_elements(config: RunConfig) -> dict[Component, _MatmulElements]:
+def _matmul_elements(config: RunConfig) -> dict[Component, int]:
+    """Elements of the factors, results and biases of all layers' matmuls of each part; a shared factor counts once."""
     model, layers = config.model, config.model.num_layers
-    weights, parameters = _weights(model), parameters_by_component(model)
-    biases = {part: parameters[part] - weights[part] for part in weights}
     tokens = config.batch_size * model.context_length
     stream, hidden = layers * tokens * model.d_model, layers * tokens * model.d_ff
-    scores = 0 if _is_fused(model) else layers * tokens * model.num_heads * model.context_length
-    # (factors besides weights, results). The feed-forward layer reads the hidden activations once, in w2.
+    scores = 0 if is_fused(model) else layers * tokens * model.num_heads * model.context_length
+    # besides weights and biases; the feed-forward layer reads the hidden activations once, in w2
     activations = {
-        Component.QKV: (stream, 3 * stream),
-        Component.SCORES: (2 * stream, scores),
-        Component.VALUES: (stream + scores, stream),
-        Component.OUTPUT: (stream, stream),
-        Component.FFN: (stream + hidden, (_ffn_matrices(model) - 1) * hidden + stream),
-        Component.HEAD: (tokens * model.d_model, tokens * model.vocab_size),
+        Component.QKV: 4 * stream,
+        Component.SCORES: 2 * stream + scores,
+        Component.VALUES: 2 * stream + scores,
+        Component.OUTPUT: 2 * stream,
+        Component.FFN: 2 * stream + _ffn_matrices(model) * hidden,
+        Component.HEAD: tokens * (model.d_model + model.vocab_size),
     }
-    return {
-        part: _MatmulElements(factors=read + weights.get(part, 0), results=made, biases=biases.get(part, 0))
-        for part, (read, made) in activations.items()
-    }
+    parameters = parameters_by_component(model)
+    return {part: elements + parameters.get(part, 0) for part, elements in activations.items()}
 
 
 def _embedding_bytes(config: RunConfig) -> int:
@@ -383,21 +252,12 @@ ADAMW_BYTES = 7 * FP32_BYTES
 """For each parameter: read the parameter, its gradient and both moments; write all but the gradient."""
 
 
-def optimizer_work(config: RunConfig, parameters: int | None = None) -> Work:
-    """AdamW's update in one pass over all tensors, as in a fused kernel; or over so many parameters."""
-    parameters = count_parameters(config.model) if parameters is None else parameters
+def optimizer_work(config: RunConfig) -> Work:
+    """AdamW's update, of the parameters that a rank updates, in one pass over all tensors, as in a fused kernel."""
+    parameters = updated_parameters(config)
     return Work(
-        name="optimizer",
-        flops=ADAMW_FLOPS * parameters,
-        moved_bytes=(ADAMW_BYTES - saved_by_moments(config)) * parameters - HALF_BYTES * split_parameters(config),
-        precision=Precision.FP32,
+        name="optimizer", flops=ADAMW_FLOPS * parameters, moved_bytes=ADAMW_BYTES * parameters, precision=Precision.FP32
     )
-
-
-def ridge_point(device: DeviceSpec, precision: Precision) -> float | None:
-    """FLOPs per byte below which memory bandwidth limits the time; None if no peak is known."""
-    peak = device.peak_flops_per_s.get(precision)
-    return None if peak is None else peak / device.memory_bandwidth_bytes_per_s
 
 
 def least_time_s(work: Work, device: DeviceSpec) -> float | None:
@@ -424,11 +284,3 @@ def training_days(*, parameters: float, tokens: float, peak_flops_per_s: float, 
     """Days until `count` devices have trained on `tokens` tokens, each at the share `mfu` of its peak."""
     flops_per_s = count * peak_flops_per_s * mfu
     return rule_of_thumb_flops(parameters, tokens) / flops_per_s / SECONDS_PER_DAY
-
-
-def largest_model(*, memory_bytes: float, count: int, bytes_per_parameter: float = 16) -> float:
-    """Number of parameters whose state fills `count` devices of `memory_bytes` each, with no room for activations.
-
-    16 bytes are AdamW in fp32: parameter, gradient and two moments. The state is sharded: no device holds a copy.
-    """
-    return count * memory_bytes / bytes_per_parameter

@@ -6,14 +6,11 @@ held throughout, what forward saves, and what the fullest moments of backward ne
 
 from dataclasses import replace
 
-from cs336_systems.config import Arch, Attention, Device, Mode, Profiler, RunConfig
+from cs336_systems.config import Arch, Attention, Device, Mode, ModelConfig, Profiler, RunConfig
 from cs336_systems.costs.accounting import (
     Component,
     count_parameters,
-    moment_bytes,
-    only_copied,
     parameters_by_component,
-    split_parameters,
 )
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES
@@ -164,8 +161,9 @@ def held_bytes(config: RunConfig) -> int:
     """
     parts = parameters_by_component(config.model)
     linear, read, every = _with_copies(config), _read(config), sum(parts.values())
-    masters = FP32_BYTES * (every - read) - HALF_BYTES * split_parameters(config)
-    moments = 2 * moment_bytes(config) * every if config.mode is Mode.TRAIN else 0
+    masters = FP32_BYTES * (every - read) - (HALF_BYTES * only_copied(config.model) if config.split_masters else 0)
+    moment_bytes = HALF_BYTES if config.bf16_moments else FP32_BYTES
+    moments = 2 * moment_bytes * every if config.mode is Mode.TRAIN else 0
     if config.parallel.shards_parameters:
         gathered = 2 * (parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config))
         received = (HALF_BYTES * linear + FP32_BYTES * read) * (config.ranks - 1) * config.parallel.writes_to_others
@@ -195,6 +193,13 @@ def _with_copies(config: RunConfig) -> int:
     parts = parameters_by_component(config.model)
     surplus = (_padded_vocabulary(config) - config.model.vocab_size) * config.model.d_model
     return sum(parts.values()) - parts[Component.EMBEDDING] - parts[Component.NORMS] + surplus
+
+
+def only_copied(model: ModelConfig) -> int:
+    """Parameters of which `cast_once` reads the copies only: all but norms, embedding, and a head tied to it."""
+    parts = parameters_by_component(model)
+    read = {Component.EMBEDDING, Component.NORMS, *([Component.HEAD] if model.arch is Arch.GPT2 else [])}
+    return sum(elements for part, elements in parts.items() if part not in read)
 
 
 def _read(config: RunConfig) -> int:

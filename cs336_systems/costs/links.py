@@ -63,25 +63,10 @@ class Links:
             sent_bytes = call.num_bytes * sent_share(call.collective, group.nodes) / group.in_node
         return sent_bytes / self.network_bytes_per_s
 
-    def data_group(self, ranks: int, tensor_ranks: int = 1) -> Group:
-        """The ranks that hold the same part of every tensor: one of each `tensor_ranks` neighbours."""
-        in_node = max(1, min(ranks, self.gpus_per_node // tensor_ranks))
-        return Group(in_node=in_node, nodes=ranks // in_node)
-
-    def tensor_group(self, ranks: int) -> Group:
-        """Ranks that share out every tensor: neighbours, in one node as far as there is room."""
+    def group(self, ranks: int) -> Group:
+        """So many ranks, in one node as far as there is room; they fill their nodes."""
         in_node = min(ranks, self.gpus_per_node)
         return Group(in_node=in_node, nodes=ranks // in_node)
-
-    def misfit(self, ranks: int) -> str:
-        """Why so many ranks do not fill nodes; empty if they do."""
-        if ranks <= self.gpus_per_node:
-            return ""
-        if self.network_bytes_per_s is None:
-            return f"{ranks} ranks need a network between nodes of {self.gpus_per_node} GPUs"
-        if ranks % self.gpus_per_node:
-            return f"{ranks} ranks do not fill nodes of {self.gpus_per_node} GPUs"
-        return ""
 
 
 def measured_links(

@@ -13,10 +13,10 @@ from itertools import accumulate, pairwise
 from operator import invert
 
 from cs336_systems.config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
-from cs336_systems.costs.accounting import count_parameters, state_bytes
+from cs336_systems.costs.accounting import count_parameters, parameter_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
-from cs336_systems.costs.tape import REPEATED, Category, Tape, TensorSpec, phases_of
+from cs336_systems.costs.tape import Category, Tape, TensorSpec
 from cs336_systems.costs.traces import as_costed, has_tape, is_at_hand, tape_of
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
@@ -65,10 +65,6 @@ class MemoryPrediction:
     """Peak of the first step, at whose end the optimizer makes its state."""
     reserved_bytes: int
     """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are released."""
-    initial_bytes: int
-    """Allocated when the first step begins."""
-    first_after_bytes: Mapping[Phase, int]
-    """Allocated at the end of each phase of the first step."""
     start_bytes: int
     """Allocated when a step begins."""
     after_bytes: Mapping[Phase, int]
@@ -124,7 +120,7 @@ def host_bytes(config: RunConfig) -> int | None:
         return None
     is_known = config.model_factory is None and is_at_hand(config)
     found = predict_memory(config) if is_known else None
-    least = state_bytes(config).parameters + _score_bytes(config)
+    least = parameter_bytes(config) + _score_bytes(config)
     return config.ranks * (least if found is None else found.peak.allocated_bytes)
 
 
@@ -224,22 +220,6 @@ def residual_stream_bytes(config: RunConfig) -> int:
     return config.batch_size * config.model.context_length * config.model.d_model * 4
 
 
-def saved_by_block(config: RunConfig) -> tuple[Part, ...] | None:
-    """Tensors that one block saves for its backward, the largest first; None if that is not predicted.
-
-    The block's input counts, its output does not. Autocast's copies of weights are a category of their own.
-    """
-    if not is_predictable(config):
-        return None
-    tape = tape_of(replace(config, checkpoint_blocks=0))
-    _, (begin, end), _ = phases_of(tape, -1)[0]
-    freed = {~event for event in tape.events[begin:end] if event < 0}
-    made = [event for event in tape.events[begin:end] if event >= 0 and event not in freed]
-    saved = Counter(spec for spec in map(tape.spec, made) if REPEATED in spec.label)
-    parts = _parts(Counter({spec: count // config.model.num_layers for spec, count in saved.items()}))
-    return tuple(sorted(parts, key=lambda part: -part.size_bytes))
-
-
 def is_predictable(config: RunConfig) -> bool:
     """Whether the step's tensors, and so its memory, are known from its configuration."""
     half = config.precision in (Precision.BF16, Precision.FP16)
@@ -254,12 +234,11 @@ def is_predictable(config: RunConfig) -> bool:
     )
 
 
-def peaks_by_half(config: RunConfig) -> list[int] | None:
-    """The most bytes of tensors in each half of each phase of a steady step; None if that is not predicted.
+def rank_peak_bytes(config: RunConfig) -> int | None:
+    """The most bytes of tensors in a steady step of a rank of PyTorch's DDP or of fsdp; None if that is not predicted.
 
-    Each grows linearly with the number of layers; the peak of the step does not, because its moment changes. Remainders
-    of blocks that the allocator does not split off, under 1 MiB each, are left out. Of a rank of PyTorch's DDP and of
-    fsdp the tensors are those of one process, its state shared out in closed form: so any number of ranks is predicted.
+    The tensors are those of one process, its state shared out in closed form: so any number of ranks is predicted.
+    Remainders of blocks that the allocator does not split off, under 1 MiB each, are left out.
     """
     alone = config.alone
     if not is_predictable(alone):
@@ -268,9 +247,7 @@ def peaks_by_half(config: RunConfig) -> list[int] | None:
     shares, more_bytes = _shared_out(config)
     sizes = [round(shares.get(spec.category, 1) * _rounded(spec.size_bytes)) for spec in tape.specs]
     levels = _levels(tape, [sizes[kind] for kind in tape.tensors])
-    of_phases = [levels[begin : end + 1] for _, (begin, end), _ in phases_of(tape, -1)]
-    halves = [half for each in of_phases for half in (each[: len(each) // 2], each[len(each) // 2 :])]
-    return [max(half, default=0) + more_bytes for half in halves]
+    return max(levels[tape.steps[-1][0][1] :]) + more_bytes
 
 
 def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
@@ -313,8 +290,6 @@ class _Replay:
             peak=self._peak(last, levels),
             first_step_peak=self._peak(first, levels),
             reserved_bytes=self.reserved_bytes,
-            initial_bytes=levels[first[0][1]],
-            first_after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(first)},
             start_bytes=levels[last[0][1]],
             after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(last)},
         )

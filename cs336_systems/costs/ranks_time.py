@@ -19,11 +19,9 @@ from cs336_systems.costs.shards import (
     HEAD,
     LOOKUP,
     REST,
-    factor_bytes,
     parameter_elements,
     parameter_shapes,
 )
-from cs336_systems.costs.tape import Kind, Operation
 from cs336_systems.costs.time import Limit, TimePrediction, has_known_kernels, operations, replay_operations, step_time
 
 SPEED_BESIDE = 0.5
@@ -88,47 +86,12 @@ def _on_other_hosts(curves: Curves) -> tuple[Curves, ...]:
     return tuple(replace(curves, launch_s=curves.launch_s * factor) for factor in (1 / HOST_SPREAD, HOST_SPREAD))
 
 
-def ranks_step_time(config: RunConfig, curves: Curves, links: Links, tensor_ranks: int = 1) -> RanksTime | None:
-    """Predict the time of a step on `config.ranks` data ranks, each of which consists of `tensor_ranks` ranks.
-
-    None for what is not predicted on one rank either.
-    """
-    compute = compute_time(config, curves, tensor_ranks)
-    return None if compute is None else with_communication(config, compute, curves, links, tensor_ranks)
-
-
-def compute_time(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> TimePrediction | None:
-    """Time of the kernels of one rank of an eager step; None where it is not predicted.
-
-    Tensor ranks share out every operation evenly, norms and the residual stream by positions (Korthikanti et al. 2022).
-    """
-    alone = config.alone
-    if not is_predictable(alone) or not has_known_kernels(alone, curves, tensor_ranks):
+def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTime | None:
+    """Predict the time of a step on `config.ranks` ranks; None for what is not predicted on one rank either."""
+    compute = compute_time(config, curves)
+    if compute is None:
         return None
-    found = operations(config)
-    share = cache(lambda each: _share(each, tensor_ranks))  # only few of the thousands of operations differ
-    shared = {phase: [*map(share, every)] for phase, every in found.items()}
-    return replay_operations(shared, config.precision, curves)
-
-
-def _share(operation: Operation, ranks: int) -> Operation:
-    """One rank's share: of attention's heads, of the columns of other matmuls, and of the bytes of passes."""
-    if ranks == 1:
-        return operation
-    moved_bytes = -(-operation.moved_bytes // ranks)
-    rows, inner, columns = operation.sides
-    if operation.batch > 1:
-        return replace(operation, batch=-(-operation.batch // ranks), moved_bytes=moved_bytes)
-    if operation.kind is Kind.MATMUL:
-        columns = -(-columns // ranks)
-    return replace(operation, sides=(rows, inner, columns), moved_bytes=moved_bytes)
-
-
-def with_communication(
-    config: RunConfig, compute: TimePrediction, curves: Curves, links: Links, tensor_ranks: int = 1
-) -> RanksTime:
-    """Add the collectives of a step to the time of its kernels."""
-    exchange = _Exchange(config=config, compute=compute, curves=curves, links=links, tensor_ranks=tensor_ranks)
+    exchange = _Exchange(config=config, compute=compute, curves=curves, links=links)
     more_s, slowed_s = exchange.more_s()
     phases = [phase for phase in Phase if phase in compute.phases_s or phase in more_s]
     time = replace(
@@ -140,6 +103,14 @@ def with_communication(
     return RanksTime(
         time=time, compute_s=compute.step_s, communication_s=exchange.communication_s, slowed_s=slowed_s
     )  # fmt: skip
+
+
+def compute_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
+    """Time of the kernels of one rank of an eager step; None where it is not predicted."""
+    alone = config.alone
+    if not is_predictable(alone) or not has_known_kernels(alone, curves):
+        return None
+    return replay_operations(operations(config), config.precision, curves)
 
 
 class _Timeline:
@@ -179,16 +150,11 @@ class _Exchange:
     compute: TimePrediction
     curves: Curves
     links: Links
-    tensor_ranks: int
 
     def more_s(self) -> tuple[dict[Phase, float], float]:
         """How much longer each phase takes than its kernels alone, and how much of that the kernels are slowed."""
-        config, slowed_s = self.config, 0.0
-        more = {phase: self._of_tensors_s(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)}
-        if config.is_shared:
-            found, slowed_s = self._averaged() if config.parallel in AVERAGING else self._sharded()
-            for phase, time_s in found.items():
-                more[phase] = more.get(phase, 0.0) + time_s
+        config = self.config
+        more, slowed_s = self._averaged() if config.parallel in AVERAGING else self._sharded()
         if config.shard_optimizer:
             broadcasts = (each for each in self._calls if each.collective is Collective.BROADCAST)
             more[Phase.OPTIMIZER] = sum(self._calls[each] * self._call_s(each) for each in broadcasts)
@@ -197,39 +163,14 @@ class _Exchange:
     @property
     def communication_s(self) -> float:
         """All collectives, one after the other."""
-        of_data = sum(count * self._call_s(call) for call, count in self._calls.items())
-        return of_data + self._of_tensors_s(Phase.FORWARD) + self._of_tensors_s(Phase.BACKWARD)
+        return sum(count * self._call_s(call) for call, count in self._calls.items())
 
     @cached_property
     def _calls(self) -> Mapping[Call, int]:
         return calls(self.config) or {}
 
     def _call_s(self, call: Call) -> float:
-        """Time of a collective among data ranks, in which each tensor rank exchanges its part of the bytes."""
-        group = self.links.data_group(self.config.ranks, self.tensor_ranks)
-        return self.links.call_s(replace(call, num_bytes=-(-call.num_bytes // self.tensor_ranks)), group)
-
-    # tensors are shared out
-
-    def _pair_s(self) -> float:
-        """Time to gather the input of layers and to scatter their result."""
-        if self.tensor_ranks == 1:
-            return 0.0
-        model, group = self.config.model, self.links.tensor_group(self.tensor_ranks)
-        elements = self.config.batch_size * model.context_length * model.d_model
-        num_bytes = elements * factor_bytes(self.config.precision)
-        return sum(
-            self.links.call_s(call_of(kind, num_bytes), group)
-            for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-        )
-
-    def _pairs(self, phase: Phase) -> int:
-        """Pairs of gather and scatter: two per block (attention, feed-forward), and one for embedding and head."""
-        again = phase is Phase.BACKWARD and self.config.checkpoint_blocks > 0
-        return (2 if again else 1) * 2 * self.config.model.num_layers + 1
-
-    def _of_tensors_s(self, phase: Phase) -> float:
-        return self._pairs(phase) * self._pair_s()
+        return self.links.call_s(call, self.links.group(self.config.ranks))
 
     # whole gradients are averaged
 
@@ -321,13 +262,13 @@ class _Exchange:
         shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
         once = (LOOKUP, [name for name in names if name in units][-1]) if self.config.parallel.is_fsdp else ()
         for phase, order in ((Phase.FORWARD, names), (Phase.BACKWARD, names[::-1])):
-            compute_s, tensors_s = self.compute.phases_s[phase], self._of_tensors_s(phase)
+            compute_s = self.compute.phases_s[phase]
             for name in order:
                 is_unit, is_back = name in units, phase is Phase.BACKWARD
                 yield _Job(
                     phase=phase,
                     unit=name,
-                    compute_s=shares[name] * (compute_s + tensors_s),
+                    compute_s=shares[name] * compute_s,
                     gathers=is_unit and not (is_back and name in once),
                     scatters=is_unit and is_back,
                 )

@@ -1,177 +1,218 @@
-"""Forecast of a training step on many GPUs: time, exposed communication, memory and MFU of each parallel scheme."""
+"""A training step on many GPUs: its forecast, and how many ranks can share it before communication limits it.
 
-from collections.abc import Callable, Iterator, Mapping
+The four inequalities are those of the course, from Austin et al. 2025, How to Scale Your Model, chapters "How to
+Parallelize a Transformer for Training" and "How to Think About GPUs", in the units of this project:
+
+    B  tokens of a step                      N  ranks = X data ranks times Y tensor ranks
+    C  FLOP/s of a GPU in matmuls            G  GPUs of a node
+    W  bytes/s that a GPU sends, to its node or through the network
+    e  bytes of an element that is sent      P, D  elements of a block's matrices, d_model
+
+Only the matmuls of the blocks are counted. Communication may overlap with them, and with communication on other links.
+
+**Data parallel.** Backward takes 4 B P / (N C) for a block. Its gradients are averaged meanwhile: an all-reduce sends
+2 e P (N - 1) / N, in time / W. Computing takes longer while B / N > a (1 - 1 / N), with a = e C / (2 W). Across nodes a
+GPU sends 2 e P (1 - 1 / G) to its own, so N (1 - 1 / G) < B / a, and with many ranks B / N > a: the course's form. It
+sends 2 e P (1 - G / N) / G through the network, as the G GPUs of a node share what leaves it: N < G (1 + B / a).
+
+**Fully sharded.** Forward takes 2 B P / (N C) and gathers e P (N - 1) / N; backward computes twice as much, gathers
+again, and scatters as many gradients. Both have the same ratio as above, with e of the gathered weights.
+
+**Tensor parallel.** All B tokens pass each rank, which has 1 / Y of every matrix: 2 B P / (Y C). A block gathers its
+input and scatters its result, e B D (Y - 1) / Y each, twice: for attention and for the feed-forward network. Computing
+takes longer while Y (1 - 1 / Y) < f / a, with f = P / (4 D): the same form with f in the place of B, which has no part
+in it. Of a feed-forward network of two matrices alone, which gathers and scatters once, f is d_ff: the course's.
+
+**Both.** Weights are gathered among X ranks, 1 / Y of them, and activations among Y ranks, of B / X tokens: X and Y
+have the limits from above, one by one. With many of both N = X Y < (B / a) (f / a), or B / N > a^2 / f: the course's
+form. Across nodes tensor ranks first fill a node, and there N < G (1 + B / a) as without: the GPUs of a node gather
+different weights, but through one network. With n < 1 + f / a nodes of tensor ranks N < n G (1 + B / a).
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import log
+from enum import StrEnum
+from math import floor, inf
 
-from cs336_systems.config import Parallel, Phase, RunConfig
+from cs336_systems.config import Arch, ModelConfig, Parallel, RunConfig
 from cs336_systems.costs.accounting import step_flops
 from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.limits import Given, Scheme, best_data_ranks, feed
 from cs336_systems.costs.links import Links
-from cs336_systems.costs.memory import peaks_by_half
-from cs336_systems.costs.ranks_time import RanksTime, compute_time, with_communication
-from cs336_systems.costs.shards import factor_bytes
-from cs336_systems.costs.time import TimePrediction
+from cs336_systems.costs.memory import rank_peak_bytes
+from cs336_systems.costs.ranks_time import RanksTime, ranks_step_time
 
-PARALLEL = {
-    Scheme.DATA: Parallel.DDP,
-    Scheme.SHARDED: Parallel.FSDP,
-    Scheme.TENSOR: Parallel.NONE,
-    Scheme.BOTH: Parallel.FSDP,
-}
-"""How the data ranks of each scheme share a step."""
-FEW_LAYERS, MORE_LAYERS = 6, 8
-"""Layers of the two models from which deeper ones are extrapolated, because every further layer costs the same."""
+SLACK = 1e-9
+"""Relative, so that a limit that is a whole number is not rounded down."""
+
+
+class Scheme(StrEnum):
+    """The four ways to share a step that have an inequality."""
+
+    DATA = "ddp"
+    SHARDED = "fsdp"
+    TENSOR = "tp"
+    BOTH = "fsdp+tp"
+
+
+class Link(StrEnum):
+    """What carries a part of every collective."""
+
+    NODE = "node"
+    NETWORK = "network"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """GPUs that are all alike, and how they are connected."""
+class Paper:
+    """The quantities of a step that occur in the inequalities."""
 
-    curves: Curves
+    tokens: int
+    """B, the tokens of all ranks together."""
+    feed: float
+    """f, the elements of a block's matrices over 4 d_model."""
+    flops_per_s: float
     links: Links
-    peak_flops_per_s: float | None
-    """Peak of one GPU by its data sheet, for the MFU; None if not known."""
-    memory_bytes: int | None = None
-    """Memory of each by its data sheet; None if it is not known."""
+    element_bytes: int
+    """Bytes of an element of gathered weights, their gradients, and activations."""
+    gradient_bytes: int = 4
+    """Bytes of an element of gradients that are averaged whole: fp32."""
+
+    def intensity(self, link: Link, element_bytes: int) -> float:
+        """a = e C / (2 W); infinite without a network."""
+        rate = self.links.node_bytes_per_s if link is Link.NODE else self.links.network_bytes_per_s
+        return inf if rate is None else element_bytes * self.flops_per_s / (2 * rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """One inequality, if the other link is infinitely fast."""
+
+    scheme: Scheme
+    link: Link
+    formula: str
+    intensity: float
+    """a of the data ranks, or of the tensor ranks of tensor parallelism alone."""
+    least_tokens: float | None
+    """Tokens per rank below which communication takes longer, with many ranks; None if B is not in the inequality."""
+
+
+def feed(model: ModelConfig) -> float:
+    """f: the elements of the matrices of a block over 4 d_model, of which attention has 4 d_model^2."""
+    return model.d_model + (3 if model.arch is Arch.CS336 else 2) * model.d_ff / 4
+
+
+def most_ranks(budget: float, near: float, far: float, in_node: int) -> float:
+    """The most ranks, `in_node` of each node, whose communication takes no longer than computing.
+
+    `budget` is B or f, `near` and `far` are the intensities a of the node's links and of the network.
+    """
+    within, across = (budget / each if each else inf for each in (near, far))
+    if 1 + within < in_node:
+        return 1 + within
+    of_node = within * in_node / (in_node - 1) if in_node > 1 else inf
+    return max(in_node, min(of_node, in_node * (1 + across)))
+
+
+def bounds(paper: Paper) -> list[Bound]:
+    """The inequality of each scheme for each link."""
+    links = [Link.NODE] if paper.links.network_bytes_per_s is None else [*Link]
+    return [_bound(paper, scheme, link) for scheme in Scheme for link in links]
+
+
+def largest_ranks(paper: Paper, scheme: Scheme) -> int | None:
+    """The most ranks of a scheme; beyond one node they fill nodes. None if there is no limit."""
+    size = paper.links.gpus_per_node
+    if scheme is Scheme.TENSOR:
+        most = _whole(_most_tensor(paper), size)
+    elif scheme is Scheme.BOTH:
+        most = max(y * _most_data(paper, paper.element_bytes, max(1, size // y)) for y in _tensor_ranks(paper))
+    else:
+        most = _most_data(paper, paper.gradient_bytes if scheme is Scheme.DATA else paper.element_bytes, size)
+    return None if most == inf else int(most)
+
+
+def _whole(ranks: float, in_node: int) -> float:
+    """Round down to whole ranks, and beyond one node to whole nodes; at least 1."""
+    if ranks == inf:
+        return inf
+    if ranks < in_node:
+        return max(1, floor(ranks * (1 + SLACK)))
+    return floor(ranks / in_node * (1 + SLACK)) * in_node
+
+
+def _most_data(paper: Paper, element_bytes: int, in_node: int) -> float:
+    near, far = (paper.intensity(link, element_bytes) for link in Link)
+    return _whole(most_ranks(paper.tokens, near, far, in_node), in_node)
+
+
+def _most_tensor(paper: Paper) -> float:
+    near, far = (paper.intensity(link, paper.element_bytes) for link in Link)
+    return most_ranks(paper.feed, near, far, paper.links.gpus_per_node)
+
+
+def _tensor_ranks(paper: Paper) -> Iterator[int]:
+    """Numbers of tensor ranks that divide a node, or fill nodes, within their own limit."""
+    size, most = paper.links.gpus_per_node, _most_tensor(paper) * (1 + SLACK)
+    yield from (y for y in range(1, size + 1) if size % y == 0 and y <= most)
+    if size <= most < inf and (nodes := floor(most / size)) > 1:
+        yield nodes * size
+    elif most == inf:
+        yield size
+
+
+FORMULAS = {
+    Scheme.DATA: ("N (1 - 1 / g) < B / a", "N < G (1 + B / a)"),
+    Scheme.SHARDED: ("N (1 - 1 / g) < B / a", "N < G (1 + B / a)"),
+    Scheme.TENSOR: ("N (1 - 1 / g) < f / a", "N < G (1 + f / a)"),
+    Scheme.BOTH: ("X (1 - 1 / x) < B / a, Y (1 - 1 / y) < f / a", "N < n G (1 + B / a), n < 1 + f / a"),
+}
+"""Inequalities of each scheme, for the links of a node and for the network. g, x and y of the N, X and Y ranks are in
+one node; n is the number of nodes over which tensors are sharded, at least 1."""
+
+
+def _bound(paper: Paper, scheme: Scheme, link: Link) -> Bound:
+    a = paper.intensity(link, paper.gradient_bytes if scheme is Scheme.DATA else paper.element_bytes)
+    return Bound(
+        scheme=scheme,
+        link=link,
+        formula=FORMULAS[scheme][link is Link.NETWORK],
+        intensity=a,
+        least_tokens=_least_tokens(paper, scheme, link, a),
+    )
+
+
+def _least_tokens(paper: Paper, scheme: Scheme, link: Link, a: float) -> float | None:
+    """B / N with very many ranks: a, or a / G as the GPUs of a node share the network; less with tensor ranks."""
+    if scheme is Scheme.TENSOR:
+        return None
+    size = 1 if link is Link.NODE else paper.links.gpus_per_node
+    if scheme is not Scheme.BOTH:
+        return a / size
+    if link is Link.NODE:
+        return a * a / paper.feed
+    return a / size / max(1, floor(1 + paper.feed / a))
+
+
+PARALLEL = {Scheme.DATA: Parallel.DDP, Scheme.SHARDED: Parallel.FSDP}
+"""The schemes whose steps are forecast, which measured steps of few ranks test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleStep:
     """The forecast of a step of one scheme on one number of ranks."""
 
-    scheme: Scheme
-    data_ranks: int
-    tensor_ranks: int
-    batch_size: int
-    """Sequences of a data rank, which all of its tensor ranks share."""
-    tokens_per_rank: float
-    """Tokens of the step over the number of ranks."""
     times: RanksTime
     memory_bytes: int | None
     """Peak of the rank that keeps most; None if it is not predicted."""
-    mfu: float | None
-
-    @property
-    def ranks(self) -> int:
-        return self.data_ranks * self.tensor_ranks
+    flops_per_s: float
+    """Model FLOPs of a rank in the time of the step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """What is asked of a step on many GPUs, and the answer."""
-
-    config: RunConfig
-    """The step of one process."""
-    steps: tuple[tuple[Scheme, int, ScaleStep | str], ...]
-    """For each scheme and number of ranks, the forecast, or the reason why there is none."""
-    given: Given
-    """What the inequalities are about: the tokens of a step on the most ranks."""
-    machine: Machine
-    device_name: str
-    is_measured: bool
-    """Whether the times of kernels are from measured ceilings of the device, not from its data sheet."""
-
-
-def scale_step(config: RunConfig, scheme: Scheme, ranks: int, sequences: int, machine: Machine) -> ScaleStep | str:
-    """Predict a step of `sequences` sequences on all ranks together; `config` is the step of one process.
-
-    Returns the reason in a few words if there is no such step or no forecast.
-    """
-    if misfit := machine.links.misfit(ranks):
-        return misfit
-    shapes = [*_shapes(scheme, ranks, machine.links.gpus_per_node)]
-    if not shapes:
-        return "too few ranks for both"
-    shared = [shape for shape in shapes if sequences % shape[0] == 0]
-    if not shared:
-        return f"{sequences} sequences are not a multiple of {min(data for data, _ in shapes)} data ranks"
-    wanted = best_data_ranks(ranks, sequences * config.model.context_length, feed(config.model))
-    data, tensor = min(shared, key=lambda shape: abs(log(shape[0] / wanted)))
-    on_rank = replace(config, parallel=PARALLEL[scheme], ranks=data, batch_size=sequences // data)
-    compute = _compute(_alike(on_rank), machine.curves, tensor)
-    if compute is None:
-        return "not predicted"
-    times = with_communication(on_rank, compute, machine.curves, machine.links, tensor)
-    flops = step_flops(replace(config, batch_size=1))
-    peak = machine.peak_flops_per_s
-    return ScaleStep(
-        scheme=scheme,
-        data_ranks=data,
-        tensor_ranks=tensor,
-        batch_size=sequences // data,
-        tokens_per_rank=sequences * config.model.context_length / ranks,
-        times=times,
-        memory_bytes=_memory_bytes(_alike(on_rank), tensor),
-        mfu=None if peak is None or flops is None else flops * sequences / (ranks * times.time.step_s * peak),
-    )
-
-
-def _shapes(scheme: Scheme, ranks: int, gpus_per_node: int) -> Iterator[tuple[int, int]]:
-    """Data and tensor ranks; tensor ranks divide a node, or fill nodes."""
-    if scheme is Scheme.TENSOR:
-        yield 1, ranks
-    elif scheme is not Scheme.BOTH:
-        yield ranks, 1
-    else:
-        for tensor in range(2, ranks // 2 + 1):
-            if ranks % tensor == 0 and (gpus_per_node % tensor == 0 or tensor % gpus_per_node == 0):
-                yield ranks // tensor, tensor
-
-
-def _alike(config: RunConfig) -> RunConfig:
-    """A configuration with few ranks, each of which computes and keeps the same; unchanged if models are sharded."""
-    return replace(config, ranks=min(2, config.ranks)) if config.parallel is PARALLEL[Scheme.DATA] else config
-
-
-@lru_cache(maxsize=256)
-def _compute(config: RunConfig, curves: Curves, tensor_ranks: int) -> TimePrediction | None:
-    few, more = _models(config)
-    below = compute_time(few, curves, tensor_ranks)
-    if few == more or below is None:
-        return below
-    above = compute_time(more, curves, tensor_ranks)
-    assert above is not None
-
-    def at(take: Callable[[TimePrediction], float]) -> float:
-        return _extrapolated(config, take(below), take(above))
-
-    def by_phase(take: Callable[[TimePrediction], Mapping[Phase, float]]) -> dict[Phase, float]:
-        return {phase: _extrapolated(config, take(below)[phase], time_s) for phase, time_s in take(above).items()}
-
-    return replace(
-        above,
-        phases_s=by_phase(lambda time: time.phases_s),
-        kernels_s=by_phase(lambda time: time.kernels_s),
-        host_phases_s=by_phase(lambda time: time.host_phases_s),
-        step_s=at(lambda time: time.step_s),
-        launch_s=at(lambda time: time.launch_s),
-    )
-
-
-@lru_cache(maxsize=256)
-def _memory_bytes(config: RunConfig, tensor_ranks: int) -> int | None:
-    """The peak; tensor ranks have equal shares of everything, and in addition a layer's gathered input and result."""
-    few, more = _models(config)
-    below, above = peaks_by_half(few), peaks_by_half(more)
-    if below is None or above is None:
+def scale_step(config: RunConfig, scheme: Scheme, ranks: int, curves: Curves, links: Links) -> ScaleStep | None:
+    """Predict a step of `ranks` ranks, each of which has the step `config` of one process; None if it is not known."""
+    on_rank = replace(config, parallel=PARALLEL[scheme], ranks=ranks)
+    times, flops = ranks_step_time(on_rank, curves, links), step_flops(config)
+    if times is None or flops is None:
         return None
-    whole = max(_extrapolated(config, *pair) if few != more else pair[0] for pair in zip(below, above, strict=True))
-    stream = config.batch_size * config.model.context_length * config.model.d_model
-    gathered = 2 * stream * factor_bytes(config.precision)
-    return round(whole / tensor_ranks) + (gathered if tensor_ranks > 1 else 0)
-
-
-def _models(config: RunConfig) -> tuple[RunConfig, RunConfig]:
-    """The same step with FEW_LAYERS and MORE_LAYERS layers; twice the step itself if it cannot be extrapolated."""
-    if config.model.num_layers <= MORE_LAYERS or config.checkpoint_blocks > 1:
-        return config, config
-    few, more = (replace(config.model, num_layers=count) for count in (FEW_LAYERS, MORE_LAYERS))
-    return replace(config, model=few), replace(config, model=more)
-
-
-def _extrapolated(config: RunConfig, below: float, above: float) -> float:
-    """The value at the step's own number of layers, on the line through the values at FEW_LAYERS and MORE_LAYERS."""
-    return below + (above - below) * (config.model.num_layers - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)
+    return ScaleStep(
+        times=times, memory_bytes=rank_peak_bytes(on_rank), flops_per_s=flops / times.time.step_s
+    )  # fmt: skip

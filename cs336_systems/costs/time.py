@@ -160,14 +160,14 @@ def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -
     prepare(found)
 
 
-def has_known_kernels(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> bool:
+def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
     """Whether the kernels of a step, on each rank, are known from its configuration, and curves have their times."""
     is_math = config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
     is_known = is_predictable(config.without_graph) or (
         config.model_factory is None and is_fast_step(config) and has_tape(config)
     )
-    return not refused and is_known and has_large_matmuls(config, curves, tensor_ranks)
+    return not refused and is_known and has_large_matmuls(config, curves)
 
 
 def is_fast_step(config: RunConfig) -> bool:
@@ -183,11 +183,8 @@ def is_fast_step(config: RunConfig) -> bool:
     return all(settings) and not any(others)
 
 
-def has_large_matmuls(config: RunConfig, curves: Curves, tensor_ranks: int = 1) -> bool:
-    """Whether a matmul was measured that is large enough to tell the rate of those of a feed-forward network.
-
-    Tensor ranks share these out.
-    """
+def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
+    """Whether a matmul was measured that is large enough to tell the rate of those of a feed-forward network."""
     model = config.model
     if config.model_factory is None:
         needed = config.batch_size * model.context_length * model.d_model * model.d_ff
@@ -197,7 +194,7 @@ def has_large_matmuls(config: RunConfig, curves: Curves, tensor_ranks: int = 1) 
         return False
     measured = curves.matmuls.get(config.precision, ())
     largest = max((each.batch * each.rows * each.inner * each.columns for each in measured), default=0)
-    return needed <= MAX_EXTRAPOLATION * largest * tensor_ranks
+    return needed <= MAX_EXTRAPOLATION * largest
 
 
 @lru_cache(maxsize=4096)

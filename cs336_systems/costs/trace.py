@@ -41,66 +41,17 @@ HALF = (torch.bfloat16, torch.float16)
 
 # ---- what autocast does on CUDA (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32)
 
-IN_LOW_PRECISION = frozenset(
-    [
-        "linear",
-        "matmul",
-        "__matmul__",
-        "__rmatmul__",
-        "mm",
-        "bmm",
-        "mv",
-        "addmm",
-        "addbmm",
-        "baddbmm",
-        "addmv",
-        "addr",
-        "einsum",
-        "chain_matmul",
-        "multi_dot",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "prelu",
-        "scaled_dot_product_attention",
-    ]
-)
-IN_FP32 = frozenset(
-    [
-        "softmax",
-        "log_softmax",
-        "layer_norm",
-        "group_norm",
-        "nll_loss",
-        "nll_loss_nd",
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "kl_div",
-        "cosine_similarity",
-        "exp",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "expm1",
-        "reciprocal",
-        "rsqrt",
-        "pow",
-        "__pow__",
-        "__rpow__",
-        "norm",
-        "logsumexp",
-        "cumsum",
-        "cumprod",
-        "softplus",
-        "binary_cross_entropy_with_logits",
-    ]
-)
+IN_LOW_PRECISION = frozenset({
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "addr",
+    "einsum", "chain_matmul", "multi_dot", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "prelu", "scaled_dot_product_attention",
+})  # fmt: skip
+IN_FP32 = frozenset({
+    "softmax", "log_softmax", "layer_norm", "group_norm", "nll_loss", "nll_loss_nd", "mse_loss", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "kl_div", "cosine_similarity", "exp", "log", "log2", "log10", "log1p", "expm1",
+    "reciprocal", "rsqrt", "pow", "__pow__", "__rpow__", "norm", "logsumexp", "cumsum", "cumprod", "softplus",
+    "binary_cross_entropy_with_logits",
+})  # fmt: skip
 
 # ---- operators that CUDA has and meta decomposes
 

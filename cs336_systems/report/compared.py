@@ -87,12 +87,6 @@ class Compared:
         """The verdict in one sentence; of several configurations, how many have each."""
         return self.section.tables[0].findings[0]
 
-    @property
-    def json(self) -> dict[str, Any]:
-        """The names of both sides, and a row for each configuration in SI units."""
-        sides = [{"side": side, "configuration": name} for side, name in zip("AB", self.sides.names, strict=True)]
-        return {"sides": sides, "results": self.section.json}
-
     def write(self, directory: Path) -> None:
         """Write the table in every format."""
         write_files(texts_of(self.section), directory)

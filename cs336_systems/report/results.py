@@ -109,14 +109,6 @@ class Results:
         steps = self.steps.tables if self.published else ()
         return [*steps, *first, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
-    def json(self) -> dict[str, object]:
-        """The rows of results.csv in SI units, and the explained profiles by the keys of their runs."""
-        return {
-            "results": self.steps.json,
-            "kernels": [{"key": entry.config.key, "profile": entry.profile} for entry in self.kernels],
-            "memory": [{"key": entry.config.key, "profile": entry.profile} for entry in self.memory if entry.config],
-        }
-
     def write(self, output: Path, status: Callable[..., object]) -> None:
         """Write the tables and pictures that records and profiles support together; `status` shows what is done."""
         sections = [section for own in self.sections.values() for section in own]

@@ -5,7 +5,6 @@ The function of a section makes rows, which are dicts of values, chooses columns
 terminal. Tables of explained profiles begin with the columns that distinguish the configurations.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -30,11 +29,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from cs336_systems.report.draw import Picture
-
-_SI = {"ms": ("s", 1e-3), "us": ("s", 1e-6), "mib": ("bytes", 2**20), "gib": ("bytes", 2**30), "gb": ("bytes", 1e9),
-       "tflops": ("flops", 1e12)}  # fmt: skip
-"""For each scaled unit in a key of a CSV file: the SI unit that replaces it, and the factor for the value."""
-_UNIT = re.compile(rf"(?<![a-z])({'|'.join(_SI)})(?![a-z])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +128,7 @@ def make_table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One subject of a report: its tables for people, and its values for a CSV file and for JSON."""
+    """One subject of a report: its tables for people, and its values for a CSV file."""
 
     name: str
     """Name of the files, without an ending."""
@@ -152,25 +146,6 @@ class Section:
         """The rows of the CSV file."""
         keys = self.keys or (self.rows[0] if self.rows else ())
         return [{key: row[key] for key in keys} for row in self.rows]
-
-    @property
-    def json(self) -> list[dict[str, object]]:
-        """The values in SI units."""
-        return [in_si(row) for row in self.values]
-
-
-def in_si(row: Mapping[str, object]) -> dict[str, object]:
-    """The row of a CSV file with keys and values in SI units: `step_mean_ms` becomes `step_mean_s`."""
-    return dict(_in_si(name, value) for name, value in row.items())
-
-
-def _in_si(name: str, value: object) -> tuple[str, object]:
-    if (found := _UNIT.search(name)) is None:
-        return name, value
-    unit, factor = _SI[found[0]]
-    name = _UNIT.sub(unit, name)
-    scaled = value * factor if isinstance(value, int | float) else value
-    return name, round(scaled) if name.endswith("bytes") and isinstance(scaled, float) else scaled
 
 
 class Entry(Protocol):

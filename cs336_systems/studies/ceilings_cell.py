@@ -3,14 +3,12 @@
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.util import get_temp_dir
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter_ns
 
-import msgspec
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -21,7 +19,6 @@ from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import MATMULS_OF, Form, Pass
 from cs336_systems.costs.time import host_calls
-from cs336_systems.files import write_atomically
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.measure.precision import apply_math_mode
@@ -37,7 +34,6 @@ from cs336_systems.studies.ceilings_records import (
     ONLY_ON_GPUS,
     QUEUED_BYTES,
     STREAM_BYTES,
-    UNTIMED,
     CacheRow,
     CeilingsGrid,
     CollectiveCell,
@@ -51,7 +47,6 @@ from cs336_systems.studies.ceilings_records import (
     Shape,
     Stream,
     StreamCell,
-    Timing,
 )
 from cs336_systems.studies.cell import DTYPES, make_generator
 from cs336_systems.studies.records import Row
@@ -167,85 +162,52 @@ COLLECTIVES_GRAPH_BELOW_S, COLLECTIVES_GRAPH_RUNS = 1e-4, 100
 LOOP_SHARE = 0.5
 """Share of the grid's least time of a loop that suffices here: there are many cells, and all processes repeat."""
 NO_ACCESS = "the GPUs cannot write to each other's memory"
-_RESULT, _MEETING = "collectives.json", "rendezvous"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What one of the processes sends: the loops of each row, as it has timed them."""
+
+    status: Status = Status.OK
+    failure: Failure | None = None
+    loops: tuple[Loops, ...] = ()
 
 
 def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> list[CollectiveCell]:
-    """Time the collectives of the rows, all of which have the same number of processes.
-
-    If a process fails, the others are ended, the row at which it failed gets the failure, and new processes continue
-    with the next row. If the processes cannot form a group, all remaining rows get the failure.
-    """
-    measured: list[CollectiveCell] = []
-    while left := rows[len(measured) :]:
-        found, failed = _in_processes(grid, left)
-        measured += [
-            row.failed(Status.UNAVAILABLE, Failure(message=NO_ACCESS)) if loops is None else row.with_loops(loops)
-            for row, loops in zip(left, found or [], strict=False)
-        ]
-        if failed is not None:
-            blamed = rows[len(measured) :] if found is None else rows[len(measured) : len(measured) + 1]
-            measured += [row.failed(*failed) for row in blamed]
-    return measured
-
-
-def _in_processes(
-    grid: CeilingsGrid, rows: Sequence[CollectiveCell]
-) -> tuple[list[Loops | None] | None, tuple[Status, Failure] | None]:
-    """The loops of the rows that were measured before a process failed, and how it failed.
-
-    None instead of loops if the processes could not form a group.
-    """
+    """Time collectives of one kind, by the first of their processes; if a process fails, all rows get the failure."""
     assert not torch.cuda.is_initialized(), "forked processes could not use CUDA"
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
-    ranks = range(rows[0].world_size)
     with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
-        failed = first_failed(run_ranks([partial(_serve, rank, grid, rows, scratch, gpus) for rank in ranks], Timing))
-        path = Path(scratch) / _RESULT
-        found = msgspec.json.decode(path.read_bytes(), type=list[Loops | None]) if path.exists() else None
-        return found, None if failed is None else (failed.status, failed.failure)
+        meeting = f"file://{scratch}/rendezvous"
+        calls = [partial(_serve, rank, grid, rows, meeting, gpus) for rank in range(rows[0].world_size)]
+        first, *_ = ends = run_ranks(calls, _Answer)
+        if (failed := first_failed(ends)) is not None:
+            return [row.failed(failed.status, failed.failure) for row in rows]
+        assert first.answer is not None
+        return [row.with_loops(loops) for row, loops in zip(rows, first.answer.loops, strict=True)]
 
 
-def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], scratch: str, gpus: Sequence[str]) -> Timing:
-    """What one process does; the answer has no loops, which the first process writes."""
-    ranks = rows[0].world_size
+def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], meeting: str, gpus: Sequence[str]) -> _Answer:
+    """What one process does."""
+    ranks, kind = rows[0].world_size, rows[0].collective
     torch.set_num_threads(1)  # the processes share the cores, and OpenMP's threads do not survive a fork
     try:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank, gpus[:ranks], all_of_them=True)
-        place = Rank(rank=rank, ranks=ranks, meeting=f"file://{scratch}/{_MEETING}", timeout_s=PATIENCE_S)
+        place = Rank(rank=rank, ranks=ranks, meeting=meeting, timeout_s=PATIENCE_S)
         with group_of(place, grid.device):
-            loops: list[Loops | None] = []
-            _keep(loops, grid.device, scratch)  # an empty result shows that the processes have formed a group
-            for row in rows:
-                loops.append(_loops(grid, row))
-                _keep(loops, grid.device, scratch)
+            if kind is Collective.PUSH and not _can_push(ranks):
+                return _Answer(status=Status.UNAVAILABLE, failure=Failure(message=NO_ACCESS))
+            return _Answer(loops=tuple(_time(grid, make_collective(grid.device, kind, row.num_bytes)) for row in rows))
     except Exception as error:
         status = classify(error)
-        return Timing(status=status, failure=describe(error, status, "collectives", grid.device))
-    return UNTIMED
+        return _Answer(status=status, failure=describe(error, status, "collectives", grid.device))
 
 
-def _keep(loops: Sequence[Loops | None], device: Device, scratch: str) -> None:
-    """Have the first process write what is measured so far, before any process can fail at the next row."""
-    if dist.get_rank() == 0:
-        write_atomically(Path(scratch) / _RESULT, msgspec.json.encode(loops))
-    _agreed(0.0, device)
-
-
-def _loops(grid: CeilingsGrid, row: CollectiveCell) -> Loops | None:
-    """Loops of the row's collective; None if the processes cannot do it."""
-    if not _is_possible(row):
-        return None
-    return _time(grid, make_collective(grid.device, row.collective, row.num_bytes))
-
-
-def _is_possible(row: CollectiveCell) -> bool:
-    """Whether the processes can run the collective; all of them get the same answer."""
-    if row.collective is not Collective.PUSH:
-        return True
-    ranks = range(row.world_size)
-    return all(torch.cuda.can_device_access_peer(one, other) for one in ranks for other in ranks if one != other)
+def _can_push(ranks: int) -> bool:
+    """Whether each of so many GPUs can write to the others' memory; all processes get the same answer."""
+    pairs = ((one, other) for one in range(ranks) for other in range(ranks) if one != other)
+    return all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
 
 
 def make_collective(device: Device, collective: Collective, num_bytes: int) -> Callable[[], object]:
@@ -320,7 +282,7 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[Row]) -> list[Row]:
     collectives = [row for row in rows if isinstance(row, CollectiveCell)]
     if collectives:
         return [*measure_collectives(grid, collectives)]
-    if grid.has_rounds:
+    if grid.device is Device.CPU:  # measured in rounds
         grid = replace(grid, loops=1)
     measured: list[Row] = []
     for row in rows:
@@ -332,7 +294,7 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[Row]) -> list[Row]:
         elif isinstance(row, KernelCell):
             measured.append(measure_kernel(grid, row))
         elif isinstance(row, PassCell):
-            measured.append(measure_pass(grid, row))
+            measured.append(row.with_loops(measure(make_pass(grid, row), _brief(grid))))
         elif isinstance(row, LaunchCell):
             measured.append(row.with_loops(measure_launch(grid, row.launch)))
             if grid.device is Device.CUDA and row.launch is Launch.EAGER:
@@ -429,7 +391,7 @@ def time_calls(config: RunConfig) -> Loops:
 def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
     """Time one matmul or one kernel of attention; its backward is the time of both passes less that of forward."""
     apply_math_mode(Precision.TF32 if row.precision is Precision.TF32 else Precision.FP32)
-    brief = replace(grid, loops=LOOPS, loop_s=min(grid.loop_s, LOOP_S))
+    brief = _brief(grid)
     if row.form not in MATMULS_OF:
         return row.with_loops(measure(make_matmul(grid, row), brief))
     forward = measure(make_fused_attention(grid, row, with_backward=False), brief)
@@ -440,10 +402,9 @@ def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
     return row.with_loops(replace(both, times_s=tuple(times_s)))
 
 
-def measure_pass(grid: CeilingsGrid, row: PassCell) -> PassCell:
-    """Time one pass over memory."""
-    brief = replace(grid, loops=LOOPS, loop_s=min(grid.loop_s, LOOP_S))
-    return row.with_loops(measure(make_pass(grid, row), brief))
+def _brief(grid: CeilingsGrid) -> CeilingsGrid:
+    """The grid with the loops of kernels of steps."""
+    return replace(grid, loops=LOOPS, loop_s=min(grid.loop_s, LOOP_S))
 
 
 def make_matmul(grid: CeilingsGrid, row: KernelCell) -> Run:

@@ -57,10 +57,8 @@ class Loops:
         if not self.times_s or not all(MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s):
             raise ValueError(f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s")
 
-    def __add__(self, others: "Loops") -> "Loops":
-        """The loops of both; where their counts differ, as if each loop were one repetition of mean time."""
-        if self.count == others.count:
-            return replace(self, times_s=(*self.times_s, *others.times_s))
+    def repetitions(self, others: "Loops") -> "Loops":
+        """The loops of both, each as one repetition of mean time."""
         times_s = (max(MIN_TIME_S, time_s / each.count) for each in (self, others) for time_s in each.times_s)
         return Loops(count=1, times_s=tuple(times_s))
 
@@ -130,13 +128,6 @@ class TimedRow(Row):
     def with_loops(self, loops: Loops) -> Self:
         """The row with the times of these loops."""
         return replace(self, timing=Timing(status=Status.OK, loops=loops))  # type: ignore[type-var]
-
-    def joined(self, other: Self) -> Self:
-        """The row with the loops of both rows; if one of them failed, the row with its failure."""
-        mine, theirs = self.timing.loops, other.timing.loops
-        if mine is None or theirs is None:
-            return self if mine is None else other
-        return self.with_loops(mine + theirs)
 
 
 class ProductPrecision(StrEnum):
@@ -384,12 +375,16 @@ TIMED_ROWS = {
 
 
 def joined(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows, with those of the same cell joined into one."""
+    """The rows, those of the same cell as one row with the loops of all, or with a failure if there was one."""
     found: dict[Row, Row] = {}
     for row in rows:
-        cell = row.with_loops(Loops(count=1, times_s=(1.0,))) if isinstance(row, TimedRow) else row
-        known = found.get(cell)
-        found[cell] = known.joined(row) if isinstance(known, TimedRow) and isinstance(row, TimedRow) else row
+        cell = replace(row, timing=UNTIMED) if isinstance(row, TimedRow) else row  # type: ignore[type-var]
+        known = found.setdefault(cell, row)
+        if known is row or not isinstance(known, TimedRow) or not isinstance(row, TimedRow):
+            continue
+        mine, others = known.timing.loops, row.timing.loops
+        if mine is not None:
+            found[cell] = row if others is None else known.with_loops(mine.repetitions(others))
     return tuple(found.values())
 
 
@@ -444,24 +439,16 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         if unknown := [name for name in self.step_presets or () if name not in SIZES]:
             raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
 
-    @property
-    def has_rounds(self) -> bool:
-        """Whether cells are measured in rounds, one loop of each cell per round.
+    def groups(self) -> list[list[Cell[Row]]]:
+        """One group of all cells of one process; on a CPU each occurs once per loop, in rounds.
 
         Other programs, or other guests of the host, take a CPU for seconds at a time. That would slow all loops of a
         cell if they were measured in a row; in rounds it slows one loop of each cell, and the medians stay the same.
-        """
-        return self.device is Device.CPU
-
-    def groups(self) -> list[list[Cell[Row]]]:
-        """One group of all cells of one process, which occur once per loop if they are measured in rounds.
-
         Collectives have groups of their own: a worker that has used CUDA could not fork their processes.
         """
-        cells = [*self.cells()]
+        cells, rounds = [*self.cells()], self.loops if self.device is Device.CPU else 1
         alone = [cell for cell in cells if not isinstance(cell.rows[0], CollectiveCell)]
-        together = [[cell] for cell in cells if isinstance(cell.rows[0], CollectiveCell)]
-        return [alone * (self.loops if self.has_rounds else 1), *together]
+        return [alone * rounds, *([cell] for cell in cells if isinstance(cell.rows[0], CollectiveCell))]
 
     def cells(self) -> Iterator[Cell[Row]]:
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""
@@ -478,14 +465,13 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         for ranks in self.numbers_of_ranks:
             multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
             sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
-            collectives = tuple(
-                CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=UNTIMED)
-                for kind in Collective
-                if kind is not Collective.PUSH or self.device is Device.CUDA  # pushes use a GPU's copy engines
-                for size in sizes
-                if size
-            )
-            yield Cell(label=f"collectives of {ranks} processes", rows=collectives)
+            for kind in Collective:
+                if kind is not Collective.PUSH or self.device is Device.CUDA:  # pushes use a GPU's copy engines
+                    collectives = (
+                        CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=UNTIMED)
+                        for size in filter(None, sizes)
+                    )
+                    yield Cell(label=f"{kind} of {ranks} processes", rows=tuple(collectives))
 
     def _step_cells(self) -> Iterator[Cell[Row]]:
         """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
@@ -505,7 +491,7 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
 
     def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
-        rows = joined(rows) if self.has_rounds else rows
+        rows = joined(rows)
         by_field: dict[str, Any] = {
             name: tuple(row for row in rows if isinstance(row, kind)) for name, kind in TIMED_ROWS.items()
         }
@@ -541,6 +527,10 @@ class CeilingsStudy:
     def timings(self) -> tuple[Timing, ...]:
         """Timings of all cells."""
         return tuple(cell.timing for name in TIMED_ROWS for cell in getattr(self, name))
+
+    @property
+    def statuses(self) -> list[Status]:
+        return [timing.status for timing in self.timings]
 
     def products_of(self, precision: ProductPrecision) -> list[ProductCell]:
         """The matmuls at one precision, in the order in which they were measured."""

@@ -65,11 +65,6 @@ _BACKENDS = {
 }
 _NO_KERNEL = r"No available kernel|No viable backend|No (valid )?execution plans"
 """Errors by which PyTorch and cuDNN report that no allowed kernel takes such inputs."""
-_NEEDS_GPU = (
-    r"0 active drivers|cannot be accessed from Triton|No module named 'triton'|Torch not compiled with CUDA|"
-    r"Found no NVIDIA driver|No CUDA GPUs are available"
-)
-"""Errors of Triton and of PyTorch where a kernel for a GPU is loaded without one, or called with tensors of a CPU."""
 _NO_NEW_VALUES = ("aten.empty", "aten.new_empty", "aten._unsafe_view")
 """Allocations, and a view that its schema does not declare as one: these read and write nothing."""
 
@@ -212,15 +207,8 @@ def load_own(name: str) -> Callable[..., Any]:
 
 
 def measure_attention(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
-    """Each row with its times and memory; unavailable where the user's own needs a GPU. Raises what running raises."""
-    try:
-        return [measure_cell(grid, row.cell) for row in rows]
-    except Exception as error:
-        is_own = rows[0].cell.implementation is Implementation.OWN
-        if not (is_own and grid.device is Device.CPU and re.search(_NEEDS_GPU, str(error))):
-            raise
-        failure = Failure(message=f"needs a GPU: {str(error).splitlines()[0]}")
-        return [replace(row, status=Status.UNAVAILABLE, failure=failure) for row in rows]
+    """Each row with its times and memory. Raises whatever running raises."""
+    return [measure_cell(grid, row.cell) for row in rows]
 
 
 def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: OpFunction | None = None) -> CellResult:

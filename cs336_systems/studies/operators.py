@@ -260,6 +260,10 @@ class AttentionStudy:
     format_version: int = FORMAT_VERSION
 
     @property
+    def statuses(self) -> list[Status]:
+        return [result.status for result in self.results]
+
+    @property
     def precisions(self) -> list[Precision]:
         """Precisions of the results so far."""
         return list(dict.fromkeys(result.cell.precision for result in self.results))
@@ -414,6 +418,10 @@ class FusionStudy:
     rows: Annotated[tuple[FusionRow, ...], AT_LEAST_ONE]
     environment: Environment
     format_version: int = FORMAT_VERSION
+
+    @property
+    def statuses(self) -> list[Status]:
+        return [row.status for row in self.rows]
 
     def eager(self, row: FusionRow) -> FusionRow:
         """The row of the same operation, precision and phase for the written-out version."""

@@ -203,14 +203,6 @@ def chosen(ladder: Sequence[Rung], names: Sequence[str]) -> tuple[Rung, ...]:
     return tuple(found)
 
 
-def reference(first: Rung) -> RunConfig | None:
-    """The run that gives the reference's losses if the first rung does not fit into memory: activations are recomputed.
-
-    None for a user's own model, of which no blocks are known.
-    """
-    return None if first.config.model_factory is not None else replace(first.config, checkpoint_blocks=1)
-
-
 def reason_run(rung: Rung) -> RunConfig:
     """The rung under torch.profiler, with few steps, because all steps are alike."""
     measured_steps = min(REASON_STEPS, rung.config.measured_steps)

@@ -1,9 +1,7 @@
 """`cs336 account`: what its flags mean, what it prints and writes, and what it refuses."""
 
 import csv
-import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,16 +14,11 @@ from cs336_systems.commands.flags import parse
 from cs336_systems.config import SIZES, Precision
 from cs336_systems.costs.accounting import component_flops, count_parameters
 from cs336_systems.costs.hardware import DEVICES, find_device
-from cs336_systems.costs.memory import predict_memory
-from cs336_systems.costs.ranks_time import predicted_time
-from cs336_systems.costs.tape import Category
-from cs336_systems.costs.time import Limit
 from cs336_systems.files import encode_json
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.studies.ceilings_files import load_ceilings
+from cs336_systems.report.words import SHIPPED
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
-from tests.committed import DATA
 from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
 
 GIB = 2**30
@@ -46,13 +39,6 @@ def test_parameters_flops_and_memory_are_said(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert f"{count_parameters(SIZES['xl']):,}" in said
     assert "6.250  MiB" in said, "4 x 256 x 1600 x 4 bytes of the residual stream"
-
-
-def test_adamw_takes_sixteen_bytes_a_parameter() -> None:
-    config = AccountArguments(size="medium", context_length=128).config()
-    peak, parameters = predict_memory(config).peak, count_parameters(config.model)
-    state = peak.bytes_of(Category.PARAMETERS) + peak.bytes_of(Category.OPTIMIZER_STATE)
-    assert state == pytest.approx(12 * parameters, rel=1e-3)
 
 
 def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,8 +109,7 @@ def test_without_a_known_memory_the_flag_is_needed(
         (["--checkpoint-blocks", "-1"], "--checkpoint-blocks"),
         (["--top", "0"], "--top"),
         (["--top", "-3"], "--top"),
-        *((["--step-ms", value], "--step-ms") for value in ("0", "-1", "nan", "inf", "-inf", "1e300")),
-        (["--device-name", "A100"], "A100-SXM4-40GB, A100-PCIE-40GB, A100-SXM4-80GB, A100 80GB PCIe"),  # of one peak
+        (["--device-name", "A100"], "A100-SXM4-40GB, A100-PCIE-40GB, A100-SXM4-80GB, A100 80GB PCIe"),
         (["--device-name", "H20"], "is not known; did you mean one of H200"),
         (["--device-name", "Gforce RTX 4090"], "GeForce RTX 4090"),
         (["--device-name", ""], "RTX A6000"),
@@ -140,78 +125,21 @@ def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: py
     assert said in printed.err
 
 
-@pytest.mark.parametrize(
-    ("words", "limit", "depends"),
-    [
-        (["--size", "xl"], Limit.DEVICE, False),
-        (["--size", "medium", "--mode", "inference", "--context-length", "128"], Limit.DEVICE, True),
-        (["--size", "medium", "--precision", "bf16"], Limit.LAUNCHES, True),
-        (["--size", "small", "--precision", "bf16", "--context-length", "128"], Limit.LAUNCHES, False),
-    ],
-)
-def test_where_the_cpu_decides_what_limits_a_step_it_is_said(
-    words: list[str], limit: Limit, depends: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The limit with the CPU that is spoken of is predicted from ceilings with such a time of a launch."""
-    words += ["--device-name", "NVIDIA H200", "--ceilings", str(DATA / "ceilings")]
-    assert account(*words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["limit"], found["limit_depends_on_host"]) == (limit, depends)
-    assert account(*words) == 0
-    said = re.findall(
-        r"With a CPU that launches ([\d.]+) times as (fast|slowly), (the GPU|launches)",
-        " ".join(capsys.readouterr().out.split()),
-    )
-    assert len(said) == depends
-    for factor, speed, other in said:
-        curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
-        assert curves is not None
-        share = 1 / float(factor) if speed == "fast" else float(factor)
-        time = predicted_time(
-            parse(AccountArguments, "cs336 account", words).config(), replace(curves, launch_s=curves.launch_s * share)
-        )  # fmt: skip
-        assert time is not None
-        assert time.limit is {"the GPU": Limit.DEVICE, "launches": Limit.LAUNCHES}[other]
-
-
 def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--attention", "sdpa", "--sdpa-backend", "flash", "--precision", str(Precision.FP32)]
     assert account(*flags) == 0
     assert "Not predicted" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("flag", [["--device-name", "H100 PCIe"], ["--device-name=H100 PCIe"]], ids=len)
-def test_a_device_and_a_time_give_the_mfu(
-    flag: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_file_of_ceilings_is_said_and_costs_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By hand: small's step of 1.602 TFLOP in 10 ms, of the 756 TFLOP/s that the data sheet promises."""
-    monkeypatch.chdir(tmp_path)  # where there are no ceilings
-    assert account("--size", "small", "--mixed-precision", *flag, "--step-ms", "10") == 0
-    said = capsys.readouterr().out
-    assert float(re.search(r"^MFU +(\S+) ", said, re.MULTILINE)[1]) == pytest.approx(100 * 160.2 / 756, rel=1e-3)
-    assert "bound by" in said
-    assert "share of the measured ceiling" not in said
-    assert "No share of a measured ceiling" in " ".join(said.split())
-
-
-def test_measured_ceilings_give_the_share_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand: 160.2 of 640 TFLOP/s. A damaged file is said, and costs nothing else."""
-    flags = ["--size", "small", "--mixed-precision", "--device-name", "H200", "--step-ms", "10"]
-    (tmp_path / "h200").mkdir()
     path = tmp_path / "h200" / "ceilings.json"
-    path.write_bytes(encode_json(make_ceilings([product_at(square(512), 640)])))
-    assert account(*flags, "--ceilings", tmp_path) == 0
-    said = capsys.readouterr().out
-    found = re.search(r"^share of the measured ceiling +(\S+) ", said, re.MULTILINE)[1]
-    assert float(found) == pytest.approx(100 * 160.2 / 640, rel=1e-3)
-    path.write_bytes(encode_json(make_ceilings([product_at(square(512), 250)], device_name="NVIDIA A100-PCIE-40GB")))
-    assert account(*flags[:3], "--device-name", "A100-SXM4-40GB", "--step-ms", "10", "--ceilings", tmp_path) == 0
-    assert "share of the measured ceiling" in capsys.readouterr().out, "one entry of the table, two names"
+    path.parent.mkdir()
     path.write_bytes(b"{")
-    assert account(*flags, "--ceilings", tmp_path) == 0
+    assert account("--size", "small", "--mixed-precision", "--device-name", "H200", "--ceilings", tmp_path) == 0
     out, err = capsys.readouterr()
-    assert "MFU" in out
-    assert "no share of a measured ceiling" in err
+    assert out.startswith("One step of")
     assert str(path) in err
 
 
@@ -226,8 +154,6 @@ def test_the_device_is_by_default_this_machines_first_gpu(
     monkeypatch.setattr(command, "visible_gpus", lambda: tuple(SimpleNamespace(name=name) for name in gpus))
     device = device_meant(None)
     assert (device and device.names[0]) == known
-    assert account("--size", "tiny", "--step-ms", "1") == 0
-    assert ("bound by" in capsys.readouterr().out) == (known is not None)
 
 
 @pytest.mark.parametrize("name", [name for device in DEVICES for name in device.names])
@@ -238,35 +164,6 @@ def test_every_known_device_can_be_named(name: str) -> None:
         assert name in device.names
 
 
-def test_checkpoints_cost_flops_and_save_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--size", "medium", "--context-length", "256", "--checkpoint-blocks", "4"]
-    assert account(*flags) == 0
-    said = capsys.readouterr().out
-    with_them = AccountArguments(size="medium", context_length=256, checkpoint_blocks=4).config()
-    without = AccountArguments(size="medium", context_length=256).config()
-    again = sum(part.recomputed for part in component_flops(with_them))
-    assert float(re.search(r"FLOPs computed again +(\S+) ", said)[1]) == pytest.approx(again / 1e12, rel=1e-3)
-    assert predict_memory(with_them).peak.allocated_bytes < predict_memory(without).peak.allocated_bytes
-
-
-@pytest.mark.parametrize(
-    ("flags", "title"),
-    [
-        ("--mode train", "Saved for backward by one block, "),
-        ("--mode forward", "Saved for backward by one block, "),
-        ("--mode train --checkpoint-blocks 2", "Saved for backward by one block while it is computed again, "),
-        ("--mode forward --checkpoint-blocks 2", None),
-        ("--mode inference", None),
-    ],
-)
-def test_what_a_block_saves_is_said_where_it_saves(
-    flags: str, title: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert account("--size", "tiny", *flags.split()) == 0
-    titles = re.findall(r"^Saved for backward by one block.*?, (?=[\d.]+ MiB)", capsys.readouterr().out, re.MULTILINE)
-    assert titles == ([] if title is None else [title])
-
-
 def test_tables_and_numbers_are_written_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place")) == 0
     printed = capsys.readouterr().out
@@ -274,7 +171,7 @@ def test_tables_and_numbers_are_written_where_asked(tmp_path: Path, capsys: pyte
     written = {path.name: path.read_text() for path in (tmp_path / "new" / "place").iterdir()}
     assert set(written) == {"account.csv", "account.md", "account.tex", "account.typ"}
     titles = re.findall(r"^### (.*)$", written["account.md"], re.MULTILINE)
-    assert len(titles) >= 5
+    assert len(titles) >= 4
     assert all(title.split(" ")[0] in printed for title in titles)
     rows = list(csv.DictReader(written["account.csv"].splitlines()))
     assert [row["component"] for row in rows][-1] == "all"
@@ -302,18 +199,16 @@ def test_a_short_name_means_the_one_device_that_it_can_mean(short: str, name: st
     assert device_meant(short) is find_device(name) is not None
 
 
-def test_ceilings_give_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Products so slow that nothing else counts: the step takes its FLOPs over their rate."""
-    ceilings_of(tmp_path / "h200", "NVIDIA H200", tflops=1e-3)
-    flags = ["--size", "small", "--device-name", "H200", "--ceilings", tmp_path]
-    assert account(*flags, "--mixed-precision", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    flops = sum(part["step_flops"] for part in found["parts"] if part["component"] == "all")
-    assert found["time"]["step_s"] == pytest.approx(flops / 1e9, rel=0.01)
-    assert account(*flags, "--mixed-precision") == 0
-    assert "Predicted time of a step" in capsys.readouterr().out
-    assert account(*flags, "--precision", "fp32", "--json") == 0
-    assert not json.loads(capsys.readouterr().out)["time_is_measured"], "no product in fp32 was measured"
+def step_of(said: str) -> tuple[float | None, bool]:
+    """The predicted step in seconds, and whether it follows from measured ceilings."""
+    found = re.search(r"Predicted time of a step.*?^step +(\S+)", said, re.MULTILINE | re.DOTALL)
+    is_measured = "From the configuration and the ceilings of" in " ".join(said.split())
+    return None if found is None else float(found[1].replace(",", "")) / 1e3, is_measured
+
+
+def flops_of(*words: str) -> int:
+    config = parse(AccountArguments, "account", [*words]).config()
+    return sum(part.step for part in component_flops(config))
 
 
 def ceilings_of(directory: Path, device_name: str, tflops: float = 1) -> Path:
@@ -326,54 +221,58 @@ def ceilings_of(directory: Path, device_name: str, tflops: float = 1) -> Path:
     return directory
 
 
+def test_ceilings_give_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Products so slow that nothing else counts: the step takes its FLOPs over their rate. None is in fp32."""
+    ceilings_of(tmp_path / "h200", "NVIDIA H200", tflops=1e-3)
+    flags = ["--size", "small", "--device-name", "H200", "--ceilings", str(tmp_path)]
+    assert account(*flags, "--mixed-precision") == 0
+    assert step_of(capsys.readouterr().out) == (pytest.approx(flops_of("--size", "small") / 1e9, rel=0.01), True)
+    assert account(*flags, "--precision", "fp32") == 0
+    assert not step_of(capsys.readouterr().out)[1]
+
+
 def test_ceilings_of_a_device_that_is_not_here_give_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No GPU, no name: the ceilings that are asked for are of one device, be it in no table of devices."""
     monkeypatch.setattr(command, "visible_gpus", lambda: ())
-    monkeypatch.chdir(tmp_path)
-    flags = ["--size", "tiny", "--mixed-precision", "--json"]
-    times = []
+    flags = ["--size", "tiny", "--mixed-precision"]
+    found = []
     for name in ("NVIDIA H200", "Own GPU"):
-        directory = ceilings_of(tmp_path / name.replace(" ", "-"), name)
-        assert account(*flags, "--ceilings", directory) == 0
-        times.append(json.loads(capsys.readouterr().out))
-    assert times[0]["time"] == times[1]["time"] is not None
-    assert [found["time_is_measured"] for found in times] == [True, True]
-    assert [found["device"] is None for found in times] == [False, True]
+        assert account(*flags, "--ceilings", ceilings_of(tmp_path / name.replace(" ", "-"), name)) == 0
+        said = capsys.readouterr().out
+        found.append(step_of(said))
+    assert found[0] == found[1] == (found[0][0], True)
     assert account(*flags) == 0
-    assert json.loads(capsys.readouterr().out)["time"] is None, "there is no data/ceilings here"
+    assert step_of(capsys.readouterr().out)[0] is None, "there is no data/ceilings here"
     (tmp_path / "both").mkdir()
     for number, name in enumerate(("NVIDIA H200", "NVIDIA A30")):
         ceilings_of(tmp_path / "both" / str(number), name)
     assert account(*flags, "--ceilings", tmp_path / "both") == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["time"] is None, "which of the two is not said"
+    assert step_of(printed.out)[0] is None, "which of the two is not said"
     assert all(f'--device-name "{name}"' in printed.err for name in ("H200", "A30"))
-    assert account(*flags, "--ceilings", tmp_path / "both", "--device-name", "A30") == 0
-    assert json.loads(capsys.readouterr().out)["time"]["step_s"] == times[0]["time"]["step_s"]
 
 
 def test_a_short_name_means_the_one_device_of_the_ceilings_that_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """H100 alone is the one whose ceilings come with the program, unless the user has measured another."""
-    flags = ["--size", "tiny", "--mixed-precision", "--json", "--device-name", "h100", "--ceilings", tmp_path]
+    flags = ["--size", "tiny", "--mixed-precision", "--ceilings", tmp_path, "--device-name"]
     ceilings_of(tmp_path / "0", "NVIDIA H200")
-    assert account(*flags) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["device"]["names"], found["ceilings_are_shipped"]) == (["H100 80GB HBM3"], True)
+    assert account(*flags, "h100") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ceilings of H100 80GB HBM3" in said
+    assert SHIPPED in said
     ceilings_of(tmp_path / "1", "NVIDIA H100 NVL")
-    assert account(*flags) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["device"]["names"] == ["H100 NVL"]
-    assert found["time_is_measured"]
+    assert account(*flags, "h100") == 0
+    assert "ceilings of H100 NVL" in " ".join(capsys.readouterr().out.split())
     for number, name in enumerate(("Own GPU 2", "Own GPU"), 2):
         ceilings_of(tmp_path / str(number), f"NVIDIA {name}", tflops=number)
     times_s = []
     for name in ("Own GPU 2", "Own GPU"):
-        assert account(*flags[:5], name, *flags[6:]) == 0
-        times_s.append(json.loads(capsys.readouterr().out)["time"]["step_s"])
+        assert account(*flags, name) == 0
+        times_s.append(step_of(capsys.readouterr().out)[0])
     assert times_s[0] > times_s[1], "a whole name means its own device alone"
 
 
@@ -386,51 +285,36 @@ def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
     for module in (command, nvml):
         monkeypatch.setattr(module, "visible_gpus", lambda: tuple(gpus))
     directory = ceilings_of(tmp_path / "h100", "NVIDIA H100 80GB HBM3", tflops=1e-3)
-    flags = ["--size", "xl", "--mixed-precision", "--fit", "--ceilings", directory]
-    assert account(*flags, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    flops = sum(part["step_flops"] for part in found["parts"] if part["component"] == "all")
-    assert found["time"]["step_s"] == pytest.approx(flops / 1e9, rel=0.01)
-    assert found["device"]["names"] == ["H100 80GB HBM3"]
-    assert found["fit"]["memory_bytes"] == (23 if here == "NVIDIA H100 80GB HBM3" else 80) * GIB
-    assert account(*flags) == 0
-    assert "the ceilings of H100 80GB HBM3 alone" in " ".join(capsys.readouterr().out.split())
+    assert account("--size", "xl", "--mixed-precision", "--fit", "--ceilings", directory) == 0
+    said = capsys.readouterr().out
+    assert step_of(said)[0] == pytest.approx(flops_of("--size", "xl") / 1e9, rel=0.01)
+    assert said.startswith(f"What fits {23 if here == 'NVIDIA H100 80GB HBM3' else 80}.00 GiB")
+    assert "the ceilings of H100 80GB HBM3 alone" in " ".join(said.split())
     unknown = ceilings_of(tmp_path / "own", "Own GPU")
     assert account("--size", "tiny", "--fit", "--ceilings", unknown) == 2
     assert "no data sheet says how much Own GPU has" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("here", "measured"),
-    [("NVIDIA Own", "NVIDIA Own"), ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")],
-    ids=["in no table", "of one data sheet"],
-)
-def test_the_memory_of_a_gpu_that_is_here_is_measured(
-    here: str, measured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu = Gpu(index=0, uuid="u", name=here, memory_bytes=23 * GIB, driver="1")
-    for module in (command, nvml):
-        monkeypatch.setattr(module, "visible_gpus", lambda: (gpu,))
-    directory = ceilings_of(tmp_path / "own", measured)
-    assert account("--size", "tiny", "--mixed-precision", "--fit", "--ceilings", directory, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["fit"]["memory_bytes"] == 23 * GIB
-
-
-def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a large model nothing but the matmuls counts, at the stated share of the peak."""
-    monkeypatch.chdir(tmp_path)
-    flags = ["--size", "8B", "--batch-size", "8", "--mixed-precision", "--attention", "sdpa", "--device-name", "B200"]
-    assert account(*flags, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["time_is_measured"] is False
-    whole = next(part for part in found["parts"] if part["component"] == "all")
-    phases = found["time"]["phases_s"]
-    rate = whole["step_flops"] / (phases["forward"] + phases["backward"])
-    assert 0.4 * 2250e12 < rate < 0.7 * 2250e12
+    flags = [
+        "--size",
+        "8B",
+        "--batch-size",
+        "8",
+        "--mixed-precision",
+        "--attention",
+        "sdpa",
+        "--device-name",
+        "B200",
+        "--mode",
+        "forward-backward",
+    ]
     assert account(*flags) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "by its data sheet, with stated efficiencies" in said
+    said = capsys.readouterr().out
+    step_s, is_measured = step_of(said)
+    assert not is_measured
+    assert 0.4 * 2250e12 < flops_of(*flags) / step_s < 0.7 * 2250e12
+    assert "by its data sheet, with stated efficiencies" in " ".join(said.split())
     assert account("--size", "tiny", "--device-name", "B200") == 0
-    assert "Predicted time of a step" not in capsys.readouterr().out, "its fp32 is in no data sheet"
+    assert step_of(capsys.readouterr().out)[0] is None, "its fp32 is in no data sheet"

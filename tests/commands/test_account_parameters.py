@@ -21,7 +21,7 @@ def values(said: str) -> dict[str, str]:
     return dict(re.findall(r"^(\S.*?)  +(\S+)", said, re.MULTILINE))
 
 
-@pytest.mark.parametrize("device", [["--device-name", "H100 80GB HBM3"], ["--device-name=NVIDIA H100 80GB HBM3"]])
+@pytest.mark.parametrize("device", [["--device-name", "H100"], ["--device-name=NVIDIA H100 80GB HBM3"]])
 def test_the_lectures_days_come_with_what_they_follow_from(
     device: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -33,12 +33,6 @@ def test_the_lectures_days_come_with_what_they_follow_from(
     assert found["peak of one device"] == "989.5e12"
     assert float(found["FLOPs per second"]) == pytest.approx(1024 * 989.5e12 * 0.5, rel=1e-3)
     assert "data sheet" in said
-
-
-def test_a_short_name_will_do_where_the_peak_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """All A100s promise 312 TFLOP/s in bf16, whatever their memory does."""
-    assert account_of(*DAYS, "--device-name", "a100") == 0
-    assert values(capsys.readouterr().out)["peak of one device"] == "312e12"
 
 
 def test_a_peak_may_be_given_and_scales_the_days(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,40 +66,22 @@ def test_the_precision_chooses_the_peak(capsys: pytest.CaptureFixture[str]) -> N
     assert values(capsys.readouterr().out)["peak of one device"] == "67e12"
 
 
-def test_the_lectures_largest_model(capsys: pytest.CaptureFixture[str]) -> None:
-    memory = ["--parameters", "7e9", "--count", "8", "--memory-gib", repr(80e9 / 2**30)]
-    assert account_of(*memory) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("The largest model has 40e9 parameters")
-    assert (values(said)["memory of all"], values(said)["state of this model"]) == ("640e9", "112e9")
-    assert account_of(*memory, "--bytes-per-parameter", "8") == 0
-    assert values(capsys.readouterr().out)["largest model"] == "80e9"
-
-
-def test_both_questions_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert account_of(*DAYS, "--peak-tflops", "989.5", "--memory-gib", repr(80e9 / 2**30)) == 0
-    said = capsys.readouterr().out
-    assert "143.9 days" in said
-    assert "5.12e12 parameters" in said, "1024 x 80e9 / 16"
-
-
 def test_the_gpu_of_this_machine_is_the_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cs336_systems.commands.account.device_meant", lambda *_: find_device("A100-SXM4-80GB"))
+    monkeypatch.setattr("cs336_systems.commands.account.device_meant", lambda _: find_device("A100-SXM4-80GB"))
+    monkeypatch.setattr(account, "visible_gpus", lambda: ())
     assert account_of(*DAYS) == 0
     assert values(capsys.readouterr().out)["peak of one device"] == "312e12"
 
 
-NUMBERS = (
-    "--parameters", "--tokens", "--peak-tflops", "--count", "--mfu", "--bytes-per-parameter",
-)  # fmt: skip
-ALL_GIVEN = [*DAYS, "--peak-tflops", "1", "--memory-gib", "1", "--bytes-per-parameter", "16"]
+NUMBERS = ("--parameters", "--tokens", "--peak-tflops", "--count", "--mfu")
+ALL_GIVEN = [*DAYS, "--peak-tflops", "1"]
 
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [*((flag, "0") for flag in NUMBERS), *(("--tokens", value) for value in ("-1", "nan", "inf", "1e300", "1e-300"))],
+    [*((flag, "0") for flag in NUMBERS), *(("--tokens", value) for value in ("-1", "nan", "inf", "1e300"))],
 )
 def test_numbers_that_cannot_be_meant_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = list(ALL_GIVEN)
@@ -113,7 +89,7 @@ def test_numbers_that_cannot_be_meant_are_refused(flag: str, value: str, capsys:
     assert account_of(*words) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert re.fullmatch(rf"error: {flag} must be from [^\n]{{10,150}}\n", said.err)
+    assert re.fullmatch(rf"error: {flag} must be positive [^\n]{{10,150}}\n", said.err)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +97,14 @@ def test_numbers_that_cannot_be_meant_are_refused(flag: str, value: str, capsys:
     [
         (["--count", "8"], "--parameters"),
         (["--parameters", "7e9"], "--tokens"),
-        (["--parameters", "7e9", "--memory-gib", "0"], "--memory-gib"),
-        (["--tokens", "7e9", "--memory-gib", "80"], "--parameters"),
+        (["--tokens", "7e9"], "--parameters"),
         ([*DAYS, "--size", "xl", "--fit"], "leave out --size, --fit"),
         ([*DAYS, "--d-model", "8"], "leave out --d-model"),
-        ([*DAYS, "--device-name", "H100"], "H100 80GB HBM3, H100 PCIe, H100 NVL"),
+        ([*DAYS, "--device-name", "A100"], "A100-SXM4-80GB"),
         ([*DAYS, "--device-name", "h20"], "H200"),
         ([*DAYS, "--device-name", ""], "H100 PCIe"),
         ([*DAYS, "--device-name", "\x1b[2J" + "x" * 1000], "not known"),
         ([*DAYS, "--device-name", "B200", "--precision", "fp32"], "give --peak-tflops"),
-        ([*DAYS, "--device-name", "B200", "--peak-tflops", "1"], "give one of them"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value[-2:])[:40],
 )

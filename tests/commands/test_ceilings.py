@@ -41,17 +41,6 @@ def test_a_cpu_is_measured_and_its_ceilings_are_found(tmp_path: Path, capsys: py
     assert {"results.md", "products.csv", "bandwidth.tex", "launches.typ"} <= {p.name for p in directory.iterdir()}
 
 
-def test_ceilings_of_an_earlier_study_are_kept_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words, directory = [*TINY.split(), "--output", tmp_path, "--name", "mine"], tmp_path / "ceilings" / "mine"
-    first, second = make_ceilings([], [stream_at(2)]), make_ceilings([], [stream_at(3)])
-    for study in (first, second):
-        monkeypatch.setattr(runner, "run_study", lambda *_, study=study: study)
-        assert run(parsed(*words)) == OK
-    (kept,) = directory.glob("ceilings-before-*.json")
-    assert read_study(kept, CeilingsStudy) == first
-    assert load_ceilings(directory.parent).studies == (second,)
-
-
 def test_a_failure_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for status, expected in ((Status.OOM, OK), (Status.CRASHED, FAILED)):
         cell = ProductCell(precision=ProductPrecision.FP32, shape=square(16), timing=lost(status, "it broke"))
@@ -114,3 +103,14 @@ def test_an_unaligned_head_is_also_measured_padded() -> None:
 def test_impossible_values_are_wrong_usage(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(parsed("--device", "cpu", *words))
+
+
+def test_ceilings_of_an_earlier_study_are_kept_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, directory = [*TINY.split(), "--output", tmp_path, "--name", "mine"], tmp_path / "ceilings" / "mine"
+    first, second = make_ceilings([], [stream_at(2)]), make_ceilings([], [stream_at(3)])
+    for study in (first, second):
+        monkeypatch.setattr(runner, "run_study", lambda *_, study=study: study)
+        assert run(parsed(*words)) == OK
+    (kept,) = directory.glob("ceilings-before-*.json")
+    assert read_study(kept, CeilingsStudy) == first
+    assert load_ceilings(directory.parent).studies == (second,)

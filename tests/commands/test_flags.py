@@ -5,10 +5,8 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -21,21 +19,16 @@ from cs336_systems.commands import flags as flags_module
 from cs336_systems.commands import sweep as sweep_module
 from cs336_systems.commands.account import AccountArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.ceilings import CeilingsArguments
 from cs336_systems.commands.flags import (
     FIELDS,
     MAX_NAME_LENGTH,
-    checked_name,
 )
-from cs336_systems.commands.ladder import LadderArguments
-from cs336_systems.commands.study import AttentionArguments, FusionArguments
 from cs336_systems.commands.sweep import SweepArguments, default_name
 from cs336_systems.config import (
     SIZES,
     Device,
     Mode,
     ModelConfig,
-    OptimizerKind,
     Phase,
     Precision,
     Profiler,
@@ -135,15 +128,6 @@ def test_a_token_file_that_is_none_is_said_before_any_run(tmp_path: Path, monkey
             one("--tokens t.npy")
 
 
-def test_a_token_file_is_looked_at_and_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 GiB, of which only the header takes any room."""
-    monkeypatch.chdir(tmp_path)
-    with Path("t.npy").open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (2**35,)})
-        file.truncate(file.tell() + 2**36)
-    assert one("--tokens t.npy").tokens == "t.npy"
-
-
 def typed(config: RunConfig) -> str:
     """The flags of a configuration of another shape than its preset's."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in NO_FLAG}
@@ -216,27 +200,6 @@ def test_a_sweep_is_not_run_under_nsys(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_preset_s_other_vocabulary_is_still_the_preset_and_another_shape_is_not() -> None:
-    assert one("--size small --vocab-size 50257 --rope-theta 5e5 --attention sdpa").size == "small"
-    for flag in ("--d-model 1536", "--d-ff 2048", "--num-layers 6", "--num-heads 6"):
-        assert one(f"--size small {flag}").size == "custom"
-
-
-@pytest.mark.parametrize("with_gpu", [False, True])
-def test_gpt2_has_its_own_context_unless_another_is_asked_for(with_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, *([H100] if with_gpu else []))
-    assert one("--size gpt2").model == SIZES["gpt2"]
-    assert one("--size gpt2").model.context_length == 1024
-    assert one("--size gpt2 --context-length 64").model.context_length == 64
-    assert one("--size small").model.context_length == (512 if with_gpu else 128)
-
-
-def test_mixed_precision_is_bf16() -> None:
-    assert one("--mixed-precision") == one("--precision bf16")
-    assert one("--mixed-precision --precision bf16").precision is Precision.BF16
-    assert grid("--mixed-precision") == grid("--precisions bf16")
-
-
 def test_a_grid_is_every_combination_once_sizes_first() -> None:
     configs = grid("--sizes small medium --context-lengths 16 32 --modes forward train --precisions fp32 bf16 "
                    "--warmup-steps 0 5")  # fmt: skip
@@ -289,33 +252,12 @@ def test_a_default_name_says_mode_precision_what_differs_and_the_device(monkeypa
     assert name("--device cpu") == "train_fp32_cpu"
 
 
-def test_a_default_name_is_always_a_plain_one() -> None:
-    for flags in ("--tokens ../../x/y.npy", "--tokens '/a b/\n.npy'", "--model a.b:c", "--tokens=-rf",
-                  "--context-lengths " + " ".join(map(str, range(1, 200)))):  # fmt: skip
-        assert checked_name(name(flags)) == name(flags)
-
-
 def test_long_default_names_differ_where_the_flags_do() -> None:
     long = [name(f"--tokens {'x' * 200}{end}") for end in "ab"]
     assert long[0] != long[1]
     assert all(len(each) == MAX_NAME_LENGTH for each in long)
     assert long[0].startswith("train_fp32_tokens-xxx")
     assert re.search(r"_[0-9a-f]{8}$", long[0])
-
-
-@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a checkout of git")
-def test_what_a_cpu_measures_by_default_is_ignored_and_no_committed_result_is() -> None:
-    def ignored(paths: Iterable[str]) -> list[str]:
-        command = ["git", "check-ignore", "--no-index", "--stdin"]
-        return subprocess.run(command, cwd=ROOT, input="\n".join(paths), capture_output=True, text=True).stdout.split()
-
-    made = [parse(SweepArguments, flags).directory() for flags in ("", "--precisions fp32 bf16", "--profile")]
-    made += [parse(kind, "").directory() for kind in (LadderArguments, AttentionArguments, FusionArguments)]
-    made.append(parse(CeilingsArguments, "").directory())
-    assert ignored(f"{directory}/results.csv" for directory in made) == [f"{path}/results.csv" for path in made]
-    committed = subprocess.run(["git", "ls-files", "data"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    assert len(committed) > 500
-    assert ignored(committed) == []
 
 
 @pytest.mark.usefixtures("gpu")
@@ -328,108 +270,7 @@ def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(
     assert sweep(shlex.split(flags)) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"will not fit: (\S+)", printed) == ["10B"]
-    assert re.search(
-        r"small ctx 512 train fp32, 5 \+ 10 steps, predicted step [\d.]+ ms, predicted peak \d\.\d GiB", printed
-    )
-
-
-def test_a_dry_run_says_how_long_each_step_and_the_sweep_should_take(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On an H200, whose committed ceilings are beside the results; without ceilings, what would measure them."""
-    flags = shlex.split(f"--output {DATA} --sizes small --context-lengths 128 512 --dry-run")
-    see(monkeypatch, replace(H100, name="NVIDIA A100-SXM4-80GB"))
-    assert sweep(flags) == 0
-    printed = capsys.readouterr()
-    assert "predicted step" not in printed.out
-    assert "cs336 ceilings" in printed.err
-    see(monkeypatch, replace(H100, name="NVIDIA H200"))
-    assert sweep(flags) == 0
-    printed, said = capsys.readouterr()
-    assert not said
-    curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
-    steps_s = [step_time(config, curves).step_s for config in grid("--sizes small --context-lengths 128 512")]
-    assert [float(ms) for ms in re.findall(r"predicted step ([\d.]+) ms", printed)] == pytest.approx(
-        [1e3 * step_s for step_s in steps_s], rel=1e-3
-    )
-    (hours, minutes, seconds) = re.search(r"should take (\d+):(\d+):(\d+)", printed).groups()
-    assert 15 * sum(steps_s) < 3600 * int(hours) + 60 * int(minutes) + int(seconds) < 15 * sum(steps_s) + 4
-    assert sweep([*flags, "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert [each["step_s"] for each in planned["predicted"].values()] == pytest.approx(steps_s)
-    assert [*planned["predicted"]] == re.findall(r"^(\S+): ", printed, re.MULTILINE)
-
-
-def test_a_dry_run_says_which_ceilings_it_goes_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of an H200 those that come with the program, until the user has measured some: sure ones, and some in doubt."""
-    see(monkeypatch, replace(H100, name="NVIDIA H200"))
-    flags = shlex.split(f"--output {tmp_path} --sizes tiny --context-lengths 128 --dry-run")
-    assert sweep(flags) == 0
-    printed, said = capsys.readouterr()
-    assert " ms, " in printed
-    assert SHIPPED in said
-    (tmp_path / "ceilings").mkdir()
-    for spread in (0.001, 0.5):
-        study = make_ceilings(
-            [product_at(square(side), 10, FP32, spread=spread) for side in (64, 1024)],
-            [stream_at(1e3, stream=stream, spread=spread) for stream in (Stream.COPY, Stream.ADAMW)],
-            [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)],
-        )
-        write_atomically(tmp_path / "ceilings/ceilings.json", encode_json(study))
-        assert sweep(flags) == 0
-        printed, said = capsys.readouterr()
-        assert SHIPPED not in said
-        assert (" ms ?, " in printed, DOUBTED_FORECAST in said) == (spread > 0.1, spread > 0.1)
-
-
-def test_a_dry_run_on_a_cpu_goes_by_the_ceilings_of_this_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Matmuls so slow that nothing else matters: a step takes its FLOPs over their rate."""
-    rate = 1e9
-    study = make_ceilings(
-        [product_at(square(side), rate / 1e12, FP32) for side in (64, 1024)],
-        [stream_at(1e3, stream=stream) for stream in (Stream.COPY, Stream.ADAMW)],
-        [LaunchCell(launch=Launch.EAGER, timing=lasting(1e-9))],
-        device=Device.CPU, device_name=cpu_name(),
-    )  # fmt: skip
-    (tmp_path / "ceilings").mkdir()
-    write_atomically(tmp_path / "ceilings/ceilings.json", encode_json(study))
-    flags = ["--device", "cpu", "--output", str(tmp_path), "--dry-run", "--json"]
-    assert sweep(flags) == 0
-    planned = json.loads(capsys.readouterr().out)
-    expected_s = [sum(part.step for part in component_flops(config)) / rate for config in grid("--device cpu")]
-    assert [each["step_s"] for each in planned["predicted"].values()] == pytest.approx(expected_s, rel=0.02)
-    assert 15 * sum(expected_s) < planned["predicted_s"] < 1.1 * 15 * sum(expected_s)
-    assert sweep([*flags, "--sizes", "small", "--context-lengths", "64", "--precisions", "bf16"]) == 0
-    assert json.loads(capsys.readouterr().out)["predicted_s"] is None, "nothing was measured in bf16"
-
-
-def test_a_dry_run_says_what_a_fast_step_takes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As long as it took on an H100 to a fifth, and nearly as much memory; nothing of steps that are not forecast."""
-    see(monkeypatch, H100)
-    flags = f"--output {DATA} --fast --sizes medium xl --context-lengths 512"
-    assert sweep(shlex.split(f"{flags} --dry-run")) == 0
-    printed = capsys.readouterr().out
-    found = re.findall(r": (\w+) ctx .*predicted step ([\d.]+) ms, predicted peak about ([\d.]+) GiB", printed)
-    measured = {
-        record.config.size: (1e3 * record.measurement(Phase.STEP).median_s, record.memory.peak_allocated_bytes / 2**30)
-        for record in load_records(DATA / "e2e_benchmark/h100_train_fast/runs")[0]
-        if record.config.model.context_length == 512
-    }
-    assert [size for size, *_ in found] == ["medium", "xl"]
-    for size, step_ms, peak_gib in found:
-        assert float(step_ms) == pytest.approx(measured[size][0], rel=0.2)
-        assert float(peak_gib) == pytest.approx(measured[size][1], rel=0.05)
-    assert "should take" in printed
-    assert sweep(shlex.split(f"{flags} --fp8 --dry-run")) == 0
-    printed = capsys.readouterr().out
-    assert "predicted step" not in printed
-    assert "should take" not in printed
+    assert re.search(r"small ctx 512 train fp32, 5 \+ 10 steps, predicted peak \d\.\d GiB", printed)
 
 
 @pytest.mark.parametrize("flag", ["fp8", "selective-checkpoints --checkpoint-blocks 1"])
@@ -460,7 +301,7 @@ def test_one_value_of_a_setting_of_the_step_is_the_run_of_that_value() -> None:
 def test_ranks_are_a_number_that_is_given() -> None:
     assert [one(f"--parallel ddp-overlap --ranks {ranks}").ranks for ranks in (1, 2)] == [1, 2]
     assert [config.ranks for config in grid("--parallel none ddp --ranks 1 2 --context-lengths 8")] == [1, 1, 2]
-    assert (one().ranks, one("--ranks 1").ranks, one("--global-batch-size 3").batch_size) == (1, 1, 3)
+    assert (one().ranks, one("--ranks 1").ranks) == (1, 1)
 
 
 SOURCE = """
@@ -595,45 +436,6 @@ def test_fast_refuses_what_it_would_not_heed(flags: str) -> None:
     assert one(flags) != one("--fast"), "without --fast there is nothing to refuse"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--attention sdpa", "--optimizer fused", "--precision bf16", "--mixed-precision", "--compile default",
-     "--pad-vocabulary 1", "--mode forward --optimizer foreach", "--sdpa-backend cudnn",
-     "--attention sdpa --sdpa-backend cudnn"],
-)  # fmt: skip
-def test_fast_takes_what_it_chooses_itself_or_has_no_say_in(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, H100)
-    mode = "--mode forward" if "forward" in flags else ""
-    optimizer = OptimizerKind.FOREACH if mode else OptimizerKind.FUSED
-    assert one(f"--fast {flags}") == replace(one(f"--fast {mode}"), optimizer=optimizer)
-
-
-def test_fast_on_a_cpu_leaves_precision_and_compilation_as_asked() -> None:
-    for flags in ("--precision fp32", "--precision bf16", "--compile none", "--compile default"):
-        assert one(f"--fast {flags}").precision is one(flags).precision
-        assert one(f"--fast {flags}").compile is one(flags).compile
-    with pytest.raises(ValueError, match="here sdpa: leave out --attention naive"):
-        one("--fast --attention naive")
-
-
-def test_choices_are_in_order_and_without_none(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, expected in (("--precision", "('fp32', 'tf32', 'bf16', 'fp16')"), ("--attention", "('naive', 'sdpa')")):
-        with pytest.raises(SystemExit, match="2"):
-            one(f"{flag} fp4")
-        said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-        assert f"Expected one of {expected}" in said
-
-
-@pytest.mark.parametrize(("text", "value"), [("70B", 70e9), ("15T", 15e12), ("1.5m", 1.5e6), ("7e9", 7e9)])
-def test_a_number_may_end_in_a_scale(text: str, value: float) -> None:
-    assert parse(AccountArguments, f"--parameters {text}").known.parameters == value
-
-
-def test_fast_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep(["--fast", "--sizes", "tiny", "--dry-run"]) == 0
-    assert "fast: fp32, sdpa attention, fused optimizer\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind", [BenchmarkArguments, SweepArguments], ids=["benchmark", "sweep"])
 def test_help_shows_common_flags_and_help_all_every_one(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
     def shown(word: str) -> set[str]:
@@ -685,7 +487,6 @@ BENCHMARK = {
     "--device cuda": "--device cuda needs an NVIDIA GPU",
     "--size tiny --checkpoint-blocks 3": "from 0 to the 2 blocks that tiny has",
     "--parallel ddp-overlap": "--parallel ddp-overlap needs --ranks",
-    "--parallel fsdp --global-batch-size 4": "--parallel fsdp needs --ranks",
     "--profile --memory": "two profilers cannot watch one process",
 }
 NUMBERS = ("batch_size", "measured_steps", "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "seed",
@@ -761,3 +562,98 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported_or_a_process_s
         assert re.match(pattern, err), (command, argv, err)
         assert "Traceback" not in err, (command, argv)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_how_long_each_step_should_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On an H200, whose committed ceilings are beside the results; without ceilings, what would measure them."""
+    flags = shlex.split(f"--output {DATA} --sizes small --context-lengths 128 512 --dry-run")
+    see(monkeypatch, replace(H100, name="NVIDIA A100-SXM4-80GB"))
+    assert sweep(flags) == 0
+    printed = capsys.readouterr()
+    assert "predicted step" not in printed.out
+    assert "cs336 ceilings" in printed.err
+    see(monkeypatch, replace(H100, name="NVIDIA H200"))
+    assert sweep(flags) == 0
+    printed, said = capsys.readouterr()
+    assert not said
+    curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
+    steps_s = [step_time(config, curves).step_s for config in grid("--sizes small --context-lengths 128 512")]
+    assert [float(ms) for ms in re.findall(r"predicted step ([\d.,]+) ms", printed)] == pytest.approx(
+        [1e3 * step_s for step_s in steps_s], rel=1e-3
+    )
+
+
+def test_a_dry_run_says_which_ceilings_it_goes_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an H200 those that come with the program, until the user has measured some: sure ones, and some in doubt."""
+    see(monkeypatch, replace(H100, name="NVIDIA H200"))
+    flags = shlex.split(f"--output {tmp_path} --sizes tiny --context-lengths 128 --dry-run")
+    assert sweep(flags) == 0
+    printed, said = capsys.readouterr()
+    assert " ms, " in printed
+    assert SHIPPED in said
+    (tmp_path / "ceilings").mkdir()
+    for spread in (0.001, 0.5):
+        study = make_ceilings(
+            [product_at(square(side), 10, FP32, spread=spread) for side in (64, 1024)],
+            [stream_at(1e3, stream=stream, spread=spread) for stream in (Stream.COPY, Stream.ADAMW)],
+            [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)],
+        )
+        write_atomically(tmp_path / "ceilings/ceilings.json", encode_json(study))
+        assert sweep(flags) == 0
+        printed, said = capsys.readouterr()
+        assert SHIPPED not in said
+        assert (" ms ?, " in printed, DOUBTED_FORECAST in said) == (spread > 0.1, spread > 0.1)
+
+
+def test_a_dry_run_on_a_cpu_goes_by_the_ceilings_of_this_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Matmuls so slow that nothing else matters: a step takes its FLOPs over their rate."""
+    rate = 1e9
+    study = make_ceilings(
+        [product_at(square(side), rate / 1e12, FP32) for side in (64, 1024)],
+        [stream_at(1e3, stream=stream) for stream in (Stream.COPY, Stream.ADAMW)],
+        [LaunchCell(launch=Launch.EAGER, timing=lasting(1e-9))],
+        device=Device.CPU, device_name=cpu_name(),
+    )  # fmt: skip
+    (tmp_path / "ceilings").mkdir()
+    write_atomically(tmp_path / "ceilings/ceilings.json", encode_json(study))
+    flags = ["--device", "cpu", "--output", str(tmp_path), "--dry-run"]
+    assert sweep(flags) == 0
+    found = re.findall(r"predicted step ([\d.,]+) ms", capsys.readouterr().out)
+    expected_s = [sum(part.step for part in component_flops(config)) / rate for config in grid("--device cpu")]
+    assert [float(ms.replace(",", "")) / 1e3 for ms in found] == pytest.approx(expected_s, rel=0.02)
+    assert sweep([*flags, "--sizes", "small", "--context-lengths", "64", "--precisions", "bf16"]) == 0
+    assert "predicted step" not in capsys.readouterr().out, "nothing was measured in bf16"
+
+
+def test_a_dry_run_says_what_a_fast_step_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As long as it took on an H100 to a fifth, and nearly as much memory; nothing of steps that are not forecast."""
+    see(monkeypatch, H100)
+    flags = f"--output {DATA} --fast --sizes medium xl --context-lengths 512"
+    assert sweep(shlex.split(f"{flags} --dry-run")) == 0
+    printed = capsys.readouterr().out
+    found = re.findall(r": (\w+) ctx .*predicted step ([\d.]+) ms, predicted peak about ([\d.]+) GiB", printed)
+    measured = {
+        record.config.size: (1e3 * record.measurement(Phase.STEP).median_s, record.memory.peak_allocated_bytes / 2**30)
+        for record in load_records(DATA / "e2e_benchmark/h100_train_fast/runs")[0]
+        if record.config.model.context_length == 512
+    }
+    assert [size for size, *_ in found] == ["medium", "xl"]
+    for size, step_ms, peak_gib in found:
+        assert float(step_ms) == pytest.approx(measured[size][0], rel=0.2)
+        assert float(peak_gib) == pytest.approx(measured[size][1], rel=0.05)
+    assert sweep(shlex.split(f"{flags} --fp8 --dry-run")) == 0
+    printed = capsys.readouterr().out
+    assert "predicted step" not in printed
+
+
+@pytest.mark.parametrize(("text", "value"), [("70B", 70e9), ("15T", 15e12), ("1.5m", 1.5e6), ("7e9", 7e9)])
+def test_a_number_may_end_in_a_scale(text: str, value: float) -> None:
+    assert parse(AccountArguments, f"--parameters {text}").known.parameters == value

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import json
-import os
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,11 @@ import cs336_systems.sweep.run
 from cs336_systems.cli import main
 from cs336_systems.commands import flags
 from cs336_systems.commands import ladder as command
-from cs336_systems.commands.ladder import CACHE_VARIABLE, LadderArguments
+from cs336_systems.commands.ladder import LadderArguments
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, load_records, write_record
 from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.ladder import reason_run, reference
+from cs336_systems.sweep.ladder import reason_run
 from cs336_systems.sweep.run import Outcome
 from tests.report.ladders import FALLING
 from tests.report.making import make_failure, make_record
@@ -37,7 +36,6 @@ SMALL = [
 def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the command runs, so that whatever it makes is seen."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     return tmp_path
 
 
@@ -84,7 +82,6 @@ def test_runs_go_up_the_ladder_and_down_again_then_the_profiles() -> None:
         low, middle, high, *(replace(config, repeat=1) for config in (high, middle, low)),
     )  # fmt: skip
     assert runs[6:] == tuple(map(reason_run, rungs))
-    assert replace(arguments, reasons=False).runs(rungs) == runs[:6]
 
 
 def test_a_dry_run_names_the_rungs_and_makes_nothing(empty_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,8 +107,6 @@ class FakeSweep:
 
     def __init__(self, first_fails: Status | None = None, interrupted: bool = False) -> None:
         self.calls: list[tuple[RunConfig, ...]] = []
-        self.options: list[dict[str, object]] = []
-        self.caches: list[str | None] = []
         self.first_fails = first_fails
         self.interrupted = interrupted
 
@@ -119,8 +114,6 @@ class FakeSweep:
         self, configs: tuple[RunConfig, ...], directory: Path, listener: Listener, **options: object
     ) -> Outcome:
         self.calls.append(tuple(configs))
-        self.options.append(options)
-        self.caches.append(os.environ.get(CACHE_VARIABLE))
         (directory / "runs").mkdir(exist_ok=True)
         for config in configs:
             if config.profiler is Profiler.NONE:
@@ -148,14 +141,6 @@ def gates(directory: Path) -> dict[str, str]:
         return {row["rung"]: row["gate"] for row in csv.DictReader(file)}
 
 
-def test_the_compilers_cache_is_empty_at_first_and_gone_at_last(fake: FakeSweep) -> None:
-    assert ladder(*SMALL, "--no-reasons", "--name", "x") == 0
-    (cache,) = fake.caches
-    assert cache is not None
-    assert not Path(cache).exists()
-    assert CACHE_VARIABLE not in os.environ
-
-
 def test_each_result_is_called_by_its_rung_as_in_the_tables(
     fake: FakeSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,23 +150,6 @@ def test_each_result_is_called_by_its_rung_as_in_the_tables(
     assert [line.partition(" ")[0] for line in lines] == [*names, *reversed(names), *names]
     runs = [line.partition("  ")[0] for line in lines]
     assert len(set(runs)) == len(runs), "a repeat, and a run under the profiler, are not taken for another"
-
-
-def test_without_memory_for_the_first_rung_another_run_gives_its_losses(
-    fake: FakeSweep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake.first_fails = Status.OOM
-    assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16", "fused", "--fresh") == 0
-    first, second = fake.calls
-    assert second == (*first, reference(LadderArguments(device="cpu", **_small()).ladder()[0]))
-    assert [options["fresh"] for options in fake.options] == [True, False], "else it would measure all of it again"
-    assert gates(Path("data/ladder/x")) == {"fp32": "", "bf16": "passed", "fused": "passed"}
-    assert "ran out of memory" in capsys.readouterr().out
-
-
-def _small() -> dict[str, int]:
-    names = [word.removeprefix("--").replace("-", "_") for word in SMALL[2::2]]
-    return dict(zip(names, map(int, SMALL[3::2]), strict=True))
 
 
 def test_a_crash_of_the_first_rung_calls_for_another_try_and_not_for_another_run(fake: FakeSweep) -> None:

@@ -122,14 +122,6 @@ def test_of_interrupted_work_the_old_page_is_left(tree: Path, monkeypatch: pytes
     assert sorted(tree.rglob("*.tmp")) == []
 
 
-def test_json_names_what_was_rebuilt_and_what_was_not(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(tree), "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert said["rebuilt"] == [str(tree / "e2e_benchmark/a"), str(tree / "precision")]
-    assert list(said["failed"]) == [str(tree / "e2e_benchmark/damaged")]
-    assert said["page"] == str(tree / "index.html")
-
-
 @pytest.mark.parametrize(
     ("directory", "is_other"),
     [("ladder/gpt2", True), ("precision", True), ("e2e_benchmark/train", False), ("e2e_benchmark/compiled", False)],

@@ -99,33 +99,6 @@ def test_forward_saves_the_bytes_that_are_forecast(arch: Arch, changes: dict[str
     assert found == pytest.approx(saved_bytes(config), rel=0.01)
 
 
-def test_a_rank_of_a_sharded_optimizer_holds_its_part() -> None:
-    """8.126e9 parameters, of them 0.622e9 in the embedding: 12 bytes of half of all, 2 of those with copies, and the
-    other half of the embedding's masters."""
-    assert held_bytes(of(EIGHT_B, **ON_TWO)) == pytest.approx(8.126e9 * 12 / 2 + 7.503e9 * 2 + 0.622e9 * 2, rel=1e-3)
-
-
-def test_a_rank_of_a_fully_sharded_model_holds_its_part_and_some_blocks() -> None:
-    """14 bytes of half of what has copies, 12 of half of the rest; the head and three blocks, and their gradients."""
-    config = of(EIGHT_B, parallel=Parallel.FSDP, ranks=2)
-    gathered = 0.622e9 + 3 * 0.2024e9
-    assert held_bytes(config) == pytest.approx(7.503e9 * 7 + 0.622e9 * 6 + gathered * 4, rel=1e-3)
-    received = held_bytes(replace(config, parallel=Parallel.FSDP_PUSH)) - held_bytes(config)
-    assert received == pytest.approx((7.503e9 * 2 + 0.622e9 * 4) / 2, rel=1e-3)
-
-
-def test_peaks_of_the_8b_model_were_these() -> None:
-    """GiB on H200, at context 32,768: four blocks on one of them, and the whole model on two."""
-    four = replace(EIGHT_B, num_layers=4)
-    whole = {"checkpoint_blocks": 1}
-    measured = [
-        (of(four), 55.5), (of(four, **SELECTIVE), 43.4), (of(four, **whole), 40.2),
-        (of(EIGHT_B, **ON_TWO, **whole), 97.6),
-    ]  # fmt: skip
-    for config, peak_gib in measured:
-        assert peak_bytes(config) / 2**30 == pytest.approx(peak_gib, rel=0.01)
-
-
 def test_peaks_of_the_runs_in_data_are_forecast() -> None:
     """Of small models the allocator's rounding, and what a block's backward holds, are some percent."""
     known = {place: load_records(ROOT / "data" / "published" / place / "runs")[0] for place in MEASURED}
@@ -180,17 +153,6 @@ def test_segments_expand_only_without_graphs_of_collectives() -> None:
         replace(shared, expandable_segments=True)
     with pytest.raises(ValueError, match="--expandable-segments cannot be combined with --parallel ddp-push"):
         replace(shared, cuda_graph=False, parallel=Parallel.DDP_PUSH, expandable_segments=True)
-
-
-def test_each_kind_of_checkpoint_needs_less() -> None:
-    for model in (EIGHT_B, replace(SIZES["gpt2-xl"], attention=Attention.SDPA)):
-        kinds = [
-            of(model, batch_size=4),
-            of(model, batch_size=4, **SELECTIVE),
-            of(model, batch_size=4, checkpoint_blocks=1),
-        ]
-        peaks = [peak_bytes(config) for config in kinds]
-        assert peaks == sorted(peaks, reverse=True)
 
 
 def test_what_the_user_chose_stays() -> None:

@@ -8,13 +8,11 @@ import sympy
 
 from cs336_systems.config import SIZES
 from cs336_systems.costs.communication import Collective, call_of
-from cs336_systems.costs.limits import Link, Paper, Scheme, best_data_ranks, bounds, feed, largest_ranks, most_ranks
-from cs336_systems.costs.links import Links
+from cs336_systems.costs.links import Group, Links
+from cs336_systems.costs.scale import Link, Paper, Scheme, bounds, feed, largest_ranks, most_ranks
 
 H100 = Links(gpus_per_node=8, node_bytes_per_s=450e9, network_bytes_per_s=50e9)
-PAPER = Paper(
-    tokens=2**21, feed=12_352, flops_per_s=990e12, links=H100, weight_bytes=2, activation_bytes=2, gradient_bytes=4
-)
+PAPER = Paper(tokens=2**21, feed=12_352, flops_per_s=990e12, links=H100, element_bytes=2, gradient_bytes=4)
 
 
 def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[float, float]]:
@@ -27,16 +25,17 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
 
     def weights_s(kind: Collective, element_bytes: int) -> float:
         call = call_of(kind, element_bytes * elements / tensor)  # type: ignore[arg-type]
-        return links.call_s(call, links.data_group(data, tensor))
+        in_node = max(1, min(data, links.gpus_per_node // tensor))
+        return links.call_s(call, Group(in_node=in_node, nodes=data // in_node))
 
     def activations_s() -> float:
         kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) * 2
-        size = paper.activation_bytes * tokens * d_model
-        return sum(links.call_s(call_of(kind, size), links.tensor_group(tensor)) for kind in kinds)  # type: ignore[arg-type]
+        size = paper.element_bytes * tokens * d_model
+        return sum(links.call_s(call_of(kind, size), links.group(tensor)) for kind in kinds)  # type: ignore[arg-type]
 
     forward = 2 * tokens * elements / tensor / paper.flops_per_s
     gather, scatter = (
-        weights_s(kind, paper.weight_bytes) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        weights_s(kind, paper.element_bytes) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
     found = []
     if scheme is Scheme.DATA:
@@ -61,10 +60,11 @@ def shapes(paper: Paper, scheme: Scheme, ranks: int) -> list[tuple[int, int]]:
 
 def tried(paper: Paper, scheme: Scheme, most: int) -> int:
     """The most ranks of which computing takes as long as communication, or longer."""
+    size = paper.links.gpus_per_node
     good = [
         ranks
         for ranks in range(1, most + 1)
-        if not paper.links.misfit(ranks)
+        if ranks <= size or (ranks % size == 0 and paper.links.network_bytes_per_s is not None)
         for data, tensor in shapes(paper, scheme, ranks)
         if all(math >= comm * (1 - 1e-12) for math, comm in times_s(paper, scheme, data, tensor))
     ]
@@ -72,7 +72,7 @@ def tried(paper: Paper, scheme: Scheme, most: int) -> int:
 
 
 PAPERS = [
-    replace(PAPER, links=links, tokens=tokens, feed=f, weight_bytes=size, activation_bytes=size)
+    replace(PAPER, links=links, tokens=tokens, feed=f, element_bytes=size)
     for links, (tokens, f), size in product(
         (H100, replace(H100, network_bytes_per_s=6e9), replace(H100, gpus_per_node=4, node_bytes_per_s=25e9),
          replace(H100, gpus_per_node=1), replace(H100, gpus_per_node=64, network_bytes_per_s=None)),
@@ -127,8 +127,6 @@ def test_both_together_have_the_book_s_square_by_symbols() -> None:
     (most,) = sympy.solve(sympy.Eq(math, of_weights.subs(x, best)), n)
     alpha = c / w
     assert sympy.simplify(b / most - alpha**2 / f) == 0
-    values = {b: 48_000, p: 4 * 32_768, d: 1, n: 64}
-    assert best_data_ranks(64, 48_000, 32_768) == pytest.approx(float(best.subs(values)))
 
 
 def test_the_book_s_numbers_come_out() -> None:

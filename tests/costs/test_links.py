@@ -73,29 +73,3 @@ def test_the_fastest_rate_is_that_of_what_a_rank_sends() -> None:
     times = {Collective.ALL_REDUCE: {100: 1.0}, Collective.ALL_GATHER: {100: 0.4}, Collective.PUSH: {100: 0.01}}
     assert fastest_bytes_per_s(times, 4) == pytest.approx(0.75 * 100 / 0.4)
     assert fastest_bytes_per_s({}, 4) is None
-
-
-@pytest.mark.parametrize(
-    ("data", "tensor", "of_data", "of_tensors"),
-    [
-        (12, 1, (4, 3), (1, 1)), (3, 1, (3, 1), (1, 1)), (2, 2, (2, 1), (2, 1)), (6, 2, (2, 3), (2, 1)),
-        (3, 4, (1, 3), (4, 1)), (3, 8, (1, 3), (4, 2)), (1, 4, (1, 1), (4, 1)),
-    ],
-)  # fmt: skip
-def test_tensor_ranks_are_neighbours_and_data_ranks_one_of_each(
-    data: int, tensor: int, of_data: tuple[int, int], of_tensors: tuple[int, int]
-) -> None:
-    """Counted: rank r is in node r // 4, tensor ranks are consecutive, data ranks have the same place among them."""
-    for found, ranks, expected in (
-        (LINKS.data_group(data, tensor), range(0, data * tensor, tensor), of_data),
-        (LINKS.tensor_group(tensor), range(tensor), of_tensors),
-    ):
-        counted = Counter(rank // 4 for rank in ranks)
-        assert set(counted.values()) == {expected[0]}
-        assert (found.in_node, found.nodes) == (expected[0], len(counted)) == expected
-
-
-@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (3, True), (4, True), (6, False), (8, True)])
-def test_ranks_fill_nodes(ranks: int, fits: bool) -> None:
-    assert (not LINKS.misfit(ranks)) is fits
-    assert (not replace(LINKS, network_bytes_per_s=None).misfit(ranks)) is (ranks <= 4)

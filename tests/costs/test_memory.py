@@ -3,14 +3,10 @@
 import re
 import subprocess
 import sys
-from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.config import (
     SIZES,
@@ -37,12 +33,8 @@ from cs336_systems.costs.memory import (
     largest_context,
     predict_memory,
     predicted_peak_bytes,
-    residual_stream_bytes,
-    saved_by_block,
 )
 from cs336_systems.costs.tape import Category
-from cs336_systems.measure.precision import autocast
-from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.record import RunRecord, Status, read_record
 from tests.costs.live import real_bytes, tape_bytes, use_tensors_of_a_gpu
 
@@ -159,18 +151,6 @@ def test_largest_batch_and_context_are_the_last_that_fit(checkpoint_blocks) -> N
     assert largest_context(config, CUDA_CONTEXT_BYTES + 2**30) == 0
 
 
-def test_each_block_more_in_a_checkpoint_costs_what_a_block_saves() -> None:
-    """At this length the peak is in the backward of the first block, when all of its checkpoint is there again."""
-    config = run_config(replace(SIZES["xl"], context_length=2048), precision=Precision.BF16)
-    block_bytes = sum(part.size_bytes for part in saved_by_block(config) if part.category is Category.ACTIVATIONS)
-    peaks = {blocks: predict_memory(replace(config, checkpoint_blocks=blocks)).peak for blocks in (0, 1, 2, 4, 48)}
-    kept = {blocks: peak.bytes_of(Category.ACTIVATIONS) for blocks, peak in peaks.items()}
-    assert kept[2] - kept[1] == pytest.approx(block_bytes, rel=0.02)
-    assert kept[4] - kept[1] == pytest.approx(3 * block_bytes, rel=0.02)
-    assert kept[48] == pytest.approx(kept[0], rel=0.02)
-    assert peaks[1].allocated_bytes < 0.25 * peaks[0].allocated_bytes
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -183,20 +163,9 @@ def test_each_block_more_in_a_checkpoint_costs_what_a_block_saves() -> None:
 def test_what_is_not_predicted_has_no_number(changes) -> None:
     config = replace(run_config(UNEQUAL), **changes)
     assert predict_memory(config) is None
-    assert saved_by_block(config) is None
     assert fits(config, 2**40) is None
     assert largest_batch(config, 2**40) is None
     assert largest_context(config, 2**40) is None
-
-
-def test_residual_stream_of_xl_at_context_256() -> None:
-    assert residual_stream_bytes(run_config(replace(SIZES["xl"], context_length=256))) == 6.25 * 2**20
-
-
-def test_largest_tensor_that_a_block_of_xl_keeps_is_the_softmax() -> None:
-    largest = saved_by_block(run_config(SIZES["xl"]))[0]
-    assert (largest.label, largest.formula) == ("softmax in layers.*.attn", "batch x heads x T x T x 4")
-    assert (largest.size_bytes, largest.count) == (104_857_600, 1)
 
 
 @pytest.mark.parametrize("arch", Arch)
@@ -211,47 +180,6 @@ def test_parts_add_up_to_the_peak(arch, attention) -> None:
     assert list(prediction.after_bytes) == list(config.phases)
     assert max(prediction.start_bytes, *prediction.after_bytes.values()) <= prediction.peak.allocated_bytes
     assert prediction.peak.phase in config.phases
-
-
-def really_saved(config: RunConfig) -> Counter[int]:
-    """Bytes, rounded up to 512, of what autograd keeps of one block, without parameters and shared tables."""
-    model = TransformerLM(config.model)
-    shared = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage  # held, so that no other takes its address
-        return tensor
-
-    x = torch.zeros(config.batch_size, config.model.context_length, config.model.d_model, requires_grad=True)
-    math = config.model.sdpa_backend is SdpaBackend.MATH
-    with (
-        sdpa_kernel(SDPBackend.MATH) if math else nullcontext(),
-        autocast(config.precision, config.device),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept),
-    ):
-        out = model.layers[0](x, model.rotations, model.mask)
-    assert out.grad_fn is not None
-    sizes = (-(-storage.nbytes() // 512) * 512 for address, storage in storages.items() if address not in shared)
-    return Counter(sizes)
-
-
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-@pytest.mark.parametrize("attention", [{}, {"attention": Attention.SDPA}, MATH], ids=["naive", "fused", "math"])
-@pytest.mark.parametrize("arch", Arch)
-def test_a_block_saves_what_autograd_saves(monkeypatch, arch, attention, precision) -> None:
-    """The CPU's fused attention keeps what the GPU's does: inputs, output and the logarithms of the sums."""
-    config = run_config(replace(SIZES["tiny"], arch=arch, **attention), batch_size=3, precision=precision)
-    predicted: Counter[int] = Counter()
-    parts = saved_by_block(config)
-    assert list(parts) == sorted(parts, key=lambda part: part.size_bytes, reverse=True)
-    for part in parts:
-        predicted[part.size_bytes // part.count] += part.count
-    use_tensors_of_a_gpu(monkeypatch)
-    if attention.get("attention") is Attention.SDPA and attention != MATH and precision is Precision.BF16:
-        predicted[512] -= 2  # the random state of flash attention, which the CPU's has not
-    assert +predicted == really_saved(config)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.cli import benchmark
-from cs336_systems.commands.flags import parse
-from cs336_systems.commands.sweep import SweepArguments, default_name
 from cs336_systems.config import Device
 from cs336_systems.measure.nvml import Gpu
+from cs336_systems.record import read_record
 
 pytestmark = pytest.mark.timeout(280)
 FLAGS = [
@@ -29,9 +28,9 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, ca
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_sweep_shares_one_batch_among_few_and_many_ranks():
-    shape = ["--sizes", "tiny", "--parallel", "ddp-flat", "--ranks", "1", "2", "4"]
-    words = [*FLAGS[: FLAGS.index("--vocab-size")], *shape]
-    sweep = parse(SweepArguments, "sweep", [*words, "--context-lengths", "8", "--global-batch-size", "8"])
-    assert [(config.ranks, config.batch_size) for config in sweep.plan().configs] == [(1, 8), (2, 4), (4, 2)]
-    assert "global-batch-size-8" in default_name(sweep)
+def test_the_command_starts_its_ranks_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert benchmark([*FLAGS, *SHAPE, "--parallel", "fsdp", "--ranks", "2"]) == 0
+    (path,) = tmp_path.rglob("runs/*.json")
+    record = read_record(path)
+    assert record.config.ranks == len(record.ranks) == 2

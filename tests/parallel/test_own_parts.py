@@ -72,4 +72,4 @@ def test_a_sweep_has_own_parts_beside_ours(capsys):
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(given, said):
     with pytest.raises(ValueError, match=said):
-        config_of(Device.CPU, given, {"size": "tiny"}, fast=False, global_batch_size=None)
+        config_of(Device.CPU, given, {"size": "tiny"}, fast=False)

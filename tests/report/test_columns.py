@@ -7,7 +7,6 @@ import pytest
 
 from cs336_systems.report.columns import COLUMNS, Column, column
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.section import in_si
 from cs336_systems.report.sections.steps import results_table
 from cs336_systems.report.words import interval_text
 from tests.report.making import make_config, make_failure, make_record
@@ -33,15 +32,6 @@ def test_the_frame_of_a_table_has_the_values_unrounded() -> None:
     assert frame["step_mean_ms"][0] == pytest.approx(150)
     assert frame["step_std_ms"][0] == pytest.approx(1e3 * 0.005**0.5)
     assert frame["step_mean_ms"][1] is None
-
-
-def test_scaled_units_of_columns_become_si() -> None:
-    row = {"step_mean_ms": 2.0, "std_us": 3.0, "total_ms_per_step": None, "peak_gib": 0.5, "moved_mib": 3, "forms": 1,
-           "gb_per_s": 2.5, "roof_tflops_per_s": 4.0}  # fmt: skip
-    assert in_si(row) == pytest.approx(
-        {"step_mean_s": 0.002, "std_s": 3e-6, "total_s_per_step": None, "peak_bytes": 2**29, "moved_bytes": 3 * 2**20,
-         "forms": 1, "bytes_per_s": 2.5e9, "roof_flops_per_s": 4e12}
-    )  # fmt: skip
 
 
 def test_a_time_in_doubt_is_marked_and_so_is_what_is_computed_from_it() -> None:

@@ -3,7 +3,6 @@
 import csv
 import math
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,12 @@ from cs336_systems.measure.inputs import source_digest
 from cs336_systems.record import Status
 from cs336_systems.report.sections.operators import attention_rows
 from cs336_systems.studies import operator_cell
-from cs336_systems.studies.cell import attempt, make_generator
+from cs336_systems.studies.cell import make_generator
 from cs336_systems.studies.operator_cell import (
     exact_attention,
     full_attention,
     make_attention,
     make_inputs,
-    measure_attention,
     measure_cell,
 )
 from cs336_systems.studies.operators import (
@@ -182,39 +180,6 @@ def test_the_command_marks_a_wrong_function_and_leaves_its_times_out(
         assert float(row["output_relative_error"]) < ROUNDING
 
 
-TRITON = """
-import triton
-from triton.language import load, store
-
-@triton.jit
-def kernel(x): store(x, load(x))
-
-def flash(q, k, v, is_causal): kernel[(1,)](q)
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "status"),
-    [
-        (TRITON, Status.UNAVAILABLE),
-        ("raise ImportError(\"No module named 'triton'\")", Status.UNAVAILABLE),
-        ("def flash(*_): raise AssertionError('Torch not compiled with CUDA enabled')", Status.UNAVAILABLE),
-        ("import triton_of_a_gpu", Status.CRASHED),
-    ],
-    ids=["triton", "no triton", "no cuda", "another module"],
-)
-def test_a_kernel_for_a_gpu_is_said_to_need_one(
-    source: str, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "kernel_here.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "kernel_here", raising=False)
-    grid = replace(SMALL, own="kernel_here:flash")
-    (row,), _ = attempt(grid, grid.groups()[0][0], measure_attention)
-    assert row.status is status
-    assert row.failure.message.startswith("needs a GPU: ") is (status is Status.UNAVAILABLE)
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -268,24 +233,6 @@ def test_the_flag_adds_an_implementation_and_keeps_the_state_of_its_source() -> 
         replace(without, implementations=(Implementation.OWN,))
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("tests.own_kernels", "package.module:name"),
-        ("tests.own_kernels:rihgt", "did you mean right"),
-    ],
-)
-def test_a_name_that_cannot_be_meant_is_refused_before_anything_starts(
-    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cs336_systems.studies.runner.run_study", lambda *_: pytest.fail("a study was started"))
-    assert main(["attention", "--device", "cpu", "--output", str(tmp_path), "--own", name]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--own" in line
-    assert said in line
-    assert list(tmp_path.iterdir()) == []
-
-
 GRID = replace(SMALL, own=None, implementations=(Implementation.NAIVE,), causal=False, passes=3, warmup_passes=2,
                context_lengths=(8, 16, 32))  # fmt: skip
 
@@ -309,16 +256,6 @@ def test_a_missing_kernel_is_a_row_and_no_failure() -> None:
     assert "viable backend" in study.results[0].failure.message
     assert study.available(Precision.FP32) == [Implementation.FLASH]
     assert all(result.status.is_result for result in study.results)
-
-
-def test_an_injected_sleep_is_found_in_forward_alone() -> None:
-    def slow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.1)
-        return full_attention(q, k, v)
-
-    result = measure_cell(GRID, cell_of(Implementation.NAIVE), slow)
-    assert result.measurement(Phase.FORWARD).min_s >= 0.1
-    assert result.measurement(Phase.BACKWARD).min_s < 0.05
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
@@ -389,16 +326,11 @@ def test_flops_are_those_that_torch_counts() -> None:
     assert attention_flops(GRID, flash, Phase.BACKWARD) == sdpa_backward_flop_count(shape, shape, shape, shape)
 
 
-def test_flags_mean_a_grid() -> None:
-    grid = parse(AttentionArguments, "attention", ["--device", "cpu"]).grid()
-    assert (grid.batch_size, grid.passes, grid.causal, grid.precisions) == (8, 10, False, (Precision.FP32,))
-    assert Implementation.SDPA in grid.implementations
-    flags = (
-        "--device cpu --d-heads 16 64 --context-lengths 8 --implementations math --precisions bf16 --passes 2 --causal"
-    )
-    arguments = parse(AttentionArguments, "attention", flags.split())
-    assert arguments.grid() == AttentionGrid(
-        device=Device.CPU, d_heads=(16, 64), context_lengths=(8,), implementations=(Implementation.MATH,),
-        precisions=(Precision.BF16,), passes=2, causal=True,
-    )  # fmt: skip
-    assert arguments.directory() == Path("data/attention/bf16_cpu")
+def test_an_injected_sleep_is_found_in_forward_alone() -> None:
+    def slow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return full_attention(q, k, v)
+
+    result = measure_cell(GRID, cell_of(Implementation.NAIVE), slow)
+    assert result.measurement(Phase.FORWARD).min_s >= 0.1
+    assert result.measurement(Phase.BACKWARD).min_s < 0.05

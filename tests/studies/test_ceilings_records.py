@@ -40,34 +40,6 @@ from tests.report.ceilings import (
 )
 from tests.report.making import H200, make_environment
 
-GRID = CeilingsGrid(device=Device.CPU, shapes=(square(8),), precisions=(FP32,), stream_bytes=(MIB,))
-
-
-def test_a_cpu_that_is_taken_away_for_seconds_changes_no_median() -> None:
-    """A quarter of the study, whichever, takes ten times as long: of no cell are that most of the loops."""
-    grid = replace(GRID, shapes=tuple(map(square, range(1, 9))), precisions=(FP32, BF16), loops=5)
-    [cells] = grid.groups()
-    assert Counter(cells) == dict.fromkeys(grid.cells(), 5)
-    quarter = len(cells) // 4
-    for first in range(len(cells)):
-        slow = range(first, first + quarter)
-        rows = [cell.rows[0].with_loops(lasting(1.0 + 9.0 * (at in slow)).loops) for at, cell in enumerate(cells)]
-        study = grid.study(tuple(rows), make_environment())
-        assert {timing.time_s for timing in study.timings} == {1.0}
-        assert [len(timing.loops.times_s) for timing in study.timings] == [5 * 3] * len(cells[: len(cells) // 5])
-
-
-def test_loops_of_rounds_are_joined() -> None:
-    """Of 4 repetitions and of 2; a round that failed fails the cell, whichever it was."""
-    row = ProductCell(precision=FP32, shape=square(8), timing=lasting(1.0))
-    few, many = Loops(count=2, times_s=(4.0,)), Loops(count=4, times_s=(4.0, 12.0))
-    [both] = joined([row.with_loops(many), row.with_loops(few)])
-    assert sorted(time_s / both.timing.loops.count for time_s in both.timing.loops.times_s) == [1.0, 2.0, 3.0]
-    assert many + many == Loops(count=4, times_s=(4.0, 12.0, 4.0, 12.0))
-    failed = row.failed(Status.CRASHED, Failure(message="gone"))
-    assert joined([row, failed, row]) == joined([failed, row, row]) == (failed,)
-
-
 SENT = [(2, 1.0, 0.5), (4, 1.5, 0.75), (8, 1.75, 0.875)]
 """Processes, and how often each sends the whole tensor in an all-reduce and in a broadcast."""
 
@@ -197,3 +169,30 @@ def test_forecasts_from_ceilings_in_doubt_are_in_doubt(tmp_path: Path, spread: f
     curves = load_ceilings(tmp_path).curves(H200)
     assert curves is not None
     assert curves.is_in_doubt is is_in_doubt
+
+
+GRID = CeilingsGrid(device=Device.CPU, shapes=(square(8),), precisions=(FP32,), stream_bytes=(MIB,))
+
+
+def test_a_cpu_that_is_taken_away_for_seconds_changes_no_median() -> None:
+    """A quarter of the study, whichever, takes ten times as long: of no cell are that most of the loops."""
+    grid = replace(GRID, shapes=tuple(map(square, range(1, 9))), precisions=(FP32, BF16), loops=5)
+    [cells] = grid.groups()
+    assert Counter(cells) == dict.fromkeys(grid.cells(), 5)
+    quarter = len(cells) // 4
+    for first in range(len(cells)):
+        slow = range(first, first + quarter)
+        rows = [cell.rows[0].with_loops(lasting(1.0 + 9.0 * (at in slow)).loops) for at, cell in enumerate(cells)]
+        study = grid.study(tuple(rows), make_environment())
+        assert {timing.time_s for timing in study.timings} == {1.0}
+        assert [len(timing.loops.times_s) for timing in study.timings] == [5 * 3] * len(cells[: len(cells) // 5])
+
+
+def test_loops_of_rounds_are_joined() -> None:
+    """Of 4 repetitions and of 2; a round that failed fails the cell, whichever it was."""
+    row = ProductCell(precision=FP32, shape=square(8), timing=lasting(1.0))
+    few, many = Loops(count=2, times_s=(4.0,)), Loops(count=4, times_s=(4.0, 12.0))
+    [both] = joined([row.with_loops(many), row.with_loops(few)])
+    assert sorted(time_s / both.timing.loops.count for time_s in both.timing.loops.times_s) == [1.0, 2.0, 3.0]
+    failed = row.failed(Status.CRASHED, Failure(message="gone"))
+    assert joined([row, failed, row]) == joined([failed, row, row]) == (failed,)

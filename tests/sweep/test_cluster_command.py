@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -74,11 +73,6 @@ def test_a_dry_run_shows_the_machines_and_fails_if_none_is_used(monkeypatch, cap
     machines = [machine(1, None), machine(2, "torch is 2.2,\nneeded 2.1")]
     monkeypatch.setattr(cluster, "look", lambda *_, **__: (machines, None))
     words = [*SMALL, "--cluster", "auto", "--dry-run"]
-    assert cli.sweep([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["machines"]
-    assert [(each["host"], each["node"]["identity"]["torch"], each["refused"]) for each in found] == [
-        ("host-1", "2.1", None), ("host-2", "2.2", "torch is 2.2,\nneeded 2.1"),
-    ]  # fmt: skip
     assert cli.sweep(words) == 0
     *_, used, refused, all_of_them = capsys.readouterr().out.splitlines()
     assert used.endswith("used")

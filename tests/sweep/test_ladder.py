@@ -35,7 +35,6 @@ from cs336_systems.sweep.ladder import (
     judge,
     read_ladder,
     reason_run,
-    reference,
     rungs,
     write_ladder,
 )
@@ -180,9 +179,8 @@ def test_chosen_rungs_keep_all_changes_below_them():
         chosen(ladder, ["fp9"])
 
 
-def test_runs_beside_the_rungs():
+def test_the_run_under_the_profiler_is_short():
     first = rungs(GPT2, H200)[0]
-    assert changed(first.config, reference(first)) == {"checkpoint_blocks": 1}
     assert changed(first.config, reason_run(first)) == {"profiler": Profiler.KINETO, "measured_steps": 3}
     short = replace(first, config=replace(first.config, measured_steps=2))
     assert changed(short.config, reason_run(short)) == {"profiler": Profiler.KINETO}
@@ -195,10 +193,6 @@ def test_a_ladder_is_read_as_it_was_written(tmp_path):
     ladder = rungs(GPT2, H200)
     write_ladder(ladder, tmp_path / "ladder.json")
     assert read_ladder(tmp_path / "ladder.json") == ladder
-
-
-def damage(text, **fields):
-    return json.dumps(json.loads(text) | fields)
 
 
 @pytest.mark.parametrize(
@@ -245,18 +239,6 @@ def test_the_gate_by_hand(precision, losses, last, largest, passed):
     assert gate.bound == BOUNDS[precision]
 
 
-@pytest.mark.parametrize(("away", "passed"), [(0.049, True), (-0.051, False)])
-def test_fp8_has_a_bound_of_its_own(away, passed):
-    gate = judge(Precision.BF16, [off((7, away))], [FALLING], fp8=True)
-    assert (gate.passed, gate.bound, gate.largest) == (passed, FP8_BOUND, pytest.approx(abs(away) / 2))
-    assert judge(Precision.BF16, [off((7, away))], [FALLING]).passed is False
-
-
-def test_losses_after_the_gate_do_not_count():
-    gate = judge(Precision.FP32, [[*FALLING, 99.0]], [[*FALLING, 1.0, None]])
-    assert (gate.passed, gate.largest, gate.loss) == (True, 0, 10)
-
-
 def test_of_several_processes_the_worst_counts_and_the_reference_is_a_mean():
     gate = judge(Precision.BF16, [off(), off((-1, 0.02)), off((3, -0.03))], [off((3, 0.01)), off((3, -0.01))])
     assert gate.last == pytest.approx(0.01)
@@ -269,15 +251,12 @@ def test_of_several_processes_the_worst_counts_and_the_reference_is_a_mean():
     ("processes", "references", "said"),
     [
         ([FALLING], [], "the reference has no 20 finite losses"),
-        ([FALLING], [FALLING[:-1]], "the reference has no 20 finite losses"),
         ([FALLING], [[*FALLING[:-1], None]], "the reference has no 20 finite losses"),
-        ([FALLING], [FALLING, FALLING[:5]], "the reference has no 20 finite losses"),
         ([FALLING], [[12.0] * GATE_STEPS], "falls by less than 0.1%"),
-        ([FALLING], [FALLING[::-1]], "falls by less than 0.1%"),
         ([], [FALLING], "there are no 20 losses"),
         ([FALLING, FALLING[:19]], [FALLING], "there are no 20 losses"),
     ],
-    ids=["none", "short", "not finite", "one short", "flat", "rising", "no process", "short process"],
+    ids=["none", "not finite", "flat", "no process", "short process"],
 )
 def test_without_enough_losses_there_is_no_verdict(processes, references, said):
     gate = judge(Precision.BF16, processes, references)
@@ -397,21 +376,3 @@ def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch):
     losses = train(replace(of(Arch.CS336, 0), **IN_FP8))
     gate = judge(Precision.BF16, [losses], [expected(Arch.CS336, 0)], fp8=True)
     assert gate.passed is False, gate
-
-
-def test_copies_that_are_never_written_again_are_found(expected):
-    """Weights cast once, and then never more."""
-
-    def forget(step):
-        copies = [(w.copy.values, w.copy.values.clone()) for w in step.optimizer._weights if w.copy is not None]
-        update = step.optimizer.step
-
-        def stale():
-            update()
-            for copy, old in copies:
-                copy.data.copy_(old)
-
-        step.optimizer.step = stale
-
-    config = replace(of(Arch.CS336, 0), **CAST_ONCE)
-    assert judge(Precision.BF16, [train(config, forget)], [expected(Arch.CS336, 0)]).passed is False

@@ -1,9 +1,9 @@
 """What a step costs, as tables: FLOPs and bytes by part of the model, what the peak of memory holds, what fits."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
-from cs336_systems.config import Mode, Phase, Precision, RunConfig
+from cs336_systems.config import Mode, Phase, RunConfig
 from cs336_systems.costs.accounting import (
     FORWARD_FLOPS,
     SECONDS_PER_DAY,
@@ -12,31 +12,24 @@ from cs336_systems.costs.accounting import (
     Work,
     component_flops,
     forward_work,
-    largest_model,
     least_time_s,
     optimizer_work,
     parameters_by_component,
-    ridge_point,
     rule_of_thumb_flops,
-    state_bytes,
     training_days,
-    updated_parameters,
 )
 from cs336_systems.costs.communication import Call, Collective, calls, sent_share
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
     MemoryPrediction,
-    Part,
     fits,
     largest_batch,
     largest_context,
     predict_memory,
     residual_stream_bytes,
-    saved_by_block,
 )
 from cs336_systems.costs.modules import costs_by_module
-from cs336_systems.costs.ranks_time import HOST_SPREAD
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Category
 from cs336_systems.costs.time import Limit, TimePrediction
@@ -46,17 +39,14 @@ from cs336_systems.report.words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA
 
 ALL = "all"
 QUANTITY_KEYS = ("quantity", "amount", "unit", "how")
-FULL, CAUSAL = ("forward", "backward", "step", "recomputed", "hardware"), ("forward", "backward", "step")
-"""Which FLOPs of a part are shown with attention in full, and which as causal."""
+FLOPS = ("forward", "backward", "step")
 CSV_COLUMNS = (
-    "component", "parameters", *(f"{name}_flops" for name in FULL), *(f"{name}_causal_flops" for name in CAUSAL),
-    "forward_moved_bytes",
+    "component", "parameters", *(f"{name}_flops" for name in FLOPS), "step_causal_flops",
+    "forward_moved_bytes", "backward_moved_bytes",
 )  # fmt: skip
-MOVED_BACKWARD = "backward_moved_bytes"
 KINDS = tuple(Collective)
 Curves = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
-UNMEASURED = "No share of a measured ceiling: cs336 ceilings on that device gives one (--ceilings DIR)."
 NOT_TRACED = "Not predicted beyond that: the step cannot be traced."
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
@@ -67,13 +57,9 @@ class Account:
 
     config: RunConfig
     device: DeviceSpec | None = None
-    """Device whose data sheet gives the ridge point, and the peak of which rates are shares."""
-    step_s: float | None = None
-    """The measured time of a step, which gives rates."""
+    """Data sheet of the device, if it has one."""
     memory_bytes: int | None = None
     """Memory that the step must fit into."""
-    ceiling_flops_per_s: float | None = None
-    """The highest measured rate of matmuls on the device."""
     collective_times: Curves = field(default_factory=dict)
     """Measured times of collectives among such devices."""
     time: TimePrediction | None = None
@@ -86,18 +72,12 @@ class Account:
     """Whether many of the times in these ceilings are in doubt."""
     is_shipped: bool = False
     """Whether these ceilings come with the program, and were not measured by its user."""
-    depends_on_host: bool = False
-    """Whether the machine's CPU decides if launches limit the step."""
-
-    @property
-    def peak_flops_per_s(self) -> float | None:
-        return self.device.peak_flops_per_s.get(self.config.precision) if self.device else None
 
 
 def account_section(account: Account, top: int) -> Section:
     """The cost of one configuration; the CSV has a row for each part of the model.
 
-    `top` is the most rows of the tables of the peak and of a block.
+    `top` is the most rows of the table of the peak.
     """
     config, time, is_own = account.config, account.time, account.config.model_factory is not None
     prediction, parts = predict_memory(config), _parts(config)
@@ -106,48 +86,28 @@ def account_section(account: Account, top: int) -> Section:
         *([_fit_table(config, account.memory_bytes)] if account.memory_bytes is not None else ()),
         _cost_table(config, whole, prediction),
         _flops_table(parts, is_own=is_own),
-        *(() if is_own else _closed_form_tables(account, prediction)),
+        *([_collectives_table(config, account.collective_times)] if not is_own and calls(config) else ()),
+        *(() if is_own else [_least_table(config, account.device)]),
         *([_time_table(account, time)] if time else ()),
-        *([_rates_table(account, whole)] if account.step_s is not None else ()),
     ]
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
-        if not is_own and _saves_blocks(config):
-            tables.append(_block_table(config, top))
     return Section(name="account", tables=tuple(tables), rows=list(parts.values()), keys=CSV_COLUMNS)
-
-
-def _closed_form_tables(account: Account, prediction: MemoryPrediction | None) -> Iterator[Table]:
-    """What follows from the shape of this project's model."""
-    config = account.config
-    if config.is_shared and prediction:
-        yield _moments_table(config, prediction)
-    if calls(config):
-        yield _collectives_table(config, account.collective_times)
-    yield _intensity_table(config, account.device)
 
 
 def account_json(account: Account) -> dict[str, object]:
     """What `account_section` says, as numbers in SI units; None for what is not asked or not known."""
-    config, memory_bytes = account.config, account.memory_bytes
-    parts, is_own = _parts(config), config.model_factory is not None
-    state = None if is_own else state_bytes(config)
+    config, memory_bytes, is_own = account.config, account.memory_bytes, account.config.model_factory is not None
     return {
         "config": config,
         "tokens": _tokens(config),
-        "parts": [{key: row[key] for key in CSV_COLUMNS} for row in parts.values()],
-        "state": state and {f"{field.name}_bytes": getattr(state, field.name) for field in fields(state)},
+        "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
         "work": None if is_own else _work(config),
         "memory": predict_memory(config),
-        "saved_by_block": saved_by_block(config) if not is_own and _saves_blocks(config) else None,
         "collectives": _collectives(config, account.collective_times) if calls(config) else None,
         "time": account.time,
-        "ceilings_are_shipped": account.is_shipped,
         "time_is_measured": None if account.time is None else account.is_measured,
-        "limit": None if account.time is None else account.time.limit,
-        "limit_depends_on_host": None if account.time is None else account.depends_on_host,
         "device": account.device,
-        "rates": None if account.step_s is None else _rates(account, parts[ALL], account.step_s),
         "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
     }
 
@@ -167,16 +127,16 @@ def _parts(config: RunConfig) -> dict[str, Row]:
     for component, count in parameters_by_component(config.model).items():
         rows[component]["parameters"] = count
     for flops in component_flops(config):
-        rows[flops.component] |= {f"{name}_flops": getattr(flops, name) for name in FULL}
+        rows[flops.component] |= {f"{name}_flops": getattr(flops, name) for name in FLOPS}
     for flops in component_flops(config, causal=True):
-        rows[flops.component] |= {f"{name}_causal_flops": getattr(flops, name) for name in CAUSAL}
+        rows[flops.component]["step_causal_flops"] = flops.step
     for work in forward_work(config):
         rows[work.name]["forward_moved_bytes"] = work.moved_bytes
     return _with_sum(rows)
 
 
 def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
-    sums = {name: sum(row.get(name) or 0 for row in rows.values()) for name in (*CSV_COLUMNS[1:], MOVED_BACKWARD)}
+    sums = {name: sum(row.get(name) or 0 for row in rows.values()) for name in CSV_COLUMNS[1:]}
     rows[ALL] = {"component": ALL, **sums}
     for row in rows.values():
         row["share"] = ratio(row["step_flops"], sums["step_flops"])
@@ -185,10 +145,7 @@ def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
 
 def _work(config: RunConfig) -> list[Work]:
     """The matrix products of forward, and the update of a training step."""
-    return [
-        *forward_work(config),
-        *([optimizer_work(config, updated_parameters(config))] if config.mode is Mode.TRAIN else []),
-    ]
+    return [*forward_work(config), *([optimizer_work(config)] if config.mode is Mode.TRAIN else [])]
 
 
 def _tokens(config: RunConfig) -> int:
@@ -196,12 +153,9 @@ def _tokens(config: RunConfig) -> int:
 
 
 def _cost_table(config: RunConfig, whole: Row, prediction: MemoryPrediction | None) -> Table:
-    again, batch = whole["recomputed_flops"], f"batch {config.batch_size}"
+    batch = f"batch {config.batch_size}"
     is_own = config.model_factory is not None
-    closed = [
-        ("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP"),
-        *([("FLOPs computed again", again / TERA, "TFLOP")] if again else ()),
-    ]
+    closed = [("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP")]
     moments = 2 * FP32_BYTES * whole["parameters"] if config.mode is Mode.TRAIN else 0
     state = [
         ("parameters", FP32_BYTES * whole["parameters"] / GIB, "GiB"),
@@ -242,7 +196,7 @@ def _predicted(prediction: MemoryPrediction | None) -> Iterator[tuple[str, int]]
 
 
 def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
-    backward, again = parts[ALL]["backward_flops"], parts[ALL]["recomputed_flops"]
+    backward = parts[ALL]["backward_flops"]
     if not parts[ALL]["forward_flops"]:  # the step of a user's own model was not traced
         return make_table("Parameters by module", [column("component"), column("parameters")], parts.values())
     columns = [
@@ -250,46 +204,38 @@ def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
         column("parameters"),
         column("forward_flops", drop_order=1 if backward else 0),
         *([column("backward_flops"), column("step_flops")] if backward else ()),
-        *([column("recomputed_flops")] if again else ()),
         column("share"),
-        *([] if is_own else [column("forward_causal_flops")]),
-        *([column("backward_causal_flops"), column("step_causal_flops")] if backward and not is_own else ()),
-        *([column("forward_moved_bytes"), *([column(MOVED_BACKWARD)] if backward else ())] if is_own else ()),
+        *([] if is_own else [column("step_causal_flops")]),
+        *([column("forward_moved_bytes"), *([column("backward_moved_bytes")] if backward else ())] if is_own else ()),
     ]
     causal = "causal: only the pairs of a query and a key that is not after it count."
     own = "what is computed again counts again. Moved: what each kernel reads and writes. --module-depth shows more."
     notes = [f"A multiply-add is 2 FLOPs; {own if is_own else causal}"]
-    if again:
-        notes.append(
-            "again: what backward computes once more, between checkpoints or in fused attention. It is no part of the "
-            f"model's FLOPs: the hardware's are {significant(parts[ALL]['hardware_flops'] / TERA)} TFLOP."
-        )
     return make_table(f"FLOPs by {'module' if is_own else 'part of the model'}", columns, parts.values(), notes)
 
 
-def _moments_table(config: RunConfig, prediction: MemoryPrediction) -> Table:
-    """What a rank holds after initialisation, and before and after the optimizer's step."""
-    state, after = state_bytes(config), prediction.first_after_bytes
-    moments = [("after initialisation", 0, 0, prediction.initial_bytes)]
-    if config.mode is Mode.TRAIN:
-        gradients, moved = state.gradients, state.optimizer_state
-        moments += [
-            ("before the optimizer's first step", gradients, 0, after[Phase.COMMUNICATION]),
-            ("after it", 0, moved, after[Phase.OPTIMIZER]),
-            ("before its later steps", gradients, moved, prediction.after_bytes[Phase.COMMUNICATION]),
-        ]
-    rows = [
-        {"moment": moment, **{f"rank_{name}_gib": size / GIB for name, size in zip(
-            ("parameter", "gradient", "state", "predicted"), (state.parameters, *sizes), strict=True)}}
-        for moment, *sizes in moments
-    ]  # fmt: skip
-    note = (
-        "Of the rank that keeps most. Gradients are dropped after the optimizer's step. Predicted: with the batch, "
-        "workspaces of libraries, buckets and what else PyTorch's allocator counts."
-    )
-    return make_table(
-        "Memory of a rank at the moments of its first steps", [column(key) for key in rows[0]], rows, [note]
-    )
+def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
+    """The least bytes that each part of forward moves, and the least time on the device, if it is known."""
+    columns = [column("what", name="part"), column("flops", name="FLOPs", drop_order=3, write=rounded),
+               column("moved_mib", name="moves at least", drop_order=2),
+               column("flops_per_byte", drop_order=0, write=rounded)]  # fmt: skip
+    rows: list[Row] = [
+        {"what": work.name, "flops": work.flops, "moved_mib": work.moved_bytes / MIB, "flops_per_byte": work.intensity}
+        for work in _work(config)
+    ]
+    notes = [
+        "Every factor and result of a product moves once. Fused attention moves no scores, and computes only those of "
+        "causal pairs. Norms, softmax, casts and the loss come on top."
+    ]
+    if device is not None and config.precision in device.peak_flops_per_s:
+        columns += [column("bound_by"), column("least_s")]
+        for row, work in zip(rows, _work(config), strict=True):
+            least_s = least_time_s(work, device)
+            moves_s = work.moved_bytes / device.memory_bandwidth_bytes_per_s
+            row |= {"bound_by": least_s and ("memory" if least_s == moves_s else "arithmetic"), "least_s": least_s}
+        notes.append(f"The least time is that of {device.names[0]} by its data sheet.")
+    update = " and of the optimizer" if config.mode is Mode.TRAIN else ""
+    return make_table(f"Arithmetic intensity of forward{update}", columns, rows, notes)
 
 
 def _collectives(config: RunConfig, curves: Curves) -> list[Row]:
@@ -332,17 +278,13 @@ def _time_table(account: Account, time: TimePrediction) -> Table:
           for phase, time_s in time.phases_s.items()),
         {"phase": Phase.STEP, "predicted_ms": 1e3 * time.step_s, "kernels_ms": 1e3 * sum(time.kernels_s.values())},
     ]  # fmt: skip
-    limit, on_other_host = {
-        Limit.DEVICE: ("The GPU is the limit", "slowly, launches are the limit."),
-        Limit.LAUNCHES: (
-            f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms",
-            "fast, the GPU is the limit.",
-        ),
+    limit = {
+        Limit.DEVICE: "The GPU is the limit",
+        Limit.LAUNCHES: f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms",
     }[time.limit]
     of_device = f"the ceilings of {account.device_name}" if account.device_name else "ceilings"
     notes = (
         f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step.",
-        *([f"With a CPU that launches {HOST_SPREAD:g} times as {on_other_host}"] if account.depends_on_host else ()),
         *(
             [f"From the configuration and {of_device} alone; cs336 report DIR says how far it is from measured steps."]
             if account.is_measured or account.device is None
@@ -365,81 +307,6 @@ def by_data_sheet(device_name: str) -> str:
     )
 
 
-def _intensity_table(config: RunConfig, device: DeviceSpec | None) -> Table:
-    columns = [column("what", name="part"), column("flops", name="FLOPs", drop_order=3, write=rounded),
-               column("moved_mib", name="moves at least", drop_order=2),
-               column("flops_per_byte", drop_order=0, write=rounded)]  # fmt: skip
-    rows: list[Row] = [
-        {"what": work.name, "flops": work.flops, "moved_mib": work.moved_bytes / MIB, "flops_per_byte": work.intensity}
-        for work in _work(config)
-    ]
-    notes = [
-        "Every factor and result of a product moves once. Fused attention moves no scores, and computes only those of "
-        "causal pairs. Norms, softmax, casts and the loss come on top."
-    ]
-    if device is not None:
-        columns += [column("bound_by"), column("least_s")]
-        for row, work in zip(rows, _work(config), strict=True):
-            row |= {"bound_by": _bound(work, device), "least_s": least_time_s(work, device)}
-        notes += _ridge_note(device, config.precision)
-    update = " and of the optimizer" if config.mode is Mode.TRAIN else ""
-    return make_table(f"Arithmetic intensity of forward{update}", columns, rows, notes)
-
-
-def _bound(work: Work, device: DeviceSpec) -> str | None:
-    """What sets the time on this device; None where its peak is not known."""
-    ridge = ridge_point(device, work.precision)
-    return None if ridge is None else "memory" if work.intensity < ridge else "arithmetic"
-
-
-def _ridge_note(device: DeviceSpec, precision: Precision) -> Iterator[str]:
-    ridge, name = ridge_point(device, precision), device.names[0]
-    if ridge is None:
-        yield f"No peak of {name} at {precision} is known."
-        return
-    yield (
-        f"{name}, by its data sheet: {device.peak_flops_per_s[precision] / TERA:g} TFLOP/s at {precision} over "
-        f"{device.memory_bandwidth_bytes_per_s / TERA:g} TB/s are {significant(ridge)} FLOP/byte; what has less is "
-        "bound by memory."
-    )
-
-
-def _rates(account: Account, whole: Row, step_s: float) -> dict[str, float | None]:
-    """What the step achieves; None for shares of what is not known."""
-    peak, rate = account.peak_flops_per_s, whole["step_flops"] / step_s
-    return {
-        "step_s": step_s,
-        "tokens_per_s": _tokens(account.config) / step_s,
-        "model_flops_per_s": rate,
-        "mfu": ratio(rate, peak),
-        "mfu_causal": ratio(whole["step_causal_flops"] / step_s or None, peak),
-        "hardware_mfu": ratio(whole["hardware_flops"] / step_s or None, peak),
-        "ceiling_share": ratio(rate, account.ceiling_flops_per_s),
-    }
-
-
-def _rates_table(account: Account, whole: Row) -> Table:
-    assert account.step_s is not None
-    rates, peak = _rates(account, whole, account.step_s), account.peak_flops_per_s
-    name, precision = account.device.names[0] if account.device else "", account.config.precision
-    rows = [
-        ("time of a step", account.step_s, 1e3, "ms"),
-        ("tokens", rates["tokens_per_s"], 1, "per s"),
-        ("model FLOPs", rates["model_flops_per_s"], 1 / TERA, "TFLOP/s"),
-        (f"peak of {name} at {precision}", peak, 1 / TERA, "TFLOP/s"),
-        ("MFU", rates["mfu"], 100, "%"),
-        ("with attention counted as causal", rates["mfu_causal"], 100, "%"),
-        ("with what is computed again", rates["hardware_mfu"] if whole["recomputed_flops"] else None, 100, "%"),
-        (f"measured ceiling at {precision}", account.ceiling_flops_per_s, 1 / TERA, "TFLOP/s"),
-        ("share of the measured ceiling", rates["ceiling_share"], 100, "%"),
-    ]
-    unknown = "No MFU: the peak of the GPU at this precision is not known (--device-name)."
-    meaning = "MFU: the model's FLOPs, attention in full, over the dense peak that the data sheet promises."
-    unmeasured = [UNMEASURED] if account.ceiling_flops_per_s is None else []
-    known = [(what, value * scale, unit) for what, value, scale, unit in rows if value is not None]
-    return quantity_table("What such a step achieves", known, [unknown if peak is None else meaning, *unmeasured])
-
-
 def _categories_table(prediction: MemoryPrediction) -> Table:
     peak = prediction.peak
     sizes = {category: peak.bytes_of(category) for category in Category}
@@ -451,33 +318,16 @@ def _categories_table(prediction: MemoryPrediction) -> Table:
 
 
 def _peak_table(prediction: MemoryPrediction, top: int) -> Table:
+    """The largest parts of the peak; how many more there are is said below."""
     peak = prediction.peak
-    title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
-    return _largest_table(title, peak.parts, top, "The sum of all is the peak, to the byte.")
-
-
-def _saves_blocks(config: RunConfig) -> bool:
-    """Whether tensors inside a block are ever kept; with checkpoints only backward keeps them, after recomputation."""
-    return config.mode is not Mode.INFERENCE and not (config.mode is Mode.FORWARD and config.checkpoint_blocks)
-
-
-def _block_table(config: RunConfig, top: int) -> Table:
-    parts = saved_by_block(config) or ()
-    when = " while it is computed again" if config.checkpoint_blocks else ""
-    whole = significant(sum(part.size_bytes for part in parts) / MIB)
-    return _largest_table(f"Saved for backward by one block{when}, {whole} MiB", parts, top)
-
-
-def _largest_table(title: str, parts: tuple[Part, ...], top: int, *notes: str) -> Table:
-    """The largest of the parts; how many more there are is said below."""
-    whole = sum(part.size_bytes for part in parts)
-    shown = sorted(parts, key=lambda part: -part.size_bytes)[:top]
-    rest = whole - sum(part.size_bytes for part in shown)
-    rows = [asdict(part) | {"what": part.label, "share": part.size_bytes / whole} for part in shown]
+    shown = sorted(peak.parts, key=lambda part: -part.size_bytes)[:top]
+    rest = peak.allocated_bytes - sum(part.size_bytes for part in shown)
+    rows = [asdict(part) | {"what": part.label, "share": part.size_bytes / peak.allocated_bytes} for part in shown]
     columns = (column("category", drop_order=0), column("what"), column("count", drop_order=3), column("size_bytes"),
                column("share"), column("formula"))  # fmt: skip
-    more = (f"{len(parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",) if rest else ()
-    return make_table(title, columns, rows, notes=(*more, *notes))
+    more = (f"{len(peak.parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",) if rest else ()
+    title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
+    return make_table(title, columns, rows, notes=(*more, "The sum of all is the peak, to the byte."))
 
 
 def _fit(config: RunConfig, memory_bytes: int) -> Row:
@@ -529,24 +379,6 @@ def days_table(
         "come on top, and so do restarts."
     )
     return quantity_table(f"Training takes {amount(time)} {unit}", rows, [note], QUANTITY_KEYS)
-
-
-def largest_table(*, parameters: float, memory_bytes: float, count: int, bytes_per_parameter: float) -> Table:
-    """How large a model's state fits so many devices."""
-    largest = largest_model(memory_bytes=memory_bytes, count=count, bytes_per_parameter=bytes_per_parameter)
-    rows = (
-        ("memory of one device", memory_bytes, "byte", "given, or by its data sheet"),
-        ("devices", count, "", "given"),
-        ("memory of all", count * memory_bytes, "byte", "devices x memory"),
-        ("bytes of a parameter", bytes_per_parameter, "byte", "given"),
-        ("largest model", largest, "parameters", "memory of all / bytes of a parameter"),
-        ("state of this model", parameters * bytes_per_parameter, "byte", "parameters x bytes of a parameter"),
-    )
-    note = (
-        "AdamW in fp32 holds 16 bytes for each parameter: 4 for it, 4 for its gradient, 8 for its two moments. "
-        "Nothing is held twice, so all of it is sharded over the devices; activations come on top."
-    )
-    return quantity_table(f"The largest model has {amount(largest)} parameters", rows, [note], QUANTITY_KEYS)
 
 
 def _unit_of_time(time_s: float) -> tuple[str, int]:

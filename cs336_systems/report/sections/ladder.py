@@ -19,7 +19,7 @@ from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.report.sections.study import derived
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, ratio, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
-from cs336_systems.sweep.ladder import GATE_STEPS, Gate, Rung, judge, reason_run, reference
+from cs336_systems.sweep.ladder import GATE_STEPS, Gate, Rung, judge, reason_run
 
 Rows = Sequence[Row]
 CONFIDENCE = 0.95
@@ -69,7 +69,7 @@ def ladder_rows(
     A rung that fails its gate, or has no verdict, is not credited. Each rung is compared with the last credited rung
     before it, whose name is `last`, and with the first.
     """
-    references = _reference_losses(ladder[0], records)
+    references = [each.losses for each in _records_of(ladder[0].config, records) if each.status is Status.OK]
     measured: dict[RunConfig, Row] = {}
     for row in rows_of(to_frame(records, ceilings)):
         measured.setdefault(row["config"], row)
@@ -163,14 +163,6 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float
 def _records_of(config: RunConfig, records: Sequence[RunRecord]) -> list[RunRecord]:
     found = [record for record in records if record.config.configuration == config.configuration]
     return sorted(found, key=lambda record: record.config.repeat)
-
-
-def _reference_losses(first: Rung, records: Sequence[RunRecord]) -> list[tuple[float | None, ...]]:
-    """Losses of the first rung; where it has none, of the same step with its activations computed again."""
-    for config in filter(None, (first.config, reference(first))):
-        if done := [record.losses for record in _records_of(config, records) if record.status is Status.OK]:
-            return done
-    return []
 
 
 def _profiled(rung: Rung, profiles: Sequence[Profiled], step_ms: float | None) -> Row:
