@@ -68,7 +68,7 @@ _HEAD_S = 10.0
 """How long a process of Ray may take to accept a connection, and to answer it."""
 _ANSWER_S = 15.0
 """How long all machines together may take to describe themselves; a sweep uses those that answer later when they do."""
-_RAY_S = 30.0
+_RAY_S = 25.0
 """How long a call of Ray may take in which Ray waits for nothing but its own processes."""
 _SPARE_S = 60.0
 """How much longer than its time limit a run may take, with all that Ray does for it."""
@@ -237,10 +237,8 @@ def connected(address: str) -> Iterator[None]:
             try:
                 yield
             finally:
-                try:
+                with contextlib.suppress(OSError):
                     _promptly(ray.shutdown, _SHUTDOWN_S)
-                except OSError:
-                    atexit.register(_end_at_once)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if isinstance(error, SweepError):
             raise
@@ -262,6 +260,7 @@ def _promptly(call: Callable[[], T], patience_s: float = _RAY_S) -> T:
 
     threading.Thread(target=answer, daemon=True).start()
     if not wait([future], patience_s).done:
+        atexit.register(_end_at_once)  # Ray's own end would wait too
         raise OSError(f"Ray did not answer here within {patience_s:g} s")
     return future.result()
 
