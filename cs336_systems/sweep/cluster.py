@@ -68,7 +68,7 @@ _HEAD_S = 10.0
 """How long a process of Ray may take to accept a connection, and to answer it."""
 _ANSWER_S = 15.0
 """How long all machines together may take to describe themselves; a sweep uses those that answer later when they do."""
-_RAY_S = 25.0
+_RAY_S = 20.0
 """How long a call of Ray may take in which Ray waits for nothing but its own processes."""
 _SPARE_S = 60.0
 """How much longer than its time limit a run may take, with all that Ray does for it."""
@@ -548,14 +548,15 @@ class _Driver:
     def _ask_again(self) -> None:
         """Give Ray again what does not end, although its machine was lost a while ago, or it must have ended long ago.
 
-        Ray does not notice the former while connections to the machine stay open, nor that a process is stopped.
+        Ray does not notice the former while connections to the machine stay open, nor that a process is stopped. Runs
+        that have noted no machine, as they wait or have only just begun, lose nothing.
         """
         now_s = monotonic()
         gone = {name for name, lost_s in self._lost_s.items() if now_s - lost_s >= _RAY_S}
         for reference, (config, started_s, key) in [*self._running.items()]:
             is_late = now_s - started_s >= MAX_TRIES * (self.timeout_s + _SPARE_S)
             place = self._place(key) if gone or is_late else ""
-            if place in gone or (is_late and place):
+            if is_late or (gone and place in {"", *gone}):
                 del self._running[reference]
                 ray.cancel(reference, force=True)
                 self._waiting.append(config)
