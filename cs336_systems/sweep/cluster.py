@@ -131,9 +131,6 @@ class Request(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     """What a task returns, followed by the contents of `files`."""
 
-    node: str
-    """Ray's id of the machine."""
-    host: str
     refused: str | None = None
     """Why the machine has not measured the run; None if it has."""
     files: tuple[tuple[str, int], ...] = ()
@@ -151,8 +148,8 @@ def describe(device: str) -> bytes:
 def measure(request: bytes) -> bytes:
     """The task of a `Request`: measure the run on this machine, on the GPUs that Ray has chosen."""
     asked = msgspec.json.decode(request, type=Request)
-    reply = Reply(ray.get_runtime_context().get_node_id(), platform.node())
-    ray.experimental.internal_kv._internal_kv_put(asked.key, reply.node.encode(), overwrite=True)
+    place = ray.get_runtime_context().get_node_id()
+    ray.experimental.internal_kv._internal_kv_put(asked.key, place.encode(), overwrite=True)
     _prepare()
     try:
         with _threads_of_this_machine(), TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
@@ -160,13 +157,13 @@ def measure(request: bytes) -> bytes:
             runs.mkdir()
             _measure(asked, runs)
             paths = [path for path in _paths(asked.config, runs) if path.is_file()]
-            reply = msgspec.structs.replace(reply, files=tuple((path.name, path.stat().st_size) for path in paths))
+            reply = Reply(files=tuple((path.name, path.stat().st_size) for path in paths))
             return b"".join([msgspec.json.encode(reply), b"\n", *(path.read_bytes() for path in paths)])
     except KeyboardInterrupt:
         os._exit(1)  # Ray ends this process, and starts the run elsewhere
     except Exception as error:  # the driver would unpickle an exception
         why = error_in_words(error) if isinstance(error, OSError) else str(error) or type(error).__name__
-        return msgspec.json.encode(msgspec.structs.replace(reply, refused=why)) + b"\n"
+        return msgspec.json.encode(Reply(refused=why)) + b"\n"
 
 
 @functools.cache
@@ -614,17 +611,15 @@ class _Driver:
             return
         try:
             reply, contents = _decoded(data, config, self.keeper.runs)
+            why = reply.refused
         except (ValueError, RecursionError) as error:
             why = f"no reply of a run: {error}"
-            if place := self._place(key):
-                self._leave_out(place, self._there.get(place, place), why)
-                self._waiting.appendleft(config)
-            else:
-                self.keeper.finish(self.keeper.refuse(config, why, monotonic() - started_s))
-            return
-        if reply.refused is not None:
-            self._leave_out(reply.node, reply.host, reply.refused)
+        if why is not None and (place := self._place(key)):
+            self._leave_out(place, self._there.get(place, place), why)
             self._waiting.appendleft(config)
+            return
+        if why is not None:
+            self.keeper.finish(self.keeper.refuse(config, why, monotonic() - started_s))
             return
         record = self._kept(config, contents, monotonic() - started_s)
         self.keeper.finish(record)
