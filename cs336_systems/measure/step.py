@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from cs336_systems.config import SIZES, CompileMode, Mode, Phase, RunConfig
@@ -126,12 +126,6 @@ class TrainingStep:
         with self._grad(), annotate(Range.FORWARD), autocast(self.config.precision, self.config.device):
             loss: Tensor = self._loss(*batch)
             return loss
-
-    def logits(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
-        """Logits of the model in the precision of this step."""
-        with torch.no_grad(), autocast(self.config.precision, self.config.device):
-            logits: Tensor = self.model(tokens)
-            return logits
 
     def backward(self, loss: Float[Tensor, ""]) -> None:
         """Gradients of the loss, scaled where the precision needs it."""

@@ -200,12 +200,6 @@ def grouped(
     return started
 
 
-def wait(work: dist.Work | None) -> None:
-    """Wait for a collective."""
-    if work is not None:
-        work.wait()
-
-
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of all tensors, which have one type, as one axis; a view if there is only one contiguous tensor."""
     if len(tensors) == 1:

@@ -21,7 +21,6 @@ from cs336_systems.parallel.collectives import (
     own_part,
     parts_of,
     take_from_rank_0,
-    wait,
 )
 from cs336_systems.parallel.exchange import Pushes, of_all_ranks, shared_rows
 
@@ -304,7 +303,7 @@ class ShardedOptimizer(EagerOptimizer):
             for each, value in zip(updated, values, strict=True)
         ]
         for work in works:
-            wait(work)
+            work.wait()
         for each, value in zip(updated, values, strict=True):
             if value.data_ptr() != each.data_ptr():
                 each.copy_(value)

@@ -68,7 +68,7 @@ _HEAD_S = 10.0
 """How long a process of Ray may take to accept a connection, and to answer it."""
 _ANSWER_S = 15.0
 """How long all machines together may take to describe themselves; a sweep uses those that answer later when they do."""
-_RAY_S = 30.0
+_RAY_S = 20.0
 """How long a call of Ray may take in which Ray waits for nothing but its own processes."""
 _SPARE_S = 60.0
 """How much longer than its time limit a run may take, with all that Ray does for it."""
@@ -131,9 +131,6 @@ class Request(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     """What a task returns, followed by the contents of `files`."""
 
-    node: str
-    """Ray's id of the machine."""
-    host: str
     refused: str | None = None
     """Why the machine has not measured the run; None if it has."""
     files: tuple[tuple[str, int], ...] = ()
@@ -151,8 +148,8 @@ def describe(device: str) -> bytes:
 def measure(request: bytes) -> bytes:
     """The task of a `Request`: measure the run on this machine, on the GPUs that Ray has chosen."""
     asked = msgspec.json.decode(request, type=Request)
-    reply = Reply(ray.get_runtime_context().get_node_id(), platform.node())
-    ray.experimental.internal_kv._internal_kv_put(asked.key, reply.node.encode(), overwrite=True)
+    place = ray.get_runtime_context().get_node_id()
+    ray.experimental.internal_kv._internal_kv_put(asked.key, place.encode(), overwrite=True)
     _prepare()
     try:
         with _threads_of_this_machine(), TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
@@ -160,13 +157,13 @@ def measure(request: bytes) -> bytes:
             runs.mkdir()
             _measure(asked, runs)
             paths = [path for path in _paths(asked.config, runs) if path.is_file()]
-            reply = msgspec.structs.replace(reply, files=tuple((path.name, path.stat().st_size) for path in paths))
+            reply = Reply(files=tuple((path.name, path.stat().st_size) for path in paths))
             return b"".join([msgspec.json.encode(reply), b"\n", *(path.read_bytes() for path in paths)])
     except KeyboardInterrupt:
         os._exit(1)  # Ray ends this process, and starts the run elsewhere
     except Exception as error:  # the driver would unpickle an exception
         why = error_in_words(error) if isinstance(error, OSError) else str(error) or type(error).__name__
-        return msgspec.json.encode(msgspec.structs.replace(reply, refused=why)) + b"\n"
+        return msgspec.json.encode(Reply(refused=why)) + b"\n"
 
 
 @functools.cache
@@ -237,10 +234,8 @@ def connected(address: str) -> Iterator[None]:
             try:
                 yield
             finally:
-                try:
+                with contextlib.suppress(OSError):
                     _promptly(ray.shutdown, _SHUTDOWN_S)
-                except OSError:
-                    atexit.register(_end_at_once)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if isinstance(error, SweepError):
             raise
@@ -262,6 +257,7 @@ def _promptly(call: Callable[[], T], patience_s: float = _RAY_S) -> T:
 
     threading.Thread(target=answer, daemon=True).start()
     if not wait([future], patience_s).done:
+        atexit.register(_end_at_once)  # Ray's own end would wait too
         raise OSError(f"Ray did not answer here within {patience_s:g} s")
     return future.result()
 
@@ -549,14 +545,15 @@ class _Driver:
     def _ask_again(self) -> None:
         """Give Ray again what does not end, although its machine was lost a while ago, or it must have ended long ago.
 
-        Ray does not notice the former while connections to the machine stay open, nor that a process is stopped.
+        Ray does not notice the former while connections to the machine stay open, nor that a process is stopped. Runs
+        that have noted no machine, as they wait or have only just begun, lose nothing.
         """
         now_s = monotonic()
         gone = {name for name, lost_s in self._lost_s.items() if now_s - lost_s >= _RAY_S}
         for reference, (config, started_s, key) in [*self._running.items()]:
             is_late = now_s - started_s >= MAX_TRIES * (self.timeout_s + _SPARE_S)
             place = self._place(key) if gone or is_late else ""
-            if place in gone or (is_late and place):
+            if is_late or (gone and place in {"", *gone}):
                 del self._running[reference]
                 ray.cancel(reference, force=True)
                 self._waiting.append(config)
@@ -614,17 +611,15 @@ class _Driver:
             return
         try:
             reply, contents = _decoded(data, config, self.keeper.runs)
+            why = reply.refused
         except (ValueError, RecursionError) as error:
             why = f"no reply of a run: {error}"
-            if place := self._place(key):
-                self._leave_out(place, self._there.get(place, place), why)
-                self._waiting.appendleft(config)
-            else:
-                self.keeper.finish(self.keeper.refuse(config, why, monotonic() - started_s))
-            return
-        if reply.refused is not None:
-            self._leave_out(reply.node, reply.host, reply.refused)
+        if why is not None and (place := self._place(key)):
+            self._leave_out(place, self._there.get(place, place), why)
             self._waiting.appendleft(config)
+            return
+        if why is not None:
+            self.keeper.finish(self.keeper.refuse(config, why, monotonic() - started_s))
             return
         record = self._kept(config, contents, monotonic() - started_s)
         self.keeper.finish(record)

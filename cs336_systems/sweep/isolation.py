@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
@@ -39,9 +38,7 @@ _CHUNK_BYTES = 1 << 16
 _CHUNKS_AT_ONCE = 64
 """Most chunks in one read of a log, so that a worker that prints endlessly does not delay the checks of time limits."""
 _ANSWER_S = 10.0
-"""How long the fork server may take to start a worker, or to report the end of one, before it is killed."""
-_FIRST_ANSWER_S = 900.0
-"""How long the fork server may take to start its first worker, for which it imports torch, possibly over a network."""
+"""How long the fork server may take to report the end of a worker before it is killed."""
 _END_S = 60.0
 """How long a process that was killed may take to end, because it frees the memory of its GPU first."""
 _DEATH_S = 10.0
@@ -125,19 +122,13 @@ def _ensure_tracker() -> None:
         sys.warnoptions.remove("ignore:resource_tracker")
 
 
-_answering: set[int] = set()
-"""Fork servers, by process, that have started a worker."""
-
-
 def start(process: BaseProcess) -> None:
-    """Start the process from the fork server.
-
-    A fork server that does not answer is killed. If starting fails, a second fork server is tried, then SweepError is
-    raised.
-    """
+    """Start the process from the fork server; if that fails, from a second one; then raise SweepError."""
     for _ in range(2):
+        ensure_fork_server()
+        server = _server()
         try:
-            _start(process)
+            process.start()
             return
         except FileNotFoundError as error:  # the fork server's socket
             raise SweepError(
@@ -146,23 +137,8 @@ def start(process: BaseProcess) -> None:
             ) from error
         except (EOFError, ConnectionError) as error:
             reason = error
+            _kill_server(server)  # a server that is still ending would be used again
     raise SweepError("the process that starts the workers died; run the same command again") from reason
-
-
-def _start(process: BaseProcess) -> None:
-    ensure_fork_server()
-    server = _server()
-    patience = threading.Timer(_ANSWER_S if server in _answering else _FIRST_ANSWER_S, _kill_server, [server])
-    patience.daemon = True
-    patience.start()
-    try:
-        process.start()
-    except (EOFError, ConnectionError):
-        _kill_server(server)  # a server that is still ending would be used again
-        raise
-    finally:
-        patience.cancel()
-    _answering.add(server)
 
 
 def join(process: BaseProcess) -> int:

@@ -213,14 +213,14 @@ def test_ctrl_c(start, place, ray_cluster):
     assert len(load_records(runs(place))[0]) == 2
 
 
-@pytest.mark.parametrize(("part", "number"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, signal.SIGKILL)])
-def test_the_head_hangs_or_ray_hangs_or_dies_where_the_driver_is(start, place, ray_cluster, chance, part, number):
+@pytest.mark.parametrize("part", [0, 1])
+def test_the_head_hangs_or_ray_hangs_where_the_driver_is(start, place, ray_cluster, chance, part):
     """Last, because nothing can be done with its cluster afterwards."""
     ray_cluster.ensure(2)
     running = start(fault="pauses_until_released", contexts=CONTEXTS)  # one run does not end before that is noticed
     assert eventually(lambda: " joins: " in running.stderr)
     random_moment(running, place, chance)
-    send([ray_cluster.head[part]], number)
+    send([ray_cluster.head[part]], signal.SIGSTOP)
     try:
         assert running.wait(30) == 1, running.stderr
         assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")

@@ -33,8 +33,8 @@ for _ in range(6):
 names = [name for name, _ in step.model.named_parameters()]
 weights = {name: weight.values() for name, weight in zip(names, step.model.weights, strict=True)}
 reference.load_state_dict(weights, strict=False)  # strict would miss a tied weight's second name
-with torch.no_grad():
-    found = step.logits(step.batches()[0])  # before the next step changes the weights
+with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+    found = step.model(step.batches()[0])  # before the next step changes the weights
 
 seen, draw = [], step.batches
 step.batches = lambda: seen.append(draw()) or seen[-1]

@@ -45,7 +45,7 @@ def good(config, node):
 def returned(config, data, name=None, num_bytes=None, **fields):
     """What a task returns whose run has left a record."""
     files = ((name or f"{config.key}.json", len(data) if num_bytes is None else num_bytes),)
-    return msgspec.json.encode(Reply("0", "host-0", files=files, **fields)) + b"\n" + data
+    return msgspec.json.encode(Reply(files=files, **fields)) + b"\n" + data
 
 
 def name_of(number):
@@ -98,7 +98,7 @@ class FakeRay:
         node = self.machines[number][1]
         self.places[asked.key] = name_of(number).encode()
         why = needs.why_left_out(node)
-        reply = msgspec.json.encode(Reply(name_of(number), node.host, refused=why)) + b"\n" if why else None
+        reply = msgspec.json.encode(Reply(refused=why)) + b"\n" if why else None
         self.results[reference] = reply or self.answer(config, node)
         self.widths[reference] = options.get("num_gpus", 1)
         self.most = max(self.most, sum(self.widths.values()))
@@ -222,7 +222,7 @@ def test_a_run_whose_machines_die_and_one_for_which_ray_fails_have_rows_that_say
         lambda config: returned(config, b"{}", name="../../x"),
         lambda config: returned(config, b"{}", num_bytes=3),
         lambda config: returned(config, b"{}", num_bytes=-1),
-        lambda config: msgspec.json.encode(Reply("0", "host-0")) + b"\n",
+        lambda config: msgspec.json.encode(Reply()) + b"\n",
     ],
 )
 def test_an_odd_answer_loses_its_machine_and_no_run(run, tmp_path, answer):

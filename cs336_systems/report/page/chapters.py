@@ -11,7 +11,7 @@ from urllib.parse import quote
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
-from cs336_systems.config import Mode, Phase, Profiler
+from cs336_systems.config import CompileMode, Mode, Phase, Profiler
 from cs336_systems.record import Environment, RunRecord, Status, WarningCode
 from cs336_systems.report.charts import Bar, Chart
 from cs336_systems.report.columns import Column, Row, column
@@ -302,9 +302,13 @@ def _times(results: Results) -> list[Row]:
 
 
 def _of_steps(rows: Sequence[Row]) -> Glance:
-    timed = [row for row in rows if row["step_mean_ms"]]
+    timed, more = [row for row in rows if row["step_mean_ms"]], ""
     bars = Bars(title=BY_PHASE, bars=phase_bars(rows), styles=PARTS, unit="ms")
     if len(timed) > 1:
+        late = [row["config"] for row in timed if WarningCode.LAUNCH_BOUND in codes_of(row)]
+        if late:
+            advice = " Try --compile there." if all(config.compile is CompileMode.NONE for config in late) else ""
+            more = f"The CPU limits {len(late)} of {counted(len(timed), 'step')}, the GPU the others.{advice}"
         answer = f"A step takes {between(by_name(timed, itemgetter('step_mean_ms')), milliseconds)}."
     elif timed:
         bar = next(bar for bar in bars.bars if bar.parts)
@@ -313,7 +317,7 @@ def _of_steps(rows: Sequence[Row]) -> Glance:
         answer = f"A step takes {milliseconds(timed[0]['step_mean_ms'])}: {parts}{limit}."
     else:
         answer = f"No step has a time: {', '.join(dict.fromkeys(bar.failure for bar in bars.bars))}."
-    return Glance(answer=answer, bars=[bars], tiles=_tiles(rows), doubts=_doubts(rows), trust=_steady(timed))
+    return Glance(answer=answer, more=more, bars=[bars], tiles=_tiles(rows), doubts=_doubts(rows), trust=_steady(timed))
 
 
 def _of_profiles(results: Results) -> Glance:
@@ -325,7 +329,8 @@ def _of_profiles(results: Results) -> Glance:
     else:
         slow = [name for name, entry in zip(labels(entries), entries, strict=True) if is_launch_bound(entry.profile)]
         named = f" ({', '.join(slow[:MOST_NAMED])}{', ...' * (len(slow) > MOST_NAMED)})" if slow else ""
-        answer, more = f"The CPU limits {len(slow)} of {len(entries)} profiled steps{named}.", ""
+        limit = f"The CPU limits {len(slow)} of" if slow else "The GPU limits all"
+        answer, more = f"{limit} {len(entries)} profiled steps{named}.", ""
     slowed = [row for entry in entries for row in list(phase_rows(entry))[-1:] if row["slowdown"]]
     worst = max((row["slowdown"] for row in slowed), default=1.0)
     doubts = _doubts(own)
