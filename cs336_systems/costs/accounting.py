@@ -132,13 +132,11 @@ def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | N
 
 SOFTMAX_FORWARD_FLOPS = 5
 """For each score: compare with the row's maximum, subtract it, exponentiate, add to the row's sum, divide by it."""
-SOFTMAX_BACKWARD_FLOPS = 4
-"""For each weight: multiply by its gradient, add to the row's sum, subtract the sum from the gradient, multiply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFlops:
-    """FLOPs of the parts of attention, in all layers of one forward or backward pass."""
+    """FLOPs of the parts of attention, in all layers of one forward pass."""
 
     scores: int
     softmax: int
@@ -154,13 +152,6 @@ def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlo
     weights = model.num_layers * batch_size * model.num_heads * model.context_length**2
     softmax = SOFTMAX_FORWARD_FLOPS * weights
     return AttentionFlops(scores=flops[Component.SCORES], softmax=softmax, values=flops[Component.VALUES])
-
-
-def attention_backward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
-    """FLOPs of attention in one backward pass, counted as in attention_forward_flops, with two matmuls for each one."""
-    forward = attention_forward_flops(model, batch_size)
-    softmax = forward.softmax // SOFTMAX_FORWARD_FLOPS * SOFTMAX_BACKWARD_FLOPS
-    return AttentionFlops(scores=2 * forward.scores, softmax=softmax, values=2 * forward.values)
 
 
 def parameter_bytes(config: RunConfig) -> int:

@@ -4,9 +4,9 @@ Collectives run one after the other, at the same time as kernels. Their time is 
 elsewhere they slow the kernels down.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 from cs336_systems.config import Parallel, Phase, RunConfig
 from cs336_systems.costs.communication import AVERAGING, Call, Collective, call_of, calls, gradient_groups, unit_bytes
@@ -22,7 +22,7 @@ from cs336_systems.costs.shards import (
     parameter_elements,
     parameter_shapes,
 )
-from cs336_systems.costs.time import Limit, TimePrediction, has_known_kernels, operations, replay_operations, step_time
+from cs336_systems.costs.time import TimePrediction, has_known_kernels, operations, replay_operations, step_time
 
 SPEED_BESIDE = 0.5
 """Speed of kernels during a collective of NCCL, which occupies multiprocessors: the last thread blocks of a matmul wait
@@ -31,10 +31,6 @@ AFTER_BACKWARD = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
 """Ways that average gradients after backward."""
 WAITS_IN_BACKWARD = (Parallel.DDP, Parallel.FSDP2)
 """PyTorch's DDP and FSDP, which wait for collectives at the end of backward."""
-HOST_SPREAD = 1.5
-"""Another machine with the same GPU may launch this many times as fast, or as slowly, as the machine of the ceilings:
-of the steps in `data/forecast` that launches limit, 9 of 10 take between the predicted time divided by it and the
-predicted time multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,24 +62,6 @@ def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     links = measured_links(curves.collectives, max(2, config.ranks))
     found = None if links is None else ranks_step_time(config, curves, links)
     return None if found is None else found.time
-
-
-def depends_on_host(
-    config: RunConfig, curves: Curves, limit: Callable[[TimePrediction], Limit] = lambda found: found.limit
-) -> bool:
-    """Whether launching HOST_SPREAD times as fast gives the step another limit than HOST_SPREAD times as slowly.
-
-    `limit` says what limits a predicted step. False where no time is predicted, or the device is the host.
-    """
-    found = (predicted_time(config, each) for each in _on_other_hosts(curves))
-    return len({limit(each) for each in found if each is not None}) > 1
-
-
-@cache  # the same Curves object each time, because predictions are cached by its identity
-def _on_other_hosts(curves: Curves) -> tuple[Curves, ...]:
-    if curves.on_host:
-        return ()
-    return tuple(replace(curves, launch_s=curves.launch_s * factor) for factor in (1 / HOST_SPREAD, HOST_SPREAD))
 
 
 def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTime | None:

@@ -29,7 +29,7 @@ from cs336_systems.config import (
 from cs336_systems.costs.accounting import count_parameters, updated_parameters
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.memory import is_predictable
-from cs336_systems.costs.tape import Kind, Operation, Pass, phases_of
+from cs336_systems.costs.tape import Kind, Operation, phases_of
 from cs336_systems.costs.traces import as_costed, has_tape, prepare, tape_of
 
 QUEUE_DEPTH = 1024
@@ -45,10 +45,6 @@ MAX_EXTRAPOLATION = 32
 """A step is predicted if its feed-forward matmul has at most this many times the multiplications of the largest matmul
 that was measured. Small matmuls do not tell the rate of large ones: in fp32 an H100 reaches 5 TFLOP/s with matrices of
 side 256, and 38 to 51 from side 1024 on."""
-TRUSTED_SHARE = 0.9
-"""A prediction is trusted if kernels run for at least this share of the step, and kernels with measured ceilings for at
-least this share of that time. Otherwise the step depends on the host, whose speed varies between machines, or on
-kernels without a measured ceiling."""
 
 
 class Limit(StrEnum):
@@ -84,13 +80,6 @@ class TimePrediction:
     """Time in which the host launches each phase, or waits for room in the queue; empty on a CPU."""
     launch_s: float
     """Time that the host needs to launch everything, if it never waits for room in the queue."""
-    known_share: float = 1.0
-    """Share of the kernels' time that is spent in kernels with measured ceilings."""
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether a step that differs much from the prediction is more likely slow than the prediction is wrong."""
-        return min(self.busy_share, self.known_share) >= TRUSTED_SHARE
 
     @property
     def busy_share(self) -> float:
@@ -210,16 +199,10 @@ def replay_operations(
     launches = {phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}
     if curves.on_host:
         waiting = {phase: [replace(each, is_after_wait=True) for each in own] for phase, own in launches.items()}
-        predicted = replace(replay(waiting), host_phases_s={})
-    elif in_graphs:
-        predicted = replay({phase: _as_graph(each, curves.launch_s) for phase, each in launches.items()}, depth=maxsize)
-    else:
-        predicted = replay(launches, curves.gap_s)
-    counts = Counter(chain.from_iterable(found.values()))
-    known_s = sum(
-        count * each.launches * kernel_s(each) for each, count in counts.items() if _is_known(each, precision, curves)
-    )
-    return replace(predicted, known_share=known_s / sum(predicted.kernels_s.values()))
+        return replace(replay(waiting), host_phases_s={})
+    if in_graphs:
+        return replay({phase: _as_graph(each, curves.launch_s) for phase, each in launches.items()}, depth=maxsize)
+    return replay(launches, curves.gap_s)
 
 
 def _as_graph(launches: Sequence[Launch], launch_s: float) -> list[Launch]:
@@ -303,17 +286,6 @@ def without_own_products(config: RunConfig, curves: Curves) -> Curves:
 def _products(config: RunConfig) -> Counter[Operation]:
     every = chain.from_iterable(operations(config).values())
     return Counter(each for each in every if each.kind in (Kind.MATMUL, Kind.ATTENTION))
-
-
-def _is_known(operation: Operation, precision: Precision, curves: Curves) -> bool:
-    """Whether similar kernels were measured. Linear layers' matmuls stand for all that are not batched."""
-    if operation.kind is Kind.ADAMW:
-        return True
-    if operation.kind is Kind.PASS:
-        return operation.how is Pass.COPY or operation.how in curves.passes
-    is_batched = operation.batch > 1
-    is_linear = operation.kind is Kind.MATMUL and not is_batched
-    return is_linear or curves.has_form(precision, operation.form, is_batched=is_batched)
 
 
 def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH) -> TimePrediction:

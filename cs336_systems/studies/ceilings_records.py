@@ -200,15 +200,6 @@ class Shape:
         """A multiply-add counts as 2."""
         return 2 * self.rows * self.inner * self.columns
 
-    @property
-    def cube_side(self) -> float:
-        """Side of the square matmul with as many FLOPs."""
-        return float((self.flops // 2) ** (1 / 3))
-
-    @property
-    def is_square(self) -> bool:
-        return self.rows == self.inner == self.columns
-
     def moved_bytes(self, precision: ProductPrecision) -> int:
         """Both factors read once and the result written once: the least that any matmul moves."""
         factors = self.rows * self.inner + self.inner * self.columns
@@ -613,8 +604,3 @@ class CeilingsStudy:
     def launch_s(self, launch: Launch) -> float | None:
         """Time of one launch, or None if it was not measured."""
         return next((cell.timing.time_s for cell in self.launches if cell.launch is launch), None)
-
-    def roof(self, precision: ProductPrecision, intensity: float) -> float | None:
-        """FLOP/s that arithmetic, or memory at `intensity` FLOPs per byte, allows; None if a ceiling is not known."""
-        ceiling, bandwidth = self.product_ceiling(precision), self.bandwidth()
-        return None if ceiling is None or bandwidth is None else min(ceiling, bandwidth * intensity)

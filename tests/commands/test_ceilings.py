@@ -76,7 +76,9 @@ def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
     grid = parsed().grid()
     assert (grid.device, grid.world_size, grid.precisions) == (Device.CUDA, 2, tuple(ProductPrecision))
-    assert [shape.rows for shape in grid.shapes if shape.is_square] == list(ceilings.GPU_SIZES)
+    assert [shape.rows for shape in grid.shapes if shape.rows == shape.inner == shape.columns] == list(
+        ceilings.GPU_SIZES
+    )
     assert parsed().directory() == Path("data/ceilings/NVIDIA-H200-of-mine")
     assert parsed("--world-size", 1).grid().world_size == 1
     with pytest.raises(ValueError, match="--world-size 3 needs as many GPUs, this process sees 2"):

@@ -4,7 +4,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf, sqrt
+from math import inf
 from typing import NamedTuple
 
 import pytest
@@ -24,16 +24,14 @@ from cs336_systems.costs.communication import Collective, calls, gradient_groups
 from cs336_systems.costs.curves import Curves, Matmul, time_s
 from cs336_systems.costs.links import Links
 from cs336_systems.costs.ranks_time import (
-    HOST_SPREAD,
     RanksTime,
     compute_time,
-    depends_on_host,
     predicted_time,
     ranks_step_time,
 )
 from cs336_systems.costs.scale import PARALLEL, Paper, Scheme, feed, largest_ranks
 from cs336_systems.costs.shards import HEAD, LOOKUP, parameter_elements
-from cs336_systems.costs.time import Limit, step_time
+from cs336_systems.costs.time import step_time
 from cs336_systems.record import load_records
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, committed_runs
@@ -253,32 +251,6 @@ def test_collectives_among_as_many_ranks_are_needed() -> None:
     assert found.step_s - alone.step_s == pytest.approx(sent_s, rel=1e-3)
     assert predicted_time(config, curves()) is None
     assert predicted_time(on(Parallel.DDP_NAIVE, 2), replace(curves(), collectives=times)) is None, "2 are less than 4"
-
-
-@pytest.mark.parametrize("way", [Parallel.NONE, Parallel.DDP_FLAT])
-def test_a_limit_that_a_faster_or_a_slower_host_changes_depends_on_the_machine(way: Parallel) -> None:
-    """Found by halving: the time of a launch from which on launches limit the step."""
-    config = on(way, 2 if way is Parallel.DDP_FLAT else 1)
-    links_of = {collective: {1: 1e-6, 2**40: 1e-6} for collective in Collective}
-
-    def on_host(launch_s: float) -> Curves:
-        return replace(curves(), launch_s=launch_s, collectives={2: links_of})
-
-    def limit(launch_s: float) -> Limit:
-        found = predicted_time(config, on_host(launch_s))
-        assert found is not None
-        return found.limit
-
-    low, high = 1e-7, 1e-1
-    assert (limit(low), limit(high)) == (Limit.DEVICE, Limit.LAUNCHES)
-    while high > 1.001 * low:
-        middle = sqrt(low * high)
-        low, high = (middle, high) if limit(middle) is Limit.DEVICE else (low, middle)
-    for power, depends in ((1.05, False), (0.95, True), (-0.95, True), (-1.05, False)):
-        assert depends_on_host(config, on_host(high * HOST_SPREAD**power)) is depends
-    assert not depends_on_host(config, replace(on_host(high), on_host=True))
-    assert not depends_on_host(replace(config, precision=Precision.FP16), on_host(high))
-    assert not depends_on_host(config, on_host(high), lambda _: Limit.DEVICE)
 
 
 def test_what_is_not_predicted_of_one_rank_is_not_predicted_of_several() -> None:

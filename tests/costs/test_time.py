@@ -286,15 +286,6 @@ def test_on_a_cpu_a_step_is_the_sum_of_its_launches_and_kernels() -> None:
     assert alone.limit is Limit.DEVICE
 
 
-def test_kernels_of_which_nothing_alike_was_measured_are_not_known() -> None:
-    """The matmuls of heads, where those of linear layers were measured alone: their part of the FLOPs."""
-    found = step_time(RUN, curves(rate=1e6))
-    assert found is not None
-    parts = {part.component: part.step for part in component_flops(RUN)}
-    of_heads = parts[Component.SCORES] + parts[Component.VALUES]
-    assert found.known_share == pytest.approx(1 - of_heads / sum(parts.values()), abs=0.01)
-
-
 @pytest.mark.parametrize("mode", Mode)
 def test_a_prediction_has_the_phases_that_a_run_times(mode: Mode) -> None:
     config = replace(RUN, mode=mode)

@@ -88,16 +88,6 @@ def test_flops_are_those_that_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         make_product(GRID, ProductPrecision.FP32, SHAPE)()
     assert SHAPE.flops == counter.get_total_flops()
-    assert Shape(rows=6, inner=6, columns=6).cube_side == pytest.approx(6)
-    assert Shape(rows=2, inner=4, columns=64).cube_side == pytest.approx(8)
-
-
-@pytest.mark.parametrize("precision", ProductPrecision)
-def test_bytes_of_a_product_are_those_of_its_matrices(precision: ProductPrecision) -> None:
-    dtype = ceilings_cell.PRODUCT_DTYPES[precision]
-    result = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
-    matrices = [torch.empty(5, 7, dtype=dtype), torch.empty(3, 7, dtype=dtype), torch.empty(5, 3, dtype=result)]
-    assert SHAPE.moved_bytes(precision) == sum(matrix.nbytes for matrix in matrices)
 
 
 def test_a_copy_copies_and_a_sum_sums() -> None:
