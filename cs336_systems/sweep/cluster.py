@@ -139,6 +139,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 def describe(device: str) -> bytes:
     """The task that describes its machine for runs on the device: a `Node` in JSON; `null` without such a device."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # so some Rays hide GPUs from a task that asks for none
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     gpus = alike(visible_gpus()) if device == Device.CUDA else ()
     if device == Device.CUDA and not gpus:
         return b"null"

@@ -16,11 +16,13 @@ import ray
 
 from cs336_systems.analysis.kernels.explain import explain
 from cs336_systems.config import Device, Parallel, Profiler
+from cs336_systems.measure import nvml
 from cs336_systems.record import Status, encode_record
 from cs336_systems.sweep import cluster
 from cs336_systems.sweep.cluster import Needs, Node, Reply, Request, sweep_on_cluster
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.store import SweepError, raw_profile_path
+from tests.fake_nvml import fake_driver
 from tests.sweep.records import IDENTITY, grid, record_of
 
 ROOT = Path(__file__).parents[2]
@@ -257,3 +259,12 @@ def test_a_task_returns_the_profiles_of_two_ranks(monkeypatch, tmp_path):
         path.write_bytes(content)
     explained = explain(raw_profile_path(config, tmp_path / "out" / "runs"), config)
     assert [own.rank for own in explained.ranks] == [0, 1]
+
+
+def test_a_machine_whose_gpus_ray_hides_from_a_task_that_asks_for_none_has_them(monkeypatch):
+    """As Ray 2.52 does."""
+    fake_driver(monkeypatch)
+    monkeypatch.setattr(nvml, "_initialised", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    node = msgspec.json.decode(cluster.describe("cuda"), type=Node)
+    assert node.identity.device_name == "NVIDIA H100 80GB HBM3"
