@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
+from cs336_systems.costs import traces
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.tape import MATMULS_OF
@@ -192,14 +194,16 @@ VIEWS = {
 
 
 @pytest.fixture
-def norms_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """RMSNorm is one kernel on a GPU and several on a CPU; LayerNorm is one on both."""
+def norms_of_one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """RMSNorm is one kernel on a GPU and several on a CPU; LayerNorm is one on both. No tape with it is kept."""
 
     def forward(self: RMSNorm, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
 
     with monkeypatch.context() as patch:
         patch.setattr(RMSNorm, "forward", forward)
+        patch.setattr(traces, "_traced", {})
+        patch.setattr(traces, "_cache", lambda: tmp_path)
         yield
 
 
