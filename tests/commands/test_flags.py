@@ -271,8 +271,6 @@ def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(
     printed = capsys.readouterr().out
     assert re.findall(r"will not fit: (\S+)", printed) == ["10B"]
     assert re.search(r"small ctx 512 train fp32, 5 \+ 10 steps, .*predicted peak \d\.\d GiB", printed)
-        r"small ctx 512 train fp32, 5 \+ 10 steps, predicted step [0-9.]+ ms, predicted peak \d\.\d GiB", printed
-    )
 
 
 @pytest.mark.parametrize("flag", ["fp8", "selective-checkpoints --checkpoint-blocks 1"])

@@ -139,7 +139,7 @@ def of_one_shape():
 
 
 def test_a_sweep_measures_a_model_of_one_shape_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", "--model", f"{__name__}:of_one_shape", "--context-lengths", "8", "--precisions", "fp32", "bf16",
-                 "--device", "cpu", "--dry-run"]) == 0  # fmt: skip
+    assert main(["sweep", "--model", f"{__name__}:of_one_shape", "--context-lengths", "8", "--precisions", "fp32",
+                 "bf16", "--device", "cpu", "--dry-run"]) == 0  # fmt: skip
     runs = [line.split("_")[4] for line in capsys.readouterr().out.splitlines() if line.startswith("own_")]
     assert runs == ["fp32", "bf16"]
