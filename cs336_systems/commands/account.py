@@ -229,8 +229,8 @@ def run(arguments: AccountArguments) -> int:
         machine_meant, arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
     )  # fmt: skip
     name, device = checked(meant)
-    if arguments.known.parameters is not None:
-        return _say_days(arguments, device)
+    if arguments.known.parameters is not None:  # without a name, not the CPU that the user's own ceilings may be of
+        return _say_days(arguments, device if arguments.device_name else device_meant(None))
     config = checked(arguments.config)
     memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
     if config.model_factory is not None:

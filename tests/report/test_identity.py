@@ -17,7 +17,6 @@ from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.config import Arch, Mode, ModelConfig, Profiler, RunConfig
 from cs336_systems.record import write_record
 from cs336_systems.report import draw
-from cs336_systems.report import entries as report_entries
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
 from cs336_systems.report.section import labels
@@ -115,7 +114,7 @@ def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_o
     """Memory is recorded by one profiler, on a GPU, of a run without graphs, in fixed segments and in one process."""
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)
     entries = [memory_entry(config) for config in pair]
-    assert len({*report_entries.labels(entries)}) == len({config.key for config in pair}) == 2
+    assert len({*labels(entries)}) == len({config.key for config in pair}) == 2
     assert_apart([own for own in memory_sections(entries) if own.tables], pair)
 
 

@@ -69,7 +69,7 @@ def kinds():
     memory = [MemoryEntry(config=r.config, profile=make_memory(), device_name=r.device_name) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
     step = AccountArguments(size="xl", context_length=512).config()
-    account = Account(config=step, device=find_device(H200), step_s=0.1, memory_bytes=40e9, ceiling_flops_per_s=7e14)
+    account = Account(config=step, device=find_device(H200), memory_bytes=40e9)
     found = {
         "results": ([results_table(to_frame(records))], ("size", "context", "precision", "step", "status")),
         "warm-up": ([warmup_table(to_frame(warmups))], ("size", "context", "precision", "warm-up", "step")),
