@@ -12,6 +12,13 @@ MIN_CORRELATED = 10
 """Fewest values whose correlation is known well enough."""
 
 
+def summary(times_s: Sequence[float]) -> dict[str, float | None]:
+    """Mean, median, standard deviation (None for a single time), minimum and maximum of these times, in seconds."""
+    stdev_s = statistics.stdev(times_s) if len(times_s) > 1 else None
+    mean_s, median_s = statistics.fmean(times_s), statistics.median(times_s)
+    return {"mean_s": mean_s, "median_s": median_s, "stdev_s": stdev_s, "min_s": min(times_s), "max_s": max(times_s)}
+
+
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than FEWEST values.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cs336_systems.analysis.statistics import summary
 from cs336_systems.commands.flags import (
     FIRST,
     Flags,
@@ -139,21 +140,13 @@ def run(arguments: BenchmarkArguments) -> int:
             write_record(record, runs)
             is_explained = profile is None or explain_or_warn([record], runs, status, "explaining what was recorded")
         if print_json is not None:
-            print_json(encode_json({"statistics": statistics_of(record), **msgspec.to_builtins(record)}))
+            found = {each.phase: summary(each.times_s) for each in record.measurements}
+            print_json(encode_json({"statistics": found, **msgspec.to_builtins(record)}))
             print_line(f"record: {runs / record.key}.json")
         else:
             print_measured(record, runs)
         print_profile_paths([config], runs)
     return status_of([record], () if is_explained else [config])
-
-
-def statistics_of(record: RunRecord) -> dict[str, dict[str, float | None]]:
-    """Mean, median, deviation, minimum and maximum of the times of each phase, in seconds."""
-    return {
-        measured.phase: {"mean_s": measured.mean_s, "median_s": measured.median_s, "stdev_s": measured.stdev_s,
-                         "min_s": measured.min_s, "max_s": max(measured.times_s)}
-        for measured in record.measurements
-    }  # fmt: skip
 
 
 def _measure(config: RunConfig, profile: Path | None, status: "StatusLine", until_stable: bool) -> RunRecord:

@@ -3,14 +3,18 @@
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import tyro
 
 from cs336_systems.commands.flags import Flat, Switch, unset
 from cs336_systems.commands.outcome import OK, UsageError, existing, show
 from cs336_systems.ranges import PhaseNames
 from cs336_systems.record import RecordError, RunRecord, read_record
+
+if TYPE_CHECKING:
+    from cs336_systems.analysis.kernels.step_profile import StepProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,7 @@ def run(arguments: KernelsArguments) -> int:
     record = None if path is None else read_record(path)
     from cs336_systems.analysis.kernels.explain import explain
     from cs336_systems.analysis.kernels.phases import RangeNameError
-    from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile
+    from cs336_systems.analysis.kernels.step_profile import read_profile
     from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.kernels.entries import explained
     from cs336_systems.report.sections.kernels.files import answer_of, tables_of_one, write_kernels
@@ -65,9 +69,19 @@ def run(arguments: KernelsArguments) -> int:
             arguments.output.mkdir(parents=True, exist_ok=True)
             write_kernels(entry, arguments.output, arguments.top)
 
-    encoded = encode_profile(profile) if arguments.json else None
+    encoded = _with_statistics(profile) if arguments.json else None
     show(tables_of_one(entry, arguments.top), arguments.output, answer_of(entry), json=encoded)
     return OK
+
+
+def _with_statistics(profile: "StepProfile") -> bytes:
+    """The profile in JSON, and before it the statistics of the wall times of step and phases over the steps."""
+    from cs336_systems.analysis.statistics import summary
+    from cs336_systems.files import encode_json
+
+    walls_s = {"step": profile.step_s, **{str(phase.phase): phase.wall_s for phase in profile.phases}}
+    found = {name: summary(times_s) for name, times_s in walls_s.items() if times_s}
+    return encode_json({"statistics": found, **msgspec.to_builtins(profile)})
 
 
 def _record_path(arguments: KernelsArguments) -> Path | None:

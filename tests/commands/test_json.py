@@ -11,8 +11,8 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
+from cs336_systems.analysis.statistics import summary
 from cs336_systems.commands.account import AccountArguments
-from cs336_systems.commands.benchmark import statistics_of
 from cs336_systems.costs.accounting import component_flops
 from cs336_systems.costs.memory import largest_batch, predict_memory
 from cs336_systems.report.terminal import print_run
@@ -76,7 +76,12 @@ def test_a_number_of_parameters_has_seconds_and_parameters(results: Callable[...
 
 def test_profiles_are_what_their_files_hold(results: Callable[..., dict], here: Path) -> None:
     write_profile(make_profile(), here / "kernels.json")
-    assert results("kernels", "kernels.json") == json.loads((here / "kernels.json").read_text())
+    found = results("kernels", "kernels.json")
+    walls_s = found["phases"][0]["wall_s"]
+    statistics = found.pop("statistics")[found["phases"][0]["phase"]]
+    assert (statistics["mean_s"], statistics["median_s"]) == pytest.approx((np.mean(walls_s), np.median(walls_s)))
+    assert statistics["stdev_s"] == pytest.approx(np.std(walls_s, ddof=1))
+    assert found == json.loads((here / "kernels.json").read_text())
     write_memory_profile(make_memory(), here / "memory.json")
     assert results("memory", "memory.json") == json.loads((here / "memory.json").read_text())
 
@@ -84,7 +89,7 @@ def test_profiles_are_what_their_files_hold(results: Callable[..., dict], here: 
 def test_a_run_has_statistics_beside_its_raw_times(capsys: pytest.CaptureFixture[str]) -> None:
     times_s = (0.1, 0.4, 0.2, 0.7)
     record = make_record(make_config(), times_s)
-    found = statistics_of(record)["step"]
+    found = summary(times_s)
     expected = [np.mean(times_s), np.median(times_s), np.std(times_s, ddof=1), min(times_s), max(times_s)]
     assert [*found] == ["mean_s", "median_s", "stdev_s", "min_s", "max_s"]
     assert [*found.values()] == pytest.approx(expected)
