@@ -1,13 +1,12 @@
-"""Models that nobody here wrote, in shapes that nobody published: `--model tests.gpu.foreign_models:llama`."""
+"""Models that nobody here wrote, in shapes that nobody published: `--model tests.gpu.foreign_models:llama`.
+
+Their contexts, batches and vocabularies are in data/published/forecast/foreign.json.
+"""
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-
-CONFIGURATIONS = {"gpt2": (768, 6, 50_257), "llama": (1024, 4, 32_000), "llama_eager": (512, 12, 32_000),
-                  "qwen3": (1536, 2, 65_536), "encoder": (640, 10, 30_000), "NanoGPT": (896, 8, 50_304)}  # fmt: skip
-"""Context, batch and vocabulary of each; with both fp32 and bf16 twelve configurations."""
 
 
 def gpt2(context_length: int, vocab_size: int) -> nn.Module:

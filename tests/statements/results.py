@@ -2,18 +2,22 @@
 
 import json
 import re
+import zipfile
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 
 from cs336_systems.analysis.kernels.step_profile import IdleCause, read_profile
-from cs336_systems.config import CompileMode, Precision, RunConfig
+from cs336_systems.config import CompileMode, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import component_flops
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predicted_peak_bytes
-from cs336_systems.record import RunRecord, Status, load_records
+from cs336_systems.record import RunRecord, Status, load_records, read_record
 from cs336_systems.sweep.plan import make_plan
 from tests.committed import committed_runs
 from tests.statements.documents import (
@@ -169,15 +173,26 @@ def peak_gib(precision: str, mode: str, context: int = 512) -> float:
     r"where processes differ from each other by up to (\d+) %",
 )
 def foretold_models_of_others() -> Sequence[Value]:
-    rows = json.loads((ROOT / "data/published/forecast/foreign.json").read_text())
-    (processes,) = {len(row["step_ms"]) for row in rows}
-    peaks = [100 * abs(row["predicted_peak_gib"] / row["peak_gib"] - 1) for row in rows]
-    full, half = (
-        [100 * (row["predicted_step_ms"] / median(row["step_ms"]) - 1) for row in rows if row["precision"] == precision]
-        for precision in ("fp32", "bf16")
-    )
-    spread = [100 * (max(row["step_ms"]) / min(row["step_ms"]) - 1) for row in rows]
-    return processes, max(peaks), max(map(abs, full)), -max(half), -min(half), max(spread)
+    """Of the records of all processes, and of what was committed before they ran."""
+    directory, found = ROOT / "data/published/forecast", defaultdict[tuple[str, str], list[RunRecord]](list)
+    with zipfile.ZipFile(directory / "foreign_runs.zip") as archive, TemporaryDirectory() as scratch:
+        archive.extractall(scratch)
+        for record in map(read_record, Path(scratch).rglob("*.json")):
+            model = str(record.config.model_factory).partition(":")[2]
+            found[model, record.config.precision].append(record)
+    rows = json.loads((directory / "foreign.json").read_text())
+    (processes,) = {len(records) for records in found.values()}
+    peaks, off, spread = [], defaultdict[str, list[float]](list), []
+    for row in rows:
+        records = found.pop((row["model"], row["precision"]))
+        steps = [step for record in records if (step := record.measurement(Phase.STEP)) is not None]
+        steps_ms = [1e3 * step.mean_s for step in steps]
+        (peak_bytes,) = {record.memory.peak_allocated_bytes for record in records if record.memory is not None}
+        peaks.append(100 * abs(row["predicted_peak_gib"] / (peak_bytes / GIB) - 1))
+        off[row["precision"]].append(100 * (row["predicted_step_ms"] / median(steps_ms) - 1))
+        spread.append(100 * (max(steps_ms) / min(steps_ms) - 1))
+    assert not found, "none is left out"
+    return processes, max(peaks), max(map(abs, off["fp32"])), -max(off["bf16"]), -min(off["bf16"]), max(spread)
 
 
 @claim(
