@@ -605,9 +605,8 @@ class _Stream:
 
 
 _CUDA: dict[str, Any] = {
-    "Stream": _Stream, "Event": _Stream, "current_device": lambda: 0, "is_current_stream_capturing": lambda: True,
-    "device_count": lambda: 2**20, "can_device_access_peer": lambda *_: True,
-    "is_bf16_supported": lambda *_, **__: True,
+    "Stream": _Stream, "Event": _Stream, "current_device": lambda: 0, "device_count": lambda: 2**20,
+    "can_device_access_peer": lambda *_: True, "is_bf16_supported": lambda *_, **__: True,
     "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
     "get_device_capability": lambda *_: (9, 0),
 }  # fmt: skip
@@ -673,6 +672,9 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
     def never(*_: object) -> bool:
         return False
 
+    def is_in_module() -> bool:
+        return bool(trace.place)
+
     resize_storage = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
@@ -694,6 +696,8 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
         mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_copies),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
         mock.patch.multiple(torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream),
+        # else transformers asks for values; an optimizer of torch 2.11 would refuse to run
+        mock.patch("torch.cuda.is_current_stream_capturing", is_in_module),
         mock.patch("torch.compile", lambda model=None, **_: (lambda it: it) if model is None else model),
         mock.patch("torch.UntypedStorage.resize_", resize),
         # places differ between what runs in this mode and what runs below it

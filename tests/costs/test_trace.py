@@ -50,6 +50,17 @@ def trace_of(model: nn.Module, x: Tensor) -> Tape:
         return trace.tape()
 
 
+def test_modules_alone_are_told_that_a_graph_is_captured() -> None:
+    """There transformers asks for no values of tensors; AdamW of torch 2.11 on a GPU refuses to run in a graph."""
+    seen = []
+    model = nn.Linear(4, 4)
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.cuda.is_current_stream_capturing()))
+    with tracing({}):
+        model(torch.zeros(2, 4))
+        seen.append(torch.cuda.is_current_stream_capturing())
+    assert seen == [True, False]
+
+
 def test_matmuls_of_a_foreign_model_have_the_flops_that_pytorch_counts() -> None:
     """PyTorch's counter does not know the CPU's fused attention, whose matmuls are counted by hand."""
     flops = dict.fromkeys(Kind, 0)

@@ -194,7 +194,7 @@ def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
     code = "import sys; from cs336_systems.cli import main; sys.exit(main())"
     print(
         run_in_fresh_process(
-            "-c", code, "compare", flags, flags, "--repeats", "4", "--output", str(tmp_path)
+            "-c", code, "compare", flags, flags, "--a-against-a", "--repeats", "4", "--output", str(tmp_path)
         ).splitlines()[-1]
     )
     (runs,) = tmp_path.glob("e2e_benchmark/*/runs")

@@ -60,7 +60,8 @@ def mean(record, phase):
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_the_steps_and_what_is_between_them_are_the_loop(loop, micro_batches):
-    watched = watch(*loop[:2], warmup_steps=0)
+    watched = watch(*loop[:2], warmup_steps=1)
+    train(watched, *loop, steps=1)
     step_s = train(watched, *loop, micro_batches=micro_batches)
     record = watched.record()
     between_s = sum(record.between_s) / STEPS
@@ -129,7 +130,8 @@ def train_on_a_rank(rank, directory):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     shared, batches = DistributedDataParallel(model), TrainingStep(CONFIG).batches
     train(None, shared, optimizer, batches, 10)
-    watched = watch(shared, optimizer, warmup_steps=0, output=directory)
+    watched = watch(shared, optimizer, warmup_steps=1, output=directory)
+    train(watched, shared, optimizer, batches, 1)
     clock_s = train(watched, shared, optimizer, batches)
     record = watched.record()
     (directory / str(rank)).write_text(f"{mean(record, Phase.STEP) + sum(record.between_s) / STEPS} {clock_s}")
