@@ -59,10 +59,6 @@ class Jobs(DeviceWork):
     is_recomputed: Mask
     """Launched by a forward range inside backward, so it recomputes a part of forward."""
 
-    @property
-    def end_ns(self) -> Ints:
-        return self.start_ns + self.duration_ns
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
@@ -295,6 +291,22 @@ def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:
     for code, phase in enumerate(PHASES):
         if len(rows := frame[frame["phase"] == code]):
             yield phase, rows
+
+
+def by_step(frame: pd.DataFrame, num_steps: int) -> Iterator[tuple[LaunchPhase, dict[str, Any]]]:
+    """Yield each phase that has anything, and the sums of the other columns in each step; `_s` holds nanoseconds."""
+    every = pd.MultiIndex.from_product([range(len(PHASES)), range(num_steps)])
+    sums = frame.groupby(["phase", "step"]).sum().reindex(every, fill_value=0)
+    for code, phase in enumerate(PHASES):
+        own = sums.loc[code]
+        if own.to_numpy().any():
+            yield (
+                phase,
+                {
+                    str(name): tuple((values / 1e9 if str(name).endswith("_s") else values).tolist())
+                    for name, values in own.items()
+                },
+            )
 
 
 def totals(frame: pd.DataFrame, *by: str) -> Iterator[Any]:

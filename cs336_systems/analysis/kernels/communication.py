@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Ints, Mask, chosen
-from cs336_systems.analysis.kernels.attribution import Attribution, Jobs, select
+from cs336_systems.analysis.kernels.attribution import Attribution, Jobs, by_step, select
 from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE, Collective
-from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows
+from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows, alone_ns
 from cs336_systems.analysis.kernels.phases import PHASES, Codes
 from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile, Work
-from cs336_systems.analysis.kernels.trace import NOWHERE, Trace, Union
+from cs336_systems.analysis.kernels.trace import NOWHERE, Trace
 from cs336_systems.config import MAX_RANKS
 
 
@@ -30,45 +30,28 @@ def communication_times(
     is_collective = jobs.collective != NO_COLLECTIVE
     kinds = np.unique(jobs.collective[is_collective]).tolist()
     chosen: list[tuple[Collective | None, Mask]] = [(COLLECTIVES[kind], jobs.collective == kind) for kind in kinds]
-    every = pd.MultiIndex.from_product([range(len(PHASES)), range(len(num_devices))])
     found = []
     for kind, is_chosen in [*chosen, (None, is_collective)] if kinds else ():
         times = _in_windows(jobs, is_chosen, devices, num_devices, windows)
-        sums = times.groupby(["phase", "step"]).sum().reindex(every, fill_value=0)
-        for code, phase in enumerate(PHASES):
-            own = sums.loc[code]
-            if own.to_numpy().any():
-                launches, total_s, exposed_s = (
-                    tuple(own[name].tolist()) for name in ("launches", "total_s", "exposed_s")
-                )
-                found.append(
-                    CommunicationTimes(
-                        phase=phase, collective=kind, launches=launches, total_s=total_s, exposed_s=exposed_s
-                    )
-                )
+        for phase, values in by_step(times, len(num_devices)):
+            found.append(CommunicationTimes(phase=phase, collective=kind, **values))
     return tuple(sorted(found, key=lambda times: PHASES.index(times.phase)))
 
 
 def _in_windows(
     jobs: Jobs, is_chosen: Mask, devices: Sequence[Busy], num_devices: Ints, windows: DeviceWindows
 ) -> pd.DataFrame:
-    """For each window, how many of the chosen kernels begin in it, how long they run, and the exposed part of that."""
+    """For each window, how many of the chosen kernels begin in it, how long they run, and the exposed part, in ns."""
     launches, total, exposed = (np.zeros(len(windows), dtype=np.int64) for _ in range(3))
     for busy in devices:
-        rows, computing = busy.rows[is_chosen[busy.rows]], busy.rows[_computes(jobs, busy.rows)]
-        either = np.append(rows, computing)
-        ran, computed, worked = (Union(jobs.start_ns[own], jobs.end_ns[own]) for own in (rows, computing, either))
-        total += _covered(ran, windows)
-        exposed += _covered(worked, windows) - _covered(computed, windows)
+        rows = busy.rows[is_chosen[busy.rows]]
+        total += alone_ns(jobs, rows, rows[:0], windows)
+        exposed += alone_ns(jobs, rows, busy.rows[_computes(jobs, busy.rows)], windows)
         start = np.sort(jobs.start_ns[rows])
         launches += np.searchsorted(start, windows.end_ns) - np.searchsorted(start, windows.start_ns)
     count = np.maximum(num_devices, 1)[windows.step]
-    times = {"launches": launches, "total_s": total / count / 1e9, "exposed_s": exposed / count / 1e9}
+    times = {"launches": launches, "total_s": total / count, "exposed_s": exposed / count}
     return pd.DataFrame({"phase": windows.phase, "step": windows.step, **times})
-
-
-def _covered(union: Union, windows: DeviceWindows) -> Ints:
-    return union.until(windows.end_ns) - union.until(windows.start_ns)
 
 
 def _computes(jobs: Jobs, rows: Ints) -> Mask:

@@ -25,6 +25,7 @@ from cs336_systems.analysis.columns import (
 from cs336_systems.analysis.kernels.attribution import (
     Attribution,
     attribute,
+    by_step,
     frame_of,
     select,
 )
@@ -122,7 +123,7 @@ def summarise(
     parts = range_parts(attribution)
     kernels = work[~work["is_copy"]].assign(kind=kind)
     in_step = kernels[kernels["step"] >= 0]
-    grave, slight = doubts(attribution)
+    grave, slight = doubts(trace)
     profile = StepProfile(
         source=source,
         work=Work.OPERATORS if trace.is_of_host else Work.KERNELS,
@@ -162,13 +163,12 @@ def summarise(
 
 def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> Left:
     """The kernels in no profiled step."""
-    places = ["warmup", "outside", "no_launch"]
-    place = np.select([is_in_a_step, kernels["is_launched"]], places[:2], places[2])
-    is_left = kernels["step"] < 0
-    found = kernels[is_left].groupby(place[is_left])["duration_ns"].agg(["size", "sum"]).reindex(places, fill_value=0)
+    step, is_launched = kernels["step"].to_numpy(), kernels["is_launched"].to_numpy(dtype=np.bool_)
+    place = np.select([step >= 0, is_in_a_step, is_launched], ["", "warmup", "outside"], "no_launch")
     values: dict[str, Any] = {}
-    for name, count, time_ns in found.itertuples():
-        values |= {name: count, f"{name}_s": time_ns / 1e9}
+    for name in ("warmup", "outside", "no_launch"):
+        times_ns = kernels["duration_ns"][place == name]
+        values |= {name: len(times_ns), f"{name}_s": int(times_ns.sum()) / 1e9}
     return Left(**values)
 
 
@@ -188,17 +188,11 @@ def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_hos
         wall_s=windows["duration_ns"],
         host_s=windows["host_end_ns"] - windows["host_start_ns"],
     )
-    every = pd.MultiIndex.from_product([range(len(PHASES)), range(num_steps)])
-    sums = [rows.groupby(["phase", "step"]).sum().reindex(every, fill_value=0) for rows in (work, windows)]
-    table = pd.concat(sums, axis=1)
-    if is_of_host:
-        table["busy_s"] = table["kernel_s"]
-    is_used = table[["launches", "copies", "windows"]].any(axis=1).groupby(level=0).any()
-    of_times = table.columns.str.endswith("_s")
-    table = pd.concat([table.loc[:, ~of_times].drop(columns="windows"), table.loc[:, of_times] / 1e9], axis=1)
-    for code in np.flatnonzero(is_used).tolist():
-        columns: dict[str, Any] = {str(name): tuple(column.tolist()) for name, column in table.loc[code].items()}
-        yield PhaseTimes(phase=PHASES[code], **columns)
+    columns = work.columns.union(windows.columns, sort=False)
+    rows = pd.concat([part[part["step"] >= 0].reindex(columns=columns, fill_value=0) for part in (work, windows)])
+    for phase, values in by_step(rows, num_steps):
+        del values["windows"]
+        yield PhaseTimes(phase=phase, **values | ({"busy_s": values["kernel_s"]} if is_of_host else {}))
 
 
 REPORT_ENDING = ".nsys-rep"
