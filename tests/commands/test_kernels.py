@@ -9,7 +9,7 @@ from cs336_systems.analysis.kernels.step_profile import decode_profile, write_pr
 from cs336_systems.cli import main
 from cs336_systems.config import SIZES, OptimizerKind, RunConfig
 from cs336_systems.record import RunRecord, Status, write_record
-from tests.analysis.kernels.tracing import Recording, Span, training, write_export
+from tests.analysis.kernels.tracing import Recording, training, write_export
 from tests.report.sections.kernels.profiles import make_profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -60,21 +60,6 @@ def test_a_range_that_the_file_has_not_is_refused(export: Path, capsys: pytest.C
     assert kernels(export, "--forward", "x", "--backward", "x") == 2
     assert "range name of its own" in capsys.readouterr().err
     assert kernels(export, "--forward", "forward") == 0
-
-
-def test_ranges_of_others_are_named(tmp_path: Path) -> None:
-    made = training(2)
-    renamed = [Span({"forward": "fw", "backward": "bw"}.get(s.name, s.name), s.start_ns, s.end_ns, s.thread)
-               for s in made.spans]  # fmt: skip
-    path = write_export(tmp_path / "t.sqlite", Recording(made.kernels, renamed))
-    named = []
-    for words in ((), ("--forward", "fw", "--backward", "bw")):
-        assert kernels(path, "--output", tmp_path, *words) == 0
-        phases = decode_profile((tmp_path / "profile.json").read_bytes()).phases
-        named.append({each.phase: sum(each.launches) for each in phases if sum(each.launches)})
-    assert "backward" not in named[0]
-    assert named[1]["forward"] > 0
-    assert named[1]["backward"] > 0
 
 
 def test_the_record_of_the_run_gives_attention_its_flops(export: Path, tmp_path: Path) -> None:

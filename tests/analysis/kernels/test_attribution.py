@@ -10,14 +10,10 @@ from cs336_systems.analysis.kernels.attribution import (
     attribute,
 )
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
-from cs336_systems.ranges import PhaseNames
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,
-    BACKWARD_KERNELS,
-    FORWARD_KERNELS,
-    LOSS_KERNELS,
     MAIN,
-    OPTIMIZER_KERNELS,
+    STEP,
     Kernel,
     Recording,
     Span,
@@ -28,15 +24,7 @@ from tests.analysis.kernels.tracing import (
     training,
 )
 
-STEP = {
-    "forward": FORWARD_KERNELS,
-    "loss": LOSS_KERNELS,
-    "backward": BACKWARD_KERNELS,
-    "optimizer": OPTIMIZER_KERNELS,
-}
-WITHOUT_LOSS = {
-    "forward": FORWARD_KERNELS + LOSS_KERNELS, "backward": BACKWARD_KERNELS, "optimizer": OPTIMIZER_KERNELS
-}  # fmt: skip
+WITHOUT_LOSS = {"forward": STEP["forward"] + STEP["loss"], **{name: STEP[name] for name in ("backward", "optimizer")}}
 """A step whose ranges do not tell the loss from forward."""
 
 
@@ -141,17 +129,6 @@ def test_forward_inside_backward_is_recomputed() -> None:
         assert phases(found) == ["forward", *["backward"] * 4]
         assert found.jobs.is_recomputed.tolist() == [False, False, True, True, False]
         assert module_names(found) == ["norm", "ffn", "forward", "forward/norm", "ffn"]
-
-
-def test_names_that_the_user_gives() -> None:
-    made = training(3)
-    renamed = {"forward": "fwd", "backward": "bwd", "optimizer": "adamw", "loss": "xent", "training": "profiled"}
-    made.spans = [replace(s, name=renamed.get(s.name, s.name)) for s in made.spans]
-    names = PhaseNames(forward="fwd", backward="bwd", optimizer="adamw", loss="xent", measure="profiled")
-    found = attribute(make_trace(made), names)
-    assert found.source is PhaseSource.RANGES
-    assert counts(found, 1) == STEP
-    assert not found.steps.is_warmup.any()
 
 
 def test_without_phase_ranges_threads_give_the_phases() -> None:

@@ -235,7 +235,8 @@ def write_export(
 
 
 LAYERS = 3
-FORWARD_KERNELS, LOSS_KERNELS, BACKWARD_KERNELS, OPTIMIZER_KERNELS = 4 * LAYERS + 1, 2, 8 * LAYERS + 2, 5
+STEP = {"forward": 4 * LAYERS + 1, "loss": 2, "backward": 8 * LAYERS + 2, "optimizer": 5}
+"""Kernels of each phase of a step of `training`."""
 
 
 def training(
@@ -279,7 +280,7 @@ def training(
         close(head)
         close(forward)
         loss = opened("loss", phases)
-        for _ in range(LOSS_KERNELS):
+        for _ in range(STEP["loss"]):
             made.launch("softmax", tick(), main, 7)
         close(loss)
         backward = opened("backward", phases)
@@ -291,7 +292,7 @@ def training(
                 made.launch("norm", tick(), autograd, 6)
         close(backward)
         optimizer = opened("optimizer", phases)
-        for _ in range(OPTIMIZER_KERNELS):
+        for _ in range(STEP["optimizer"]):
             made.launch("adam", tick(), main, 11)
         close(optimizer)
         close(step)
