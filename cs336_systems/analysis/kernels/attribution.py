@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, is_launch
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, Call, collective_codes
 from cs336_systems.analysis.kernels.phases import (
     CODES,
     PHASES,
@@ -32,7 +32,7 @@ from cs336_systems.analysis.kernels.phases import (
     known_names,
     phase_plan,
 )
-from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Nesting, Trace, of_names
+from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Nesting, Trace
 from cs336_systems.ranges import PhaseNames
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
@@ -245,7 +245,7 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
     if is_empty.all() or not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
-    is_launching = of_names(calls.name, attribution.trace.strings, is_launch, np.bool_)
+    is_launching = Call.LAUNCH.among(calls.name, attribution.trace.strings)
     launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
     has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
     is_outside = (end <= calls.start_ns.min()) | (start > calls.start_ns.max())

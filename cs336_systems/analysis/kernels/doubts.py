@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Mask, chosen, groups, joined
-from cs336_systems.analysis.kernels.classes import is_capture, is_for_device, is_kernel_launch
+from cs336_systems.analysis.columns import chosen, groups, joined
+from cs336_systems.analysis.kernels.classes import Call
 from cs336_systems.analysis.kernels.device_time import SLACK_NS, Completion
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, DeviceWork, Trace, Union, of_names
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, DeviceWork, Trace, Union
 
 MIN_DOUBTFUL = 0.01
 """Smallest share of the kernels, or of the launches, that makes what is said of the whole doubtful."""
@@ -57,17 +57,16 @@ def _after_wait(trace: Trace, work: DeviceWork) -> int:
     """How many waits for a whole device are over before work that was launched before them is."""
     if len(np.unique(work.device)) > 1:  # it is not known for which device a call waits
         return 0
-    waits = chosen(trace.api_calls, of_names(trace.api_calls.name, trace.strings, is_for_device, np.bool_))
+    waits = chosen(trace.api_calls, Call.WAIT_FOR_DEVICE.among(trace.api_calls.name, trace.strings))
     finished = Completion(work, np.flatnonzero(work.is_launched))(waits.start_ns)
     return int((finished > waits.start_ns + waits.duration_ns + SLACK_NS).sum())
 
 
 def _lost_launches(trace: Trace) -> int:
     """How many calls launched a kernel that is not in the file; calls while a graph is captured launch none."""
-    api = trace.api_calls
-    is_lost: Mask = of_names(api.name, trace.strings, is_kernel_launch, np.bool_)
-    edges = of_names(api.name, trace.strings, is_capture, np.int8)
-    begins, ends = np.sort(api.start_ns[edges > 0]), np.sort(api.start_ns[edges < 0])
+    api, (launch, begin, end) = trace.api_calls, (Call.ONE_KERNEL, Call.BEGIN_CAPTURE, Call.END_CAPTURE)
+    is_lost = launch.among(api.name, trace.strings)
+    begins, ends = (np.sort(api.start_ns[edge.among(api.name, trace.strings)]) for edge in (begin, end))
     captures = Union(begins, np.append(ends, MAX_TIME_NS)[np.searchsorted(ends, begins)])
     is_lost &= captures.within(api.start_ns, api.start_ns + 1) == 0
     launched = np.concatenate([trace.kernels.call, trace.copies.call])
