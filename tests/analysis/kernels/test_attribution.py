@@ -98,26 +98,6 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
             assert (-1 if best is None else recording.spans.index(modules[best])) == module
 
 
-def test_loss_inside_forward_is_forward_and_what_comes_before_is_data() -> None:
-    made = Recording()
-    made.spans = [Span("step", 0, 100), Span("forward", 10, 30), Span("loss", 20, 25), Span("optimizer", 40, 60)]
-    for launch in (5, 12, 22, 35, 50, 70, 150):
-        made.launch("k", launch)
-    found = attribute(make_trace(made))
-    assert phases(found) == ["data", "forward", "forward", "unattributed", "optimizer", "unattributed", "unattributed"]
-    assert found.jobs.step.tolist() == [0] * 6 + [-1]
-    assert module_names(found) == ["", "", "loss", "", "", "", ""]
-
-
-def test_backward_is_launched_by_another_thread_and_named_by_its_ranges() -> None:
-    made = Recording(spans=[Span("backward", 0, 100), Span("attention", 10, 20, AUTOGRAD), Span("ffn", 40, 50)])
-    for launch in (5, 15, 45):
-        made.launch("k", launch, AUTOGRAD)
-    found = attribute(make_trace(made))
-    assert phases(found) == ["backward"] * 3
-    assert module_names(found) == ["", "attention", ""]
-
-
 def test_forward_inside_backward_is_recomputed() -> None:
     """Where backward's own range of the module that needs it is open, on either thread."""
     for thread in (MAIN, AUTOGRAD):

@@ -155,28 +155,6 @@ def test_exposed_is_when_a_collective_runs_and_nothing_computes(seed: int) -> No
     assert decode_profile(encode_profile(found)) == found
 
 
-OVERLAP = Recording(
-    spans=[Span("forward", 0, 20), Span("backward", 20, 60), Span("communication", 60, 70), Span("optimizer", 70, 90)],
-    kernels=[
-        Kernel("gemm", 5, start_ns=10, duration_ns=30),
-        Kernel("gemm", 25, AUTOGRAD, start_ns=40, duration_ns=60),
-        Kernel(ALL_REDUCE, 30, AUTOGRAD, start_ns=80, duration_ns=70, stream=COLLECTIVES),
-        Kernel("adam", 75, start_ns=150, duration_ns=10),
-    ],
-)
-
-
-def test_what_backward_leaves_running_is_communication_if_that_waits_for_it() -> None:
-    """All-reduce from 80 to 150, backward's last kernel until 100: 50 ns are exposed, in the phase that waits."""
-    waiting = replace(OVERLAP, calls=[Call("cudaStreamWaitEvent", 65, 66)])
-    assert walls(profile(waiting)) == {"forward": [40], "backward": [60], "communication": [50], "optimizer": [10]}
-    assert exposed(profile(waiting)) == {"backward": ([20], [0]), "communication": ([50], [50])}
-    # PyTorch's DistributedDataParallel waits at the end of backward
-    before = replace(OVERLAP, calls=[Call("cudaStreamWaitEvent", 55, 56)])
-    assert walls(profile(before)) == {"forward": [40], "backward": [110], "communication": [0], "optimizer": [10]}
-    assert exposed(profile(before)) == {"backward": ([70], [50])}
-
-
 def test_copies_to_peers_are_communication_and_not_computing() -> None:
     """They run from 30 to 60 beside a kernel until 40, on a stream of their own that has another copy, too."""
     made = Recording(
