@@ -35,7 +35,7 @@ from cs336_systems.analysis.kernels.host_calls import Host
 from cs336_systems.analysis.kernels.modules import RangeParts
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase, Steps
 from cs336_systems.analysis.kernels.step_profile import CopyTimes, Gap, IdleCause, IdleTimes
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, DeviceWork, Trace, Union
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, DeviceWork, Trace, Union, of_names
 
 Floats = NDArray[np.float64]
 
@@ -351,13 +351,11 @@ def copy_times(
     jobs: Jobs, devices: list[Busy], num_devices: Ints, spans: DeviceSteps, strings: Sequence[str]
 ) -> tuple[CopyTimes, ...]:
     """Copies and fills in the steps by kind, without those that are collectives, and the time without a kernel."""
-    rows = np.flatnonzero(jobs.is_copy & (jobs.step >= 0) & (jobs.collective == NO_COLLECTIVE))
-    kinds = pd.Series({name: copy_kind(strings[name]) for name in np.unique(jobs.name[rows]).tolist()}, dtype=object)
-    kind_of = np.full(len(jobs), "", dtype=object)
-    kind_of[rows] = kinds[jobs.name[rows]].to_numpy() if len(rows) else ""
+    is_one = jobs.is_copy & (jobs.step >= 0) & (jobs.collective == NO_COLLECTIVE)
+    kind_of = of_names(jobs.name, strings, copy_kind, np.object_)
     found = []
-    for kind in [*dict.fromkeys(kinds), None] if len(rows) else ():
-        is_kind = kind_of == kind if kind else kind_of != ""
+    for kind in [*dict.fromkeys(kind_of[is_one]), None] if is_one.any() else ():
+        is_kind = is_one if kind is None else is_one & (kind_of == kind)
         alone = np.zeros(len(spans), dtype=np.float64)
         for busy in devices:
             own, kernels = busy.rows[is_kind[busy.rows]], busy.rows[~jobs.is_copy[busy.rows]]

@@ -111,19 +111,18 @@ class _Explanation:
             self._phases = find_phases(memory.events, notes, max(self._replay.failed_requests, default=NOWHERE))
             self._sighted_at = moments_of([sighting.position for sighting in sightings], memory.events, notes.end)
         self._row_of = resolve(self._replay.allocations, sightings, self._sighted_at)
+        alone = snapshot.stacks if notes is None else ()
+        category, sighting = categorise(self._replay, sightings, self._row_of, alone)
         self._known = Known(
-            replay=self._replay,
-            stacks=snapshot.stacks,
-            contents=categorise(self._replay, sightings, self._row_of, snapshot.stacks if notes is None else ()),
-            sightings=sightings,
+            replay=self._replay, stacks=snapshot.stacks, category=category, sighting=sighting, sightings=sightings,
             phases=self._phases,
-        )
+        )  # fmt: skip
 
     def profile(self) -> MemoryProfile:
         """The whole profile."""
         allocations, notes = self._replay.allocations, self._notes
         points = self._points()
-        sums = live_sums(self._replay, self._known.contents, np.union1d(points, [*self._phases.moments, self._peak]))
+        sums = live_sums(self._replay, self._known.category, np.union1d(points, [*self._phases.moments, self._peak]))
         is_live = (allocations.start < self._peak) & (self._peak <= allocations.free_requested)
         is_held = self._replay.is_held_throughout
         groups = Groups(self._known)
