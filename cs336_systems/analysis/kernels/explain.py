@@ -22,6 +22,7 @@ from cs336_systems.analysis.columns import (
     read_head,
     what_it_is,
 )
+from cs336_systems.analysis.kernels import communication, device_time, modules
 from cs336_systems.analysis.kernels.attribution import (
     Attribution,
     attribute,
@@ -29,39 +30,12 @@ from cs336_systems.analysis.kernels.attribution import (
     frame_of,
     select,
 )
-from cs336_systems.analysis.kernels.communication import (
-    by_rank,
-    collectives_of,
-    communication_times,
-    files_of_others,
-    rank_times,
-    without_rank,
-)
-from cs336_systems.analysis.kernels.device_time import (
-    DeviceSteps,
-    DeviceWindows,
-    busy_devices,
-    busy_ns,
-    copy_times,
-    find_gaps,
-    idle_notes,
-    idle_times,
-    longest_gaps,
-    on_device,
-)
+from cs336_systems.analysis.kernels.device_time import DeviceSteps, DeviceWindows
 from cs336_systems.analysis.kernels.doubts import doubts
 from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
 from cs336_systems.analysis.kernels.kineto import read_kineto
-from cs336_systems.analysis.kernels.modules import (
-    CLASSES,
-    attention_times,
-    class_times,
-    kernel_classes,
-    kernel_times,
-    module_times,
-    range_parts,
-)
+from cs336_systems.analysis.kernels.modules import CLASSES
 from cs336_systems.analysis.kernels.nsys import NEEDED as NSYS_FILE
 from cs336_systems.analysis.kernels.nsys import export, read_nsys
 from cs336_systems.analysis.kernels.phases import PHASES, check_names
@@ -113,14 +87,14 @@ def summarise(
     selection = select(attribution)
     jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
     host = Host(trace)
-    spans, windows = on_device(jobs, selection, host, is_of_host=trace.is_of_host)
-    devices = [] if trace.is_of_host else list(busy_devices(jobs))
-    busy, num_devices = busy_ns(devices, spans, windows)
-    gaps = find_gaps(jobs, devices, spans, selection, host)
+    spans, windows = device_time.on_device(jobs, selection, host, is_of_host=trace.is_of_host)
+    devices = [] if trace.is_of_host else list(device_time.busy_devices(jobs))
+    busy, num_devices = device_time.busy_ns(devices, spans, windows)
+    gaps = device_time.find_gaps(jobs, devices, spans, selection, host)
 
     work = frame_of(jobs)
-    kind = kernel_classes(trace.kernels.name, trace.strings)
-    parts = range_parts(attribution)
+    kind = modules.kernel_classes(trace.kernels.name, trace.strings)
+    parts = modules.range_parts(attribution)
     kernels = work[~work["is_copy"]].assign(kind=kind)
     in_step = kernels[kernels["step"] >= 0]
     grave, slight = doubts(trace)
@@ -137,22 +111,22 @@ def summarise(
         left=_left(kernels, is_in_a_step=attribution.jobs.step[kernels.index] >= 0),
         step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
         phases=tuple(_phases(work, frame_of(windows).assign(busy_ns=busy), len(selection.steps), trace.is_of_host)),
-        kernels=kernel_times(in_step, trace.strings),
-        classes=class_times(in_step),
-        attention=attention_times(in_step, parts, trace.strings, model, batch_size),
-        modules=module_times(in_step, parts),
-        idle=idle_times(gaps, num_devices),
-        gaps=tuple(longest_gaps(gaps, jobs, parts, trace, spans, host)),
+        kernels=modules.kernel_times(in_step, trace.strings),
+        classes=modules.class_times(in_step),
+        attention=modules.attention_times(in_step, parts, trace.strings, model, batch_size),
+        modules=modules.module_times(in_step, parts),
+        idle=device_time.idle_times(gaps, num_devices),
+        gaps=tuple(device_time.longest_gaps(gaps, jobs, parts, trace, spans, host)),
         host_calls=host_calls(host, selection),
         pictured=_picture(_median_step(spans), spans, windows, in_step),
         notes=(
             *attribution.notes,
-            *idle_notes(gaps),
+            *device_time.idle_notes(gaps),
             *selection.notes,
             *(f"{text}." for text in (*grave, *slight)),
         ),
-        communication=communication_times(jobs, devices, num_devices, windows),
-        copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
+        communication=communication.communication_times(jobs, devices, num_devices, windows),
+        copies=device_time.copy_times(jobs, devices, num_devices, spans, trace.strings),
         doubts=grave,
         rank=trace.rank,
     )
@@ -221,16 +195,16 @@ def explain(
             batch_size=config.batch_size if config and not own_model else None,
         )
         profiles.append((rank, profile))
-        collectives.append(collectives_of(attribution))
+        collectives.append(communication.collectives_of(attribution))
     first = profiles[0][1]
-    is_of_one = without_rank(path.name) != path.name  # chosen by its user
+    is_of_one = communication.without_rank(path.name) != path.name  # chosen by its user
     if config is not None and len(profiles) < config.ranks and not is_of_one:
         missing = [str(rank) for rank in range(config.ranks) if rank not in dict(profiles)]
         note = f"There is no trace of rank {', '.join(missing)} of {config.ranks}."
         first = replace(first, notes=(*first.notes, note))
     if len(profiles) == 1:
         return first
-    return replace(first, rank=profiles[0][0], ranks=rank_times(profiles, collectives))
+    return replace(first, rank=profiles[0][0], ranks=communication.rank_times(profiles, collectives))
 
 
 def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
@@ -238,10 +212,10 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
     with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:  # a sweep that is killed removes it too
         file = export(path, Path(scratch)) if path.suffix == REPORT_ENDING and path.is_file() else path
         trace = read_trace(file)
-    found = by_rank(trace)
+    found = communication.by_rank(trace)
     del trace
     yield from found.items()
-    for rank, beside in files_of_others(path).items() if len(found) == 1 else ():
+    for rank, beside in communication.files_of_others(path).items() if len(found) == 1 else ():
         other = read_trace(beside)
         yield rank if other.rank is None else other.rank, other
 
