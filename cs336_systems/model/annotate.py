@@ -68,10 +68,6 @@ def _push_record(name: str) -> None:
     _thread.records.append(record)
 
 
-def _pop_record() -> None:
-    _thread.records.pop().__exit__(None, None, None)
-
-
 def current_path() -> tuple[str, ...]:
     """Names of the open ranges of this thread, the outermost first; empty unless the annotator is PATH."""
     return tuple(_thread.path)
@@ -104,7 +100,7 @@ class _Annotation:
 PushPop = tuple[Callable[[str], object], Callable[[], object]]
 _NOTHING = nullcontext()
 _PUSH_POP: dict[Annotator, PushPop] = {
-    Annotator.RECORD_FUNCTION: (_push_record, _pop_record),
+    Annotator.RECORD_FUNCTION: (_push_record, lambda: _thread.records.pop().__exit__(None, None, None)),
     Annotator.PATH: (lambda name: _thread.path.append(name), lambda: _thread.path.pop()),
 }
 _annotation: Callable[[str], _Annotation] | None = None

@@ -122,7 +122,8 @@ class _Modules:
         self.parent: Ints = np.full(len(ranges), -1, dtype=np.int64)
         self.parent[self._rows] = np.append(self._rows, -1)[self._modules.parent]
         self.parent[again] = self.parent[is_shards & is_module] = -1
-        self._is_shards: Mask = np.append(is_shards, False)
+        self.is_shards: Mask = np.append(is_shards, False)
+        """Whether each range is a gather or a scatter; the last element means no range."""
 
     def at(self, thread: Ints, time: Ints) -> Ints:
         """The innermost module range of each launch."""
@@ -133,11 +134,6 @@ class _Modules:
         """Whether each launch is inside a forward range of its thread."""
         inside: Mask = self._forwards.at(thread, time) >= 0
         return inside
-
-    def without_collectives(self, module: Ints, collective: Codes) -> Ints:
-        """The modules, but none for collectives unless their module is a gather or a scatter."""
-        kept: Ints = np.where((collective == NO_COLLECTIVE) | self._is_shards[module], module, -1)
-        return kept
 
 
 def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
@@ -158,6 +154,7 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
     phase[rows] = phase_at(plan.windows, time)
     step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
     module[rows] = modules.at(thread, time)
+    module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1
     is_recomputed[rows] = modules.is_forward(thread, time) & (phase[rows] == CODES[LaunchPhase.BACKWARD])
     return Jobs(
         **{field.name: getattr(work, field.name) for field in fields(work)},
@@ -165,7 +162,7 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
         collective=collective,
         phase=phase,
         step=step,
-        module=np.where(work.mark >= 0, work.mark, modules.without_collectives(module, collective)),
+        module=np.where(work.mark >= 0, work.mark, module),
         is_recomputed=is_recomputed,
     )
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 from cs336_systems.analysis.kernels.attribution import HostWindows, Jobs, Selection, frame_of, totals
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, TO_HOST, short_name
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, TO_HOST, Call, short_name
 from cs336_systems.analysis.kernels.host_calls import Host
 from cs336_systems.analysis.kernels.modules import RangeParts
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase, Steps
@@ -69,7 +69,7 @@ class DeviceWindows(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """The times when one device was busy."""
+    """The jobs of one device, and the times when it was busy."""
 
     rows: Ints
     """Rows of `Jobs`, whose times are the union's intervals."""
@@ -125,7 +125,8 @@ def _with_rest(windows: HostWindows, steps: Steps) -> HostWindows:
 
 def _is_before_wait(windows: HostWindows, steps: Steps, host: Host) -> Mask:
     """Whether a phase `communication` that waits for collectives comes after each window in its step."""
-    time = host.stream_waits()
+    calls = host.calls
+    time = np.sort(calls.start_ns[Call.STREAM_WAIT.among(calls.name, host.names)])
     waits = np.searchsorted(time, windows.end_ns) > np.searchsorted(time, windows.start_ns)
     waits &= windows.phase == CODES[LaunchPhase.COMMUNICATION]
     last = np.full(len(steps), -1, dtype=np.int64)
@@ -145,12 +146,6 @@ class Completion:
     def __call__(self, time: Ints) -> Ints:
         finished: Ints = self._end[np.searchsorted(self._launch, time)]
         return finished
-
-
-def busy_devices(jobs: Jobs) -> Iterator[Busy]:
-    """Yield the busy times of each device."""
-    for _, rows in groups(jobs.device):
-        yield Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows]))
 
 
 def busy_ns(devices: list[Busy], spans: DeviceSteps, windows: DeviceWindows) -> tuple[Floats, Ints]:

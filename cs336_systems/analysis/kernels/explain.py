@@ -19,6 +19,7 @@ from cs336_systems.analysis.columns import (
     ZIP_MAGIC,
     Mask,
     ProfileError,
+    groups,
     read_head,
     what_it_is,
 )
@@ -30,7 +31,7 @@ from cs336_systems.analysis.kernels.attribution import (
     frame_of,
     select,
 )
-from cs336_systems.analysis.kernels.device_time import DeviceSteps, DeviceWindows
+from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, DeviceWindows
 from cs336_systems.analysis.kernels.doubts import doubts
 from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
@@ -49,7 +50,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     Work,
     contradictions,
 )
-from cs336_systems.analysis.kernels.trace import Trace
+from cs336_systems.analysis.kernels.trace import Trace, Union
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.ranges import PhaseNames
 from cs336_systems.text import inert_line
@@ -88,7 +89,8 @@ def summarise(
     jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
     host = Host(trace)
     spans, windows = device_time.on_device(jobs, selection, host, is_of_host=trace.is_of_host)
-    devices = [] if trace.is_of_host else list(device_time.busy_devices(jobs))
+    by_device = [] if trace.is_of_host else groups(jobs.device)
+    devices = [Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows])) for _, rows in by_device]
     busy, num_devices = device_time.busy_ns(devices, spans, windows)
     gaps = device_time.find_gaps(jobs, devices, spans, selection, host)
 

@@ -72,10 +72,6 @@ class Host:
         total = np.bincount(calls.name[rows], time, minlength=1)
         return self.names[int(total.argmax())] if len(rows) else ""
 
-    def stream_waits(self) -> Ints:
-        """When the host made a stream wait for another one, in order."""
-        return np.sort(self.calls.start_ns[Call.STREAM_WAIT.among(self.calls.name, self.names)])
-
 
 def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
     """Copies to the host whose thread waits before it launches anything else, and the calls that wait."""

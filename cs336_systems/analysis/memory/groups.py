@@ -35,9 +35,7 @@ from cs336_systems.config import Phase
 from cs336_systems.ranges import block_range
 
 NOT_SIGHTED = NONE
-_PRECEDENCE = {kind: rank for rank, kind in enumerate(
-    (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.AUTOCAST_COPY, Kind.GATHERED, Kind.SAVED)
-)}  # fmt: skip
+_PRECEDENCE = {kind: rank for rank, kind in enumerate(Kind)}
 
 
 class MemoryAttributionError(AssertionError):
@@ -72,12 +70,9 @@ def categorise(
     order = np.argsort(rank, kind="stable")[::-1]  # of several sightings of a row, the deciding one is written last
     order = order[row_of[order] != NOT_SIGHTED]
     sighted[row_of[order]] = order
-    category[row_of[order]] = [CODES[_category_of(sightings[index].kind)] for index in order.tolist()]
+    code_of = {kind: CODES[Category.PARAMETERS if kind is Kind.GATHERED else Category(kind)] for kind in Kind}
+    category[row_of[order]] = [code_of[sightings[index].kind] for index in order.tolist()]
     return category, sighted
-
-
-def _category_of(kind: Kind) -> Category:
-    return Category.PARAMETERS if kind is Kind.GATHERED else Category(kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
