@@ -50,6 +50,7 @@ from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.counters import Counters
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
+from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
 from cs336_systems.model.annotate import (
     Annotator,
     annotate,
@@ -80,8 +81,6 @@ MAX_KEPT_STEPS = 10_000
 PROFILED_STEPS = 3
 """Steps that torch.profiler records, after one more that warms it up."""
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-LEAST_WARMUP_STEPS = 2
-"""Most optimizers make their state in the first step, so the second is the first in the steady state."""
 
 
 @dataclass(slots=True)
@@ -348,7 +347,7 @@ class Watched:
 
     def _warnings(self, measured: tuple[Measurement, ...], on_host: tuple[Measurement, ...]) -> tuple[RunWarning, ...]:
         found = list(timing_warnings(measured[-1].times_s, launched_phases(measured, on_host)))
-        if len(self.warmup) < LEAST_WARMUP_STEPS and measured[-2:-1] and measured[-2].phase is Phase.OPTIMIZER:
+        if len(self.warmup) < LEAST_TRAIN_WARMUP_STEPS and measured[-2:-1] and measured[-2].phase is Phase.OPTIMIZER:
             message = (
                 f"{len(self.warmup)} warm-up step(s): the measured ones include the making of the optimizer's state"
             )

@@ -131,7 +131,6 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
         KernelClass.COPY_AND_FILL,
     ),
 )  # fmt: skip
-_RULES = tuple((re.compile(pattern, re.IGNORECASE | re.ASCII), kind) for pattern, kind in RULES)
 
 # Inductor (torch.compile) names a Triton kernel after its kind and the operators it fuses, in alphabetical order:
 # triton_per_fused__softmax_add_2. Kinds: poi(ntwise), red(uction), per(sistent reduction), tem(plate), for(each),
@@ -208,7 +207,7 @@ def classify_kernel(name: str) -> KernelClass:
 def _classify(name: str) -> KernelClass:
     if found := _INDUCTOR.search(name):
         return _inductor_class(found["kind"], found["ops"])
-    return next((kind for pattern, kind in _RULES if pattern.search(name)), KernelClass.OTHER)
+    return next((kind for pattern, kind in RULES if re.search(pattern, name, re.I | re.A)), KernelClass.OTHER)
 
 
 _UNNAMED = re.compile(r"\(anonymous namespace\)::|<unnamed>::|\(anonymous\)::")
@@ -329,7 +328,6 @@ _PATTERNS = (
 )
 _COPY_TO_PEERS = re.compile(r"memcpy (?:PtoP|Peer-to-Peer)", re.IGNORECASE | re.ASCII)
 """Beginning of the names of such copies in torch.profiler's traces and in nsys's reports."""
-_COMPILED = tuple((re.compile(pattern, re.IGNORECASE | re.ASCII), kind) for pattern, kind in _PATTERNS)
 
 
 @lru_cache(maxsize=4096)
@@ -339,7 +337,8 @@ def collective_of(name: str) -> Collective | None:
         return Collective.COPY_TO_PEERS
     if classify_kernel(name) is not KernelClass.COMMUNICATION:
         return None
-    return next((kind for pattern, kind in _COMPILED if pattern.search(name[:MAX_NAME])), Collective.OTHER)
+    name = name[:MAX_NAME]
+    return next((kind for pattern, kind in _PATTERNS if re.search(pattern, name, re.I | re.A)), Collective.OTHER)
 
 
 def collective_codes(names: Ints, strings: Sequence[str]) -> Codes:
