@@ -83,7 +83,9 @@ def test_configurations_share_a_scale_of_100() -> None:
     assert configuration_chart([("small", make_profile())]) is None, "one bar is compared with nothing"
 
 
-def test_an_empty_step_can_be_drawn() -> None:
+def test_an_empty_step_can_be_drawn_and_none_not() -> None:
+    with pytest.raises(ValueError, match="none"):
+        draw_timeline(make_cpu_profile())
     empty = make_profile(phases=(), classes=(), idle=(), gaps=(), pictured=PicturedStep(
         step=0, wall_s=0.001, windows=(), pieces=()))  # fmt: skip
     with warnings.catch_warnings():
