@@ -90,23 +90,12 @@ def test_the_record_says_which_advice_is_followed(tmp_path: Path, capsys: pytest
     assert said == {OptimizerKind.ADAMW: True, OptimizerKind.FOREACH: True, OptimizerKind.FUSED: False}
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"neither", "needed"),
-        (b'{"source": 1, "work": 2, "phases_from": 3}', "not a step profile"),
-        (b"SQLite format 3\0" + bytes(84), "SQLite"),
-    ],
-)
-def test_a_file_that_is_no_profile_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, words: str
-) -> None:
-    (tmp_path / "f").write_bytes(content)
+def test_a_damaged_profile_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "f").write_bytes(b'{"source": 1, "work": 2, "phases_from": 3}')
     assert kernels(tmp_path / "f", "--output", tmp_path / "out") == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
+    (said,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "f") in said
-    assert words in said
+    assert "not a step profile" in said
     assert not (tmp_path / "out").exists()
 
 

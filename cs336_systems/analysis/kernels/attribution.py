@@ -258,13 +258,10 @@ def _notes_on_steps(count: int, unrecorded: int, empty: int) -> Iterator[str]:
 
 def _extent(trace: Trace) -> tuple[int, int]:
     """Start of the trace's first event and end of its last; 0 and 0 for an empty trace."""
-    host = trace.ranges
-    parts = [
-        (part.start_ns, part.start_ns + part.duration_ns) for part in (trace.kernels, trace.copies, trace.api_calls)
-    ]
-    parts = [(start, end) for start, end in (*parts, (host.start_ns, host.end_ns)) if len(start)]
-    first = min((int(start.min()) for start, _ in parts), default=0)
-    return first, max((int(end.max()) for _, end in parts), default=0)
+    work, calls = joined(trace.kernels, trace.copies), trace.api_calls
+    starts = np.concatenate([work.start_ns, calls.start_ns, trace.ranges.start_ns])
+    ends = np.concatenate([work.end_ns, calls.start_ns + calls.duration_ns, trace.ranges.end_ns])
+    return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
 
 
 def _windows(windows: Windows, steps: Steps) -> HostWindows:

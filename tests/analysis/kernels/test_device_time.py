@@ -296,9 +296,11 @@ def test_the_longest_gaps_are_kept_with_their_modules() -> None:
     ("names", "launches", "waits"),
     [
         ("cudaLaunchKernel_v7000 cudaLaunchKernel_ptsz_v7000 cudaLaunchKernelExC_v11060 cuLaunchKernelEx cudaMemset2D "
-         "cudaLaunchCooperativeKernel cudaGraphLaunch_v10000 cudaMemcpyAsync_v3020 cuMemcpyDtoHAsync_v2", True, False),
-        ("cudaMemcpy_v3020 cudaMemcpy2D cudaMemcpyToSymbol_v3020", True, True),
-        ("cuCtxSynchronize cudaEventSynchronize_v3020", False, True),
+         "cudaLaunchCooperativeKernel cudaGraphLaunch_v10000 cudaMemcpyAsync_v3020 cuMemcpyDtoHAsync_v2 "
+         "hipLaunchKernel hipExtModuleLaunchKernel hipModuleLaunchKernel hipGraphLaunch cuGraphLaunch "
+         "urEnqueueKernelLaunch", True, False),
+        ("cudaMemcpy_v3020 cudaMemcpy2D cudaMemcpyToSymbol_v3020 hipMemcpyWithStream", True, True),
+        ("cuCtxSynchronize cudaEventSynchronize_v3020 hipDeviceSynchronize hipStreamSynchronize", False, True),
         ("cudaEventQuery_v3020 cudaStreamIsCapturing_v10000 cuKernelGetFunction cudaMalloc", False, False),
     ],
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import gzip
 import lzma
-import os
 import random
 import statistics
 from dataclasses import replace
@@ -61,18 +60,6 @@ def test_any_other_file_is_said_with_what_to_do(tmp_path: Path, name: str, conte
     assert said in str(caught.value)
     if "but it" in said:
         assert "the SQLite export of an nsys report, or a trace of torch.profiler" in str(caught.value)
-
-
-def test_what_is_no_file_is_said_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    for path, said in [
-        (tmp_path / "fifo", "no regular file"),
-        (tmp_path, "a directory"),
-        (tmp_path / "none", "No such file"),
-        (tmp_path / "a\0b", "no name of a file"),
-    ]:
-        with pytest.raises(ProfileError, match=said):
-            read_trace(path)
 
 
 def launches(found: StepProfile) -> dict[str, tuple[int, ...]]:
