@@ -47,8 +47,10 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.measure.clock import StepTimes
+from cs336_systems.measure.counters import Counters
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
+from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
 from cs336_systems.model.annotate import (
     Annotator,
     annotate,
@@ -79,8 +81,6 @@ MAX_KEPT_STEPS = 10_000
 PROFILED_STEPS = 3
 """Steps that torch.profiler records, after one more that warms it up."""
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-LEAST_WARMUP_STEPS = 2
-"""Most optimizers make their state in the first step, so the second is the first in the steady state."""
 
 
 @dataclass(slots=True)
@@ -185,16 +185,15 @@ class Watched:
         self._gpu = _Gpu() if self.device is Device.CUDA else None
         if profiler is Profiler.MEMORY and self.device is Device.CPU:
             raise ValueError("watch: memory=True needs the model on a GPU, whose allocator it records; got the CPU")
-        self._profiled = None if profiler is Profiler.NONE else self._make_profiled(optimizers)
+        self._profiled: _Profiled | None = None
+        if profiler is Profiler.KINETO:
+            self._profiled = _Profiled(model, self.device, self.directory)
+        elif profiler is Profiler.MEMORY:
+            self._profiled = _Recorded(model, self.device, self.directory, optimizers)
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
             *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in optimizers),
         ]
-
-    def _make_profiled(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> "_Profiled":
-        if self._profiler is Profiler.MEMORY:
-            return _Recorded(self.model, self.device, self.directory, optimizers)
-        return _Profiled(self.model, self.device, self.directory)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -348,7 +347,7 @@ class Watched:
 
     def _warnings(self, measured: tuple[Measurement, ...], on_host: tuple[Measurement, ...]) -> tuple[RunWarning, ...]:
         found = list(timing_warnings(measured[-1].times_s, launched_phases(measured, on_host)))
-        if len(self.warmup) < LEAST_WARMUP_STEPS and measured[-2:-1] and measured[-2].phase is Phase.OPTIMIZER:
+        if len(self.warmup) < LEAST_TRAIN_WARMUP_STEPS and measured[-2:-1] and measured[-2].phase is Phase.OPTIMIZER:
             message = (
                 f"{len(self.warmup)} warm-up step(s): the measured ones include the making of the optimizer's state"
             )
@@ -523,13 +522,13 @@ class _Gpu:
         self.gpu: Gpu | None = next((each for each in visible_gpus() if each.uuid == uuid), None)
         self._monitor = GpuMonitor(uuid) if self.gpu else None
         self._states: list[GpuState] = []
-        self._before: dict[str, int] = {}
+        self._before = Counters(allocator=torch.cuda.memory_stats(), graphs=0)
 
     def look(self, number: int) -> None:
         """Before measured step `number` (from 0): start to count at the first, and read the GPU's state at some."""
         if number == 0:
             torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_stats()
+            self._before = Counters(allocator=torch.cuda.memory_stats(), graphs=0)
         # a reading takes milliseconds of the CPU, so they become rarer: steps 0, 8, 16, 32, ...
         if self._monitor is not None and (number == 0 or (number >= 8 and number & (number - 1) == 0)):
             with contextlib.suppress(pynvml.NVMLError):
@@ -539,15 +538,9 @@ class _Gpu:
         """The first and the last reading."""
         return Telemetry(before=self._states[0], after=self._states[-1]) if self._states else None
 
-    def memory(self) -> Memory:
+    def memory(self) -> Memory | None:
         """What PyTorch's allocator did since the first measured step."""
-        now = torch.cuda.memory_stats()
-        return Memory(
-            peak_allocated_bytes=now["allocated_bytes.all.peak"],
-            peak_reserved_bytes=now["reserved_bytes.all.peak"],
-            segments_allocated=now["segment.all.allocated"] - self._before.get("segment.all.allocated", 0),
-            alloc_retries=now["num_alloc_retries"] - self._before.get("num_alloc_retries", 0),
-        )
+        return Counters(allocator=torch.cuda.memory_stats(), graphs=0).memory_since(self._before, None)
 
 
 def _resolved(step: _Step, before: _Mark | None) -> WatchedStep:

@@ -1,6 +1,5 @@
 """`cs336 kernels`: where the time of profiled steps went, from a file of nsys or torch.profiler."""
 
-import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import tyro
 from cs336_systems.commands.flags import Flat, Switch, unset
 from cs336_systems.commands.outcome import OK, UsageError, existing, show
 from cs336_systems.ranges import PhaseNames
-from cs336_systems.record import RecordError, RunRecord, read_record
+from cs336_systems.record import load_records, read_record
 
 if TYPE_CHECKING:
     from cs336_systems.analysis.kernels.step_profile import StepProfile
@@ -62,8 +61,7 @@ def run(arguments: KernelsArguments) -> int:
                 profile = explain(arguments.file, record.config if record else None, arguments.ranges)
             except RangeNameError as error:
                 raise UsageError(f"{arguments.file}: {error}") from error
-        plain = [] if record is None or path is None else _plain_run(record, path)
-        entry = explained(profile, record, plain)
+        entry = explained(profile, record, load_records(path.parent)[0] if path else ())
         if arguments.output is not None:
             status("drawing and writing")
             arguments.output.mkdir(parents=True, exist_ok=True)
@@ -93,11 +91,3 @@ def _record_path(arguments: KernelsArguments) -> Path | None:
     stem = without_rank(arguments.file.name).removesuffix(".gz").removesuffix(".json").removesuffix(".nsys-rep")
     beside = arguments.file.parent.parent / "runs" / f"{stem}.json"
     return beside if beside.is_file() else None
-
-
-def _plain_run(record: RunRecord, path: Path) -> list[RunRecord]:
-    """The record of the run without a profiler, if it lies beside the one at `path` and can be read."""
-    beside = path.with_name(f"{record.config.unprofiled.key}.json")
-    with contextlib.suppress(RecordError):
-        return [read_record(beside)] if beside.is_file() else []
-    return []

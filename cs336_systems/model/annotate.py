@@ -68,18 +68,6 @@ def _push_record(name: str) -> None:
     _thread.records.append(record)
 
 
-def _pop_record() -> None:
-    _thread.records.pop().__exit__(None, None, None)
-
-
-def _push_path(name: str) -> None:
-    _thread.path.append(name)
-
-
-def _pop_path() -> None:
-    _thread.path.pop()
-
-
 def current_path() -> tuple[str, ...]:
     """Names of the open ranges of this thread, the outermost first; empty unless the annotator is PATH."""
     return tuple(_thread.path)
@@ -99,7 +87,7 @@ class _Annotation:
 
     __slots__ = ("_name", "_pop", "_push")
 
-    def __init__(self, name: str, push: Callable[[str], None], pop: Callable[[], None]) -> None:
+    def __init__(self, name: str, push: Callable[[str], object], pop: Callable[[], object]) -> None:
         self._name, self._push, self._pop = name, push, pop
 
     def __enter__(self) -> None:
@@ -109,41 +97,30 @@ class _Annotation:
         self._pop()
 
 
-class _Annotations(dict[str, _Annotation]):
-    """The annotation of each name, made on first use."""
-
-    def __init__(self, push: Callable[[str], None], pop: Callable[[], None]) -> None:
-        super().__init__()
-        self._push, self._pop = push, pop
-
-    def __missing__(self, name: str) -> _Annotation:
-        made = self[name] = _Annotation(name, self._push, self._pop)
-        return made
-
-
-PushPop = tuple[Callable[[str], None], Callable[[], None]]
+PushPop = tuple[Callable[[str], object], Callable[[], object]]
 _NOTHING = nullcontext()
 _PUSH_POP: dict[Annotator, PushPop] = {
-    Annotator.RECORD_FUNCTION: (_push_record, _pop_record),
-    Annotator.PATH: (_push_path, _pop_path),
+    Annotator.RECORD_FUNCTION: (_push_record, lambda: _thread.records.pop().__exit__(None, None, None)),
+    Annotator.PATH: (lambda name: _thread.path.append(name), lambda: _thread.path.pop()),
 }
-_annotations: _Annotations | None = None
+_annotation: Callable[[str], _Annotation] | None = None
 
 
 def set_annotator(annotator: Annotator) -> None:
     """Choose where ranges are recorded from here on, for the whole process; no range may be open."""
-    global _annotations
+    global _annotation
     if annotator is Annotator.NONE:
-        _annotations = None
+        _annotation = None
     else:
-        _annotations = _Annotations(*(_nvtx_push_pop() if annotator is Annotator.NVTX else _PUSH_POP[annotator]))
+        push, pop = _nvtx_push_pop() if annotator is Annotator.NVTX else _PUSH_POP[annotator]
+        _annotation = functools.cache(lambda name: _Annotation(name, push, pop))
 
 
 def annotate(name: str) -> AbstractContextManager[None]:
     """Range `name` around a `with` block; nothing without an annotator, and inside what torch.compile traces."""
     if torch.compiler.is_compiling():
         return nullcontext()  # Dynamo enters only contexts that it has seen created
-    return _NOTHING if _annotations is None else _annotations[name]
+    return _NOTHING if _annotation is None else _annotation(name)
 
 
 def module_names(model: nn.Module, depth: int) -> dict[nn.Module, str]:

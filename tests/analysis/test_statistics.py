@@ -46,20 +46,6 @@ def correlated_steps(generator, trials: int, processes: int, steps: int, correla
     return 100 + times
 
 
-def coverage(samples: np.ndarray) -> float:
-    """Share of trials whose nominal 95 % interval holds the true mean."""
-    intervals = [mean_interval(values) for values in samples.tolist()]
-    return sum(low <= 100 <= high for low, high in intervals) / len(intervals)
-
-
-def test_only_the_interval_over_process_means_covers_the_truth() -> None:
-    """Thirty steps of a process pretend to be twice as sure."""
-    trials = 5000
-    times = correlated_steps(np.random.default_rng(0), trials, processes=5, steps=6)
-    assert coverage(times.mean(axis=-1)) == pytest.approx(0.95, abs=0.01)
-    assert coverage(times.reshape(trials, 30)) < 0.7
-
-
 def test_lag1_autocorrelation_of_known_series() -> None:
     assert lag1_autocorrelation([1, -1] * 50) == pytest.approx(-0.99)
     assert lag1_autocorrelation([0] * 50 + [1] * 50) == pytest.approx(0.97)

@@ -4,8 +4,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cs336_systems.analysis.advice import Remedy
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
-from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, OptimizerKind, Phase, RunConfig
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    RunConfig,
+)
 from cs336_systems.record import GpuState, Measurement, Telemetry, WarningCode
 
 
@@ -112,23 +124,49 @@ def launch_bound(config: RunConfig | None) -> str:
     return warning.message
 
 
+PLAIN = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA)
+
+
 def test_a_run_is_not_advised_what_it_does_already() -> None:
-    plain = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA)
-    fused = replace(plain, optimizer=OptimizerKind.FUSED)
-    graphs = replace(fused, model=replace(plain.model, attention=Attention.SDPA), cuda_graph=True)
-    end = "use a larger model or batch"
-    flags = "fewer kernels (--compile default, --attention sdpa, --optimizer fused)"
-    assert launch_bound(plain).endswith(f"{end}, {flags}, or CUDA graphs (--cuda-graph --optimizer fused)")
-    assert launch_bound(fused).endswith(
-        f"{end}, fewer kernels (--compile default, --attention sdpa), or CUDA graphs (--cuda-graph)"
-    )
+    end, flags = "use a larger model or batch", "fewer kernels (--compile default, --attention sdpa, --optimizer fused)"
+    assert launch_bound(PLAIN).endswith(f"{end}, {flags}, or CUDA graphs (--cuda-graph --optimizer fused)")
+    model = replace(PLAIN.model, attention=Attention.SDPA)
+    graphs = replace(PLAIN, optimizer=OptimizerKind.FUSED, model=model, cuda_graph=True)
     assert launch_bound(graphs).endswith(f"{end}, or fewer kernels (--compile default)")
     assert launch_bound(replace(graphs, compile=CompileMode.DEFAULT)).endswith(end)
-    inference = replace(plain, mode=Mode.INFERENCE, compile=CompileMode.REDUCE_OVERHEAD)
+    inference = replace(PLAIN, mode=Mode.INFERENCE, compile=CompileMode.REDUCE_OVERHEAD)
     assert launch_bound(inference).endswith(f"{end}, or fewer kernels (--attention sdpa)")
-    own = replace(plain, model_factory="a:b")
-    assert "(--compile default, --optimizer fused)" in launch_bound(own), "its attention is not known"
+    own = launch_bound(replace(PLAIN, model_factory="a:b"))
+    assert "(--compile default, --optimizer fused)" in own, "its attention is not known"
     assert "--" not in launch_bound(None)
+
+
+@pytest.mark.parametrize(
+    ("remedy", "changes", "flags"),
+    [
+        (Remedy.COMPILE, {}, "--compile default"),
+        (Remedy.ATTENTION, {}, "--attention sdpa"),
+        (Remedy.OPTIMIZER, {}, "--optimizer fused"),
+        (Remedy.GRAPHS, {}, "--cuda-graph --optimizer fused"),
+        (Remedy.GRAPHS, {"optimizer": OptimizerKind.FUSED, "warmup_steps": 1}, "--cuda-graph --warmup-steps 4"),
+        (Remedy.TF32, {}, "--precision tf32"),
+        (Remedy.BF16, {"precision": Precision.TF32}, "--mixed-precision"),
+        (Remedy.OVERLAP, {"parallel": Parallel.DDP_FLAT, "ranks": 2}, "--parallel ddp-overlap"),
+    ],
+)
+def test_flags_of_a_change_make_a_valid_run_that_has_it(remedy: Remedy, changes: dict, flags: str) -> None:
+    config = replace(PLAIN, **changes)
+    assert remedy.named_for(config) == flags
+    other = remedy.applied_to(config)
+    assert other is not None
+    assert other != config
+    assert remedy is Remedy.OVERLAP or not remedy.is_open_to(other)
+
+
+def test_what_a_run_cannot_have_is_not_open_to_it() -> None:
+    assert not Remedy.GRAPHS.is_open_to(replace(PLAIN, precision=Precision.FP16))
+    assert not Remedy.ATTENTION.is_open_to(replace(PLAIN, model=replace(PLAIN.model, attention=Attention.SDPA)))
+    assert not Remedy.OVERLAP.is_open_to(PLAIN)
 
 
 @pytest.mark.parametrize(

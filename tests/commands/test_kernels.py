@@ -9,7 +9,7 @@ from cs336_systems.analysis.kernels.step_profile import decode_profile, write_pr
 from cs336_systems.cli import main
 from cs336_systems.config import SIZES, OptimizerKind, RunConfig
 from cs336_systems.record import RunRecord, Status, write_record
-from tests.analysis.kernels.tracing import Recording, Span, training, write_export
+from tests.analysis.kernels.tracing import Recording, training, write_export
 from tests.report.sections.kernels.profiles import make_profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -62,21 +62,6 @@ def test_a_range_that_the_file_has_not_is_refused(export: Path, capsys: pytest.C
     assert kernels(export, "--forward", "forward") == 0
 
 
-def test_ranges_of_others_are_named(tmp_path: Path) -> None:
-    made = training(2)
-    renamed = [Span({"forward": "fw", "backward": "bw"}.get(s.name, s.name), s.start_ns, s.end_ns, s.thread)
-               for s in made.spans]  # fmt: skip
-    path = write_export(tmp_path / "t.sqlite", Recording(made.kernels, renamed))
-    named = []
-    for words in ((), ("--forward", "fw", "--backward", "bw")):
-        assert kernels(path, "--output", tmp_path, *words) == 0
-        phases = decode_profile((tmp_path / "profile.json").read_bytes()).phases
-        named.append({each.phase: sum(each.launches) for each in phases if sum(each.launches)})
-    assert "backward" not in named[0]
-    assert named[1]["forward"] > 0
-    assert named[1]["backward"] > 0
-
-
 def test_the_record_of_the_run_gives_attention_its_flops(export: Path, tmp_path: Path) -> None:
     from cs336_systems.commands.kernels import KernelsArguments, _record_path
 
@@ -105,23 +90,12 @@ def test_the_record_says_which_advice_is_followed(tmp_path: Path, capsys: pytest
     assert said == {OptimizerKind.ADAMW: True, OptimizerKind.FOREACH: True, OptimizerKind.FUSED: False}
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"neither", "needed"),
-        (b'{"source": 1, "work": 2, "phases_from": 3}', "not a step profile"),
-        (b"SQLite format 3\0" + bytes(84), "SQLite"),
-    ],
-)
-def test_a_file_that_is_no_profile_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, words: str
-) -> None:
-    (tmp_path / "f").write_bytes(content)
+def test_a_damaged_profile_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "f").write_bytes(b'{"source": 1, "work": 2, "phases_from": 3}')
     assert kernels(tmp_path / "f", "--output", tmp_path / "out") == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
+    (said,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "f") in said
-    assert words in said
+    assert "not a step profile" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, collective_codes, is_launch
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, Call, collective_codes
 from cs336_systems.analysis.kernels.phases import (
     CODES,
     PHASES,
@@ -32,7 +32,7 @@ from cs336_systems.analysis.kernels.phases import (
     known_names,
     phase_plan,
 )
-from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Nesting, Trace, of_names
+from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Nesting, Trace
 from cs336_systems.ranges import PhaseNames
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
@@ -58,10 +58,6 @@ class Jobs(DeviceWork):
     """Index into the trace's ranges, -1 outside of every module's range."""
     is_recomputed: Mask
     """Launched by a forward range inside backward, so it recomputes a part of forward."""
-
-    @property
-    def end_ns(self) -> Ints:
-        return self.start_ns + self.duration_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +122,8 @@ class _Modules:
         self.parent: Ints = np.full(len(ranges), -1, dtype=np.int64)
         self.parent[self._rows] = np.append(self._rows, -1)[self._modules.parent]
         self.parent[again] = self.parent[is_shards & is_module] = -1
-        self._is_shards: Mask = np.append(is_shards, False)
+        self.is_shards: Mask = np.append(is_shards, False)
+        """Whether each range is a gather or a scatter; the last element means no range."""
 
     def at(self, thread: Ints, time: Ints) -> Ints:
         """The innermost module range of each launch."""
@@ -137,11 +134,6 @@ class _Modules:
         """Whether each launch is inside a forward range of its thread."""
         inside: Mask = self._forwards.at(thread, time) >= 0
         return inside
-
-    def without_collectives(self, module: Ints, collective: Codes) -> Ints:
-        """The modules, but none for collectives unless their module is a gather or a scatter."""
-        kept: Ints = np.where((collective == NO_COLLECTIVE) | self._is_shards[module], module, -1)
-        return kept
 
 
 def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
@@ -162,6 +154,7 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
     phase[rows] = phase_at(plan.windows, time)
     step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
     module[rows] = modules.at(thread, time)
+    module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1
     is_recomputed[rows] = modules.is_forward(thread, time) & (phase[rows] == CODES[LaunchPhase.BACKWARD])
     return Jobs(
         **{field.name: getattr(work, field.name) for field in fields(work)},
@@ -169,7 +162,7 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
         collective=collective,
         phase=phase,
         step=step,
-        module=np.where(work.mark >= 0, work.mark, modules.without_collectives(module, collective)),
+        module=np.where(work.mark >= 0, work.mark, module),
         is_recomputed=is_recomputed,
     )
 
@@ -249,7 +242,7 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
     if is_empty.all() or not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
-    is_launching = of_names(calls.name, attribution.trace.strings, is_launch, np.bool_)
+    is_launching = Call.LAUNCH.among(calls.name, attribution.trace.strings)
     launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
     has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
     is_outside = (end <= calls.start_ns.min()) | (start > calls.start_ns.max())
@@ -265,13 +258,10 @@ def _notes_on_steps(count: int, unrecorded: int, empty: int) -> Iterator[str]:
 
 def _extent(trace: Trace) -> tuple[int, int]:
     """Start of the trace's first event and end of its last; 0 and 0 for an empty trace."""
-    host = trace.ranges
-    parts = [
-        (part.start_ns, part.start_ns + part.duration_ns) for part in (trace.kernels, trace.copies, trace.api_calls)
-    ]
-    parts = [(start, end) for start, end in (*parts, (host.start_ns, host.end_ns)) if len(start)]
-    first = min((int(start.min()) for start, _ in parts), default=0)
-    return first, max((int(end.max()) for _, end in parts), default=0)
+    work, calls = joined(trace.kernels, trace.copies), trace.api_calls
+    starts = np.concatenate([work.start_ns, calls.start_ns, trace.ranges.start_ns])
+    ends = np.concatenate([work.end_ns, calls.start_ns + calls.duration_ns, trace.ranges.end_ns])
+    return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
 
 
 def _windows(windows: Windows, steps: Steps) -> HostWindows:
@@ -295,6 +285,22 @@ def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:
     for code, phase in enumerate(PHASES):
         if len(rows := frame[frame["phase"] == code]):
             yield phase, rows
+
+
+def by_step(frame: pd.DataFrame, num_steps: int) -> Iterator[tuple[LaunchPhase, dict[str, Any]]]:
+    """Yield each phase that has anything, and the sums of the other columns in each step; `_s` holds nanoseconds."""
+    every = pd.MultiIndex.from_product([range(len(PHASES)), range(num_steps)])
+    sums = frame.groupby(["phase", "step"]).sum().reindex(every, fill_value=0)
+    for code, phase in enumerate(PHASES):
+        own = sums.loc[code]
+        if own.to_numpy().any():
+            yield (
+                phase,
+                {
+                    str(name): tuple((values / 1e9 if str(name).endswith("_s") else values).tolist())
+                    for name, values in own.items()
+                },
+            )
 
 
 def totals(frame: pd.DataFrame, *by: str) -> Iterator[Any]:

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import lru_cache
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints
+from cs336_systems.analysis.columns import Ints, Mask
 from cs336_systems.analysis.kernels.phases import Codes
 from cs336_systems.analysis.kernels.trace import of_names
 
@@ -131,7 +131,6 @@ RULES: tuple[tuple[str, KernelClass], ...] = (
         KernelClass.COPY_AND_FILL,
     ),
 )  # fmt: skip
-_RULES = tuple((re.compile(pattern, re.IGNORECASE | re.ASCII), kind) for pattern, kind in RULES)
 
 # Inductor (torch.compile) names a Triton kernel after its kind and the operators it fuses, in alphabetical order:
 # triton_per_fused__softmax_add_2. Kinds: poi(ntwise), red(uction), per(sistent reduction), tem(plate), for(each),
@@ -208,7 +207,7 @@ def classify_kernel(name: str) -> KernelClass:
 def _classify(name: str) -> KernelClass:
     if found := _INDUCTOR.search(name):
         return _inductor_class(found["kind"], found["ops"])
-    return next((kind for pattern, kind in _RULES if pattern.search(name)), KernelClass.OTHER)
+    return next((kind for pattern, kind in RULES if re.search(pattern, name, re.I | re.A)), KernelClass.OTHER)
 
 
 _UNNAMED = re.compile(r"\(anonymous namespace\)::|<unnamed>::|\(anonymous\)::")
@@ -329,7 +328,6 @@ _PATTERNS = (
 )
 _COPY_TO_PEERS = re.compile(r"memcpy (?:PtoP|Peer-to-Peer)", re.IGNORECASE | re.ASCII)
 """Beginning of the names of such copies in torch.profiler's traces and in nsys's reports."""
-_COMPILED = tuple((re.compile(pattern, re.IGNORECASE | re.ASCII), kind) for pattern, kind in _PATTERNS)
 
 
 @lru_cache(maxsize=4096)
@@ -339,7 +337,8 @@ def collective_of(name: str) -> Collective | None:
         return Collective.COPY_TO_PEERS
     if classify_kernel(name) is not KernelClass.COMMUNICATION:
         return None
-    return next((kind for pattern, kind in _COMPILED if pattern.search(name[:MAX_NAME])), Collective.OTHER)
+    name = name[:MAX_NAME]
+    return next((kind for pattern, kind in _PATTERNS if re.search(pattern, name, re.I | re.A)), Collective.OTHER)
 
 
 def collective_codes(names: Ints, strings: Sequence[str]) -> Codes:
@@ -355,48 +354,36 @@ def collective_codes(names: Ints, strings: Sequence[str]) -> Codes:
 # nsys appends the version of the interface, and both profilers the variant for per-thread default streams:
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
 _VARIANT = re.compile(r"(?:_ptsz|_ptds|_spt|_v\d{1,6})+$")
-KERNEL = re.compile(
-    r"^(?:cuda|cu|hip)(?:Ext)?(?:Module)?(?:Launch(?:Cooperative|ByPtr)?(?:Kernel|$)|GraphLaunch)|^urEnqueue\w{0,20}KernelLaunch"
-)
-"""CUDA's, HIP's and Level Zero's: cudaLaunchKernelExC, cuLaunchKernelEx, hipExtModuleLaunchKernel, cudaGraphLaunch."""
-_LAUNCH = re.compile(rf"{KERNEL.pattern}|^(?:cuda|cu|hip)Mem(?:cpy|set)|^urEnqueueUSM")
-_SYNCHRONISE = re.compile(
-    r"^(?:cuda|cu|hip)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))|^ur(?:QueueFinish|EventWait)$"
-)
-"""Functions that return when the device has finished: synchronisations, and copies that are not asynchronous."""
-_ALL_OF_DEVICE = re.compile(r"^(?:cuda|cu|hip)(?:Device|Ctx)Synchronize$")
-_CAPTURE = re.compile(r"^(?:cuda|cu|hip)Stream(Begin|End)Capture")
-STREAM_WAIT = re.compile(r"^(?:cuda|cu|hip)StreamWaitEvent$")
-"""The function that makes a stream, and not the host, wait for the work of another stream."""
+
+
+class Call(Enum):
+    """What a call of CUDA's, HIP's or Level Zero's runtime or driver does, as a pattern of the function's name."""
+
+    ONE_KERNEL = r"(?:cuda|cu|hip)(?:Ext)?(?:Module)?Launch(?:Cooperative|ByPtr)?(?:Kernel|$)|urEnqueue\w*KernelLaunch"
+    """Launches one kernel: cudaLaunchKernelExC, cuLaunchKernelEx, hipExtModuleLaunchKernel."""
+    KERNELS = rf"{ONE_KERNEL}|(?:cuda|cu|hip)GraphLaunch"
+    LAUNCH = rf"{KERNELS}|(?:cuda|cu|hip)Mem(?:cpy|set)|urEnqueueUSM"
+    """Launches kernels, copies or fills."""
+    WAIT = r"(?:cuda|cu|hip)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))|ur(?:QueueFinish|EventWait)$"
+    """Returns when the device has finished some work: synchronisations, and copies that are not asynchronous."""
+    WAIT_FOR_DEVICE = r"(?:cuda|cu|hip)(?:Device|Ctx)Synchronize$"
+    STREAM_WAIT = r"(?:cuda|cu|hip)StreamWaitEvent$"
+    """Makes a stream, and not the host, wait for the work of another stream."""
+    BEGIN_CAPTURE = r"(?:cuda|cu|hip)StreamBeginCapture"
+    END_CAPTURE = r"(?:cuda|cu|hip)StreamEndCapture"
+
+    def is_done_by(self, name: str) -> bool:
+        """Whether the function of this name does it."""
+        return re.match(self.value, call_name(name)) is not None
+
+    def among(self, names: Ints, strings: Sequence[str]) -> Mask:
+        """Whether each of these calls does it."""
+        return of_names(names, strings, self.is_done_by, np.bool_)
+
+
 TO_HOST = re.compile(r"Device-?to-?Host|DtoH|D2H", re.I)
 
 
 def call_name(name: str) -> str:
     """The function's name without suffixes for version and variant."""
     return _VARIANT.sub("", name)
-
-
-def is_launch(name: str) -> bool:
-    """Whether the function `name` launches kernels, copies or fills."""
-    return _LAUNCH.match(call_name(name)) is not None
-
-
-def is_synchronisation(name: str) -> bool:
-    """Whether the function `name` returns only after the device has finished some work."""
-    return _SYNCHRONISE.match(call_name(name)) is not None
-
-
-def is_kernel_launch(name: str) -> bool:
-    """Whether the function `name` launches one kernel, not a graph of them."""
-    return KERNEL.match(call_name(name)) is not None and "Graph" not in name
-
-
-def is_for_device(name: str) -> bool:
-    """Whether the function `name` waits for all work of a device."""
-    return _ALL_OF_DEVICE.match(call_name(name)) is not None
-
-
-def is_capture(name: str) -> int:
-    """1 for the function that begins the capture of a graph, -1 for the one that ends it, 0 for others."""
-    found = _CAPTURE.match(name)
-    return 0 if found is None else 1 if found[1] == "Begin" else -1

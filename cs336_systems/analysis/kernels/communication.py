@@ -2,19 +2,19 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Ints, Mask, chosen
-from cs336_systems.analysis.kernels.attribution import Attribution, Jobs, select
+from cs336_systems.analysis.kernels.attribution import Attribution, Jobs, by_step, select
 from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE, Collective
-from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows
-from cs336_systems.analysis.kernels.phases import PHASES, Codes
+from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows, alone_ns
+from cs336_systems.analysis.kernels.phases import PHASES
 from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile, Work
-from cs336_systems.analysis.kernels.trace import NOWHERE, Trace, Union
+from cs336_systems.analysis.kernels.trace import NOWHERE, Trace
 from cs336_systems.config import MAX_RANKS
 
 
@@ -30,45 +30,28 @@ def communication_times(
     is_collective = jobs.collective != NO_COLLECTIVE
     kinds = np.unique(jobs.collective[is_collective]).tolist()
     chosen: list[tuple[Collective | None, Mask]] = [(COLLECTIVES[kind], jobs.collective == kind) for kind in kinds]
-    every = pd.MultiIndex.from_product([range(len(PHASES)), range(len(num_devices))])
     found = []
     for kind, is_chosen in [*chosen, (None, is_collective)] if kinds else ():
         times = _in_windows(jobs, is_chosen, devices, num_devices, windows)
-        sums = times.groupby(["phase", "step"]).sum().reindex(every, fill_value=0)
-        for code, phase in enumerate(PHASES):
-            own = sums.loc[code]
-            if own.to_numpy().any():
-                launches, total_s, exposed_s = (
-                    tuple(own[name].tolist()) for name in ("launches", "total_s", "exposed_s")
-                )
-                found.append(
-                    CommunicationTimes(
-                        phase=phase, collective=kind, launches=launches, total_s=total_s, exposed_s=exposed_s
-                    )
-                )
+        for phase, values in by_step(times, len(num_devices)):
+            found.append(CommunicationTimes(phase=phase, collective=kind, **values))
     return tuple(sorted(found, key=lambda times: PHASES.index(times.phase)))
 
 
 def _in_windows(
     jobs: Jobs, is_chosen: Mask, devices: Sequence[Busy], num_devices: Ints, windows: DeviceWindows
 ) -> pd.DataFrame:
-    """For each window, how many of the chosen kernels begin in it, how long they run, and the exposed part of that."""
+    """For each window, how many of the chosen kernels begin in it, how long they run, and the exposed part, in ns."""
     launches, total, exposed = (np.zeros(len(windows), dtype=np.int64) for _ in range(3))
     for busy in devices:
-        rows, computing = busy.rows[is_chosen[busy.rows]], busy.rows[_computes(jobs, busy.rows)]
-        either = np.append(rows, computing)
-        ran, computed, worked = (Union(jobs.start_ns[own], jobs.end_ns[own]) for own in (rows, computing, either))
-        total += _covered(ran, windows)
-        exposed += _covered(worked, windows) - _covered(computed, windows)
+        rows = busy.rows[is_chosen[busy.rows]]
+        total += alone_ns(jobs, rows, rows[:0], windows)
+        exposed += alone_ns(jobs, rows, busy.rows[_computes(jobs, busy.rows)], windows)
         start = np.sort(jobs.start_ns[rows])
         launches += np.searchsorted(start, windows.end_ns) - np.searchsorted(start, windows.start_ns)
     count = np.maximum(num_devices, 1)[windows.step]
-    times = {"launches": launches, "total_s": total / count / 1e9, "exposed_s": exposed / count / 1e9}
+    times = {"launches": launches, "total_s": total / count, "exposed_s": exposed / count}
     return pd.DataFrame({"phase": windows.phase, "step": windows.step, **times})
-
-
-def _covered(union: Union, windows: DeviceWindows) -> Ints:
-    return union.until(windows.end_ns) - union.until(windows.start_ns)
 
 
 def _computes(jobs: Jobs, rows: Ints) -> Mask:
@@ -89,14 +72,6 @@ _RANK_RANGE = re.compile(r"rank (\d{1,6})", re.ASCII)
 """Name of the range that each rank puts around its measured steps (`ranges.rank_range`)."""
 _FILE = re.compile(r"rank(\d{1,6})_(.+)", re.ASCII | re.DOTALL)
 """Name of the file of a rank that is not the first, beside that of the first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collectives:
-    """The kernels of collectives of one step, in the order in which they began."""
-
-    kind: Codes
-    duration_ns: Ints
 
 
 def files_of_others(path: Path) -> dict[int, Path]:
@@ -164,18 +139,18 @@ def _new_rows(is_kept: Mask) -> Ints:
     return np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)
 
 
-def collectives_of(attribution: Attribution) -> list[Collectives]:
-    """The collectives of each profiled step."""
+def collectives_of(attribution: Attribution) -> list[Jobs]:
+    """The kernels of collectives of each profiled step, in the order in which they began."""
     jobs, selection = attribution.jobs, select(attribution)
     step = selection.step_of(jobs.step)
     rows = np.flatnonzero((jobs.collective != NO_COLLECTIVE) & ~jobs.is_copy & (step >= 0))
     rows = rows[np.lexsort((jobs.start_ns[rows], step[rows]))]
     bounds = np.searchsorted(step[rows], np.arange(1, len(selection.steps)))
-    return [Collectives(kind=jobs.collective[own], duration_ns=jobs.duration_ns[own]) for own in np.split(rows, bounds)]
+    return [chosen(jobs, own) for own in np.split(rows, bounds)]
 
 
 def rank_times(
-    profiles: Sequence[tuple[int, StepProfile]], collectives: Sequence[Sequence[Collectives]]
+    profiles: Sequence[tuple[int, StepProfile]], collectives: Sequence[Sequence[Jobs]]
 ) -> tuple[RankTimes, ...]:
     """The times of all ranks, from the profile and the collectives of each.
 
@@ -195,13 +170,13 @@ def rank_times(
     )
 
 
-def _waited(ranks: Sequence[Sequence[Collectives]]) -> list[tuple[float, ...]] | None:
+def _waited(ranks: Sequence[Sequence[Jobs]]) -> list[tuple[float, ...]] | None:
     """For each rank, how long it waited for others in each step; None if ranks ran different collectives, or none."""
-    if len({len(steps) for steps in ranks}) > 1 or not any(len(own.kind) for steps in ranks for own in steps):
+    if len({len(steps) for steps in ranks}) > 1 or not any(len(own) for steps in ranks for own in steps):
         return None
     found: list[list[float]] = [[] for _ in ranks]
     for same in zip(*ranks, strict=True):
-        if any(not np.array_equal(own.kind, same[0].kind) for own in same):
+        if any(not np.array_equal(own.collective, same[0].collective) for own in same):
             return None
         durations = np.stack([own.duration_ns for own in same])
         waits_ns = (durations - durations.min(axis=0)).sum(axis=1)

@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 from cs336_systems.analysis.kernels.attribution import HostWindows, Jobs, Selection, frame_of, totals
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, TO_HOST, short_name
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, TO_HOST, Call, short_name
 from cs336_systems.analysis.kernels.host_calls import Host
 from cs336_systems.analysis.kernels.modules import RangeParts
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase, Steps
 from cs336_systems.analysis.kernels.step_profile import CopyTimes, Gap, IdleCause, IdleTimes
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Trace, Union
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, DeviceWork, Trace, Union, of_names
 
 Floats = NDArray[np.float64]
 
@@ -69,7 +69,7 @@ class DeviceWindows(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """The times when one device was busy."""
+    """The jobs of one device, and the times when it was busy."""
 
     rows: Ints
     """Rows of `Jobs`, whose times are the union's intervals."""
@@ -82,7 +82,7 @@ def on_device(jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool)
     is_first, is_rest = np.diff(windows.step, prepend=-1) > 0, np.diff(windows.step, append=len(steps)) > 0
     launched = np.zeros(0, dtype=np.int64) if is_of_host else np.flatnonzero(jobs.is_launched)
     all_finished, others_finished = (
-        _Completion(jobs, rows) for rows in (launched, launched[jobs.collective[launched] == NO_COLLECTIVE])
+        Completion(jobs, rows) for rows in (launched, launched[jobs.collective[launched] == NO_COLLECTIVE])
     )
     leaves_collectives, ends = _is_before_wait(windows, steps, host), windows.end_ns
     finished = np.where(leaves_collectives, others_finished(ends), all_finished(ends))
@@ -125,7 +125,8 @@ def _with_rest(windows: HostWindows, steps: Steps) -> HostWindows:
 
 def _is_before_wait(windows: HostWindows, steps: Steps, host: Host) -> Mask:
     """Whether a phase `communication` that waits for collectives comes after each window in its step."""
-    time = host.stream_waits()
+    calls = host.calls
+    time = np.sort(calls.start_ns[Call.STREAM_WAIT.among(calls.name, host.names)])
     waits = np.searchsorted(time, windows.end_ns) > np.searchsorted(time, windows.start_ns)
     waits &= windows.phase == CODES[LaunchPhase.COMMUNICATION]
     last = np.full(len(steps), -1, dtype=np.int64)
@@ -134,32 +135,32 @@ def _is_before_wait(windows: HostWindows, steps: Steps, host: Host) -> Mask:
     return before
 
 
-class _Completion:
-    """Looks up when the device has finished all work that was launched before a given time."""
+class Completion:
+    """Looks up when the device has finished all of some work that was launched before a given time."""
 
-    def __init__(self, jobs: Jobs, rows: Ints) -> None:
-        rows = rows[np.argsort(jobs.launch_ns[rows], kind="stable")]
-        self._launch = jobs.launch_ns[rows]
-        self._end = np.append(-MAX_TIME_NS, np.maximum.accumulate(jobs.end_ns[rows]))
+    def __init__(self, work: DeviceWork, rows: Ints) -> None:
+        rows = rows[np.argsort(work.launch_ns[rows], kind="stable")]
+        self._launch = work.launch_ns[rows]
+        self._end = np.append(-MAX_TIME_NS, np.maximum.accumulate(work.end_ns[rows]))
 
     def __call__(self, time: Ints) -> Ints:
         finished: Ints = self._end[np.searchsorted(self._launch, time)]
         return finished
 
 
-def busy_devices(jobs: Jobs) -> Iterator[Busy]:
-    """Yield the busy times of each device."""
-    for _, rows in groups(jobs.device):
-        yield Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows]))
-
-
 def busy_ns(devices: list[Busy], spans: DeviceSteps, windows: DeviceWindows) -> tuple[Floats, Ints]:
     """Busy time in each window, as the mean over the devices that its step used; and the number of these devices."""
     total, count = np.zeros(len(windows), dtype=np.int64), np.zeros(len(spans), dtype=np.int64)
     for busy in devices:
-        count += busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns)
-        total += busy.union.until(windows.end_ns) - busy.union.until(windows.start_ns)
+        count += busy.union.within(spans.start_ns, spans.end_ns) > 0
+        total += busy.union.within(windows.start_ns, windows.end_ns)
     return total / np.maximum(count, 1)[windows.step], count
+
+
+def alone_ns(jobs: Jobs, rows: Ints, others: Ints, windows: DeviceSteps | DeviceWindows) -> Ints:
+    """How long some of these jobs, and none of the others, run in each window on the device."""
+    either, without = (Union(jobs.start_ns[own], jobs.end_ns[own]) for own in (np.append(rows, others), others))
+    return either.within(windows.start_ns, windows.end_ns) - without.within(windows.start_ns, windows.end_ns)
 
 
 HOST_PAUSE_S = 1e-3
@@ -170,7 +171,7 @@ WAIT_SLACK_S = 10e-6
 """Longest time between the end of a wait and the idle time that it explains; host and device clocks agree no better."""
 NUM_GAPS = 20
 
-_PAUSE_NS, _LATENCY_NS, _SLACK_NS = (round(time * 1e9) for time in (HOST_PAUSE_S, LAUNCH_LATENCY_S, WAIT_SLACK_S))
+_PAUSE_NS, _LATENCY_NS, SLACK_NS = (round(time * 1e9) for time in (HOST_PAUSE_S, LAUNCH_LATENCY_S, WAIT_SLACK_S))
 
 CAUSES = tuple(IdleCause)
 UNKNOWN_CAUSE = -1
@@ -219,7 +220,7 @@ _NO_GAPS = (np.zeros(0, dtype=np.int64),) * 6
 
 
 def _gaps_of(busy: Busy, device: int, spans: DeviceSteps) -> tuple[Ints, ...]:
-    steps = np.flatnonzero(busy.union.until(spans.end_ns) > busy.union.until(spans.start_ns))
+    steps = np.flatnonzero(busy.union.within(spans.start_ns, spans.end_ns))
     holes = busy.union.holes(spans.start_ns[steps], spans.end_ns[steps])
     rows = np.append(busy.rows, -1)
     devices = np.full(len(holes), device, dtype=np.int64)
@@ -254,7 +255,7 @@ class _Causes:
         returned = self._host.returned(jobs.call[after], launch)
         late_until = np.clip(returned + _LATENCY_NS, start, end)
         waited_until = np.clip(launch, start, end)
-        pause = self._pauses.until(waited_until) - self._pauses.until(start)
+        pause = self._pauses.within(start, waited_until)
         in_time = (returned <= start) | (2 * (late_until - start) < end - start)
         is_pause, is_wait = 2 * pause > waited_until - start, was_busy & self._was_waiting(start, launch)
         cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
@@ -271,7 +272,7 @@ class _Causes:
         for rows in self._waits:  # the calls of one thread, of which only the last to begin can still be open
             at = np.searchsorted(calls.start_ns[rows], start, side="right")
             wait_end = np.append(-MAX_TIME_NS, np.maximum.accumulate(calls.end_ns[rows]))[at]
-            waiting |= (wait_end >= start - _SLACK_NS) & (wait_end <= launch)
+            waiting |= (wait_end >= start - SLACK_NS) & (wait_end <= launch)
         return waiting
 
 
@@ -345,21 +346,16 @@ def copy_times(
     jobs: Jobs, devices: list[Busy], num_devices: Ints, spans: DeviceSteps, strings: Sequence[str]
 ) -> tuple[CopyTimes, ...]:
     """Copies and fills in the steps by kind, without those that are collectives, and the time without a kernel."""
-    rows = np.flatnonzero(jobs.is_copy & (jobs.step >= 0) & (jobs.collective == NO_COLLECTIVE))
-    kinds = pd.Series({name: copy_kind(strings[name]) for name in np.unique(jobs.name[rows]).tolist()}, dtype=object)
-    kind_of = np.full(len(jobs), "", dtype=object)
-    kind_of[rows] = kinds[jobs.name[rows]].to_numpy() if len(rows) else ""
+    is_one = jobs.is_copy & (jobs.step >= 0) & (jobs.collective == NO_COLLECTIVE)
+    kind_of = of_names(jobs.name, strings, copy_kind, np.object_)
     found = []
-    for kind in [*dict.fromkeys(kinds), None] if len(rows) else ():
-        is_kind = kind_of == kind if kind else kind_of != ""
+    for kind in [*dict.fromkeys(kind_of[is_one]), None] if is_one.any() else ():
+        is_kind = is_one if kind is None else is_one & (kind_of == kind)
         alone = np.zeros(len(spans), dtype=np.float64)
         for busy in devices:
             own, kernels = busy.rows[is_kind[busy.rows]], busy.rows[~jobs.is_copy[busy.rows]]
-            either = Union(*(times[np.append(own, kernels)] for times in (jobs.start_ns, jobs.end_ns)))
-            computing = Union(jobs.start_ns[kernels], jobs.end_ns[kernels])
-            ran = [union.until(spans.end_ns) - union.until(spans.start_ns) for union in (either, computing)]
-            alone += ran[0] - ran[1]
-        total_ns = int((jobs.end_ns - jobs.start_ns)[is_kind].sum())
+            alone += alone_ns(jobs, own, kernels, spans)
+        total_ns = int(jobs.duration_ns[is_kind].sum())
         alone_s = float((alone / np.maximum(num_devices, 1)).sum()) / 1e9
         found.append(CopyTimes(kind=kind, count=int(is_kind.sum()), total_s=total_ns / 1e9, alone_s=alone_s))
     return tuple(sorted(found, key=lambda times: (times.kind is None, -times.total_s)))

@@ -19,48 +19,24 @@ from cs336_systems.analysis.columns import (
     ZIP_MAGIC,
     Mask,
     ProfileError,
+    groups,
     read_head,
     what_it_is,
 )
+from cs336_systems.analysis.kernels import communication, device_time, modules
 from cs336_systems.analysis.kernels.attribution import (
     Attribution,
     attribute,
+    by_step,
     frame_of,
     select,
 )
-from cs336_systems.analysis.kernels.communication import (
-    by_rank,
-    collectives_of,
-    communication_times,
-    files_of_others,
-    rank_times,
-    without_rank,
-)
-from cs336_systems.analysis.kernels.device_time import (
-    DeviceSteps,
-    DeviceWindows,
-    busy_devices,
-    busy_ns,
-    copy_times,
-    find_gaps,
-    idle_notes,
-    idle_times,
-    longest_gaps,
-    on_device,
-)
+from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, DeviceWindows
 from cs336_systems.analysis.kernels.doubts import doubts
 from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
 from cs336_systems.analysis.kernels.kineto import read_kineto
-from cs336_systems.analysis.kernels.modules import (
-    CLASSES,
-    attention_times,
-    class_times,
-    kernel_classes,
-    kernel_times,
-    module_times,
-    range_parts,
-)
+from cs336_systems.analysis.kernels.modules import CLASSES
 from cs336_systems.analysis.kernels.nsys import NEEDED as NSYS_FILE
 from cs336_systems.analysis.kernels.nsys import export, read_nsys
 from cs336_systems.analysis.kernels.phases import PHASES, check_names
@@ -74,7 +50,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     Work,
     contradictions,
 )
-from cs336_systems.analysis.kernels.trace import Trace
+from cs336_systems.analysis.kernels.trace import Trace, Union
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.ranges import PhaseNames
 from cs336_systems.text import inert_line
@@ -112,17 +88,18 @@ def summarise(
     selection = select(attribution)
     jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
     host = Host(trace)
-    spans, windows = on_device(jobs, selection, host, is_of_host=trace.is_of_host)
-    devices = [] if trace.is_of_host else list(busy_devices(jobs))
-    busy, num_devices = busy_ns(devices, spans, windows)
-    gaps = find_gaps(jobs, devices, spans, selection, host)
+    spans, windows = device_time.on_device(jobs, selection, host, is_of_host=trace.is_of_host)
+    by_device = [] if trace.is_of_host else groups(jobs.device)
+    devices = [Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows])) for _, rows in by_device]
+    busy, num_devices = device_time.busy_ns(devices, spans, windows)
+    gaps = device_time.find_gaps(jobs, devices, spans, selection, host)
 
     work = frame_of(jobs)
-    kind = kernel_classes(trace.kernels.name, trace.strings)
-    parts = range_parts(attribution)
+    kind = modules.kernel_classes(trace.kernels.name, trace.strings)
+    parts = modules.range_parts(attribution)
     kernels = work[~work["is_copy"]].assign(kind=kind)
     in_step = kernels[kernels["step"] >= 0]
-    grave, slight = doubts(attribution)
+    grave, slight = doubts(trace)
     profile = StepProfile(
         source=source,
         work=Work.OPERATORS if trace.is_of_host else Work.KERNELS,
@@ -136,22 +113,22 @@ def summarise(
         left=_left(kernels, is_in_a_step=attribution.jobs.step[kernels.index] >= 0),
         step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
         phases=tuple(_phases(work, frame_of(windows).assign(busy_ns=busy), len(selection.steps), trace.is_of_host)),
-        kernels=kernel_times(in_step, trace.strings),
-        classes=class_times(in_step),
-        attention=attention_times(in_step, parts, trace.strings, model, batch_size),
-        modules=module_times(in_step, parts),
-        idle=idle_times(gaps, num_devices),
-        gaps=tuple(longest_gaps(gaps, jobs, parts, trace, spans, host)),
+        kernels=modules.kernel_times(in_step, trace.strings),
+        classes=modules.class_times(in_step),
+        attention=modules.attention_times(in_step, parts, trace.strings, model, batch_size),
+        modules=modules.module_times(in_step, parts),
+        idle=device_time.idle_times(gaps, num_devices),
+        gaps=tuple(device_time.longest_gaps(gaps, jobs, parts, trace, spans, host)),
         host_calls=host_calls(host, selection),
         pictured=_picture(_median_step(spans), spans, windows, in_step),
         notes=(
             *attribution.notes,
-            *idle_notes(gaps),
+            *device_time.idle_notes(gaps),
             *selection.notes,
             *(f"{text}." for text in (*grave, *slight)),
         ),
-        communication=communication_times(jobs, devices, num_devices, windows),
-        copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
+        communication=communication.communication_times(jobs, devices, num_devices, windows),
+        copies=device_time.copy_times(jobs, devices, num_devices, spans, trace.strings),
         doubts=grave,
         rank=trace.rank,
     )
@@ -162,13 +139,12 @@ def summarise(
 
 def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> Left:
     """The kernels in no profiled step."""
-    places = ["warmup", "outside", "no_launch"]
-    place = np.select([is_in_a_step, kernels["is_launched"]], places[:2], places[2])
-    is_left = kernels["step"] < 0
-    found = kernels[is_left].groupby(place[is_left])["duration_ns"].agg(["size", "sum"]).reindex(places, fill_value=0)
+    step, is_launched = kernels["step"].to_numpy(), kernels["is_launched"].to_numpy(dtype=np.bool_)
+    place = np.select([step >= 0, is_in_a_step, is_launched], ["", "warmup", "outside"], "no_launch")
     values: dict[str, Any] = {}
-    for name, count, time_ns in found.itertuples():
-        values |= {name: count, f"{name}_s": time_ns / 1e9}
+    for name in ("warmup", "outside", "no_launch"):
+        times_ns = kernels["duration_ns"][place == name]
+        values |= {name: len(times_ns), f"{name}_s": int(times_ns.sum()) / 1e9}
     return Left(**values)
 
 
@@ -188,17 +164,11 @@ def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_hos
         wall_s=windows["duration_ns"],
         host_s=windows["host_end_ns"] - windows["host_start_ns"],
     )
-    every = pd.MultiIndex.from_product([range(len(PHASES)), range(num_steps)])
-    sums = [rows.groupby(["phase", "step"]).sum().reindex(every, fill_value=0) for rows in (work, windows)]
-    table = pd.concat(sums, axis=1)
-    if is_of_host:
-        table["busy_s"] = table["kernel_s"]
-    is_used = table[["launches", "copies", "windows"]].any(axis=1).groupby(level=0).any()
-    of_times = table.columns.str.endswith("_s")
-    table = pd.concat([table.loc[:, ~of_times].drop(columns="windows"), table.loc[:, of_times] / 1e9], axis=1)
-    for code in np.flatnonzero(is_used).tolist():
-        columns: dict[str, Any] = {str(name): tuple(column.tolist()) for name, column in table.loc[code].items()}
-        yield PhaseTimes(phase=PHASES[code], **columns)
+    columns = work.columns.union(windows.columns, sort=False)
+    rows = pd.concat([part[part["step"] >= 0].reindex(columns=columns, fill_value=0) for part in (work, windows)])
+    for phase, values in by_step(rows, num_steps):
+        del values["windows"]
+        yield PhaseTimes(phase=phase, **values | ({"busy_s": values["kernel_s"]} if is_of_host else {}))
 
 
 REPORT_ENDING = ".nsys-rep"
@@ -227,16 +197,16 @@ def explain(
             batch_size=config.batch_size if config and not own_model else None,
         )
         profiles.append((rank, profile))
-        collectives.append(collectives_of(attribution))
+        collectives.append(communication.collectives_of(attribution))
     first = profiles[0][1]
-    is_of_one = without_rank(path.name) != path.name  # chosen by its user
+    is_of_one = communication.without_rank(path.name) != path.name  # chosen by its user
     if config is not None and len(profiles) < config.ranks and not is_of_one:
         missing = [str(rank) for rank in range(config.ranks) if rank not in dict(profiles)]
         note = f"There is no trace of rank {', '.join(missing)} of {config.ranks}."
         first = replace(first, notes=(*first.notes, note))
     if len(profiles) == 1:
         return first
-    return replace(first, rank=profiles[0][0], ranks=rank_times(profiles, collectives))
+    return replace(first, rank=profiles[0][0], ranks=communication.rank_times(profiles, collectives))
 
 
 def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
@@ -244,10 +214,10 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
     with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:  # a sweep that is killed removes it too
         file = export(path, Path(scratch)) if path.suffix == REPORT_ENDING and path.is_file() else path
         trace = read_trace(file)
-    found = by_rank(trace)
+    found = communication.by_rank(trace)
     del trace
     yield from found.items()
-    for rank, beside in files_of_others(path).items() if len(found) == 1 else ():
+    for rank, beside in communication.files_of_others(path).items() if len(found) == 1 else ():
         other = read_trace(beside)
         yield rank if other.rank is None else other.rank, other
 

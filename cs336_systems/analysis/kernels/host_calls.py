@@ -6,14 +6,7 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask
 from cs336_systems.analysis.kernels.attribution import Selection, frame_of, phase_at, totals
-from cs336_systems.analysis.kernels.classes import (
-    KERNEL,
-    STREAM_WAIT,
-    TO_HOST,
-    call_name,
-    is_launch,
-    is_synchronisation,
-)
+from cs336_systems.analysis.kernels.classes import TO_HOST, Call, call_name
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import HostCalls
 from cs336_systems.analysis.kernels.trace import Nesting, Strings, Trace, of_names
@@ -49,8 +42,7 @@ class Host:
         names = of_names(api.name, trace.strings, lambda name: called.id(call_name(name)), np.int64)
         self.names = called.all
         launches, waits, kernels = (
-            of_names(api.name, trace.strings, is_one, np.bool_)
-            for is_one in (is_launch, is_synchronisation, lambda name: KERNEL.match(name) is not None)
+            call.among(api.name, trace.strings) for call in (Call.LAUNCH, Call.WAIT, Call.KERNELS)
         )
         copies, their_waits = _copies_awaited(trace, launches, waits)
         of_copy = waits & launches
@@ -79,11 +71,6 @@ class Host:
         time = np.minimum(calls.end_ns[rows], end_ns) - np.maximum(calls.start_ns[rows], start_ns)
         total = np.bincount(calls.name[rows], time, minlength=1)
         return self.names[int(total.argmax())] if len(rows) else ""
-
-    def stream_waits(self) -> Ints:
-        """When the host made a stream wait for another one, in order."""
-        names = [index for index, name in enumerate(self.names) if STREAM_WAIT.match(name)]
-        return np.sort(self.calls.start_ns[np.isin(self.calls.name, names)])
 
 
 def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:

@@ -142,7 +142,8 @@ class Events:
     def batches(self, *groups: Collection[str]) -> list[Batch]:
         """One batch for each group of categories."""
         found = [self._batch(events) for events in self._chosen(groups)]
-        if self._is_exact or not any(_is_long(batch) for batch in found):
+        times = np.concatenate([times for batch in found for times in (batch.start_ns, batch.duration_ns)])
+        if self._is_exact or np.abs(times).max(initial=0) < EXACT_US * 1000:
             return found
         found, self._by_category = [], {}  # two decoded files at once would take too much memory
         self._by_category = _by_category(_decode(self.path, self._content, is_exact=True).traceEvents)
@@ -282,10 +283,6 @@ def _nanoseconds(times_us: Sequence[float | Decimal | None], what: str) -> Ints:
         return np.array([round(time * 1000) for time in cast("Sequence[Decimal]", times_us)], dtype=np.int64)
     whole = np.floor(rounded)  # multiplied apart from the fraction, whose last bits would be lost otherwise
     return whole.astype(np.int64) * 1000 + np.rint((rounded - whole) * 1000).astype(np.int64)
-
-
-def _is_long(batch: Batch) -> bool:
-    return any(bool((np.abs(times) >= EXACT_US * 1000).any()) for times in (batch.start_ns, batch.duration_ns))
 
 
 # Kineto's categories, with those of other devices, and with the capitals of PyTorch 1.8 and 1.9

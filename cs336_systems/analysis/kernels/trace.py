@@ -46,6 +46,10 @@ class DeviceWork(Columns):
     mark: Ints
     """Row in `Trace.ranges` of the module that PyTorch marked in a CUDA graph (`mark_kernels`); -1 for none."""
 
+    @property
+    def end_ns(self) -> Ints:
+        return self.start_ns + self.duration_ns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranges(Columns):
@@ -305,6 +309,10 @@ class Union:
         inside = np.minimum(time, np.append(-MAX_TIME_NS, self.end)[at]) - np.append(-MAX_TIME_NS, self.start)[at]
         covered: Ints = self._before[at] + np.where(at > 0, inside, 0)
         return covered
+
+    def within(self, start: Ints, end: Ints) -> Ints:
+        """How long at least one interval is open in each window."""
+        return self.until(end) - self.until(start)
 
     def holes(self, start: Ints, end: Ints) -> Holes:
         """The parts of each window that the union does not cover."""

@@ -11,18 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from cs336_systems.analysis.columns import Ints, ProfileError
+from cs336_systems.analysis.memory import groups
 from cs336_systems.analysis.memory.allocations import replay
-from cs336_systems.analysis.memory.groups import (
-    NOT_SIGHTED,
-    Groups,
-    Known,
-    LiveSums,
-    block_memory,
-    categorise,
-    live_sums,
-    places_of,
-    resolve,
-)
+from cs336_systems.analysis.memory.groups import LiveSums
 from cs336_systems.analysis.memory.notes import (
     NO_PHASES,
     NOWHERE,
@@ -110,23 +101,24 @@ class _Explanation:
         if notes is not None:
             self._phases = find_phases(memory.events, notes, max(self._replay.failed_requests, default=NOWHERE))
             self._sighted_at = moments_of([sighting.position for sighting in sightings], memory.events, notes.end)
-        self._row_of = resolve(self._replay.allocations, sightings, self._sighted_at)
-        self._known = Known(
-            replay=self._replay,
-            stacks=snapshot.stacks,
-            contents=categorise(self._replay, sightings, self._row_of, snapshot.stacks if notes is None else ()),
-            sightings=sightings,
+        self._row_of = groups.resolve(self._replay.allocations, sightings, self._sighted_at)
+        alone = snapshot.stacks if notes is None else ()
+        category, sighting = groups.categorise(self._replay, sightings, self._row_of, alone)
+        self._known = groups.Known(
+            replay=self._replay, stacks=snapshot.stacks, category=category, sighting=sighting, sightings=sightings,
             phases=self._phases,
-        )
+        )  # fmt: skip
 
     def profile(self) -> MemoryProfile:
         """The whole profile."""
         allocations, notes = self._replay.allocations, self._notes
         points = self._points()
-        sums = live_sums(self._replay, self._known.contents, np.union1d(points, [*self._phases.moments, self._peak]))
+        sums = groups.live_sums(
+            self._replay, self._known.category, np.union1d(points, [*self._phases.moments, self._peak])
+        )
         is_live = (allocations.start < self._peak) & (self._peak <= allocations.free_requested)
         is_held = self._replay.is_held_throughout
-        groups = Groups(self._known)
+        like = groups.Groups(self._known)
         return MemoryProfile(
             source=inert_line(self._snapshot.path.name),
             device=self._memory.device,
@@ -137,9 +129,9 @@ class _Explanation:
             peak_reserved_bytes=int(self._replay.reserved_bytes.max()),
             boundaries=tuple(self._boundaries(sums)),
             phases=tuple(self._phases_of_steps()),
-            largest=groups.largest(~is_held, is_live, MAX_LARGEST),
-            at_peak=groups.at_peak(is_live),
-            blocks=block_memory(self._known, self._row_of, self._sighted_at),
+            largest=like.largest(~is_held, is_live, MAX_LARGEST),
+            at_peak=like.at_peak(is_live),
+            blocks=groups.block_memory(self._known, self._row_of, self._sighted_at),
             timeline=self._timeline(sums),
             work=self._work(),
             outside_bytes=None if notes is None else notes.used_on_device_bytes - notes.reserved_bytes,
@@ -236,7 +228,7 @@ class _Explanation:
             phase=self._phases.names[stretch],
             time_s=float(times_s(events, np.array(moment + 1))),
             event=moment,
-            places=places_of(self._snapshot.stacks[events.stack[moment]]),
+            places=groups.places_of(self._snapshot.stacks[events.stack[moment]]),
             idle_private_bytes=int(self._replay.idle_private_bytes[moment]),
         )
 
@@ -258,5 +250,5 @@ class _Explanation:
             yield "No notes beside the snapshot say what blocks held and when phases ended: record with --memory."
             return
         yield from notes_on_positions(self._phases, self._notes, self._memory.events)
-        if lost := int(np.count_nonzero(self._row_of == NOT_SIGHTED)):
+        if lost := int(np.count_nonzero(self._row_of == groups.NOT_SIGHTED)):
             yield f"Left out: {lost:,} of {len(self._row_of):,} sightings, whose addresses lay in no allocated block."

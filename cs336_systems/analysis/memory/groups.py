@@ -7,7 +7,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask
+from cs336_systems.analysis.columns import Ints, Mask
 from cs336_systems.analysis.memory.allocations import BEFORE, NONE, Allocations, Replay, nearest
 from cs336_systems.analysis.memory.lifetimes import codes_without_notes
 from cs336_systems.analysis.memory.notes import (
@@ -35,23 +35,11 @@ from cs336_systems.config import Phase
 from cs336_systems.ranges import block_range
 
 NOT_SIGHTED = NONE
-_PRECEDENCE = {kind: rank for rank, kind in enumerate(
-    (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.AUTOCAST_COPY, Kind.GATHERED, Kind.SAVED)
-)}  # fmt: skip
+_PRECEDENCE = {kind: rank for rank, kind in enumerate(Kind)}
 
 
 class MemoryAttributionError(AssertionError):
     """The categories do not add up to the allocated bytes, which is a defect of this analysis."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents(Columns):
-    """What each allocation of a replay holds."""
-
-    category: Ints
-    """Index into CATEGORIES."""
-    sighting: Ints
-    """Index of the sighting that decided the category, or NOT_SIGHTED."""
 
 
 def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: Ints) -> Ints:
@@ -66,9 +54,10 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
 
 def categorise(
     replay: Replay, sightings: Sequence[Sighting], row_of: Ints, without_notes: Sequence[Stack] = ()
-) -> Contents:
-    """The contents of all allocations. Of several sightings of one, the kind decides; of the same kind, the first.
+) -> tuple[Ints, Ints]:
+    """For each allocation the code of its category, and the sighting that decided it or NOT_SIGHTED.
 
+    Of several sightings of one allocation, the kind decides; of the same kind, the first.
     Without notes there are no sightings: the category follows from the lifetimes and from the stacks, given for that.
     """
     rows = replay.allocations
@@ -81,12 +70,9 @@ def categorise(
     order = np.argsort(rank, kind="stable")[::-1]  # of several sightings of a row, the deciding one is written last
     order = order[row_of[order] != NOT_SIGHTED]
     sighted[row_of[order]] = order
-    category[row_of[order]] = [CODES[_category_of(sightings[index].kind)] for index in order.tolist()]
-    return Contents(category=category, sighting=sighted)
-
-
-def _category_of(kind: Kind) -> Category:
-    return Category.PARAMETERS if kind is Kind.GATHERED else Category(kind)
+    code_of = {kind: CODES[Category.PARAMETERS if kind is Kind.GATHERED else Category(kind)] for kind in Kind}
+    category[row_of[order]] = [code_of[sightings[index].kind] for index in order.tolist()]
+    return category, sighted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +96,13 @@ class LiveSums:
         )
 
 
-def live_sums(replay: Replay, contents: Contents, moments: Ints) -> LiveSums:
+def live_sums(replay: Replay, category: Ints, moments: Ints) -> LiveSums:
     """The sums at the sorted `moments`; raise MemoryAttributionError unless they add up to the allocated bytes."""
     rows = replay.allocations
     first = np.searchsorted(moments, rows.start, side="right")
     behind = np.searchsorted(moments, rows.free_requested, side="right")
     num_bytes, requested_bytes, counts = (
-        _sums(contents.category, values, first, behind, len(moments))
+        _sums(category, values, first, behind, len(moments))
         for values in (rows.num_bytes, rows.requested_bytes, np.ones(len(rows), dtype=np.int64))
     )
     sums = LiveSums(moments=moments, num_bytes=num_bytes, requested_bytes=requested_bytes, counts=counts)
@@ -162,7 +148,10 @@ class Known:
 
     replay: Replay
     stacks: Sequence[Stack]
-    contents: Contents
+    category: Ints
+    """For each allocation, an index into CATEGORIES."""
+    sighting: Ints
+    """Index of the sighting that decided the category, or NOT_SIGHTED."""
     sightings: Sequence[Sighting]
     phases: Phases
 
@@ -172,7 +161,7 @@ class Groups:
 
     def __init__(self, known: Known) -> None:
         self._known = known
-        rows, sighting = known.replay.allocations, known.contents.sighting
+        rows, sighting = known.replay.allocations, known.sighting
         used, self._stack_of_row = np.unique(rows.stack, return_inverse=True)
         self._places = [places_of(known.stacks[number]) for number in used.tolist()]
         self._names = [short_name(sighting) for sighting in known.sightings]
@@ -180,7 +169,7 @@ class Groups:
         self._phase_of_row = np.where(rows.start == BEFORE, 0, known.phases.at(rows.start) + 1)
         columns = np.stack([
             rows.requested_bytes,
-            known.contents.category,
+            known.category,
             _numbered([like_name(name) for name in self._names], sighting),
             _numbered(self._phase_names, self._phase_of_row),
             _numbered([places[:1] for places in self._places], self._stack_of_row),
@@ -209,7 +198,7 @@ class Groups:
     def _row(self, group: int, live: Mask) -> LikeAllocations:
         known, first, members = self._known, int(self._first[group]), self._members[group]
         rows, at_peak = known.replay.allocations, members[live[members]]
-        indices = [index for index in known.contents.sighting[members].tolist() if index != NOT_SIGHTED]
+        indices = [index for index in known.sighting[members].tolist() if index != NOT_SIGHTED]
         shapes, dtypes = ({getattr(known.sightings[i], name) for i in indices} for name in ("shape", "dtype"))
         names = {self._names[index] for index in indices}
         name = like_name(names.pop()) if len(names) > 1 else "".join(names)
@@ -219,7 +208,7 @@ class Groups:
             count=len(members),
             count_at_peak=len(at_peak),
             bytes_at_peak=int(rows.num_bytes[at_peak].sum()),
-            category=CATEGORIES[known.contents.category[first]],
+            category=CATEGORIES[known.category[first]],
             name=name,
             shape=shapes.pop() if len(shapes) == 1 else (),
             dtype=dtypes.pop() if len(dtypes) == 1 else "",
@@ -255,8 +244,7 @@ def block_memory(known: Known, row_of: Ints, moments: Ints) -> tuple[BlockMemory
     saved = [
         i
         for i in of_kind(Kind.SAVED)
-        if known.contents.category[row_of[i]] == CODES[Category.SAVED]
-        and block_of_ranges(known.sightings[i].name) is not None
+        if known.category[row_of[i]] == CODES[Category.SAVED] and block_of_ranges(known.sightings[i].name) is not None
     ]
     if not saved:
         return ()

@@ -39,19 +39,18 @@ class _Call(Enum):
     INNER = auto()
     """A function that is no part of an optimizer even if its step calls it."""
     ZERO_GRAD = auto()
-    OTHER = auto()
 
 
-def _call_of(frame: Frame) -> _Call:
-    """Judge it by its folder in PyTorch, or by how its function and its file or class are named."""
-    name, function = frame.name.rpartition(".")[0].lower(), frame.name.rpartition(".")[2]
+def _call_of(frame: Frame) -> _Call | None:
+    """Judge it by its folder in PyTorch, or by how its function and its file or class are named; None says nothing."""
+    name, _, function = frame.name.rpartition(".")
     if function in _CALLED_BY_STEP:
         return _Call.ZERO_GRAD if function == "zero_grad" else _Call.INNER
     if of_torch := _TORCH_OPTIM.search(frame.filename):
-        return _Call.OTHER if of_torch[1] else _Call.OPTIMIZER
-    file = re.split(r"[/\\]", frame.filename)[-1].lower()
-    is_named = _OPTIMIZER.search(f"{file} {name}") or _FOLDERS.search(frame.filename)
-    return _Call.OPTIMIZER if is_named and _UPDATE.search(function) else _Call.OTHER
+        return None if of_torch[1] else _Call.OPTIMIZER
+    file = re.split(r"[/\\]", frame.filename)[-1]
+    is_named = _OPTIMIZER.search(f"{file} {name}".lower()) or _FOLDERS.search(frame.filename)
+    return _Call.OPTIMIZER if is_named and _UPDATE.search(function) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,13 @@ class Makers:
 def makers_of(stacks: Sequence[Stack]) -> Makers:
     """Judge each stack; every different frame is looked at once."""
     call_of = {frame: _call_of(frame) for frame in {*chain.from_iterable(stacks)}}
-    is_optimizer, is_autograd, clears = [], [], []
-    for stack in stacks:
-        calls = [call_of[frame] for frame in stack]
-        is_optimizer.append(next((call for call in calls if call is not _Call.OTHER), None) is _Call.OPTIMIZER)
-        outermost = next((frame for frame in reversed(stack) if frame.filename.endswith(".py")), None)
-        is_autograd.append(outermost is None or bool(_ENGINE.search(outermost.filename)))
-        clears.append(_Call.ZERO_GRAD in calls)
-    return Makers(*(np.array(column, dtype=np.bool_) for column in (is_optimizer, is_autograd, clears)))
+    told = [[call for frame in stack if (call := call_of[frame])] for stack in stacks]
+    outermost = [next((f.filename for f in reversed(stack) if f.filename.endswith(".py")), "") for stack in stacks]
+    return Makers(
+        is_optimizer=np.array([calls[:1] == [_Call.OPTIMIZER] for calls in told], dtype=np.bool_),
+        is_autograd=np.array([not file or bool(_ENGINE.search(file)) for file in outermost], dtype=np.bool_),
+        clears=np.array([_Call.ZERO_GRAD in calls for calls in told], dtype=np.bool_),
+    )
 
 
 def by_lifetime(replay: Replay) -> Ints:

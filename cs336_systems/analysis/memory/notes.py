@@ -26,12 +26,12 @@ MAX_NOTES_BYTES = 256 * 2**20
 
 
 class Kind(StrEnum):
-    """What a block of memory holds, as the live process saw it."""
+    """What a block of memory holds, as the live process saw it; of several, the first in this order counts."""
 
     PARAMETER = "parameters"
     BUFFER = "buffers"
-    GRADIENT = "gradients"
     OPTIMIZER_STATE = "optimizer state"
+    GRADIENT = "gradients"
     AUTOCAST_COPY = "autocast copies"
     GATHERED = "gathered parameters"
     """Whole parameters of a unit of a fully sharded model, while they are gathered."""

@@ -10,14 +10,10 @@ from cs336_systems.analysis.kernels.attribution import (
     attribute,
 )
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
-from cs336_systems.ranges import PhaseNames
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,
-    BACKWARD_KERNELS,
-    FORWARD_KERNELS,
-    LOSS_KERNELS,
     MAIN,
-    OPTIMIZER_KERNELS,
+    STEP,
     Kernel,
     Recording,
     Span,
@@ -28,15 +24,7 @@ from tests.analysis.kernels.tracing import (
     training,
 )
 
-STEP = {
-    "forward": FORWARD_KERNELS,
-    "loss": LOSS_KERNELS,
-    "backward": BACKWARD_KERNELS,
-    "optimizer": OPTIMIZER_KERNELS,
-}
-WITHOUT_LOSS = {
-    "forward": FORWARD_KERNELS + LOSS_KERNELS, "backward": BACKWARD_KERNELS, "optimizer": OPTIMIZER_KERNELS
-}  # fmt: skip
+WITHOUT_LOSS = {"forward": STEP["forward"] + STEP["loss"], **{name: STEP[name] for name in ("backward", "optimizer")}}
 """A step whose ranges do not tell the loss from forward."""
 
 
@@ -110,26 +98,6 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
             assert (-1 if best is None else recording.spans.index(modules[best])) == module
 
 
-def test_loss_inside_forward_is_forward_and_what_comes_before_is_data() -> None:
-    made = Recording()
-    made.spans = [Span("step", 0, 100), Span("forward", 10, 30), Span("loss", 20, 25), Span("optimizer", 40, 60)]
-    for launch in (5, 12, 22, 35, 50, 70, 150):
-        made.launch("k", launch)
-    found = attribute(make_trace(made))
-    assert phases(found) == ["data", "forward", "forward", "unattributed", "optimizer", "unattributed", "unattributed"]
-    assert found.jobs.step.tolist() == [0] * 6 + [-1]
-    assert module_names(found) == ["", "", "loss", "", "", "", ""]
-
-
-def test_backward_is_launched_by_another_thread_and_named_by_its_ranges() -> None:
-    made = Recording(spans=[Span("backward", 0, 100), Span("attention", 10, 20, AUTOGRAD), Span("ffn", 40, 50)])
-    for launch in (5, 15, 45):
-        made.launch("k", launch, AUTOGRAD)
-    found = attribute(make_trace(made))
-    assert phases(found) == ["backward"] * 3
-    assert module_names(found) == ["", "attention", ""]
-
-
 def test_forward_inside_backward_is_recomputed() -> None:
     """Where backward's own range of the module that needs it is open, on either thread."""
     for thread in (MAIN, AUTOGRAD):
@@ -141,17 +109,6 @@ def test_forward_inside_backward_is_recomputed() -> None:
         assert phases(found) == ["forward", *["backward"] * 4]
         assert found.jobs.is_recomputed.tolist() == [False, False, True, True, False]
         assert module_names(found) == ["norm", "ffn", "forward", "forward/norm", "ffn"]
-
-
-def test_names_that_the_user_gives() -> None:
-    made = training(3)
-    renamed = {"forward": "fwd", "backward": "bwd", "optimizer": "adamw", "loss": "xent", "training": "profiled"}
-    made.spans = [replace(s, name=renamed.get(s.name, s.name)) for s in made.spans]
-    names = PhaseNames(forward="fwd", backward="bwd", optimizer="adamw", loss="xent", measure="profiled")
-    found = attribute(make_trace(made), names)
-    assert found.source is PhaseSource.RANGES
-    assert counts(found, 1) == STEP
-    assert not found.steps.is_warmup.any()
 
 
 def test_without_phase_ranges_threads_give_the_phases() -> None:

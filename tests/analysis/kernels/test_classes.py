@@ -10,9 +10,6 @@ from cs336_systems.analysis.kernels.classes import RULES, KernelClass, classify_
 NATIVE = "void at::native::"
 UNNAMED = "void at::native::(anonymous namespace)::"
 CUB = "void at_cuda_detail::cub::detail::"
-SORTING = (
-    "at_cuda_detail::cub::detail::radix::policy_hub<long, at::cuda::cub::detail::OpaqueType<8>, unsigned long long>"
-)
 LAMBDA = "(at::TensorIteratorBase&)::{lambda()#2}::operator()() const::{lambda()#7}::operator()() const"
 
 # of a training step on an A100 as nsys demangles it: model and AdamW written out, fp32
@@ -79,17 +76,7 @@ AMPERE = {
 
 MATMULS = (
     "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT",
-    "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN",
-    "nvjet_tss_64x8_64x16_1x1_h_bz_splitK_TNT",
-    "nvjet_sm100_tst_64x8_64x16_4x2_h_bz_bias_TNT",
     "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas",
-    "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_split_k_kernel__5x_cublas",
-    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
-    "ampere_bf16_s1688gemm_bf16_128x128_ldg8_f2f_stages_32x1_tn",
-    "ampere_fp16_s16816gemm_fp16_128x128_ldg8_relu_f2f_stages_32x5_tn",
-    "volta_h884gemm_64x64_ldg8_nn",
-    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align8>(T1::Params)",
-    "cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(cutlass_80_simt_sgemm_256x128_8x4_nn_align1::Params)",
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<"
     "cute::tuple<int, int, int>, cutlass::gemm::collective::CollectiveMma<cutlass::gemm::MainloopSm90TmaGmmaWarp"
     "Specialized<5>, cutlass::bfloat16_t>>>>(Params)",
@@ -100,11 +87,6 @@ MATMULS = (
     "void gemvNSP_kernel<float, float, float, float, 1, 32, 4, 1024, false, cublasGemvParamsEx<int, "
     "cublasGemvTensorStridedBatched<float const>, cublasGemvTensorStridedBatched<float const>, "
     "cublasGemvTensorStridedBatched<float>, float> >(cublasGemvParamsEx<int>)",
-    "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, cublasGemvParamsEx<int>>",
-    "std::enable_if<!(bool)0, void>::type internal::gemvx::kernel<int, int, float, float, float, float, (bool)0, "
-    "(bool)1, (bool)1, (bool)0, (int)7, (bool)0, cublasGemvParamsEx<int>>(T13)",
-    "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 2, 2, true, cublasGemvTensorStridedBatched<float const>>(float)",
-    "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensor<float const>, cublasGemvTensor<float> > >(float)",
     "Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI16x16x4x1_SE",
     "triton_tem_fused_mm_25",
     "triton_tem_fused_bmm_7",
@@ -123,7 +105,6 @@ MATMULS = (
     "kernel_cutlass_kernel_quackgemm_sm90GemmSm90_object_at__tensor000o1",
     "Custom_Cijk_Ailk_Bljk_BBS_BH_Bias_MT256x256x64_MI16x16x1",
     "fused_moe_kernel",
-    "void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm_xdl_cshuffle_v3<ck::tensor_layout::gemm::RowMajor>>(int)",
     "void fbgemm_gpu::f8f8bf16_gemm_kernel<128>(int)",
 )
 CONVOLUTIONS = (
@@ -146,20 +127,12 @@ ATTENTION = (
     "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, "
     "cutlass::bfloat16_t, pytorch_flash::Flash_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t> >, false, true, "
     "false, false, true, true, false, false>(pytorch_flash::Flash_fwd_params)",
-    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128, 8>, false>",
-    "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64, 64, 128, 8, 2, 4, 4, true>>",
-    "void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<(int)64, (int)64, (int)128, (int)8, "
-    "(int)2, (int)4, (int)4, (bool)1, (bool)0, cutlass::bfloat16_t, Flash_kernel_traits<(int)64, (int)64, (int)128, "
-    "(int)8, cutlass::bfloat16_t>>>(pytorch_flash::Flash_bwd_params, int)",
-    "void flash::flash_fwd_splitkv_combine_kernel<flash::Flash_fwd_kernel_traits<128, 128, 32, 4, false, false>>",
     "flash_fwd_kernel",
     "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<"
     "(int)2, cute::tuple<cute::C<(int)1>, cute::C<(int)1>, cute::C<(int)1>>, (int)128, cutlass::half_t, float>>>>(T1)",
     "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t, "
     "cutlass::arch::Sm80, true, 64, 128, 128, true, true>::Params)",
-    "fmha_cutlassB_f16_aligned_64x64_k64_dropout_sm80(AttentionBackwardKernel<cutlass::arch::Sm80>::Params)",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
-    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_kernel0_0",
     "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*, void const*, void*, void*, unsigned int)",
     "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, unsigned int, unsigned int)",
     "_attn_fwd",
@@ -179,13 +152,7 @@ ATTENTION = (
 )
 SOFTMAX = (
     f"{UNNAMED}softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int, int, int)",
-    f"{UNNAMED}softmax_warp_backward<c10::BFloat16, float, float, 10, true, false>(c10::BFloat16*, float const*)",
-    f"{UNNAMED}cunn_SoftMaxForwardGmem<4, float, float, float, at::native::(anonymous namespace)::"
-    "SoftMaxForwardWithMulEpilogue, long>(float*, float const*, long)",
-    f"{UNNAMED}cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous namespace)::"
-    "LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)",
     f"{UNNAMED}nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*, float const*, long const*)",
-    f"{UNNAMED}nll_loss_backward_reduce_cuda_kernel_2d<float, long>(float*, float const*, long const*, float const*)",
     "liger_cross_entropy_kernel",
     "_cross_entropy_losses",  # this project's kernel
     "_cross_entropy_scale",
@@ -204,7 +171,6 @@ SOFTMAX = (
 NORMALISATION = (
     f"{UNNAMED}vectorized_layer_norm_kernel<float, float, false>(int, float, float const*, float const*, float*)",
     f"{UNNAMED}RowwiseMomentsCUDAKernel<float, float>(long, float, float const*, float*, float*)",
-    f"{UNNAMED}layer_norm_grad_input_kernel_vectorized<float, float, false>(float const*, float const*, int)",
     f"{UNNAMED}GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 1u, 32u, true, true, false>(long, long)",
     "void cuComputeGradGammaBeta<float, float, float>(float const*, float const*, int, int, int, float*, float*)",
     f"{UNNAMED}ComputeInternalGradientsCUDAKernel<float>(long, float const*, float const*, float*, float*)",
@@ -215,7 +181,6 @@ NORMALISATION = (
     "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<Kernel_traits<float>>(BwdParams)",
     "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, 512, true, 1, true>(cudnnTensorStruct)",
     "_rms_norm_forward_kernel",
-    "void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>(c10::BFloat16*, float)",
     "triton_per_fused_native_layer_norm_relu_15",
     "triton_per_fused__fused_rms_norm__fused_rms_norm_backward__to_copy_add_0",
     "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_11",  # RMSNorm written out
@@ -233,13 +198,8 @@ NORMALISATION = (
 )
 ELEMENT_WISE = (
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl{LAMBDA}, std::array<char*, 2ul> >(int)",
-    f"{NATIVE}elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<c10::BFloat16, "
-    "c10::BFloat16, c10::BFloat16, at::native::binary_internal::MulFunctor<float> > >(at::TensorIteratorBase&)>",
     f"{NATIVE}elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::(anonymous namespace)::"
     "masked_fill_kernel(at::TensorIterator&, c10::Scalar const&)::{lambda()#1}>>",
-    f"{NATIVE}elementwise_kernel_with_index<int, at::native::arange_cuda_out{LAMBDA}>(int)",
-    f"{UNNAMED}distribution_elementwise_grid_stride_kernel<float, 4, at::native::templates::cuda::normal_and_transform"
-    "<float, float, at::CUDAGeneratorImpl*>(at::TensorIteratorBase&)>",
     f"{UNNAMED}fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(at::cuda::detail::TensorInfo<float>)",
     f"{NATIVE}triu_tril_kernel<bool, int, false, 8, false>(at::cuda::detail::TensorInfo<bool, int>)",
     "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_15CUDAFunctor_addIfEESt5arrayIPcLm3EEEEviT0_T1_",
@@ -265,17 +225,8 @@ ELEMENT_WISE = (
     "void at::native::vectorized_elementwise_kernel<4, fbgemm_gpu::SomeFunctor<float>, std::array<char*, 2> >(int)",
 )
 REDUCTION = (
-    f"{NATIVE}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float, float, float>, unsigned "
-    "int, float, 4, 4> >(at::native::ReduceOp<float, at::native::NormTwoOps<float, float, float>>)",
-    f"{NATIVE}reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16, at::native::MeanOps<c10::BFloat16, float, "
-    "float, c10::BFloat16>, unsigned int, c10::BFloat16, 4, 4> >()",
     f"{UNNAMED}embedding_backward_feature_kernel<float, float, long>(long const*, float const*, float*, int)",
     # embedding_dense_backward on an H200, in its order: the tokens sorted, cut into segments, and their rows added up
-    f"{CUB}radix_sort::DeviceRadixSortHistogramKernel<{SORTING}::Policy1000, (at_cuda_detail::cub::SortOrder)0, long, "
-    "unsigned long long, at_cuda_detail::cub::detail::identity_decomposer_t>(unsigned long long*, long const*, int)",
-    f"{CUB}radix_sort::DeviceRadixSortExclusiveSumKernel<{SORTING}::Policy1000, unsigned long long>(unsigned long*)",
-    f"{CUB}radix_sort::DeviceRadixSortOnesweepKernel<{SORTING}::Policy1000, (at_cuda_detail::cub::SortOrder)0, long, "
-    "at::cuda::cub::detail::OpaqueType<8>, unsigned long long, int, int>(int*, int*, unsigned long long*, long*)",
     f"{CUB}scan::DeviceCompactInitKernel<at_cuda_detail::cub::ScanTileState<unsigned long long, true>, long*>"
     "(at_cuda_detail::cub::ScanTileState<unsigned long long, true>, int, long*)",
     f"{CUB}unique_by_key::DeviceUniqueByKeySweepKernel<at_cuda_detail::cub::detail::unique_by_key::policy_hub<long, "
@@ -283,15 +234,11 @@ REDUCTION = (
     "long*, at_cuda_detail::cub::detail::unique_by_key::VSMemHelper>(long const*, long*)",
     f"{UNNAMED}krn_partials_per_segment<long>(long*, long const*, long const*, long)",
     f"{CUB}scan::DeviceScanInitKernel<at_cuda_detail::cub::ScanTileState<long, true> >(int)",
-    f"{UNNAMED}krn_partial_segment_offset<long>(long*, long const*, long const*, long const*, long const*)",
     f"{UNNAMED}compute_num_of_partial_segments<long>(long const*, long const*, long const*, long*)",
     f"{UNNAMED}compute_grad_weight<float, long>(long const*, float const*, long const*, long)",
     f"{UNNAMED}sum_and_scatter<float, long>(long const*, float*, long, long const*, long const*, long)",
-    # by its short name; and by an older CUB, which sorts in passes up and down
     "DeviceRadixSortSingleTileKernel",
-    "void at_cuda_detail::cub::DeviceRadixSortUpsweepKernel<at_cuda_detail::cub::DeviceRadixSortPolicy<long, int>>()",
     "void at_cuda_detail::cub::DeviceReduceSingleTileKernel<at_cuda_detail::cub::DeviceReducePolicy<int>>(int*)",
-    "void at_cuda_detail::cub::DeviceScanKernel<at_cuda_detail::cub::DeviceScanPolicy<int>::Policy900>(int*)",
     f"{NATIVE}tensor_kernel_scan_innermost_dim<float, std::plus<float> >(float*, float const*, unsigned int)",
     "triton_per_fused_mul_0",
     "triton_red_fused__to_copy_mul_sum_view_4",
@@ -321,7 +268,6 @@ OPTIMIZER = (
     f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<1>, at::native::"
     "(anonymous namespace)::UnaryOpFunctor<float, 1, 1, 0>, at::native::_amp_foreach_non_finite_check_and_unscale_cuda_"
     "(c10::ArrayRef<at::Tensor>, at::Tensor&, at::Tensor const&)::{lambda()#1}>()",
-    "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float, float>, float, float>(long)",
     "multi_tensor_apply_kernel",
     f"{UNNAMED}lpnorm_cleanup<float, (at::native::NormType)1>(float const*, float*)",
     "triton_for_fused_0",
@@ -334,14 +280,10 @@ COPY_AND_FILL = (
     "Memset (Device)",
     "[CUDA memcpy Host-to-Device]",
     "[CUDA memset]",
-    f"{NATIVE}unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda{LAMBDA}, std::array<char*, 2ul>, 4, "
-    "TrivialOffsetCalculator<1, unsigned int>, at::native::memory::LoadWithCast<1>>(int)",
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda{LAMBDA}, std::array<char*, 2>>()",
-    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>, std::array<char*, 1ul> >(int)",
     "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIiEENS_6detail5ArrayIPcLi1EEEEEviT0_T1_",
     "_cut_heads_grads",
     "_cast_part",  # this project's kernel
-    f"{UNNAMED}CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<8u>, unsigned int, 1, 128>()",
     f"{UNNAMED}indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(at::cuda::detail::TensorInfo<float>)",
     f"{NATIVE}vectorized_gather_kernel<(int)16, long>(char *, char *, T2 *, int, long, long, long, long, bool)",
     "at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel(char **, char **, long *)",
@@ -362,9 +304,6 @@ COPY_AND_FILL = (
 )
 COMMUNICATION = (
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<(unsigned long)4096>)",
-    "ncclDevKernel_AllGather_RING_LL",
-    "ncclKernel_SendRecv",
     "void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 2>(c10::BFloat16**)",
     "void sglang::cross_device_reduce_1stage<__nv_bfloat16, 8>(sglang::RankData*)",
     "nccl:all_reduce",
@@ -441,8 +380,8 @@ def test_a_short_name_has_the_class_of_the_whole() -> None:
         (OPTIMIZER[1], "multi_tensor_apply_kernel<FusedAdam>"),
         (OPTIMIZER[2], "multi_tensor_apply_kernel<plus>"),
         (ATTENTION[0], "flash_fwd_kernel"),
-        (ATTENTION[6], "device_kernel<FlashAttnFwdSm90>"),
-        (ATTENTION[7], "fmha_cutlassF_bf16_aligned_64x128_rf_sm80"),
+        (ATTENTION[2], "device_kernel<FlashAttnFwdSm90>"),
+        (ATTENTION[3], "fmha_cutlassF_bf16_aligned_64x128_rf_sm80"),
         (next(name for name in ATTENTION if "bwd_sm90FlashAttention" in name), "FlashAttentionBackwardSm90"),
         (COMMUNICATION[0], "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>(float)", "splitKreduce_kernel"),

@@ -16,7 +16,7 @@ import pytest
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.classes import Collective, KernelClass, collective_of
+from cs336_systems.analysis.kernels.classes import Collective, collective_of
 from cs336_systems.analysis.kernels.communication import by_rank, collectives_of, rank_times, without_rank
 from cs336_systems.analysis.kernels.explain import explain, summarise
 from cs336_systems.analysis.kernels.step_profile import (
@@ -153,28 +153,6 @@ def test_exposed_is_when_a_collective_runs_and_nothing_computes(seed: int) -> No
         assert given == {name: times for name, times in kept.items() if any(times[0]) or name in given}
     assert sum(sum(row.launches) for row in found.communication if row.collective is None) <= len(sends)
     assert decode_profile(encode_profile(found)) == found
-
-
-OVERLAP = Recording(
-    spans=[Span("forward", 0, 20), Span("backward", 20, 60), Span("communication", 60, 70), Span("optimizer", 70, 90)],
-    kernels=[
-        Kernel("gemm", 5, start_ns=10, duration_ns=30),
-        Kernel("gemm", 25, AUTOGRAD, start_ns=40, duration_ns=60),
-        Kernel(ALL_REDUCE, 30, AUTOGRAD, start_ns=80, duration_ns=70, stream=COLLECTIVES),
-        Kernel("adam", 75, start_ns=150, duration_ns=10),
-    ],
-)
-
-
-def test_what_backward_leaves_running_is_communication_if_that_waits_for_it() -> None:
-    """All-reduce from 80 to 150, backward's last kernel until 100: 50 ns are exposed, in the phase that waits."""
-    waiting = replace(OVERLAP, calls=[Call("cudaStreamWaitEvent", 65, 66)])
-    assert walls(profile(waiting)) == {"forward": [40], "backward": [60], "communication": [50], "optimizer": [10]}
-    assert exposed(profile(waiting)) == {"backward": ([20], [0]), "communication": ([50], [50])}
-    # PyTorch's DistributedDataParallel waits at the end of backward
-    before = replace(OVERLAP, calls=[Call("cudaStreamWaitEvent", 55, 56)])
-    assert walls(profile(before)) == {"forward": [40], "backward": [110], "communication": [0], "optimizer": [10]}
-    assert exposed(profile(before)) == {"backward": ([70], [50])}
 
 
 def test_copies_to_peers_are_communication_and_not_computing() -> None:
@@ -333,11 +311,6 @@ def test_the_other_ranks_of_a_file_are_found_beside_it(tmp_path: Path) -> None:
     other.write_bytes(b"{")
     with pytest.raises(ProfileError, match="rank1_t"):
         explain(alone)
-
-
-def test_collectives_are_a_class_of_their_own_in_the_real_trace() -> None:
-    rows = [row for row in explain(REAL).classes if row.kind is KernelClass.COMMUNICATION]
-    assert sum(row.count for row in rows) == 2 * 18
 
 
 def gathering() -> Recording:

@@ -2,7 +2,6 @@
 
 import gzip
 import lzma
-import os
 import random
 import statistics
 from dataclasses import replace
@@ -18,10 +17,7 @@ from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, decode_profile, encode_profile
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import (
-    BACKWARD_KERNELS,
-    FORWARD_KERNELS,
-    LOSS_KERNELS,
-    OPTIMIZER_KERNELS,
+    STEP,
     Call,
     Kernel,
     Recording,
@@ -64,26 +60,6 @@ def test_any_other_file_is_said_with_what_to_do(tmp_path: Path, name: str, conte
     assert said in str(caught.value)
     if "but it" in said:
         assert "the SQLite export of an nsys report, or a trace of torch.profiler" in str(caught.value)
-
-
-def test_what_is_no_file_is_said_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    for path, said in [
-        (tmp_path / "fifo", "no regular file"),
-        (tmp_path, "a directory"),
-        (tmp_path / "none", "No such file"),
-        (tmp_path / "a\0b", "no name of a file"),
-    ]:
-        with pytest.raises(ProfileError, match=said):
-            read_trace(path)
-
-
-STEP = {
-    "forward": FORWARD_KERNELS,
-    "loss": LOSS_KERNELS,
-    "backward": BACKWARD_KERNELS,
-    "optimizer": OPTIMIZER_KERNELS,
-}
 
 
 def launches(found: StepProfile) -> dict[str, tuple[int, ...]]:
@@ -161,16 +137,6 @@ def test_an_empty_trace() -> None:
     found = profile(Recording())
     assert (found.num_steps, found.is_whole_trace, found.num_kernels, found.gaps) == (1, True, 0, ())
     assert decode_profile(encode_profile(found)) == found
-
-
-def test_steps_told_from_threads_end_where_the_next_begins() -> None:
-    found = profile(training(3, phases=False))
-    assert found.phases_from == (PhaseSource.THREADS,)
-    assert launches(found) == {
-        "forward": (FORWARD_KERNELS + LOSS_KERNELS,) * 3,
-        "backward": (BACKWARD_KERNELS,) * 3,
-        "optimizer": (OPTIMIZER_KERNELS,) * 3,
-    }
 
 
 @pytest.mark.parametrize("seed", range(20))

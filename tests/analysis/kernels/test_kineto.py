@@ -4,9 +4,9 @@ import contextlib
 import gzip
 import json
 import random
-import time
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ from cs336_systems.analysis.kernels import kineto as events_module
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
 from cs336_systems.analysis.kernels.kineto import BOOKKEEPING, read_kineto, self_times
-from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
 from cs336_systems.analysis.kernels.trace import Trace
 from cs336_systems.config import Device, ModelConfig, RunConfig
 from cs336_systems.measure.clock import HostClock
@@ -27,12 +26,11 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import Annotator, backward_ranges, own_names, set_annotator
 from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, events_of, write_trace
 from tests.analysis.kernels.tracing import (
-    PROCESS,
     Kernel,
     Recording,
     ints,
     make_trace,
-    module_path,
+    problem_of,
     process_of,
     random_recording,
     training,
@@ -42,17 +40,7 @@ CALL = complete("cuda_runtime", "cudaLaunchKernel", 7, 100, 0, 3, correlation=1)
 KERNEL = complete("kernel", "k", 0, 7, 50, 10, device=0, stream=7, correlation=1)
 
 
-def problem(path: Path) -> str:
-    """What reading the file says: one short line that begins with its name, within bounded time."""
-    begun = time.process_time()
-    with pytest.raises(ProfileError) as caught:
-        read_kineto(path)
-    assert time.process_time() - begun < 10
-    message = str(caught.value)
-    assert message.startswith(f"{path}: ")
-    assert "\n" not in message.removeprefix(str(path))
-    assert len(message) < len(str(path)) + 500
-    return message.removeprefix(f"{path}: ")
+problem = partial(problem_of, read_kineto)
 
 
 def names(trace: Trace, column: np.ndarray) -> list[str]:
@@ -253,27 +241,6 @@ def test_operators_of_a_cpu_take_the_place_of_kernels(recorded: tuple[Path, prof
         assert mine[name] == pytest.approx(time_ns, abs=len(read.kernels))
 
 
-def test_phases_and_modules_of_a_cpu(recorded: tuple[Path, profile]) -> None:
-    read = read_kineto(recorded[0])
-    found = attribute(read)
-    assert found.source is PhaseSource.RANGES
-    assert len(found.steps) == 2
-    layers = 2
-    for step in range(2):
-        rows = np.flatnonzero(found.jobs.step == step)
-        matmuls = Counter(
-            PHASES[found.jobs.phase[row]].value
-            for row in rows
-            if read.strings[read.kernels.name[row]] == "aten::mm"  # of linear layers; attention's are aten::bmm
-        )
-        assert matmuls == {"forward": 7 * layers + 1, "backward": 14 * layers + 2}
-        phases = {PHASES[code].value for code in found.jobs.phase[rows]}
-        assert phases <= {"data", "forward", "backward", "optimizer", "unattributed"}
-        in_block = [row for row in rows if "ffn" in module_path(found, int(found.jobs.module[row]))]
-        assert {PHASES[found.jobs.phase[row]].value for row in in_block} == {"forward", "backward"}
-    assert classify_kernel("aten::mm") is KernelClass.MATMUL
-
-
 def test_a_quote_in_a_range_name_is_explained(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with profile(activities=[ProfilerActivity.CPU]) as seen, record_function('my "best" model'):
@@ -371,8 +338,3 @@ def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, seed: int) -> None:
     path.write_bytes(bytes(content))
     with contextlib.suppress(ProfileError):
         attribute(read_kineto(path))
-
-
-def test_process_numbers_are_those_of_the_system(tmp_path: Path) -> None:
-    read = read_kineto(write_trace(tmp_path / "t.json", events_of(training(1))))
-    assert set(read.kernels.process.tolist()) == {PROCESS >> 24}

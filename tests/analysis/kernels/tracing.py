@@ -2,12 +2,15 @@
 
 import random
 import sqlite3
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.attribution import Attribution, attribute
 from cs336_systems.analysis.kernels.explain import summarise
 from cs336_systems.analysis.kernels.modules import is_matmul_itself
@@ -119,6 +122,19 @@ def module_path(attribution: Attribution, index: int) -> tuple[str, ...]:
     around = module_path(attribution, int(attribution.parent[index]))
     name = attribution.trace.strings[attribution.trace.ranges.name[index]]
     return around if around[-1:] == (name,) else (*around, name)
+
+
+def problem_of(read: Callable[[Path], Trace], path: Path) -> str:
+    """What reading the file says: one short line that begins with its name, within bounded time."""
+    begun = time.process_time()
+    with pytest.raises(ProfileError) as caught:
+        read(path)
+    assert time.process_time() - begun < 10
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message.removeprefix(str(path))
+    assert len(message) < len(str(path)) + 500
+    return message.removeprefix(f"{path}: ")
 
 
 def ns(seconds: float) -> int:
@@ -235,7 +251,8 @@ def write_export(
 
 
 LAYERS = 3
-FORWARD_KERNELS, LOSS_KERNELS, BACKWARD_KERNELS, OPTIMIZER_KERNELS = 4 * LAYERS + 1, 2, 8 * LAYERS + 2, 5
+STEP = {"forward": 4 * LAYERS + 1, "loss": 2, "backward": 8 * LAYERS + 2, "optimizer": 5}
+"""Kernels of each phase of a step of `training`."""
 
 
 def training(
@@ -279,7 +296,7 @@ def training(
         close(head)
         close(forward)
         loss = opened("loss", phases)
-        for _ in range(LOSS_KERNELS):
+        for _ in range(STEP["loss"]):
             made.launch("softmax", tick(), main, 7)
         close(loss)
         backward = opened("backward", phases)
@@ -291,7 +308,7 @@ def training(
                 made.launch("norm", tick(), autograd, 6)
         close(backward)
         optimizer = opened("optimizer", phases)
-        for _ in range(OPTIMIZER_KERNELS):
+        for _ in range(STEP["optimizer"]):
             made.launch("adam", tick(), main, 11)
         close(optimizer)
         close(step)

@@ -201,24 +201,6 @@ def test_curves_of_any_events_against_brute_force(tmp_path: Path, seed: int) -> 
     assert any("contradict" in note for note in found.notes)
 
 
-def test_memory_that_was_given_back_before_the_recording(tmp_path: Path) -> None:
-    """Another stream still uses the memory when recording begins: it is active, but no longer allocated."""
-    made = Allocator()
-    first, second = made.malloc(1000), made.malloc(3000)
-    assert first is not None
-    assert second is not None
-    made.free(first, is_used_elsewhere=True)
-    made.free(second, is_used_elsewhere=True)
-    made.record()
-    made.malloc(500)
-    made.finish(first)
-    made.free(made.malloc(700) or 0)
-    found = replay_of(tmp_path / "s", snapshot_of(made))
-    check(found, made)
-    assert found.allocated_bytes[0] == 0
-    assert active_bytes(found)[0] == 1024 + 3072
-
-
 def test_blocks_are_whole_beyond_the_largest_that_are_split(tmp_path: Path) -> None:
     """Without max_split_size a rest of 2 MiB stays free; with it, larger requests get the whole block."""
     made = Allocator()

@@ -160,6 +160,8 @@ def test_what_is_no_snapshot(tmp_path: Path) -> None:
     assert "no regular file" in refusal(tmp_path / "fifo")
     assert "a directory" in refusal(tmp_path)
     assert "No such file" in refusal(tmp_path / "missing")
+    with pytest.raises(ProfileError, match="no name of a file"):
+        read_snapshot(tmp_path / "a\0b")
     assert "KeyError: 'segments'" in refusal(write(tmp_path / "dict", {"device_traces": []}))
     assert "_dump_snapshot" in refusal(write(tmp_path / "list", []))
 

@@ -16,7 +16,6 @@ from cs336_systems.analysis.memory.profile import (
     BlockMemory,
     Category,
     FailedRequest,
-    LikeAllocations,
     MemoryProfile,
     Moment,
     Place,
@@ -221,14 +220,11 @@ def _most(profile: MemoryProfile) -> Iterator[str]:
     """The code that made most of what was there at the peak, or the tensors where their names are known."""
     of = Counter[str]()
     for row in profile.at_peak:
-        of[f"{row.name} ({row.category})" if row.name else _made_at(row)] += row.bytes_at_peak
+        made_at = f"made at {innermost(row.places)}" if row.places else ""
+        of[f"{row.name} ({row.category})" if row.name else made_at] += row.bytes_at_peak
     named = [(name, num_bytes) for name, num_bytes in of.most_common(NUM_PLACES) if name]
     if named:
         yield f"Its largest parts: {', '.join(f'{size(num_bytes)} {label(name)}' for name, num_bytes in named)}."
-
-
-def _made_at(row: LikeAllocations) -> str:
-    return f"made at {innermost(row.places)}" if row.places else ""
 
 
 def _reserved(profile: MemoryProfile) -> str:

@@ -7,7 +7,9 @@ make_profile, a training step on a GPU (50 kernels, 40 ms of kernels, 52 ms of w
     optimizer  20 kernels 10 ms: 16 mul 8 ms, 4 of an unknown kernel 2 ms;                  12 ms wall,  2.0 ms idle
 """
 
+import dataclasses
 from dataclasses import replace
+from functools import partial
 
 from cs336_systems.analysis.kernels.classes import Collective, KernelClass, classify_kernel, short_name
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
@@ -64,6 +66,20 @@ def seconds(*times_ms):
     return tuple(time_ms / 1e3 for time_ms in times_ms)
 
 
+def make(kind, *values, **fields):
+    """A part of a profile by its fields in their order; of those, times are in milliseconds."""
+    given = {field.name: value for field, value in zip(dataclasses.fields(kind), values, strict=False)}
+    for name in (name for name in given if name.endswith("_s")):
+        given[name] = seconds(*given[name]) if isinstance(given[name], tuple) else given[name] / 1e3
+    return kind(**given, **fields)
+
+
+make_attention, make_module, make_idle, make_times, make_window = (
+    partial(make, kind) for kind in (AttentionTimes, ModuleTimes, IdleTimes, CommunicationTimes, Window)
+)
+make_call = partial(make, HostCalls, is_launch=False, is_wait=False)
+
+
 def make_phase(phase, launches, kernel_ms, wall_ms, host_ms, **fields):
     """Of two steps: pairs of numbers."""
     none = (0.0,) * len(launches)
@@ -102,51 +118,18 @@ def make_kernels(names):
 def make_classes(names):
     sums = {}
     for phase, found in names.items():
-        for name, count, total_ms in found:
-            before = sums.get((phase, classify_kernel(name)), (0, 0))
-            sums[phase, classify_kernel(name)] = (before[0] + count, before[1] + total_ms)
-    return tuple(
-        ClassTimes(kind=kind, phase=phase, count=count, total_s=total_ms / 1e3)
-        for (phase, kind), (count, total_ms) in sums.items()
-    )
+        for name, *own in found:
+            kind = classify_kernel(name)
+            sums[kind, phase] = [sum(both) for both in zip(sums.get((kind, phase), (0, 0)), own, strict=True)]
+    return tuple(make(ClassTimes, *key, *own) for key, own in sums.items())
 
 
-def make_attention(part, phase, count, total_ms, product_count, product_ms, flops):
-    return AttentionTimes(
-        part=AttentionPart(part), phase=phase, count=count, total_s=total_ms / 1e3, product_count=product_count,
-        product_s=product_ms / 1e3, flops=flops,
-    )  # fmt: skip
-
-
-def make_module(path, phase, count, total_ms):
-    return ModuleTimes(path=path, phase=phase, count=count, total_s=total_ms / 1e3)
-
-
-def make_idle(phase, cause, count, total_ms):
-    return IdleTimes(phase=phase, cause=cause, count=count, total_s=total_ms / 1e3)
-
-
-def make_gap(step, start_ms, duration_ms, phase, cause, **fields):
-    return Gap(**{
-        "step": step, "start_s": start_ms / 1e3, "duration_s": duration_ms / 1e3, "phase": phase, "cause": cause,
-        "before": short_name(MUL), "after": short_name(GEMM_A), "module": (), "host_call": "", **fields,
-    })  # fmt: skip
-
-
-def make_call(name, phase, count, total_ms, is_launch=False, is_wait=False):
-    return HostCalls(
-        name=name, phase=phase, count=count, total_s=total_ms / 1e3, is_launch=is_launch, is_wait=is_wait
-    )  # fmt: skip
+make_gap = partial(make, Gap, before=short_name(MUL), after=short_name(GEMM_A), module=(), host_call="")
 
 
 def make_piece(kind, start_ms, end_ms, stream=7):
     start_s, end_s = start_ms / 1e3, end_ms / 1e3
     return Piece(stream=stream, kind=kind, start_s=start_s, end_s=end_s, busy_s=end_s - start_s)
-
-
-def make_window(phase, host_ms, device_ms):
-    return Window(phase=phase, host_start_s=host_ms[0] / 1e3, host_end_s=host_ms[1] / 1e3,
-                  device_start_s=device_ms[0] / 1e3, device_end_s=device_ms[1] / 1e3)  # fmt: skip
 
 
 def make_profile(**changes):
@@ -165,12 +148,12 @@ def make_profile(**changes):
         "kernels": make_kernels(NAMES),
         "classes": make_classes(NAMES),
         "attention": (
-            make_attention("scores", FORWARD, 4, 2.5, 2, 1.5, 3_000_000_000),
-            make_attention("softmax", FORWARD, 2, 1, 0, 0, 150_000_000),
-            make_attention("values", FORWARD, 2, 1.5, 2, 1.5, 3_000_000_000),
-            make_attention("scores", BACKWARD, 4, 4, 4, 4, 6_000_000_000),
-            make_attention("softmax", BACKWARD, 2, 2, 0, 0, 120_000_000),
-            make_attention("values", BACKWARD, 4, 4, 4, 4, 6_000_000_000),
+            make_attention(AttentionPart.SCORES, FORWARD, 4, 2.5, 2, 1.5, 3_000_000_000),
+            make_attention(AttentionPart.SOFTMAX, FORWARD, 2, 1, 0, 0, 150_000_000),
+            make_attention(AttentionPart.VALUES, FORWARD, 2, 1.5, 2, 1.5, 3_000_000_000),
+            make_attention(AttentionPart.SCORES, BACKWARD, 4, 4, 4, 4, 6_000_000_000),
+            make_attention(AttentionPart.SOFTMAX, BACKWARD, 2, 2, 0, 0, 120_000_000),
+            make_attention(AttentionPart.VALUES, BACKWARD, 4, 4, 4, 4, 6_000_000_000),
         ),
         "modules": (
             make_module((), OPTIMIZER, 20, 10),
@@ -213,9 +196,9 @@ def make_profile(**changes):
             step=0,
             wall_s=0.025,
             windows=(
-                make_window(FORWARD, (0, 7), (0, 8)),
-                make_window(BACKWARD, (7, 18), (8, 20)),
-                make_window(OPTIMIZER, (18, 22), (20, 25)),
+                make_window(FORWARD, 0, 7, 0, 8),
+                make_window(BACKWARD, 7, 18, 8, 20),
+                make_window(OPTIMIZER, 18, 22, 20, 25),
             ),
             pieces=(
                 make_piece(KernelClass.MATMUL, 0.5, 3.4),
@@ -232,14 +215,6 @@ def make_profile(**changes):
         "notes": (),
         **changes,
     })  # fmt: skip
-
-
-def make_times(phase, collective, launches, total_ms, exposed_ms):
-    """Of two steps: pairs of numbers."""
-    total_s, exposed_s = seconds(*total_ms), seconds(*exposed_ms)
-    return CommunicationTimes(
-        phase=phase, collective=collective, launches=launches, total_s=total_s, exposed_s=exposed_s
-    )
 
 
 def make_shared(**changes) -> StepProfile:

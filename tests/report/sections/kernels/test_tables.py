@@ -27,7 +27,6 @@ from tests.report.sections.kernels.profiles import (
     GEMM_A,
     UNATTRIBUTED,
     headings,
-    make_attention,
     make_cpu_profile,
     make_entry,
     make_phase,
@@ -61,15 +60,10 @@ def test_phases_by_hand():
     assert column(table, "copies") == ["0", "1", "0", "1"]
     assert "recomputed" not in headings(table)
     assert any("The step by the host's clock: 26.0 ± 1.4 ms." in note for note in table.notes)
-
-
-def test_phases_csv_by_hand():
     section = of_file(phases)
     assert numbers(section, "kernel_std_ms") == pytest.approx([0.02**0.5, 0, 0, 0.02**0.5])
     assert numbers(section, "launch_calls_per_step") == [7, 9, 10, 26]
-    assert numbers(section, "host_per_launch_ms") == pytest.approx([1, 22 / 18, 0.4, 44 / 52])
     assert numbers(section, "copy_mean_ms") == pytest.approx([0, 0.1, 0, 0.1])
-    assert numbers(section, "recomputed_mean_ms") == [0, 0, 0, 0]
 
 
 def test_every_kernel_of_the_file_is_accounted_for():
@@ -122,8 +116,11 @@ def test_phases_beside_the_clock_of_the_plain_run():
     assert float(forward["kernel_mean_ms"]) == pytest.approx(5)
     assert float(forward["clock_mean_ms"]) == pytest.approx(6.25)
     assert float(forward["wall_over_clock"]) == pytest.approx(8 / 6.25)
-    assert numbers(section, "clock_mean_ms", precision="fp32", phase="step") == pytest.approx([25])
-    assert csv_rows(section, precision="bf16", phase="forward")[0]["clock_mean_ms"] == ""
+    (step,) = csv_rows(section, precision="fp32", phase="step")
+    values = [float(step[name]) for name in ("clock_mean_ms", "profiled_mean_ms", "slowdown")]
+    assert values == pytest.approx([25, 31, 31 / 25])
+    (alone,) = csv_rows(section, precision="bf16", phase="step")
+    assert (alone["clock_mean_ms"], alone["slowdown"]) == ("", "")
     (table,) = section.tables
     assert table.rows[0][:6] == ("small", "128", "fp32", "forward", "7", "5.00 ± 0.14")
     assert table.rows[0][-3:] == ("6.250", "+28.0", "1.24")
@@ -182,13 +179,9 @@ def test_attention_of_an_unknown_shape_has_no_flops():
     assert "FLOP ratio" not in headings(table)
     assert column(table, "time ratio") == ["0.333", "0.250"]
     assert csv_rows(section)[0]["scores_flops_per_s"] == ""
-    alone = (make_attention("scores", BACKWARD, 4, 4, 4, 4, None),)
-    (table,) = of_file(attention, make_profile(attention=alone)).tables
+    (table,) = of_file(attention, make_profile(attention=unknown[3:4])).tables
     assert "time ratio" not in headings(table)
     assert of_file(attention, make_profile(attention=())).tables == ()
-
-
-# the longest kernels, and the profiler's cost
 
 
 def test_the_longest_kernels():
@@ -198,18 +191,6 @@ def test_the_longest_kernels():
     assert float(step["share"]) == pytest.approx(14 / 40)
     assert float(step["total_ms_per_step"]) == pytest.approx(7)
     assert float(step["count_per_step"]) == 8
-
-
-def test_slowdown_is_the_profiled_step_over_the_plain_one():
-    """31 over 25 ms."""
-    (found,) = csv_rows(phases([make_entry()]), phase="step")
-    assert float(found["clock_mean_ms"]) == pytest.approx(25)
-    assert float(found["profiled_mean_ms"]) == pytest.approx(31)
-    assert float(found["slowdown"]) == pytest.approx(31 / 25)
-    (alone,) = csv_rows(phases([make_entry(plain_s=None)]), phase="step")
-    assert (alone["clock_mean_ms"], alone["slowdown"]) == ("", "")
-    (unknown,) = csv_rows(of_file(phases), phase="step")
-    assert unknown["profiled_mean_ms"] == ""
 
 
 # communication
@@ -300,13 +281,3 @@ def test_profiles_are_loaded_with_their_plain_runs(tmp_path, capsys):
     assert found.clock_s(Phase.FORWARD, found.plain) == pytest.approx(0.005)
     (said,) = capsys.readouterr().err.splitlines()  # the first in the order of tables: tf32 before bf16
     assert all(word in said for word in ("(and 1 more)", "tf32", "not a step profile"))
-
-
-def test_a_run_without_a_plain_run_has_no_clock(tmp_path):
-    config = make_config(profiler=Profiler.KINETO)
-    kernel_profile_path(config, tmp_path / "runs").parent.mkdir()
-    write_profile(make_profile(), kernel_profile_path(config, tmp_path / "runs"))
-    records = [make_failure(config.unprofiled), make_record(config, (0.03,))]
-    (found,) = load_profiled(records, tmp_path)
-    assert found.plain is None
-    assert found.clock_s(Phase.STEP, found.plain) is None
