@@ -20,7 +20,7 @@ from cs336_systems.commands.outcome import OK, checked, show
 from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY, data_sheet_curves, data_sheet_link
 from cs336_systems.costs.hardware import DeviceSpec
-from cs336_systems.costs.links import Links, measured_links
+from cs336_systems.costs.ranks_time import Links, measured_links
 from cs336_systems.costs.scale import PARALLEL, Paper, feed, scale_step
 from cs336_systems.costs.shards import factor_bytes
 from cs336_systems.costs.time import has_large_matmuls

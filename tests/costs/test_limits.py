@@ -7,8 +7,8 @@ import pytest
 import sympy
 
 from cs336_systems.config import SIZES
-from cs336_systems.costs.communication import Collective, call_of
-from cs336_systems.costs.links import Group, Links
+from cs336_systems.costs.communication import Call, Collective
+from cs336_systems.costs.ranks_time import Links
 from cs336_systems.costs.scale import Link, Paper, Scheme, bounds, feed, largest_ranks, most_ranks
 
 H100 = Links(gpus_per_node=8, node_bytes_per_s=450e9, network_bytes_per_s=50e9)
@@ -24,14 +24,13 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
     links, tokens = paper.links, paper.tokens / data
 
     def weights_s(kind: Collective, element_bytes: int) -> float:
-        call = call_of(kind, element_bytes * elements / tensor)  # type: ignore[arg-type]
-        in_node = max(1, min(data, links.gpus_per_node // tensor))
-        return links.call_s(call, Group(in_node=in_node, nodes=data // in_node))
+        call = Call(kind, element_bytes * elements / tensor)  # type: ignore[arg-type]
+        return replace(links, gpus_per_node=max(1, links.gpus_per_node // tensor)).call_s(call, data)
 
     def activations_s() -> float:
         kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) * 2
         size = paper.element_bytes * tokens * d_model
-        return sum(links.call_s(call_of(kind, size), links.group(tensor)) for kind in kinds)  # type: ignore[arg-type]
+        return sum(links.call_s(Call(kind, size), tensor) for kind in kinds)  # type: ignore[arg-type]
 
     forward = 2 * tokens * elements / tensor / paper.flops_per_s
     gather, scatter = (

@@ -20,10 +20,10 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.costs.communication import Collective, calls, gradient_groups, unit_bytes
+from cs336_systems.costs.communication import Collective, calls, gradient_calls, part_bytes
 from cs336_systems.costs.curves import Curves, Matmul, time_s
-from cs336_systems.costs.links import Links
 from cs336_systems.costs.ranks_time import (
+    Links,
     RanksTime,
     compute_time,
     predicted_time,
@@ -137,7 +137,7 @@ def test_buckets_are_averaged_while_backward_goes_on(way: Parallel, arch: Arch, 
     found, alone = predicted(config, rate), compute_time(config, curves())
     assert alone is not None
     backward_s = alone.phases_s[Phase.BACKWARD]
-    counts, groups = parameter_elements(config), gradient_groups(config)
+    counts, groups = parameter_elements(config), [names for names, _ in gradient_calls(config)]
     assert len(groups) > 3
     tables = {"positions"} if arch is Arch.GPT2 else {"embedding"}
     multiplied = {
@@ -175,9 +175,7 @@ def test_a_sharded_optimizer_sends_every_parameter() -> None:
 
 def sharded_parts(config: RunConfig, compute: Mapping[Phase, float], rate: float, ahead: int, once: bool) -> list[Part]:
     """What follows one another in a step whose parameters are sharded, with as many units gathered ahead."""
-    sizes = {
-        name: num_bytes * (config.ranks - 1) / config.ranks / rate for name, num_bytes in unit_bytes(config).items()
-    }
+    sizes = {name: sum(parts) * (config.ranks - 1) / rate for name, parts in part_bytes(config).items()}
     names = [LOOKUP, *map(str, range(config.model.num_layers)), HEAD]
     counts = parameter_elements(config)
     weights = {

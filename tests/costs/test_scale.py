@@ -14,8 +14,8 @@ from cs336_systems.costs.curves import (
     data_sheet_link,
 )
 from cs336_systems.costs.hardware import DEVICES, find_device
-from cs336_systems.costs.links import Links
 from cs336_systems.costs.memory import predict_memory
+from cs336_systems.costs.ranks_time import Links
 from cs336_systems.costs.scale import PARALLEL, ScaleStep, Scheme, scale_step
 
 H200 = find_device("H200")
