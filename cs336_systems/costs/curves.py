@@ -56,6 +56,8 @@ class Curves:
     """Times of each collective by its bytes, by the number of ranks among which they were measured."""
     queued_gap_s: float | None = None
     """Gap between two kernels that the host launched one by one, early enough; None if it was not measured."""
+    is_measured: bool = True
+    """Whether they were measured, and not computed from the device's data sheet."""
     is_in_doubt: bool = False
     """Whether so many of the times are in doubt that what is predicted from them is too."""
     is_shipped: bool = False
@@ -215,6 +217,7 @@ def data_sheet_curves(device: DeviceSpec) -> Curves:
         adamw=passes,
         launch_s=LAUNCH_S,
         kernel_s=KERNEL_S,
+        is_measured=False,
     )
 
 

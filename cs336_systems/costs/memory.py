@@ -92,21 +92,13 @@ def _predict(config: RunConfig) -> MemoryPrediction:
 
 def predicted_peak_bytes(config: RunConfig) -> int | None:
     """torch.cuda.max_memory_allocated of the measured steps; None if that is not predicted."""
-    if config.device is not Device.CUDA or not is_predictable(config):
+    found = predict_memory(config) if config.device is Device.CUDA else None
+    if found is None:
         return None
-    first_bytes, last_bytes = _peaks_bytes(as_costed(config))
     if config.warmup_steps:
-        return last_bytes
-    return max(first_bytes, 0 if config.measured_steps == 1 else last_bytes)
-
-
-@lru_cache(maxsize=4096)
-def _peaks_bytes(config: RunConfig) -> tuple[int, int]:
-    """The peaks of the first step and of a steady one, without what they consist of."""
-    replayed = _Replay(tape_of(config))
-    steps, levels = replayed.tape.steps, replayed.levels()
-    first, last = (max(levels[steps[place][0][1] : steps[place][-1][1] + 1]) for place in (0, -1))
-    return first, last
+        return found.peak.allocated_bytes
+    later_bytes = 0 if config.measured_steps == 1 else found.peak.allocated_bytes
+    return max(found.first_step_peak.allocated_bytes, later_bytes)
 
 
 def host_bytes(config: RunConfig) -> int | None:
@@ -200,13 +192,9 @@ def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
 
 def _tensor_bytes(config: RunConfig) -> int:
     """The most bytes of tensors at any moment, without the remainders that the allocator does not split off."""
-    return max(_levels_without_rests(tape_of(config)))
-
-
-def _levels_without_rests(tape: Tape) -> list[int]:
-    """Bytes allocated before the first event and after each, if the allocator split off everything."""
+    tape = tape_of(config)
     sizes = [_rounded(spec.size_bytes) for spec in tape.specs]
-    return _levels(tape, [sizes[kind] for kind in tape.tensors])
+    return max(_levels(tape, [sizes[kind] for kind in tape.tensors]))
 
 
 def _levels(tape: Tape, sizes_bytes: Sequence[int]) -> list[int]:
@@ -278,13 +266,9 @@ class _Replay:
         """Bytes of the block that holds each tensor, by handle."""
         self.reserved_bytes = allocator.reserved_bytes
 
-    def levels(self) -> list[int]:
-        """Bytes allocated before the first event and after each."""
-        return _levels(self.tape, self.sizes_bytes)
-
     def prediction(self) -> MemoryPrediction:
         """The peaks of the first and the last step, and the last step's memory phase by phase."""
-        levels = self.levels()
+        levels = _levels(self.tape, self.sizes_bytes)
         first, last = ([(phase, begin) for phase, begin, _ in self.tape.steps[place]] for place in (0, -1))
         return MemoryPrediction(
             peak=self._peak(last, levels),

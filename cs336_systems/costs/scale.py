@@ -32,6 +32,7 @@ different weights, but through one network. With n < 1 + f / a nodes of tensor r
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 from math import floor, inf
 
 from cs336_systems.config import Arch, ModelConfig, Parallel, RunConfig
@@ -85,9 +86,9 @@ class Paper:
 class Bound:
     """One inequality, if the other link is infinitely fast."""
 
-    scheme: Scheme
+    way: Scheme
     link: Link
-    formula: str
+    inequality: str
     intensity: float
     """a of the data ranks, or of the tensor ranks of tensor parallelism alone."""
     least_tokens: float | None
@@ -114,7 +115,12 @@ def most_ranks(budget: float, near: float, far: float, in_node: int) -> float:
 def bounds(paper: Paper) -> list[Bound]:
     """The inequality of each scheme for each link."""
     links = [Link.NODE] if paper.links.network_bytes_per_s is None else [*Link]
-    return [_bound(paper, scheme, link) for scheme in Scheme for link in links]
+    found = []
+    for scheme, link in product(Scheme, links):
+        a = paper.intensity(link, paper.gradient_bytes if scheme is Scheme.DATA else paper.element_bytes)
+        inequality, least_tokens = FORMULAS[scheme][link is Link.NETWORK], _least_tokens(paper, scheme, link, a)
+        found.append(Bound(way=scheme, link=link, inequality=inequality, intensity=a, least_tokens=least_tokens))
+    return found
 
 
 def largest_ranks(paper: Paper, scheme: Scheme) -> int | None:
@@ -166,17 +172,6 @@ FORMULAS = {
 }
 """Inequalities of each scheme, for the links of a node and for the network. g, x and y of the N, X and Y ranks are in
 one node; n is the number of nodes over which tensors are sharded, at least 1."""
-
-
-def _bound(paper: Paper, scheme: Scheme, link: Link) -> Bound:
-    a = paper.intensity(link, paper.gradient_bytes if scheme is Scheme.DATA else paper.element_bytes)
-    return Bound(
-        scheme=scheme,
-        link=link,
-        formula=FORMULAS[scheme][link is Link.NETWORK],
-        intensity=a,
-        least_tokens=_least_tokens(paper, scheme, link, a),
-    )
 
 
 def _least_tokens(paper: Paper, scheme: Scheme, link: Link, a: float) -> float | None:

@@ -548,12 +548,12 @@ class CeilingsStudy:
         times_s = self._stream_times(stream)
         return max(times_s) / times_s[max(times_s)] if times_s else None
 
-    def collective_times(self, ranks: int) -> dict[Collective, dict[int, float]]:
-        """Times of the collectives of so many processes, by bytes."""
-        found: dict[Collective, dict[int, float]] = {}
+    def collective_times(self) -> dict[tuple[int, Collective], dict[int, float]]:
+        """Times by bytes, of each number of processes and kind of collective."""
+        found: dict[tuple[int, Collective], dict[int, float]] = {}
         for cell in self.reductions:
-            if cell.world_size == ranks and cell.timing.time_s is not None:
-                found.setdefault(cell.collective, {})[cell.num_bytes] = cell.timing.time_s
+            if cell.timing.time_s is not None:
+                found.setdefault((cell.world_size, cell.collective), {})[cell.num_bytes] = cell.timing.time_s
         return found
 
     def curves(self) -> Curves | None:

@@ -131,7 +131,7 @@ def test_both_together_have_the_book_s_square_by_symbols() -> None:
 def test_the_book_s_numbers_come_out() -> None:
     """H100, bf16: 2200 tokens for each GPU in a node and 2475 across nodes of 400 GB/s; LLaMA-3's F gives 11-way TP."""
     paper = replace(PAPER, gradient_bytes=2, feed=28_000)
-    found = {(each.scheme, each.link): each for each in bounds(paper)}
+    found = {(each.way, each.link): each for each in bounds(paper)}
     for scheme in (Scheme.DATA, Scheme.SHARDED):
         assert found[scheme, Link.NODE].least_tokens == pytest.approx(2200)
         assert found[scheme, Link.NETWORK].least_tokens == pytest.approx(2475)

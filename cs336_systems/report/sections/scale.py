@@ -1,11 +1,11 @@
 """A step on many GPUs as tables: the forecast of each way to share it, and from where on communication limits it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from cs336_systems.config import Arch, RunConfig
 from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Curves
-from cs336_systems.costs.scale import Bound, Paper, ScaleStep, Scheme, bounds, largest_ranks
+from cs336_systems.costs.scale import Paper, ScaleStep, Scheme, bounds, largest_ranks
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.sections.account import by_data_sheet
@@ -35,8 +35,6 @@ class Scale:
     """What the inequalities are about: the tokens of a step on the most ranks."""
     curves: Curves
     device_name: str
-    is_measured: bool
-    """Whether the times of kernels are from measured ceilings of the device, not from its data sheet."""
     peak_flops_per_s: float | None
     memory_bytes: int | None
     """Of each GPU by its data sheet; None if it is not known."""
@@ -54,22 +52,20 @@ def scale_section(found: Scale) -> Section:
 def scale_rows(found: Scale) -> Iterator[Row]:
     """A row for each way and number of ranks; None for what is not known."""
     for scheme, ranks, step in found.steps:
-        values = {} if step is None else _values(step, found)
-        yield dict.fromkeys(CSV_COLUMNS) | {"way": scheme, "ranks": ranks} | values
-
-
-def _values(step: ScaleStep, found: Scale) -> Row:
-    times, memory_bytes = step.times, found.memory_bytes
-    return {
-        "step_ms": 1e3 * times.time.step_s,
-        "compute_ms": 1e3 * times.compute_s,
-        "communication_ms": 1e3 * times.communication_s,
-        "slowed_ms": 1e3 * times.slowed_s,
-        "exposed_ms": 1e3 * times.exposed_s,
-        "peak_gib": None if step.memory_bytes is None else step.memory_bytes / GIB,
-        "fits": None if step.memory_bytes is None or memory_bytes is None else step.memory_bytes <= memory_bytes,
-        "mfu": ratio(step.flops_per_s, found.peak_flops_per_s),
-    }
+        row: Row = dict.fromkeys(CSV_COLUMNS) | {"way": scheme, "ranks": ranks}
+        if step is not None:
+            times, needed_bytes, has_bytes = step.times, step.memory_bytes, found.memory_bytes
+            row |= {
+                "step_ms": 1e3 * times.time.step_s,
+                "compute_ms": 1e3 * times.compute_s,
+                "communication_ms": 1e3 * times.communication_s,
+                "slowed_ms": 1e3 * times.slowed_s,
+                "exposed_ms": 1e3 * times.exposed_s,
+                "peak_gib": ratio(needed_bytes, GIB),
+                "fits": None if needed_bytes is None or has_bytes is None else needed_bytes <= has_bytes,
+                "mfu": ratio(step.flops_per_s, found.peak_flops_per_s),
+            }
+        yield row
 
 
 def _steps_table(found: Scale, rows: list[Row]) -> Table:
@@ -101,7 +97,7 @@ def _step_notes(found: Scale) -> Iterator[str]:
         "A step takes the sum of computing, slowed and exposed: communication is exposed where kernels wait for it, "
         "and slows the kernels beside it."
     )
-    if not found.is_measured:
+    if not found.curves.is_measured:
         yield by_data_sheet(found.device_name)
     elif found.curves.is_shipped:
         yield SHIPPED
@@ -129,15 +125,7 @@ def _bounds_table(paper: Paper) -> Table:
         "the course's B / N > C / W, Y < F W / C and "
         "B / N > (C / W)^2 / F. cs336_systems/costs/scale.py derives them.",
     )
-    rows = [_bound_row(bound) for bound in bounds(paper)]
-    return make_table("The inequalities", [column(key) for key in keys], rows, notes)
-
-
-def _bound_row(bound: Bound) -> Row:
-    return {
-        "way": bound.scheme, "link": bound.link, "inequality": bound.formula, "intensity": bound.intensity,
-        "least_tokens": bound.least_tokens,
-    }  # fmt: skip
+    return make_table("The inequalities", [column(key) for key in keys], map(asdict, bounds(paper)), notes)
 
 
 def _symbols_table(found: Scale) -> Table:
@@ -150,7 +138,7 @@ def _symbols_table(found: Scale) -> Table:
         ("B", paper.tokens, "tokens", "of a step of all ranks"),
         ("N = X Y", "", "ranks", "data ranks times tensor ranks"),
         ("G", links.gpus_per_node, "GPUs", "of a node"),
-        ("C", paper.flops_per_s, "FLOP/s", measured if found.is_measured else promised),
+        ("C", paper.flops_per_s, "FLOP/s", measured if found.curves.is_measured else promised),
         ("W in a node", links.node_bytes_per_s, "byte/s", found.link_source),
         *([("W of the network", links.network_bytes_per_s, "byte/s", "given")]
           if links.network_bytes_per_s is not None else ()),
