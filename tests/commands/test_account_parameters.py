@@ -7,7 +7,6 @@ import pytest
 
 from cs336_systems.cli import main
 from cs336_systems.commands import account
-from cs336_systems.costs.hardware import find_device
 
 DAYS = ["--parameters", "70e9", "--tokens", "15e12", "--count", "1024", "--mfu", "0.5"]
 
@@ -64,15 +63,6 @@ def test_a_time_has_a_unit_that_can_be_read(
 def test_the_precision_chooses_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     assert account_of(*DAYS, "--device-name", "H100 80GB HBM3", "--precision", "fp32") == 0
     assert values(capsys.readouterr().out)["peak of one device"] == "67e12"
-
-
-def test_the_gpu_of_this_machine_is_the_default(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("cs336_systems.commands.account.device_meant", lambda _: find_device("A100-SXM4-80GB"))
-    monkeypatch.setattr(account, "visible_gpus", lambda: ())
-    assert account_of(*DAYS) == 0
-    assert values(capsys.readouterr().out)["peak of one device"] == "312e12"
 
 
 NUMBERS = ("--parameters", "--tokens", "--peak-tflops", "--count", "--mfu")

@@ -11,7 +11,6 @@ from cs336_systems.commands import account
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY
 from cs336_systems.costs.scale import FORMULAS, PARALLEL, Scheme
 from cs336_systems.files import encode_json
-from cs336_systems.measure.nvml import Gpu
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.report.ceilings import CollectiveCell, lasting, make_ceilings, product_at, square, stream_at
 
@@ -92,26 +91,6 @@ def test_times_from_ceilings_in_doubt_are_marked(
     assert row.count("?") == (4 if is_in_doubt else 0), "step, computing, slowed and exposed"
 
 
-def test_ceilings_that_are_asked_for_come_before_the_gpu_that_is_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu = Gpu(index=0, uuid="u", name="NVIDIA A30", memory_bytes=2**34, driver="1")
-    monkeypatch.setattr(account, "visible_gpus", lambda: (gpu,))
-    assert scale(*GIVEN, "--ceilings", ceilings_at(tmp_path / "h200")) == 0
-    said = capsys.readouterr().out
-    assert "H200" in said
-    assert "A30" not in said
-
-
-def test_files_hold_the_tables_their_values_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scale("--size", "small", "--device-name", "H200", "--output", tmp_path / "paper") == 0
-    capsys.readouterr()
-    assert [(row["way"], row["ranks"]) for row in written(tmp_path / "paper")] == [
-        (str(scheme), ranks) for scheme in PARALLEL for ranks in ("1", "2", "4", "8")
-    ]
-    assert "N < 1 + f / a" not in (tmp_path / "paper" / "scale.md").read_text(), "one node has no network"
-
-
 def test_a_data_sheet_is_marked_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     assert scale("--device-name", "B200") == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -130,15 +109,6 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search(r"^ddp on 8 does not fit.* 80 GiB", capsys.readouterr().out, re.MULTILINE)
     assert scale(*words, "--device-name", "V100-SXM2-32GB", "--precision", "fp32") == 0
     assert {each["fits"] for each in written(tmp_path)} == {""}, "boards of that row differ in memory"
-
-
-def test_the_only_device_with_ceilings_needs_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not even one that no table has; without a peak there is no MFU."""
-    directory = ceilings_at(tmp_path / "own", device_name="Own GPU")
-    assert scale("--ceilings", directory) == 0
-    said = capsys.readouterr().out
-    assert "on many Own GPU" in said
-    assert "No MFU" in said
 
 
 @pytest.mark.parametrize(

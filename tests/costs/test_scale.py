@@ -56,11 +56,6 @@ def test_the_rate_is_that_of_the_whole_batch_on_all_ranks() -> None:
     assert found.flops_per_s == pytest.approx(flops / 16 / found.times.time.step_s)
 
 
-def test_without_a_matmul_there_is_no_forecast() -> None:
-    unknown = replace(CURVES, matmuls={})
-    assert scale_step(run(), Scheme.DATA, 8, unknown, LINKS) is None
-
-
 def test_a_data_sheet_s_device_reaches_the_stated_shares() -> None:
     assert H200 is not None
     curves = data_sheet_curves(H200)

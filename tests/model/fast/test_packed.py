@@ -241,14 +241,5 @@ def test_pytorch_finds_attention_well_made(device: str) -> None:
     check_operator(packed._attend, qkv, 2)
     values, lse = packed._attend(qkv, 2)
     for turn, bias_type, measures in ((rotations, None, False), (None, torch.bfloat16, True)):
-        arguments = (
-            made(2, 16, 128, dtype=torch.bfloat16, device=device).detach(),
-            qkv,
-            values,
-            lse,
-            turn,
-            2,
-            bias_type,
-            measures,
-        )
-        check_operator(packed._attend_backward, *arguments)
+        gradient = made(2, 16, 128, dtype=torch.bfloat16, device=device).detach()
+        check_operator(packed._attend_backward, gradient, qkv, values, lse, turn, 2, bias_type, measures)

@@ -112,15 +112,6 @@ def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
     torch.testing.assert_close(total, oracle.token_embeddings.weight.grad, rtol=0.02, atol=1e-4)
 
 
-def test_gradients_are_dropped_everywhere() -> None:
-    step = TrainingStep(replace(AUTOCAST, cast_once=True), make("cs336"))
-    step.backward(step.forward(step.batches()))
-    assert all(len(weight.gradients()) == 1 for weight in step.model.weights)
-    assert isinstance(step.optimizer, MasterAdamW)
-    step.optimizer.zero_grad()
-    assert not any(weight.gradients() for weight in step.model.weights)
-
-
 @pytest.mark.parametrize("mode", [mode for mode in Mode if mode is not Mode.TRAIN])
 def test_other_modes_cast_once_too(mode: Mode) -> None:
     config = replace(AUTOCAST, mode=mode, optimizer=OptimizerKind.ADAMW)
