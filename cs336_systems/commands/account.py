@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -274,15 +274,8 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     known = arguments.known
     precision = one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
     peak_flops_per_s, source = checked(lambda: known.peak(device, precision))
-    assert known.parameters is not None
-    assert known.tokens is not None
-    days: dict[str, Any] = {
-        "parameters": known.parameters,
-        "tokens": known.tokens,
-        "peak_flops_per_s": peak_flops_per_s,
-        "count": known.count,
-        "mfu": known.mfu,
-    }
+    days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
+    del days["peak_tflops"]
     answer = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}
     table = days_table(**days, peak_source=source)
     show([table], json=encode_json(answer) if arguments.json else None)

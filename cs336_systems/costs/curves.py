@@ -211,23 +211,19 @@ def data_sheet_curves(device: DeviceSpec) -> Curves:
     bandwidth = MEMORY_EFFICIENCY * device.memory_bandwidth_bytes_per_s
     smallest = round(KERNEL_S * bandwidth)
     passes = {smallest: KERNEL_S, 1000 * smallest: 1000 * KERNEL_S}
+    peaks = device.peak_flops_per_s
+    times_s = {precision: 2 * _SIDE**3 / (MATMUL_EFFICIENCY * peak) for precision, peak in peaks.items()}
     return Curves(
-        matmuls={precision: _matmuls(device, precision) for precision in Precision},
+        matmuls={
+            precision: (Matmul(rows=_SIDE, inner=_SIDE, columns=_SIDE, time_s=time_s),)
+            for precision, time_s in times_s.items()
+        },
         copies=passes,
         adamw=passes,
         launch_s=LAUNCH_S,
         kernel_s=KERNEL_S,
         is_measured=False,
     )
-
-
-def _matmuls(device: DeviceSpec, precision: Precision) -> tuple[Matmul, ...]:
-    """One matmul, whose rate applies to all; empty if the peak of the precision is not known."""
-    peak = device.peak_flops_per_s.get(precision)
-    if peak is None:
-        return ()
-    time_s = 2 * _SIDE**3 / (MATMUL_EFFICIENCY * peak)
-    return (Matmul(rows=_SIDE, inner=_SIDE, columns=_SIDE, time_s=time_s),)
 
 
 def data_sheet_link(device: DeviceSpec) -> float | None:

@@ -1,6 +1,6 @@
 """What the modules of a user's own model cost in a step, from its tape."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
 
@@ -12,7 +12,7 @@ from cs336_systems.costs.traces import own_parameters, tape_of
 OUTSIDE = "outside of the model"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCosts:
     """Parameters of a module, and what its kernels compute and move, all modules of a list together."""
 
@@ -30,23 +30,18 @@ def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
     Left out: the optimizer.
     """
     alone = config.alone
-    found: defaultdict[str, ModuleCosts] = defaultdict(ModuleCosts)
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for path, count in own_parameters(alone).items():
-        found[_shown(path, config.module_depth)].parameters += count
+        found[_shown(path, config.module_depth)]["parameters"] += count
     if is_predictable(alone):
         tape = tape_of(alone)
         for phase, _, (first, stop) in phases_of(tape, -1):
             if phase in (Phase.FORWARD, Phase.BACKWARD):
                 for number, place in zip(tape.launches[first:stop], tape.places[first:stop], strict=True):
                     costs, operation = found[_shown(place, config.module_depth)], tape.operations[number]
-                    moved_bytes = operation.launches * operation.moved_bytes
-                    if phase is Phase.FORWARD:
-                        costs.forward_flops += flops_of(operation)
-                        costs.forward_moved_bytes += moved_bytes
-                    else:
-                        costs.backward_flops += flops_of(operation)
-                        costs.backward_moved_bytes += moved_bytes
-    return dict(found)
+                    costs[f"{phase}_flops"] += flops_of(operation)
+                    costs[f"{phase}_moved_bytes"] += operation.launches * operation.moved_bytes
+    return {path: ModuleCosts(**costs) for path, costs in found.items()}
 
 
 def _shown(path: str | None, depth: int) -> str:

@@ -5,7 +5,7 @@ in the measured ceilings. The host launches kernels in order into a queue, from 
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
@@ -195,19 +195,23 @@ def replay_operations(
     found: Mapping[Phase, Sequence[Operation]], precision: Precision, curves: Curves, *, in_graphs: bool = False
 ) -> TimePrediction:
     """Time of these operations on the device with these curves, launched one by one or as one graph per phase."""
-    kernel_s = cache(lambda operation: kernel_time_s(operation, precision, curves))
-    launches = {phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}
+
+    @cache
+    def launch_of(operation: Operation) -> Launch:
+        return Launch(
+            host_s=0.0 if in_graphs and not curves.on_host else (operation.views + operation.calls) * curves.launch_s,
+            kernel_s=kernel_time_s(operation, precision, curves),
+            count=operation.launches,
+            is_after_wait=curves.on_host,
+        )
+
+    launches = {phase: [*map(launch_of, own)] for phase, own in found.items()}
     if curves.on_host:
-        waiting = {phase: [replace(each, is_after_wait=True) for each in own] for phase, own in launches.items()}
-        return replace(replay(waiting), host_phases_s={})
-    if in_graphs:
-        return replay({phase: _as_graph(each, curves.launch_s) for phase, each in launches.items()}, depth=maxsize)
+        return replace(replay(launches), host_phases_s={})
+    if in_graphs:  # one launch, without gaps: short kernels were timed in a graph, including the gap
+        first = Launch(host_s=curves.launch_s, kernel_s=0.0)
+        return replay({phase: [first, *own] for phase, own in launches.items()}, depth=maxsize)
     return replay(launches, curves.gap_s)
-
-
-def _as_graph(launches: Sequence[Launch], launch_s: float) -> list[Launch]:
-    """The same kernels in one launch, without gaps: short kernels were timed in a graph, including the gap."""
-    return [Launch(host_s=launch_s, kernel_s=0.0), *(replace(each, host_s=0.0) for each in launches)]
 
 
 def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
@@ -230,23 +234,7 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
 
 def host_calls(config: RunConfig) -> int:
     """Number of calls by which the host launches an eager step: operations, and views of tensors."""
-    return sum(each.launches * _calls_of(each) for own in operations(config).values() for each in own)
-
-
-def _calls_of(operation: Operation) -> int:
-    """Calls for each launch of an operation."""
-    return operation.views + operation.calls
-
-
-def _launches(found: Iterable[Operation], kernel_s: Callable[[Operation], float], launch_s: float) -> list[Launch]:
-    """The launches of operations."""
-
-    @cache
-    def launch_of(operation: Operation) -> Launch:
-        host_s = _calls_of(operation) * launch_s
-        return Launch(host_s=host_s, kernel_s=kernel_s(operation), count=operation.launches)
-
-    return [*map(launch_of, found)]
+    return sum(each.launches * (each.views + each.calls) for own in operations(config).values() for each in own)
 
 
 def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) -> float:

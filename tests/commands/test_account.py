@@ -63,18 +63,6 @@ def test_what_is_to_fit_this_machine_is_what_programs_can_have_of_its_smallest_g
     assert "What fits 79.00 GiB" in capsys.readouterr().out
 
 
-def test_what_is_to_fit_a_named_device_is_its_data_sheet_s_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever GPU is here. Boards called V100-SXM2 have 16 or 32 GB."""
-    here = Gpu(index=0, uuid="u", name="X", memory_bytes=24 * GIB, usable_bytes=23 * GIB, driver="1")
-    monkeypatch.setattr(nvml, "visible_gpus", lambda: (here,))
-    assert account("--size", "tiny", "--fit", "--device-name", "H100 PCIe") == 0
-    assert "What fits 80.00 GiB" in capsys.readouterr().out
-    assert account("--size", "tiny", "--fit", "--device-name", "V100-SXM2-32GB") == 2
-    assert "--fit needs --memory-gib" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "gpus",
     [(), (Gpu(index=0, uuid="u", name="X", memory_bytes=None, driver="1"),)],

@@ -9,7 +9,7 @@ import pytest
 from cs336_systems.cli import main
 from cs336_systems.commands import account
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY
-from cs336_systems.costs.scale import FORMULAS, PARALLEL, Scheme
+from cs336_systems.costs.scale import PARALLEL, Scheme
 from cs336_systems.files import encode_json
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.report.ceilings import CollectiveCell, lasting, make_ceilings, product_at, square, stream_at
@@ -50,22 +50,20 @@ def ceilings_at(directory: Path, spread: float = 0.0, **fields: object) -> Path:
     return directory
 
 
-def test_every_way_has_its_formula_and_what_is_measured_its_forecast(
+def test_every_way_has_its_most_ranks_and_what_is_measured_its_forecast(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = ceilings_at(tmp_path / "h200")
     assert scale(*GIVEN, "--ceilings", directory) == 0
     said = capsys.readouterr().out
     for scheme in Scheme:
-        assert all(formula in said for formula in FORMULAS[scheme])
+        assert re.search(rf"^{re.escape(scheme)}: .* [\d,]+$", said, re.MULTILINE)
     for scheme in PARALLEL:
         assert len(re.findall(rf"^{scheme} +[\d,]+ +[\d.]+ ", said, re.MULTILINE)) == 3
     assert "How to Scale Your Model" in said
 
 
-def test_the_numbers_of_the_inequalities_and_the_parts_of_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_most_ranks_and_the_parts_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: C / W is 800e12 / 200e9 = 4000 tokens in a node."""
     directory = ceilings_at(tmp_path / "h200")
     assert scale(*GIVEN, "--ceilings", directory, "--output", tmp_path) == 0

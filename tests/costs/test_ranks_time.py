@@ -79,17 +79,6 @@ def test_what_is_averaged_after_backward_is_exposed(way: Parallel, rate: float) 
     assert found.communication_s == pytest.approx(found.exposed_s)
 
 
-def test_joining_gradients_reads_and_writes_them() -> None:
-    slow = curves(bandwidth=1e6)
-    naive, flat = (
-        ranks_step_time(on(way), slow, links(1e9)) for way in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
-    )  # fmt: skip
-    assert naive is not None
-    assert flat is not None
-    elements = sum(parameter_elements(RUN).values())
-    assert flat.time.step_s - naive.time.step_s == pytest.approx(8 * elements / 1e6, rel=1e-6)
-
-
 class Part(NamedTuple):
     """What the kernels do: `work_s` alone, once as many sends have ended as `needs`; sends begin before and after."""
 

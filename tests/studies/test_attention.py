@@ -93,21 +93,6 @@ def test_a_right_function_is_timed_and_its_error_is_of_rounding(name: str, causa
     assert list(result.measurement(Phase.STEP).times_s) == sums
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("a_quarter_more", {Quantity.OUTPUT: "0.25"}),
-        ("half_as_much_again", dict.fromkeys(Quantity, "half")),
-        ("TwiceDk", {Quantity.DK: "whole"}),
-    ],
-)
-def test_a_known_error_is_found_where_it_is_and_as_large_as_it_is(name: str, wrong: dict[Quantity, str]) -> None:
-    for quantity, error in errors_of(measured(name), Status.INVALID).items():
-        amounts = {"0.25": 0.25, "half": error.max_exact / 2, "whole": error.max_exact}
-        known = amounts[wrong[quantity]] if quantity in wrong else 0
-        assert error.max_error == pytest.approx(known, abs=ROUNDING * error.max_exact), quantity
-
-
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
 @pytest.mark.parametrize(
     ("name", "causal", "wrong"),
