@@ -94,15 +94,10 @@ class Curves:
         if not points:
             return None
         seconds = 2 * batch * rows * inner * columns / _rate(points, batch * rows, inner, columns)
-        if self.has_form(precision, form, is_batched=batch > 1):
+        if any(each.form is form and (each.batch > 1) is (batch > 1) for each in measured):
             return seconds
         least_s = self.pass_s(moved_bytes) if moved_bytes else 0.0
         return max(seconds * MATMULS_OF.get(form, 2) / 2, least_s)
-
-    def has_form(self, precision: Precision, form: Form, *, is_batched: bool) -> bool:
-        """Whether matmuls of this form were measured, batched ones if it is batched."""
-        measured = self.matmuls.get(precision, ())
-        return any(each.form is form and (each.batch > 1) is is_batched for each in measured)
 
     def has_product(self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int) -> bool:
         """Whether this very matmul was measured, so that its time is looked up rather than interpolated."""

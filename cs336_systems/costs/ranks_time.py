@@ -312,6 +312,4 @@ def _weights(config: RunConfig) -> dict[str, int]:
     shapes = parameter_shapes(config.model)
     tables = {LOOKUP, "positions"} if "lm_head" in shapes else {"positions"}
     counts = parameter_elements(config)
-    return {
-        name: counts[name] if len(shape.split()) > 1 and name not in tables else 0 for name, shape in shapes.items()
-    }
+    return {name: counts[name] if len(shape) > 1 and name not in tables else 0 for name, shape in shapes.items()}

@@ -14,18 +14,15 @@ from cs336_systems.studies.ceilings_files import SHIPPED, ceilings_beside, load_
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
-    Launch,
     Loops,
     ProductCell,
     ProductPrecision,
-    Stream,
     joined,
 )
 from cs336_systems.studies.records import read_study
 from tests.committed import DATA
 from tests.report.ceilings import (
     BF16,
-    FP8,
     FP32,
     MIB,
     lasting,
@@ -37,19 +34,6 @@ from tests.report.ceilings import (
     stream_at,
 )
 from tests.report.making import H200, make_environment
-
-
-def test_ceilings_by_hand() -> None:
-    study = make_whole()
-    assert study.product_ceiling(BF16) == pytest.approx(800e12)
-    assert study.best_product(BF16).shape == square(4096)
-    assert study.product_ceiling(FP8) is None
-    assert study.product_ceilings == {BF16: study.product_ceiling(BF16), FP32: study.product_ceiling(FP32)}
-    assert study.bandwidth() == pytest.approx(4000e9)  # of the largest that has a time, not of the fastest
-    assert study.bandwidth(Stream.ADAMW) == pytest.approx(3600e9)
-    assert study.bandwidth(Stream.READ) is None
-    assert study.launch_s(Launch.EAGER) == pytest.approx(4e-6)
-    assert len(study.timings) == 8 + 4 + 2 + 2
 
 
 def hostile(**changes: object) -> bytes:

@@ -94,28 +94,6 @@ def test_a_copy_copies_and_a_sum_sums() -> None:
     assert STREAM_BYTES[Stream.READ] * 100 == source.nbytes
 
 
-def test_the_step_of_adamw_is_that_of_torch_and_its_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    real = torch._fused_adamw_
-
-    def watched(*tensors, **settings):
-        before = [[tensor.clone() for tensor in group] for group in tensors]
-        real(*tensors, **settings)
-        seen.append((before, tensors))
-
-    monkeypatch.setattr(torch, "_fused_adamw_", watched)
-    make_stream(GRID, Stream.ADAMW, 100)()
-    before, (parameters, _, *state) = seen[0]
-    parameter = torch.nn.Parameter(before[0][0].clone())
-    parameter.grad = before[1][0]
-    torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01, eps=1e-8, foreach=False).step()
-    torch.testing.assert_close(parameters[0], parameter.detach())
-    read = [group[0] for group in before[:4]]
-    written = [a for (a,), (b,) in zip([parameters, *state[:2]], [before[0], *before[2:4]], strict=True)
-               if not torch.equal(a, b)]  # fmt: skip
-    assert STREAM_BYTES[Stream.ADAMW] * 100 == sum(tensor.nbytes for tensor in (*read, *written))
-
-
 def test_a_clock_of_known_rate_gives_that_rate() -> None:
     loops = timed_loops(lambda: None, lambda _, count: count * 1e-5, replace(GRID, loops=4))
     assert len(loops.times_s) == 4

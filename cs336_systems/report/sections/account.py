@@ -30,11 +30,10 @@ from cs336_systems.costs.memory import (
     predict_memory,
     residual_stream_bytes,
 )
-from cs336_systems.costs.modules import costs_by_module
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Category
-from cs336_systems.costs.time import Limit, TimePrediction
+from cs336_systems.costs.time import Limit, TimePrediction, costs_by_module
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
@@ -252,11 +251,9 @@ def _collectives(config: RunConfig, curves: Curves) -> list[Row]:
 
 def _collectives_table(config: RunConfig, curves: Curves) -> Table:
     rows = _collectives(config, curves)
-    times = [row["time_s"] for row in rows]
-    whole = {"collective": ALL, "count": sum(row["count"] for row in rows), "num_bytes": None,
-             "sent_bytes": sum(row["sent_bytes"] for row in rows),
-             "time_s": sum(times) if None not in times else None}  # fmt: skip
-    has_times = whole["time_s"] is not None
+    has_times = all(row["time_s"] is not None for row in rows)
+    sums = {key: sum(row[key] for row in rows) for key in ("count", "sent_bytes", *(["time_s"] if has_times else []))}
+    whole = {"collective": ALL, "num_bytes": None, "time_s": None} | sums
     columns = [column(key) for key in ("collective", "calls", "call_mib", "calls_sent_mib")]
     notes = ["Tensors: those of one call together. Sent: by each rank, if all form a ring."]
     if has_times:

@@ -84,28 +84,6 @@ def test_add_norm(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_centred", [False, True], ids=["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("width", [37, 4096])
-@pytest.mark.parametrize("types", TYPES, ids=str)
-def test_norm_alone(types: tuple[torch.dtype, torch.dtype], width: int, is_centred: bool, device: str) -> None:
-    x = made(2, 5, width, seed=0, dtype=types[0], device=device)
-    gain, bias = (made(width, seed=1 + n, dtype=torch.float32, device=device) for n in range(2))
-    wide, wide_gain, wide_bias = (each.detach().double().requires_grad_() for each in (x, gain, bias))
-    found = fused_blocks.norm(x, gain, bias if is_centred else None, EPS, types[1])
-    nothing = torch.zeros_like(wide)
-    _, expected = add_norm_of_parts(wide, nothing, None, wide_gain, wide_bias if is_centred else None)
-    gradient = made(2, 5, width, seed=8, dtype=types[1], device=device).detach()
-    found.backward(gradient)
-    expected.backward(gradient.double())
-    assert found.dtype is types[1]
-    assert is_close(found, expected)
-    assert is_close(x.grad, wide.grad)
-    assert is_close(gain.grad, wide_gain.grad)
-    if is_centred:
-        assert is_close(bias.grad, wide_bias.grad)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [8, 3072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:

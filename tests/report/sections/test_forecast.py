@@ -86,27 +86,6 @@ def test_what_is_not_predicted_is_counted() -> None:
     assert scored({PLACE: elsewhere}, lambda _: CEILINGS) == ([], 1)
 
 
-def test_errors_are_also_those_of_each_device_if_there_are_several() -> None:
-    """Of two devices with the same ceilings, one takes a step as long as predicted, the other twice as long."""
-    names, exact = ("NVIDIA H200", "NVIDIA H100 80GB HBM3"), predicted_s(CONFIG)
-    both = Ceilings(tuple(make_rates(device_name=name) for name in names))
-    sweeps = {
-        Path(f"e2e_benchmark/{number}"): [make_record(CONFIG, [number * exact], device_name=name)]
-        for number, name in enumerate(names, 1)
-    }
-    rows, others = scored(sweeps, lambda _: both)
-    assert [(row["device_name"], row["step_error"]) for row in rows] == [
-        (names[0], pytest.approx(0)), (names[1], pytest.approx(-50)),
-    ]  # fmt: skip
-    (table, *_) = forecast_section(rows, others).tables
-    found = {row["scored"]: (row["num_scored"], row["median_bias"]) for row in table.values}
-    assert found["all"] == (2, pytest.approx(-25))
-    assert found["device NVIDIA H200"] == (1, pytest.approx(0))
-    assert found["device NVIDIA H100 80GB HBM3"] == (1, pytest.approx(-50))
-    (table, *_) = forecast_section(rows[:1], others).tables
-    assert not any("device" in row["scored"] for row in table.values)
-
-
 def committed_errors() -> list[dict[str, str]]:
     with (DATA / FOLDER / "errors.csv").open() as file:
         return list(csv.DictReader(file))

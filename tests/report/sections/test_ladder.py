@@ -40,26 +40,6 @@ def by_name(rows):
     return {row["rung"]: row for row in rows}
 
 
-def test_speed_ups_over_the_last_and_over_the_first(ladder):
-    rows = by_name(ladder_rows(ladder, make_records(ladder), []))
-    assert [row["rung"] for row in rows.values()] == ["fp32", "bf16", "compile", "fused"]
-    assert rows["fp32"]["speed_up_over_last"] is None
-    assert rows["fp32"]["speed_up_over_first"] is None
-    ratios = {
-        name: (row["speed_up_over_last"], row["speed_up_over_first"])
-        for name, row in rows.items()
-        if row["speed_up_over_last"]
-    }
-    assert ratios == {
-        "bf16": (pytest.approx(2), pytest.approx(2)),
-        "compile": (pytest.approx(4), pytest.approx(8)),
-        "fused": (pytest.approx(2), pytest.approx(16)),
-    }
-    assert [row["last"] for row in rows.values()] == ["", "fp32", "bf16", "compile"]
-    assert all(row["is_credited"] for row in rows.values())
-    assert fastest_row(tuple(rows.values()))["rung"] == "fused"
-
-
 def test_the_interval_is_welchs_of_scipy():
     generator = np.random.default_rng(0)
     slow, fast = generator.lognormal(-1, 0.02, size=3), generator.lognormal(-3, 0.05, size=4)
