@@ -137,12 +137,11 @@ class LadderArguments(Flags):
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
-        return self.output / "ladder" / (self._default_name() if self.name is None else checked_name(self.name))
-
-    def _default_name(self) -> str:
+        if self.name is not None:
+            return self.output / "ladder" / checked_name(self.name)
         base = self.base()
         shape = f"ctx{base.model.context_length}_b{base.batch_size}"
-        return "_".join((plain_word(base.size), shape, device_word(base.device)))
+        return self.output / "ladder" / "_".join((plain_word(base.size), shape, device_word(base.device)))
 
 
 def run(arguments: LadderArguments) -> int:
@@ -151,7 +150,9 @@ def run(arguments: LadderArguments) -> int:
     configs = arguments.runs(ladder)
     explain_cpu_fallback(arguments.device)
     if arguments.dry_run:
-        _print_plan(ladder, configs, directory)
+        for rung in ladder:
+            print(f"{rung.name}: {rung.change} ({rung.config.label})")
+        print_line(f"{counted(len(configs), 'run')} into {directory}")
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
@@ -163,12 +164,6 @@ def run(arguments: LadderArguments) -> int:
     if status == INTERRUPTED:
         print_last("interrupted: the same command goes on from here")
     return status
-
-
-def _print_plan(ladder: Sequence[Rung], configs: Sequence[RunConfig], directory: Path) -> None:
-    for rung in ladder:
-        print(f"{rung.name}: {rung.change} ({rung.config.label})")
-    print_line(f"{counted(len(configs), 'run')} into {directory}")
 
 
 def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:

@@ -27,21 +27,17 @@ class DeviceSpec:
 
 def _spec(
     *names: str,
-    fp32: float | None = None,
-    tf32: float | None = None,
-    bf16: float | None = None,
-    fp16: float | None = None,
-    fp8: float | None = None,
     gb_per_s: float,
+    source: str,
+    fp8: float | None = None,
     nvlink: float | None = None,
     gb: int | None = None,
-    source: str,
+    **peaks: float,
 ) -> DeviceSpec:
     """One row of the table: peaks in TFLOP/s, memory in GB, bandwidths in GB/s; NVLink's is that of both directions."""
-    peaks = {Precision.FP32: fp32, Precision.TF32: tf32, Precision.BF16: bf16, Precision.FP16: fp16}
     return DeviceSpec(
         names=names,
-        peak_flops_per_s={precision: peak * 1e12 for precision, peak in peaks.items() if peak is not None},
+        peak_flops_per_s={Precision(name): peak * 1e12 for name, peak in peaks.items()},
         memory_bandwidth_bytes_per_s=gb_per_s * 1e9,
         source=source,
         fp8_peak_flops_per_s=None if fp8 is None else fp8 * 1e12,

@@ -115,25 +115,21 @@ class Ceilings:
         )  # fmt: skip
 
     def collectives(self, device_name: str) -> dict[int, dict[Collective, dict[int, float]]]:
-        """Times of collectives among several devices of this name, by the number of ranks."""
+        """Times of collectives among devices of this name, by ranks and bytes: of the study with most sizes of each."""
 
-        def numbers(studies: tuple[CeilingsStudy, ...]) -> list[int]:
-            return sorted({cell.world_size for study in studies for cell in study.reductions})
-
-        found = {ranks: self.collective_times(device_name, ranks) for ranks in self._first(device_name, numbers)}
-        return {ranks: times for ranks, times in found.items() if times}
-
-    def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
-        """Times of each collective among `ranks` devices of this name, by bytes, from the study with most sizes."""
-
-        def longest(studies: tuple[CeilingsStudy, ...]) -> dict[Collective, dict[int, float]]:
-            found: dict[Collective, dict[int, float]] = {}
+        def longest(studies: tuple[CeilingsStudy, ...]) -> dict[int, dict[Collective, dict[int, float]]]:
+            found: dict[int, dict[Collective, dict[int, float]]] = {}
             for study in studies:
-                for kind, times in study.collective_times(ranks).items():
-                    found[kind] = max(found.get(kind, {}), times, key=len)
+                for (ranks, kind), times in study.collective_times().items():
+                    of_ranks = found.setdefault(ranks, {})
+                    of_ranks[kind] = max(of_ranks.get(kind, {}), times, key=len)
             return found
 
         return self._first(device_name, longest)
+
+    def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
+        """Times of each collective among `ranks` devices of this name, by bytes."""
+        return self.collectives(device_name).get(ranks, {})
 
 
 NO_CEILINGS = Ceilings()

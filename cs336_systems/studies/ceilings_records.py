@@ -3,7 +3,7 @@
 The fastest matmul and the largest copy of a study are its ceilings, of which other results are reported as shares.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
@@ -95,11 +95,6 @@ class Timing:
     def time_s(self) -> float | None:
         """Time of one repetition; None unless status is ok."""
         return None if self.loops is None else self.loops.median_s
-
-    @property
-    def cv(self) -> float | None:
-        """Relative standard deviation of the time, and so of a rate; None if it is not known."""
-        return None if self.loops is None else self.loops.cv
 
     @property
     def warnings(self) -> tuple[RunWarning, ...]:
@@ -523,13 +518,9 @@ class CeilingsStudy:
     def statuses(self) -> list[Status]:
         return [timing.status for timing in self.timings]
 
-    def products_of(self, precision: ProductPrecision) -> list[ProductCell]:
-        """The matmuls at one precision, in the order in which they were measured."""
-        return [cell for cell in self.products if cell.precision is precision]
-
     def best_product(self, precision: ProductPrecision) -> ProductCell | None:
         """The matmul of the highest rate, or None if none has a time."""
-        timed = [cell for cell in self.products_of(precision) if cell.flops_per_s is not None]
+        timed = [cell for cell in self.products if cell.precision is precision and cell.flops_per_s is not None]
         return max(timed, key=lambda cell: cell.flops_per_s or 0.0, default=None)
 
     def product_ceiling(self, precision: ProductPrecision) -> float | None:
@@ -548,12 +539,12 @@ class CeilingsStudy:
         times_s = self._stream_times(stream)
         return max(times_s) / times_s[max(times_s)] if times_s else None
 
-    def collective_times(self, ranks: int) -> dict[Collective, dict[int, float]]:
-        """Times of the collectives of so many processes, by bytes."""
-        found: dict[Collective, dict[int, float]] = {}
+    def collective_times(self) -> dict[tuple[int, Collective], dict[int, float]]:
+        """Times by bytes, of each number of processes and kind of collective."""
+        found: dict[tuple[int, Collective], dict[int, float]] = {}
         for cell in self.reductions:
-            if cell.world_size == ranks and cell.timing.time_s is not None:
-                found.setdefault(cell.collective, {})[cell.num_bytes] = cell.timing.time_s
+            if cell.timing.time_s is not None:
+                found.setdefault((cell.world_size, cell.collective), {})[cell.num_bytes] = cell.timing.time_s
         return found
 
     def curves(self) -> Curves | None:
@@ -564,6 +555,8 @@ class CeilingsStudy:
         copies, adamw = (self._stream_times(stream) for stream in (Stream.COPY, Stream.ADAMW))
         if launch_s is None or kernel_s is None or not copies or not adamw:
             return None
+        queued_s, alone_s = self.launch_s(Launch.QUEUED), copies.get(QUEUED_BYTES)
+        gap_s = None if queued_s is None or alone_s is None else max(0.0, queued_s - alone_s)
         passes: dict[Pass, dict[int, float]] = {}
         for cell in self.passes:
             if (time_s := cell.timing.time_s) is not None:
@@ -571,14 +564,15 @@ class CeilingsStudy:
         return Curves(
             matmuls={precision: tuple(self._matmuls(precision)) for precision in Precision},
             copies=copies, adamw=adamw, passes=passes, launch_s=launch_s, kernel_s=kernel_s,
-            queued_gap_s=0.0 if on_host else self._queued_gap_s(copies), on_host=on_host,
+            queued_gap_s=0.0 if on_host else gap_s, on_host=on_host,
         )  # fmt: skip
 
     def _matmuls(self, precision: Precision) -> Iterator[Matmul]:
         """The matmuls of layers, which stand for all forms, and those of steps."""
-        for cell in self.products_of(ProductPrecision(precision)):
+        of_layers = ProductPrecision(precision)
+        for cell in self.products:
             shape, time_s = cell.shape, cell.timing.time_s
-            if time_s is not None:
+            if cell.precision is of_layers and time_s is not None:
                 yield Matmul(rows=shape.rows, inner=shape.inner, columns=shape.columns, time_s=time_s)
         for kernel in self.kernels:
             if kernel.precision is precision and (time_s := kernel.timing.time_s) is not None:
@@ -586,11 +580,6 @@ class CeilingsStudy:
                     rows=kernel.rows, inner=kernel.inner, columns=kernel.columns, batch=kernel.batch, form=kernel.form,
                     time_s=time_s,
                 )  # fmt: skip
-
-    def _queued_gap_s(self, copies: Mapping[int, float]) -> float | None:
-        """How much longer a copy takes that the host launches than the same copy in a CUDA graph."""
-        queued_s, alone_s = self.launch_s(Launch.QUEUED), copies.get(QUEUED_BYTES)
-        return None if queued_s is None or alone_s is None else max(0.0, queued_s - alone_s)
 
     def _stream_times(self, stream: Stream) -> dict[int, float]:
         timed = ((cell.moved_bytes, cell.timing.time_s) for cell in self.streams if cell.stream is stream)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.commands import ceilings
-from cs336_systems.commands.ceilings import CeilingsArguments, layer_shapes, run
+from cs336_systems.commands import study as command
 from cs336_systems.commands.flags import parse
-from cs336_systems.commands.outcome import FAILED, OK, UsageError
+from cs336_systems.commands.outcome import FAILED, OK
+from cs336_systems.commands.study import CeilingsArguments, layer_shapes, run
 from cs336_systems.config import SIZES, Device
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.record import Status
@@ -72,12 +72,12 @@ def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200 (of mine)", memory_bytes=1, driver="1")
         for index in (0, 1)
     )
-    for module in ("cs336_systems.commands.ceilings", "cs336_systems.commands.flags"):
+    for module in ("cs336_systems.commands.study", "cs336_systems.commands.flags"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
     grid = parsed().grid()
     assert (grid.device, grid.world_size, grid.precisions) == (Device.CUDA, 2, tuple(ProductPrecision))
     assert [shape.rows for shape in grid.shapes if shape.rows == shape.inner == shape.columns] == list(
-        ceilings.GPU_SIZES
+        command.GPU_SIZES
     )
     assert parsed().directory() == Path("data/ceilings/NVIDIA-H200-of-mine")
     assert parsed("--world-size", 1).grid().world_size == 1
@@ -92,19 +92,6 @@ def test_an_unaligned_head_is_also_measured_padded() -> None:
     assert (head.rows, head.inner, head.columns) == (4 * 1024, 768, SIZES["gpt2"].vocab_size)
     assert (padded.columns % 128, 0 < padded.columns - head.columns < 128) == (0, True)
     assert replace(padded, columns=head.columns, name=head.name) == head
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--presets", "huge"], "unknown preset 'huge'. Presets: tiny, small"),
-        (["--memory-mib", "0"], "stream_bytes must be at least 28, got 0"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_impossible_values_are_wrong_usage(words: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        run(parsed("--device", "cpu", *words))
 
 
 def test_ceilings_of_an_earlier_study_are_kept_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

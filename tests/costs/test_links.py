@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from cs336_systems.costs.communication import Collective, call_of
-from cs336_systems.costs.links import Group, Links, fastest_bytes_per_s
+from cs336_systems.costs.communication import Call, Collective
+from cs336_systems.costs.ranks_time import Links, fastest_bytes_per_s
 
 LINKS = Links(gpus_per_node=4, node_bytes_per_s=8.0, network_bytes_per_s=2.0)
 KINDS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
@@ -45,28 +45,28 @@ def sent_in_a_gather(in_node: int, nodes: int) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("in_node", "nodes"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 2), (4, 2), (4, 5)])
 def test_the_slower_link_decides_how_long_a_ring_takes(kind: Collective, in_node: int, nodes: int) -> None:
-    group = Group(in_node=in_node, nodes=nodes)
-    chunk_bytes = 96
+    chunk_bytes, ranks = 96, in_node * nodes
+    links = replace(LINKS, gpus_per_node=in_node)
     near, far = sent_in_a_gather(in_node, nodes)
     passes = 2 if kind is Collective.ALL_REDUCE else 1
     expected = passes * chunk_bytes * max(near / 8.0, far / 2.0)
-    assert LINKS.call_s(call_of(kind, chunk_bytes * group.ranks), group) == pytest.approx(expected)
+    assert links.call_s(Call(kind, chunk_bytes * ranks), ranks) == pytest.approx(expected)
 
 
 def test_a_push_goes_to_every_other_rank() -> None:
-    found = LINKS.call_s(call_of(Collective.PUSH, 80), Group(in_node=4, nodes=3))
+    found = LINKS.call_s(Call(Collective.PUSH, 80), 12)
     assert found == max(3 * 80 / 8.0, 8 * 80 / 2.0)
 
 
 def test_measured_times_count_within_a_node_and_scale_with_what_is_sent() -> None:
     times = {Collective.ALL_REDUCE: {100: 7.0, 200: 9.0}}
     links = replace(LINKS, times=times, measured_ranks=2)
-    call = call_of(Collective.ALL_REDUCE, 100)
-    assert links.call_s(call, Group(in_node=2)) == 7.0
-    assert links.call_s(call, Group(in_node=4)) == pytest.approx(7.0 * (3 / 4) / (1 / 2))
-    assert links.call_s(call_of(Collective.ALL_GATHER, 200), Group(in_node=2)) == 4.5, "half of an all-reduce"
-    assert links.call_s(call, Group(in_node=1)) == 0
-    assert links.call_s(call_of(Collective.PUSH, 80), Group(in_node=2)) == 80 / 8.0, "not measured"
+    call = Call(Collective.ALL_REDUCE, 100)
+    assert links.call_s(call, 2) == 7.0
+    assert links.call_s(call, 4) == pytest.approx(7.0 * (3 / 4) / (1 / 2))
+    assert links.call_s(Call(Collective.ALL_GATHER, 200), 2) == 4.5, "half of an all-reduce"
+    assert links.call_s(call, 1) == 0
+    assert links.call_s(Call(Collective.PUSH, 80), 2) == 80 / 8.0, "not measured"
 
 
 def test_the_fastest_rate_is_that_of_what_a_rank_sends() -> None:

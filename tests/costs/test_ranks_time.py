@@ -20,10 +20,10 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.costs.communication import Collective, calls, gradient_groups, unit_bytes
+from cs336_systems.costs.communication import Collective, calls, gradient_calls, part_bytes
 from cs336_systems.costs.curves import Curves, Matmul, time_s
-from cs336_systems.costs.links import Links
 from cs336_systems.costs.ranks_time import (
+    Links,
     RanksTime,
     compute_time,
     predicted_time,
@@ -79,17 +79,6 @@ def test_what_is_averaged_after_backward_is_exposed(way: Parallel, rate: float) 
     assert found.communication_s == pytest.approx(found.exposed_s)
 
 
-def test_joining_gradients_reads_and_writes_them() -> None:
-    slow = curves(bandwidth=1e6)
-    naive, flat = (
-        ranks_step_time(on(way), slow, links(1e9)) for way in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
-    )  # fmt: skip
-    assert naive is not None
-    assert flat is not None
-    elements = sum(parameter_elements(RUN).values())
-    assert flat.time.step_s - naive.time.step_s == pytest.approx(8 * elements / 1e6, rel=1e-6)
-
-
 class Part(NamedTuple):
     """What the kernels do: `work_s` alone, once as many sends have ended as `needs`; sends begin before and after."""
 
@@ -137,7 +126,7 @@ def test_buckets_are_averaged_while_backward_goes_on(way: Parallel, arch: Arch, 
     found, alone = predicted(config, rate), compute_time(config, curves())
     assert alone is not None
     backward_s = alone.phases_s[Phase.BACKWARD]
-    counts, groups = parameter_elements(config), gradient_groups(config)
+    counts, groups = parameter_elements(config), [names for names, _ in gradient_calls(config)]
     assert len(groups) > 3
     tables = {"positions"} if arch is Arch.GPT2 else {"embedding"}
     multiplied = {
@@ -175,9 +164,7 @@ def test_a_sharded_optimizer_sends_every_parameter() -> None:
 
 def sharded_parts(config: RunConfig, compute: Mapping[Phase, float], rate: float, ahead: int, once: bool) -> list[Part]:
     """What follows one another in a step whose parameters are sharded, with as many units gathered ahead."""
-    sizes = {
-        name: num_bytes * (config.ranks - 1) / config.ranks / rate for name, num_bytes in unit_bytes(config).items()
-    }
+    sizes = {name: sum(parts) * (config.ranks - 1) / rate for name, parts in part_bytes(config).items()}
     names = [LOOKUP, *map(str, range(config.model.num_layers)), HEAD]
     counts = parameter_elements(config)
     weights = {

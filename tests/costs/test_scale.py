@@ -14,8 +14,8 @@ from cs336_systems.costs.curves import (
     data_sheet_link,
 )
 from cs336_systems.costs.hardware import DEVICES, find_device
-from cs336_systems.costs.links import Links
 from cs336_systems.costs.memory import predict_memory
+from cs336_systems.costs.ranks_time import Links
 from cs336_systems.costs.scale import PARALLEL, ScaleStep, Scheme, scale_step
 
 H200 = find_device("H200")
@@ -54,11 +54,6 @@ def test_the_rate_is_that_of_the_whole_batch_on_all_ranks() -> None:
     flops = step_flops(run(batch_size=32))
     assert flops is not None
     assert found.flops_per_s == pytest.approx(flops / 16 / found.times.time.step_s)
-
-
-def test_without_a_matmul_there_is_no_forecast() -> None:
-    unknown = replace(CURVES, matmuls={})
-    assert scale_step(run(), Scheme.DATA, 8, unknown, LINKS) is None
 
 
 def test_a_data_sheet_s_device_reaches_the_stated_shares() -> None:

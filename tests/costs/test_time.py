@@ -76,12 +76,6 @@ def test_steps_with_far_larger_matmuls_than_were_measured_have_no_time(factor: f
     assert (found is not None) is is_known
 
 
-def test_a_slow_host_hides_the_device() -> None:
-    found = replay({Phase.FORWARD: [Launch(host_s=5, kernel_s=2, count=10)]}, gap_s=1)
-    assert (found.step_s, found.host_phases_s, found.launch_s) == (10 * 5 + 2, {Phase.FORWARD: 50}, 50)
-    assert found.busy_share == pytest.approx(20 / 52)
-
-
 @pytest.mark.parametrize(
     ("kernel_us", "last_us", "limit"),
     [(5, 5, Limit.LAUNCHES), (20, 5, Limit.DEVICE), (5, 900, Limit.LAUNCHES), (5, 1100, Limit.DEVICE)],
@@ -119,18 +113,6 @@ def test_a_phase_counts_from_when_the_device_has_ended_the_one_before() -> None:
     found = replay({Phase.FORWARD: [forward], Phase.BACKWARD: [backward]})
     assert named(found) == pytest.approx({Phase.BACKWARD: 0.01 + 1000 * 1e-4 + 1e-5 - 0.06})
     assert found.limit is Limit.DEVICE
-
-
-def test_a_slow_device_hides_the_host_and_waits_between_kernels() -> None:
-    found = replay({Phase.FORWARD: [Launch(host_s=1, kernel_s=7, count=10)]}, gap_s=0.5)
-    assert found.step_s == 1 + 10 * 7 + 9 * 0.5
-    assert found.limit is Limit.DEVICE
-
-
-def test_a_phase_begins_when_the_one_before_ends_on_the_device() -> None:
-    found = replay({Phase.FORWARD: [Launch(host_s=1, kernel_s=30)], Phase.BACKWARD: [Launch(host_s=1, kernel_s=4)]})
-    assert found.phases_s == {Phase.FORWARD: 31, Phase.BACKWARD: 4}
-    assert found.kernels_s == {Phase.FORWARD: 30, Phase.BACKWARD: 4}
 
 
 def by_ticks(launches: list[tuple[int, int]], gap: int, depth: int) -> tuple[int, int]:
@@ -310,16 +292,6 @@ def test_a_prediction_has_the_phases_that_a_run_times(mode: Mode) -> None:
 )
 def test_what_is_not_predicted_is_none(change: dict[str, Any]) -> None:
     assert step_time(replace(RUN, **change), curves()) is None
-
-
-def test_the_fast_step_is_predicted() -> None:
-    assert step_time(replace(RUN, **FAST), curves()) is not None  # type: ignore[arg-type]
-
-
-def test_a_precision_that_was_not_measured_is_none() -> None:
-    known = curves()
-    without = replace(known, matmuls={Precision.FP32: known.matmuls[Precision.FP32]})
-    assert step_time(replace(RUN, precision=Precision.BF16), without) is None
 
 
 # CUDA graphs

@@ -13,13 +13,11 @@ from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
 from cs336_systems.costs.tape import Form, Kind, Pass
 from cs336_systems.costs.time import operations, step_time
 from cs336_systems.studies.ceilings_cell import make_fused_attention, make_matmul, make_pass, measure_kernel
-from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import (
     PASS_BYTES,
     PASS_UNIT,
     UNTIMED,
     CeilingsGrid,
-    CeilingsStudy,
     KernelCell,
     Launch,
     LaunchCell,
@@ -29,7 +27,7 @@ from cs336_systems.studies.ceilings_records import (
     kernel_cells,
     pass_cells,
 )
-from tests.report.ceilings import FP32, lasting, make_ceilings, product_at, square, stream_at
+from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
 
 GRID = CeilingsGrid(
     device=Device.CPU,
@@ -167,36 +165,3 @@ def test_the_gap_is_what_a_queued_copy_takes_more_than_in_a_graph() -> None:
     assert measured is not None
     assert without.gap_s == pytest.approx(1e-6)
     assert measured.gap_s == pytest.approx(1.5e-6)
-
-
-def test_the_kernels_of_all_studies_of_a_device_count_and_a_layer_of_the_first_alone() -> None:
-    launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
-    streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
-    one, other = (make_ceilings([product_at(square(64), rate, FP32)], streams, launches) for rate in (1, 2))
-    cells = [kernel(Form.FORWARD, side, side, side) for side in (16, 32)]
-    timed = [replace(cell, timing=lasting(time_s)) for cell, time_s in zip(cells, (3e-6, 5e-6), strict=True)]
-    found = Ceilings((replace(one, kernels=(timed[0],)), replace(other, kernels=(timed[1],)))).curves("NVIDIA H200")
-    assert found is not None
-    assert [found.matmul_s(Precision.FP32, side, side, side) for side in (16, 32)] == pytest.approx([3e-6, 5e-6])
-    assert [each.flops_per_s for each in found.matmuls[Precision.FP32] if each.form is None] == pytest.approx([1e12])
-
-
-def study_of_host(launches: dict[Launch, float]) -> CeilingsStudy:
-    """A study whose launches of these kinds took these times."""
-    streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
-    cells = [LaunchCell(launch=launch, timing=lasting(time_s)) for launch, time_s in launches.items()]
-    return make_ceilings([], streams, cells)
-
-
-@pytest.mark.parametrize(
-    ("steps_s", "launch_s"), [((None, None, None), 2e-6), ((8e-6, None, None), 8e-6), ((8e-6, 3e-6, 5e-6), 5e-6)]
-)
-def test_the_host_is_the_median_of_those_that_have_timed_a_step_or_else_a_launch(steps_s, launch_s) -> None:
-    hosts = [
-        {Launch.EAGER: time_s, Launch.GRAPH: 1e-6} | ({} if step_s is None else {Launch.STEP: step_s})
-        for time_s, step_s in zip((1e-6, 9e-6, 2e-6), steps_s, strict=True)
-    ]
-    found = Ceilings(tuple(map(study_of_host, hosts))).curves("NVIDIA H200")
-    assert found is not None
-    assert found.launch_s == pytest.approx(launch_s)
-    assert found.kernel_s == pytest.approx(1e-6)

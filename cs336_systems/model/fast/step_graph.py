@@ -32,7 +32,13 @@ class StepGraph:
         Phases of `joined` share the graph of the phase before.
         """
         self._phases = phases
-        self._groups = _graphs_of(order, joined)
+        self._groups: list[list[Phase]] = []
+        """The phases of each graph."""
+        for phase in order:
+            if phase in joined:
+                self._groups[-1].append(phase)
+            else:
+                self._groups.append([phase])
         self._captured = captured
         # kernels of the step have priority over those of other streams
         self._stream = torch.cuda.Stream(priority=-1)
@@ -101,14 +107,3 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     phases: Sequence[Phase]
     ends: Sequence[torch.cuda.Event]
-
-
-def _graphs_of(order: Sequence[Phase], joined: Collection[Phase]) -> list[list[Phase]]:
-    """The phases of each graph."""
-    graphs: list[list[Phase]] = []
-    for phase in order:
-        if phase in joined:
-            graphs[-1].append(phase)
-        else:
-            graphs.append([phase])
-    return graphs

@@ -62,7 +62,7 @@ def _row(study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per
         f"median_{unit}": None if loops is None else loops.median_s * per_s,
         f"std_{unit}": None if loops is None or loops.stdev_s is None else loops.stdev_s * per_s,
         "loop_spread": None if loops is None else loops.spread,
-        "cv": timing.cv,
+        "cv": None if loops is None else loops.cv,
         **doubts_of(timing.warnings),
     }
 

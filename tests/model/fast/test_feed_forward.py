@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from cs336_systems.model.fast.choose import QUACK, is_installed
-from cs336_systems.model.fast.feed_forward import _contract_backward, _expand, feed_forward
+from cs336_systems.model.fast.packed import _contract_backward, _expand, feed_forward
 from tests.operators import check_operator
 
 QUACK_NEEDED = pytest.mark.skipif(
