@@ -42,17 +42,18 @@ from cs336_systems.files import error_in_words, write_atomically
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import Failure, Identity, RunRecord, Status
-from cs336_systems.sweep.isolation import (
-    Interrupts,
-    fork_server,
-    preload_to_explain,
-    spare_children,
-)
+from cs336_systems.sweep.isolation import Interrupts, fork_server, preload_to_explain, spare_children
 from cs336_systems.sweep.keep import Keeper, Listener, resume
-from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, when_it_ends
 from cs336_systems.sweep.run import Loop, Outcome, measure_one, num_slots, outcome
-from cs336_systems.sweep.store import SweepError, fresh_profile_path, make_writable, raw_profile_paths
+from cs336_systems.sweep.store import (
+    SweepError,
+    exclusive,
+    fresh_profile_path,
+    gpu_lock_path,
+    make_writable,
+    raw_profile_paths,
+)
 from cs336_systems.text import counted
 
 T = TypeVar("T")

@@ -41,9 +41,8 @@ from cs336_systems.sweep.keep import (
     lacks_explanation,
     resume,
 )
-from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
-from cs336_systems.sweep.store import SweepError, make_writable, write_environment
+from cs336_systems.sweep.store import SweepError, exclusive, gpu_lock_path, make_writable, write_environment
 
 _TICK_S = 1.0
 """Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share the host."""

@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that are started once for all files of tests and run many checks, each on all ranks."""
+"""Ranks for tests: processes that are started once for a file of tests and run many checks, each on all ranks."""
 
 import importlib
 import os
@@ -49,13 +49,13 @@ class Ranks:
         return [found[pipe][1] for pipe in self._pipes]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two():
     with ranks_of(2) as ranks:
         yield ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def three():
     with ranks_of(3) as ranks:
         yield ranks
