@@ -17,7 +17,6 @@ from time import monotonic
 
 from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profiler, RunConfig
 from cs336_systems.measure.environment import identity
-from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.sweep.isolation import (
@@ -42,9 +41,8 @@ from cs336_systems.sweep.keep import (
     lacks_explanation,
     resume,
 )
-from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
-from cs336_systems.sweep.store import SweepError, make_writable, refuse_to_mix, write_environment
+from cs336_systems.sweep.store import SweepError, exclusive, gpu_lock_path, make_writable, write_environment
 
 _TICK_S = 1.0
 """Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share the host."""
@@ -88,21 +86,18 @@ def run_sweep(
         for gpu in gpus:
             if gpu is not None:
                 stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        kept, todo, unexplained, problems = resume(configs, runs, fresh=fresh)
         present = identity(configs[0].device, gpus[0]) if configs else None
-        inputs = () if allow_mixed else all_inputs(configs)
-        if present and not allow_mixed:
-            refuse_to_mix(kept, present, inputs, directory)
+        keeper, todo, unexplained, _ = resume(
+            configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed, present=present
+        )
         if todo:
             preload(*modules_of([*todo, *unexplained]))
         elif unexplained:
             preload_to_explain()
-        listener.planned(kept, todo, problems)
         interrupts = stack.enter_context(Interrupts(at_once=True))
         if todo:
             ensure_fork_server()
             listener.importing()
-        keeper = Keeper(runs, listener, inputs)
         Loop(keeper, gpus, timeout_s, interrupts, deque(unexplained)).run(todo)
         return outcome(keeper, interrupted=interrupts.count > 0)
 

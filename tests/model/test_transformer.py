@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import SIZES, Arch, Attention, ModelConfig, RunConfig, SdpaBackend
@@ -332,41 +331,6 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls(config: ModelConfig, autocast: torch.dtype | None = None) -> tuple[Counter[str], Counter[str]]:
-    """Operators of one forward pass, and of its backward."""
-    model, tokens = make(config), tokens_for(config)
-    with Count() as forward, torch.autocast("cpu", autocast, enabled=autocast is not None):
-        logits = model(tokens)
-    gradient = torch.ones_like(logits)
-    with Count() as backward:
-        logits.backward(gradient)
-    return forward.calls, backward.calls
-
-
-@pytest.mark.parametrize(
-    ("config", "autocast", "forward_kernels", "backward_kernels"),
-    [
-        pytest.param(CONFIG, None, 25, 33, id="cs336-naive"),
-        pytest.param(CONFIG, torch.bfloat16, 36, 46, id="cs336-naive-bf16"),
-        pytest.param(replace(CONFIG, attention=Attention.SDPA), None, 16, 26, id="cs336-sdpa"),
-    ],
-)
-def test_kernels_per_layer(config, autocast, forward_kernels, backward_kernels) -> None:
-    """A guard: the host launches each of these. RMSNorm, which is fused on a GPU, is taken as one each way."""
-    fewer = calls(replace(config, num_layers=1), autocast)
-    more = calls(replace(config, num_layers=2), autocast)
-    norm = RMSNorm(12)
-    x = torch.randn(5, 7, 12, requires_grad=True)
-    with Count() as norm_forward:
-        y = norm(x)
-    with Count() as norm_backward:
-        y.backward(torch.ones_like(y))
-    per_layer = [(b - a).total() for a, b in zip(fewer, more, strict=True)]
-    per_layer[0] -= 2 * (norm_forward.calls.total() - 1)
-    per_layer[1] -= 2 * (norm_backward.calls.total() - 1)
-    assert per_layer == [forward_kernels, backward_kernels]
-
-
 # precision and compilation
 
 
@@ -395,7 +359,7 @@ def plain():
     return plain_model()
 
 
-@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize("config", [VARIANTS[0], VARIANTS[-1]])
 def test_compiles_without_a_break(plain, config) -> None:
     """The closer comparison, in fp32, by block, and the casts of bf16 in the whole model."""
     by_block = config.attention is Attention.NAIVE
@@ -424,32 +388,13 @@ ATEN_OF_BACKEND = {
 }
 
 
-@pytest.mark.parametrize("how", ["eager", "by-block"])
 @pytest.mark.parametrize("backend", list(ATEN_OF_BACKEND))
-def test_the_sdpa_backend_is_in_force(plain, backend, how) -> None:
+def test_the_sdpa_backend_is_in_force(plain, backend) -> None:
     config = replace(CONFIG, attention=Attention.SDPA, sdpa_backend=backend, num_layers=2)
     model = plain.TransformerLM(config)
-    seen: Counter[str] = Counter()
-
-    def count(graph: torch.fx.GraphModule, _inputs: object) -> object:
-        seen.update(
-            node.target._schema.name.removeprefix("aten::")
-            for node in graph.graph.nodes
-            if node.op == "call_function" and hasattr(node.target, "_schema")
-        )
-        return graph
-
-    if how == "eager":
-        with Count() as counted:
-            model(tokens_for(config))
-        seen = counted.calls
-    else:
-        torch._dynamo.reset()
-        counting = aot_autograd(fw_compiler=count)
-        for module in model.layers:
-            module.compile(fullgraph=True, backend=counting)
+    with Count() as counted:
         model(tokens_for(config))
-    assert [name for name in ATEN_OF_BACKEND.values() if seen[name]] == [ATEN_OF_BACKEND[backend]]
+    assert [name for name in ATEN_OF_BACKEND.values() if counted.calls[name]] == [ATEN_OF_BACKEND[backend]]
 
 
 @pytest.mark.gpu

@@ -12,7 +12,6 @@ from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, 
 from cs336_systems.record import Status, WarningCode, read_record
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
-from tests.costs.live import sent_bytes
 from tests.faults.harness import eventually, processes_in
 from tests.parallel.models import SLEEP_S
 from tests.report.writing import write_tables
@@ -94,15 +93,6 @@ def test_a_rank_that_sleeps_in_forward_is_found_and_the_other_waits_after_backwa
 
 def times_of(rank, phase):
     return next(each.times_s for each in rank.measurements if each.phase is phase)
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "alone"])
-def test_what_is_sent_is_what_the_closed_form_says(swept, name):
-    record = swept[0][name]
-    sent = sum(each.sent_bytes for each in record.traffic)
-    assert sent == sent_bytes(record.config)
-    if name == "ddp-flat":
-        assert sent == 4 * record.num_parameters
 
 
 @pytest.mark.parametrize("name", ["ddp-flat", "sharded optimizer", "fsdp", "fsdp2"])
