@@ -1,14 +1,13 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ladder
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
-from cs336_systems.commands.results import explain_or_warn, would_lose, write_page_of
+from cs336_systems.commands.results import explain_or_warn, write_page_of, write_results
 from cs336_systems.files import in_one_line
 from cs336_systems.record import load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
@@ -77,9 +76,11 @@ def rebuild_all(root: Path, status: "StatusLine") -> int:
             found.append(own)
             pages[directory.relative_to(root)] = own.subject, made
             print_line(f"{directory}: written from {_source(directory)}")
-    _score_forecast(found, root, status)
-    print_line(f"rebuilt: {len(found)} of {len(directories)} directories")
-    if found and directories != [root]:
+    if found and directories == [root]:
+        print_line(made.glance.answer if made.glance is not None else made.title)
+    elif found:
+        _score_forecast(found, root, status)
+        print_line(f"rebuilt: {len(found)} of {len(directories)} directories")
         status("writing the list of all pages")
         # pages must not contain absolute paths of this machine
         lost = {path.relative_to(root): text.replace(f"{root}/", "") for path, text in problems.items()}
@@ -93,9 +94,8 @@ def rebuild_all(root: Path, status: "StatusLine") -> int:
 
 def write(found: Directory, status: "StatusLine") -> None:
     """Write the tables and plots of the results into their directory."""
-    if (results := found.sweep) is not None:
-        written = replace(results, kernels=(), memory=()) if would_lose(results, found.path, found.path) else results
-        written.write(found.path, status)
+    if found.sweep is not None:
+        write_results(found.sweep, found.path, status)
     else:
         status("drawing and writing")
     if found.compared is not None:
@@ -115,11 +115,6 @@ def _score_forecast(found: Sequence[Directory], root: Path, status: "StatusLine"
     status.end()
     if written is not None:
         print_line(f"{written}: written from all records and ceilings")
-
-
-def is_study(directory: Path) -> bool:
-    """Whether the directory has the results of something else than a sweep, such as a ladder, whose runs it has too."""
-    return any((directory / name).exists() for name in _KINDS) and _source(directory) != RUNS
 
 
 def _source(directory: Path) -> str:

@@ -407,7 +407,7 @@ def measure_all(
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,
         )  # fmt: skip
     with StatusLine() as status:
-        show_results(outcome.records, directory, directory, status)
+        show_results(outcome.records, directory, status)
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED

@@ -153,13 +153,13 @@ def bad_records(tmp_path):
     return runs.parent
 
 
-def test_report(sweep_directory, tmp_path, is_inert):
+def test_report(sweep_directory, is_inert):
     folder = sweep_directory.parents[1] / "ceilings" / "a"
     folder.mkdir(parents=True)
     (folder / "ceilings.json").write_bytes(encode_json(poisoned(ceilings.make_whole())))
-    cli.main(["report", str(sweep_directory), "--output", str(tmp_path / "out")])
-    assert len(list((tmp_path / "out").rglob("*.png"))) > 1
-    is_inert(tmp_path / "out")
+    cli.main(["report", str(sweep_directory)])
+    assert len(list(sweep_directory.rglob("*.png"))) > 1
+    is_inert(sweep_directory)
 
 
 def make(directory):

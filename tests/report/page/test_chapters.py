@@ -211,7 +211,7 @@ def test_report_writes_the_page_and_names_it(tmp_path, capsys, monkeypatch, no_p
 
 def test_a_sweep_that_was_stopped_before_its_first_record_has_no_page(tmp_path, capsys) -> None:
     with StatusLine() as status:
-        show_results([], tmp_path, tmp_path, status)
+        show_results([], tmp_path, status)
     assert not (tmp_path / "index.html").exists()
     assert "index.html" not in capsys.readouterr().out
 
