@@ -6,6 +6,8 @@ from typing import Annotated
 
 import tyro
 
+from cs336_systems.report.progress import StatusLine
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArguments:
@@ -26,7 +28,6 @@ class ReportArguments:
 def run(arguments: ReportArguments) -> int:
     """Write all results in or below the directory again."""
     from cs336_systems.commands.rebuild import rebuild_all  # pandas is slow to import, and the help does not need it
-    from cs336_systems.report.progress import StatusLine
 
     with StatusLine() as status:
         return rebuild_all(arguments.directory, status)

@@ -1,25 +1,23 @@
 """Writes and prints the results of sweeps, after a sweep and for `cs336 report`."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_systems.commands.outcome import load_ceilings_or_warn, print_profile_paths
-from cs336_systems.config import RunConfig
 from cs336_systems.record import RunRecord
-from cs336_systems.sweep.keep import Listener
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.sweep.store import raw_profile_path
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.page.chapters import Directory
     from cs336_systems.report.page.write import Page
-    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import Results
 
 
-def show_results(records: Sequence[RunRecord], directory: Path, status: "StatusLine") -> None:
+def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
     """Write tables, plots and page of the sweep in the directory, and print the tables.
 
     Profiled runs are only in the tables of profiles, which stay as they are if they would lose runs.
@@ -40,7 +38,7 @@ def show_results(records: Sequence[RunRecord], directory: Path, status: "StatusL
     print_profile_paths([record.config for record in records], directory / "runs")
 
 
-def write_results(results: "Results", directory: Path, status: "StatusLine") -> None:
+def write_results(results: "Results", directory: Path, status: StatusLine) -> None:
     """Write the tables and pictures of the sweep into its directory.
 
     Tables that would lose runs, whose profiles cannot be explained any more, stay as they are, with a warning.
@@ -52,7 +50,7 @@ def write_results(results: "Results", directory: Path, status: "StatusLine") -> 
     results.write(directory, status)
 
 
-def write_page_of(directory: "Directory", status: "StatusLine") -> "tuple[Path, Page]":
+def write_page_of(directory: "Directory", status: StatusLine) -> "tuple[Path, Page]":
     """Write the page of the results into their directory; return its path and what it shows."""
     from cs336_systems.report.page.chapters import PAGE_FILE, page_of
     from cs336_systems.report.page.write import write_page
@@ -61,29 +59,3 @@ def write_page_of(directory: "Directory", status: "StatusLine") -> "tuple[Path, 
     made = page_of(directory)
     write_page(made, directory.path / PAGE_FILE)
     return directory.path / PAGE_FILE, made
-
-
-def explain_or_warn(records: Sequence[RunRecord], runs: Path, say: Callable[[str], None], doing: str = "") -> bool:
-    """Explain the raw profiles of `records` in `runs` that are not explained yet; return whether all could be.
-
-    Before each, `say` is called with `doing`, or by default with the name of the run. A profile that cannot be
-    explained is a warning on standard error.
-    """
-    from cs336_systems.sweep.run import explain_again
-
-    return not explain_again(records, runs, _Lines(say, doing))
-
-
-@dataclass(frozen=True, slots=True)
-class _Lines(Listener):
-    """Says which profile is being explained, and prints a warning for each that cannot be."""
-
-    say: Callable[[str], None]
-    doing: str
-
-    def explaining(self, config: RunConfig) -> None:
-        self.say(self.doing or f"explaining the profile of {config.label}")
-
-    def explained(self, config: RunConfig, failure: str | None) -> None:
-        if failure is not None:
-            print_aside(f"warning: not explained: {config.label}: {failure}")

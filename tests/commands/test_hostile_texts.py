@@ -23,7 +23,7 @@ from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.config import Profiler
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
-from cs336_systems.report.progress import TerminalListener
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import StudyResults
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.operators import Op
@@ -185,7 +185,7 @@ def test_compare(sweep_directory, bad_records, tmp_path, is_inert):
 
 def test_progress_of_a_sweep(sweep_directory, bad_records, is_inert):
     records, problems = load_records(sweep_directory / "runs")[0], load_records(bad_records / "runs")[1]
-    with TerminalListener() as listener:
+    with StatusLine() as listener:
         listener.planned(records[:1], [record.config for record in records], problems)
         for record in records:
             listener.started(record.config, None)
