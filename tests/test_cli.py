@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
+from cs336_systems.commands.flags import MeasuringArguments
 from cs336_systems.config import SIZES, Device, Profiler, RunConfig
 from cs336_systems.record import (
     Durations,
@@ -408,7 +410,9 @@ def test_no_side_is_taken_from_an_earlier_comparison(
     """Its times are of another hour: alternately measured is what the verdict says and rests on."""
     directories: list[Path] = []
 
-    def measure_nothing(configs: Sequence[RunConfig], directory: Path, *_: object) -> int:
+    def measure_nothing(configs: Sequence[RunConfig], directory: Path, measuring: MeasuringArguments) -> int:
+        if measuring.fresh:
+            shutil.rmtree(directory / "runs")
         (directory / "runs").mkdir(parents=True, exist_ok=True)
         for config in configs:
             write_record(replace(record(0.1 + 0.001 * config.repeat), config=config), directory / "runs")
