@@ -1,17 +1,14 @@
-import warnings
 from dataclasses import replace
 
 import pytest
 from matplotlib.container import ErrorbarContainer
 
 from cs336_systems.config import Mode, Precision
-from cs336_systems.record import Status
-from cs336_systems.report import charts, draw
-from cs336_systems.report.charts import Curve, Panel, Point
+from cs336_systems.report import draw
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.steps import named_rows, split
+from cs336_systems.report.sections.steps import split
 from tests.report.drawn import overlaps, texts
-from tests.report.making import HOSTILE, make_config, make_failure, make_record
+from tests.report.making import make_config, make_failure, make_record
 from tests.report.writing import write_plots
 
 
@@ -155,16 +152,6 @@ def test_split_keeps_devices_apart_and_nameless_failures_with_the_only_one():
     assert [len(rows) for rows in split(to_frame([here, there]))] == [1, 1]
 
 
-def test_sizes_of_one_name_and_several_shapes_get_names_of_their_own():
-    configs = [make_config("custom", model={"num_layers": layers}) for layers in (3, 5)]
-    frame = to_frame([make_failure(config) for config in (*configs, make_config())])
-    assert len({row["name"] for row in named_rows(frame)}) == 3
-    inside = [
-        make_config("custom", model=model) for model in ({"d_ff": 64}, {"d_ff": 96}, {"d_ff": 96, "num_heads": 2})
-    ]
-    assert len({row["name"] for row in named_rows(to_frame([make_failure(config) for config in inside]))}) == 3
-
-
 def test_pictures_are_those_that_the_records_support(grid, warmup_records, figures, tmp_path):
     def stems(records):
         return {path.stem for path in write_plots(records, tmp_path)}
@@ -179,30 +166,3 @@ def test_pictures_are_those_that_the_records_support(grid, warmup_records, figur
         replace(record, config=replace(record.config, batch_size=2)) for record in grid if record.config.size == "small"
     ]
     assert "context_length_train_batch_2" in stems([*grid, *again])
-
-
-def test_texts_of_a_configuration_are_inert(tmp_path):
-    configs = [make_config(HOSTILE, context) for context in (128, 256)]
-    hidden = [make_config("_hidden", context) for context in (128, 256)]
-    records = [make_record(config, (0.1, 0.2), device_name=r"$\frac{") for config in (*configs, *hidden)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(write_plots([*records, make_failure(make_config(HOSTILE, 512), Status.KILLED)], tmp_path)) == 2
-    assert draw.inert("a$b$c") == r"a\$b\$c"
-    assert draw.inert("x" * 100, 10) == "x" * 9 + "…"
-    assert not draw.inert("_x").startswith("_")
-
-
-def test_failures_of_a_line_share_a_row():
-    points = tuple(Point(x=x, value=None, failure=why) for x, why in (("1", "killed"), ("2", "oom"), ("4", "oom")))
-    lost, alike = (Curve(name=name, points=points, colour="#000000", marker="o") for name in ("xl", "large"))
-    whole = replace(lost, name="small", points=(Point(x="1", value=2.0),))
-    panel = Panel(names=["1", "2", "4"], label="", curves=[whole, lost])
-    assert panel.failures == {"xl: killed": [0], "xl: oom": [1, 2]}
-    assert replace(panel, curves=[lost, alike]).failures == {"killed": [0], "oom": [1, 2]}
-
-
-def test_phases_and_precisions_have_colours_of_their_own():
-    for colours in (charts.PHASE_COLOURS, charts.PRECISION_COLOURS):
-        assert len(set(colours.values())) == len(colours)
-    assert set(charts.PRECISION_COLOURS) == set(Precision)
