@@ -134,16 +134,14 @@ def test_pictures_of_runs_that_differ_in_one_setting_have_names_and_titles_of_th
 ) -> None:
     """Here each file holds what its picture says of the settings, in the place of the picture.
 
-    What runs along an axis or is a line needs no picture of its own; of several numbers of warm-up steps the largest is
-    shown.
+    Each was run after two numbers of warm-up steps. Sizes and precisions share a picture.
     """
     monkeypatch.setattr(draw, "png_of", lambda chart: chart.settings.encode())
     pair, *_ = neighbours(where, field.name)
-    configs = [replace(config, model=replace(config.model, context_length=length)) for config in pair
-               for length in (config.model.context_length, 2 * config.model.context_length)]  # fmt: skip
+    configs = [replace(config, warmup_steps=steps) for config in pair for steps in (5, 10)]
     device = {"device_name": None} if field.name == "device" else {}
     paths = write_plots([make_record(config, (0.1, 0.1), **device) for config in configs], tmp_path)
-    own = [path for path in paths if path.name.startswith("context_length")]
+    own = [path for path in paths if path.name.startswith("warmup_steps")]
     assert len({path.name.casefold() for path in own}) == len({path.read_text() for path in own}) == 2
     assert not any(re.search(r"_no\d", path.name) for path in own)
 

@@ -265,7 +265,7 @@ def settings(rows: Rows) -> str:
 
 def ladder_chart(rows: Rows, settings: str) -> Chart:
     """Mean time of a step by rung."""
-    panel = Panel(names=[row["rung"] for row in rows], label="step (ms)", bars=[_bar(row) for row in rows])
+    panel = Panel(label="step (ms)", bars=[_bar(row) for row in rows])
     return Chart(
         name="ladder", title="Time of a training step, rung by rung", settings=settings, panels=[panel], styles=STYLES
     )
