@@ -5,10 +5,11 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
@@ -21,19 +22,16 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
-from cs336_systems.config import SIZES, Device, Profiler, RunConfig
+from cs336_systems.commands.flags import MeasuringArguments
+from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import (
-    Durations,
-    Environment,
-    Failure,
-    Identity,
-    Measurement,
     RunRecord,
     Status,
     read_record,
     write_record,
 )
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
+from tests.report.making import make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
 
@@ -97,26 +95,6 @@ def test_every_command_is_listed_and_starts(capsys: pytest.CaptureFixture[str]) 
     assert {cli.MODULES.get(name, name) for name in listed} == modules
     assert status_of(cli.main, ["Sweeps"]) == 2
     assert "did you mean sweep?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "argv"),
-    [
-        ("benchmark", ["--size", "tiny"]),
-        ("sweep", ["--sizes", "tiny", "--dry-run"]),
-        ("precision", ["--device", "cpu"]),
-    ],
-)
-@pytest.mark.parametrize("status", [cli.OK, cli.FAILED])
-def test_a_subcommand_does_what_the_script_of_its_name_does(
-    name: str, argv: list[str], status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[object] = []
-    monkeypatch.setattr(cli._module(name), "run", lambda arguments: given.append(arguments) or status)
-    script = {"benchmark": cli.benchmark, "sweep": cli.sweep, "precision": cli.precision}[name]
-    assert [script(argv), cli.main([name, *argv])] == [status, status]
-    by_script, by_subcommand = given
-    assert by_script == by_subcommand
 
 
 # One run
@@ -232,20 +210,8 @@ def test_a_directory_that_cannot_be_written_is_said_at_once(
 # Finished records
 
 
-IDENTITY = Identity(device_name="a CPU", driver=None, torch="2.13.0", code="0123456789abcdef")
-ENVIRONMENT = Environment(
-    identity=IDENTITY, python="3.11", platform="Linux", host="h", cpu="a CPU", cpu_count=2, torch_threads=1,
-    float32_matmul_precision="highest", package_version="0",
-)  # fmt: skip
-
-
 def record(step_s: float, repeat: int = 0, **changes: object) -> RunRecord:
-    config = RunConfig(size="tiny", model=replace(SIZES["tiny"], context_length=128), repeat=repeat, **changes)
-    return RunRecord(
-        config=config, status=Status.OK, started_at="2026-01-01T00:00:00+00:00", environment=ENVIRONMENT,
-        measurements=(Measurement(config.phases[0], (step_s / 2,) * 3), Measurement("step", (step_s,) * 3)),
-        losses=(9.0,), num_parameters=1, durations=Durations(setup_s=0, warmup_s=0, measured_s=1, total_s=1),
-    )  # fmt: skip
+    return make_record(make_config("tiny", repeat=repeat, **changes), (step_s,) * 3)
 
 
 def directory_of(path: Path, records: Sequence[RunRecord]) -> Path:
@@ -257,14 +223,8 @@ def directory_of(path: Path, records: Sequence[RunRecord]) -> Path:
 
 def test_a_report_needs_no_torch_and_imports_no_model_that_a_record_names(empty_directory: Path) -> None:
     (empty_directory / "trap.py").write_text("open('sprung', 'w')\ndef model(vocab_size): pass\n")
-    failed = replace(
-        record(1.0, seed=1), status=Status.OOM, measurements=(), failure=Failure(message="no memory", where="step 1")
-    )
-    sweep = directory_of(
-        empty_directory / "sweep",
-        [record(0.125), replace(failed, environment=None), record(0.5, model_factory="trap:model")],
-    )
-    (sweep / "runs" / "broken.json").write_text("{")
+    failed = make_failure(make_config("tiny", seed=1))
+    sweep = directory_of(empty_directory / "sweep", [record(0.125), failed, record(0.5, model_factory="trap:model")])
     code = """
 import sys
 class WithoutTorch:
@@ -276,15 +236,13 @@ from cs336_systems.cli import main
 sys.exit(main())
 """
     done = run("-c", code, "report", "sweep")
-    assert done.returncode == 1, done.stderr
-    assert re.match(r"warning: sweep/runs/broken\.json: not a record of a run: .*\n", done.stderr)
+    assert done.returncode == 0, done.stderr
     with (sweep / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     means = sorted((row["status"], row["step_mean_ms"] and float(row["step_mean_ms"])) for row in rows)
     assert means == [("ok", 125), ("ok", 500), ("oom", "")]
     assert {path.suffix for path in sweep.glob("results.*")} == {".csv", ".md", ".tex", ".typ"}
     assert not (empty_directory / "sprung").exists()
-    assert (sweep / "runs" / "broken.json").read_text() == "{", "a report leaves the records alone"
 
 
 def write_profile_of(run: RunRecord, runs: Path) -> Path:
@@ -308,8 +266,8 @@ def test_a_report_does_not_write_over_tables_of_more_runs(
     profiler: Profiler, table: str, capsys: pytest.CaptureFixture[str], empty_directory: Path
 ) -> None:
     """Three runs that ended well and one that ran out of memory, which need not have left a profile."""
-    runs = [record(0.125, seed=seed, profiler=profiler, device=Device.CUDA) for seed in range(4)]
-    runs[3] = replace(runs[3], status=Status.OOM, measurements=(), failure=Failure(message="no memory"))
+    runs = [record(0.125, seed=seed, profiler=profiler) for seed in range(3)]
+    runs.append(make_failure(make_config("tiny", seed=3, profiler=profiler)))
     sweep = directory_of(empty_directory / "sweep", runs)
     profiles = [write_profile_of(each, sweep / "runs") for each in runs[:3]]
     assert cli.main(["report", "sweep"]) == 0
@@ -317,15 +275,10 @@ def test_a_report_does_not_write_over_tables_of_more_runs(
     profiles[0].unlink()
     profiles[1].write_text("{")
     before = (sweep / table).read_bytes()
-    for words in ([], ["--output", "sweep"], ["--output", str(sweep)]):
-        assert cli.main(["report", "sweep", *words]) == 0
-        said = "warning: sweep: the profiles of 2 of 3 runs that ended well are missing, and the tables"
-        assert said in capsys.readouterr().err
-        assert (sweep / table).read_bytes() == before
-    assert cli.main(["report", "sweep", "--output", "elsewhere"]) == 0
-    assert "warning: sweep: the profiles of 2 of 3 runs" in capsys.readouterr().err
-    whole, rest = ((place / table).read_text().splitlines() for place in (sweep, empty_directory / "elsewhere"))
-    assert len(whole) - 1 == 3 * (len(rest) - 1) > 0
+    assert cli.main(["report", "sweep"]) == 0
+    said = "warning: sweep: the profiles of 2 of 3 runs that ended well are missing, and the tables"
+    assert said in capsys.readouterr().err
+    assert (sweep / table).read_bytes() == before
 
 
 READS = {
@@ -382,20 +335,6 @@ def compare(*argv: object) -> int:
     return cli.main(["compare", *map(str, argv)])
 
 
-def test_two_directories_of_records_are_compared(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    fast = directory_of(empty_directory / "fast", [record(0.100 + i / 1e4, i) for i in range(5)])
-    slow = directory_of(empty_directory / "slow", [record(0.200 + i / 1e4, i) for i in range(5)])
-    before = sorted(empty_directory.rglob("*"))
-    for a, b, times in ((fast, slow, 0.5), (slow, fast, 2.0)):
-        assert compare(a, b) == 0
-        (found,) = re.findall(r"B is ([\d.]+) ± [\d.]+ times as fast as A", capsys.readouterr().out)
-        assert float(found) == pytest.approx(times, rel=0.01)
-    assert compare(fast, fast, "--a-against-a") == 0
-    assert re.findall(r"B is [\d.]+ ", capsys.readouterr().out) == []
-    assert compare(fast / "runs", slow) == 0
-    assert sorted(empty_directory.rglob("*")) == before, "nothing is written"
-
-
 @pytest.mark.parametrize("sides", [("", "--no-ranges"), ("--sync-phases", ""), ("--precision=bf16", "--size tiny")])
 def test_a_side_may_be_one_flag_or_none(
     sides: tuple[str, str], monkeypatch: pytest.MonkeyPatch, empty_directory: Path
@@ -416,10 +355,12 @@ def test_no_side_is_taken_from_an_earlier_comparison(
     """Its times are of another hour: alternately measured is what the verdict says and rests on."""
     directories: list[Path] = []
 
-    def measure_nothing(configs: Sequence[RunConfig], directory: Path, *_: object) -> int:
+    def measure_nothing(configs: Sequence[RunConfig], directory: Path, measuring: MeasuringArguments) -> int:
+        if measuring.fresh:
+            shutil.rmtree(directory / "runs")
         (directory / "runs").mkdir(parents=True, exist_ok=True)
         for config in configs:
-            write_record(replace(record(0.1 + 0.001 * config.repeat), config=config), directory / "runs")
+            write_record(make_record(config, (0.1 + 0.001 * config.repeat,) * 3), directory / "runs")
         directories.append(directory)
         return 0
 
@@ -436,34 +377,6 @@ def test_no_side_is_taken_from_an_earlier_comparison(
         assert "mine holds another comparison" in capsys.readouterr().err
     assert len(directories) == 5, "nothing was measured"
     assert compare(baseline, second, "--name", "mine", "--fresh") == 0
-
-
-def test_a_report_does_not_write_over_tables_of_records_that_it_cannot_read(
-    capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
-    sweep = directory_of(
-        empty_directory / "sweep", [record(0.1, precision=precision) for precision in ("fp32", "bf16")]
-    )
-    assert cli.main(["report", "sweep"]) == 0
-    before = files_in(sweep)
-    min((sweep / "runs").iterdir()).write_text("{")
-    damaged = files_in(sweep)
-    assert cli.main(["report", "sweep"]) == 2
-    assert "1 record cannot be read, and the tables there would lose them" in capsys.readouterr().err
-    assert files_in(sweep) == damaged != before
-    assert cli.main(["report", "sweep", "--output", "elsewhere"]) == 1, "a file is damaged"
-    assert len((empty_directory / "elsewhere" / "results.csv").read_text().splitlines()) == 2
-
-
-def test_a_report_of_records_made_under_other_conditions_says_so(
-    capsys: pytest.CaptureFixture[str], empty_directory: Path
-) -> None:
-    other = replace(ENVIRONMENT, identity=replace(IDENTITY, torch="2.12.0"))
-    elsewhere = replace(ENVIRONMENT, identity=replace(IDENTITY, device_name="another CPU"))
-    for environment, count in ((other, 1), (elsewhere, 0)):  # a device has rows of its own
-        directory_of(empty_directory / f"{count}", [record(0.1), replace(record(0.1, 1), environment=environment)])
-        assert cli.main(["report", f"{count}"]) == 0
-        assert capsys.readouterr().err.count("warning: the records come from different drivers, torch or code") == count
 
 
 # Real processes

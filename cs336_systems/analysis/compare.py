@@ -86,15 +86,10 @@ def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement], *, are
     means_a, means_b = ([measured.mean_s for measured in side] for side in (a, b))
     if min(len(a), len(b)) >= FEWEST:
         return compare(means_a, means_b, between=0.0 if are_alternate else TIME_DEVIATION)
-    difference = _difference(means_a, means_b)
-    known, estimated = 0.0, []
-    for side in (a, b):
-        known += TIME_DEVIATION**2 + PROCESS_DEVIATION**2 / len(side)
-        for measured in side:
-            if measured.cv is None:
-                return _comparison(difference, None, (len(a), len(b)))
-            estimated.append(((STEP_FACTOR * measured.cv / len(side)) ** 2, len(measured.times_s) - 1))
-    return _comparison(difference, _half_width(known, estimated, CONFIDENCE), (len(a), len(b)))
+    known = sum(TIME_DEVIATION**2 + PROCESS_DEVIATION**2 / len(side) for side in (a, b))
+    spreads = [(measured.cv, len(side), len(measured.times_s) - 1) for side in (a, b) for measured in side]
+    estimated = [((STEP_FACTOR * cv / count) ** 2, freedom) for cv, count, freedom in spreads if cv is not None]
+    return _comparison(means_a, means_b, known, estimated if len(estimated) == len(spreads) else None)
 
 
 def compare(
@@ -104,19 +99,29 @@ def compare(
 
     `between` is the relative standard deviation between times of measurement; 0 if A and B were measured alternately.
     """
-    difference, half_width = _difference(a, b), None
+    estimated = None
     if min(len(a), len(b)) >= FEWEST:
         estimated = [(standard_error([*map(math.log, side)]) ** 2, len(side) - 1) for side in (a, b)]
-        half_width = _half_width(2 * between**2, estimated, confidence)
-    return _comparison(difference, half_width, (len(a), len(b)))
+    return _comparison(a, b, 2 * between**2, estimated, confidence)
 
 
-def _difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """B's mean logarithm less A's."""
+def _comparison(
+    a: Sequence[float],
+    b: Sequence[float],
+    known: float,
+    estimated: Sequence[tuple[float, int]] | None,
+    confidence: float = CONFIDENCE,
+) -> Comparison:
+    """Compare means in seconds, whose mean logarithms have these variances; None gives no interval."""
     for name, means in (("A", a), ("B", b)):
         if not means or not all(0 < mean_s < math.inf for mean_s in means):
             raise ValueError(f"{name} needs mean step times that are positive and finite seconds, got {list(means)}")
-    return statistics.fmean(map(math.log, b)) - statistics.fmean(map(math.log, a))
+    difference = statistics.fmean(map(math.log, b)) - statistics.fmean(map(math.log, a))
+    low = high = None
+    if estimated is not None:
+        half_width = _half_width(known, estimated, confidence)
+        low, high = _exp(difference - half_width), _exp(difference + half_width)
+    return Comparison(ratio=_exp(difference), low=low, high=high, num_a=len(a), num_b=len(b))
 
 
 def _half_width(known: float, estimated: Sequence[tuple[float, int]], confidence: float) -> float:
@@ -132,16 +137,6 @@ def _half_width(known: float, estimated: Sequence[tuple[float, int]], confidence
     share = sum((own / variance) ** 2 / freedom for own, freedom in estimated)
     freedom = min(1 / share, MAX_FREEDOM) if share else MAX_FREEDOM
     return float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(variance)
-
-
-def _comparison(difference: float, half_width: float | None, counts: tuple[int, int]) -> Comparison:
-    return Comparison(
-        ratio=_exp(difference),
-        low=None if half_width is None else _exp(difference - half_width),
-        high=None if half_width is None else _exp(difference + half_width),
-        num_a=counts[0],
-        num_b=counts[1],
-    )
 
 
 def _exp(logarithm: float) -> float:
@@ -162,10 +157,10 @@ def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
     ]  # fmt: skip
 
 
-def process_means(records: Iterable[RunRecord], phase: Phase = Phase.STEP) -> list[float]:
-    """Mean time in seconds of `phase` in each record that ended well and has that phase."""
-    measurements = (record.measurement(phase) for record in records if record.status is Status.OK)
-    return [measurement.mean_s for measurement in measurements if measurement is not None]
+def measured_steps(records: Iterable[RunRecord]) -> list[Measurement]:
+    """The step times of each record that ended well."""
+    found = (record.measurement(Phase.STEP) for record in records if record.status is Status.OK)
+    return [measured for measured in found if measured is not None]
 
 
 Settings: TypeAlias = Mapping[str, Hashable]

@@ -2,9 +2,9 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,19 +29,30 @@ from cs336_systems.commands.flags import (
     resolve_device,
     with_flags,
 )
-from cs336_systems.commands.outcome import checked, json_alone, load_ceilings_or_warn, print_profile_paths, status_of
-from cs336_systems.commands.results import explain_or_warn
+from cs336_systems.commands.outcome import (
+    checked,
+    json_alone,
+    load_ceilings_or_warn,
+    print_profile_paths,
+    show,
+    status_of,
+)
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import RunRecord, write_record
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
-from cs336_systems.sweep.store import exclusive, gpu_lock_path
+from cs336_systems.sweep.store import (
+    PROFILE_DIRECTORIES,
+    exclusive,
+    fresh_profile_path,
+    gpu_lock_path,
+    make_writable,
+    set_aside_run,
+)
 from cs336_systems.text import counted, print_aside, print_line
-
-if TYPE_CHECKING:
-    from cs336_systems.report.progress import StatusLine
 
 TOP = 10
 """Rows of a table about a profile."""
@@ -114,11 +125,7 @@ def run(arguments: BenchmarkArguments) -> int:
         explain_fast([config])
     if config.is_shared and is_under_nsys():
         print_aside(f"note: nsys records ranks only with {FORKED}, and whole with {' '.join(CAPTURED_STEPS)}")
-    from cs336_systems.sweep.store import PROFILE_DIRECTORIES, fresh_profile_path, make_writable, set_aside_run
-
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
-    from cs336_systems.report.progress import StatusLine
-
     gpus = alike(visible_gpus())[: config.ranks]
     with contextlib.ExitStack() as stack:
         print_json = stack.enter_context(json_alone(arguments.json))
@@ -138,7 +145,7 @@ def run(arguments: BenchmarkArguments) -> int:
             else:
                 record = _measure(config, profile, status, arguments.until_stable)
             write_record(record, runs)
-            is_explained = profile is None or explain_or_warn([record], runs, status, "explaining what was recorded")
+            unexplained = _explain(record, runs, status) if profile is not None else ()
         if print_json is not None:
             found = {each.phase: summary(each.times_s) for each in record.measurements}
             print_json(encode_json({"statistics": found, **msgspec.to_builtins(record)}))
@@ -146,10 +153,10 @@ def run(arguments: BenchmarkArguments) -> int:
         else:
             print_measured(record, runs)
         print_profile_paths([config], runs)
-    return status_of([record], () if is_explained else [config])
+    return status_of([record], unexplained)
 
 
-def _measure(config: RunConfig, profile: Path | None, status: "StatusLine", until_stable: bool) -> RunRecord:
+def _measure(config: RunConfig, profile: Path | None, status: StatusLine, until_stable: bool) -> RunRecord:
     """Measure in this process."""
     status("importing PyTorch")
     from cs336_systems.measure.run import measure
@@ -160,41 +167,27 @@ def _measure(config: RunConfig, profile: Path | None, status: "StatusLine", unti
     return record
 
 
+def _explain(record: RunRecord, runs: Path, status: StatusLine) -> Sequence[RunConfig]:
+    """Explain what was recorded; return the run if that failed."""
+    from cs336_systems.sweep.run import explain_again
+
+    return explain_again([record], runs, status)
+
+
 def print_measured(record: RunRecord, runs: Path) -> None:
-    """The tables of the run, and of its profile if it has one."""
+    """The tables of the run, and where its time or memory went if that was recorded, also if the run failed."""
     from cs336_systems.report.terminal import print_run
     from cs336_systems.studies.ceilings_files import ceilings_beside
     from cs336_systems.sweep.keep import has_explanation
 
-    config = record.config
     print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))
-    if config.profiler is Profiler.KINETO and has_explanation(config, runs):
-        _print_kernels(record, runs)
-    if config.profiler is Profiler.MEMORY and has_explanation(config, runs):
-        _print_memory(config, runs)
+    if record.config.profiler is not Profiler.NONE and has_explanation(record.config, runs):
+        from cs336_systems.report.sections.kernels.entries import load_profiled
+        from cs336_systems.report.sections.kernels.files import tables_of_one as kernel_tables
+        from cs336_systems.report.sections.memory.findings import answer, load_memory
+        from cs336_systems.report.sections.memory.tables import tables_of_one as memory_tables
 
-
-def _print_memory(config: RunConfig, runs: Path) -> None:
-    """Print where the memory went, for a run that ran out of memory too."""
-    from cs336_systems.analysis.memory.profile import read_memory_profile
-    from cs336_systems.report.sections.memory.findings import answer
-    from cs336_systems.report.sections.memory.tables import tables_of_one
-    from cs336_systems.report.terminal import print_sentences, print_table
-    from cs336_systems.sweep.store import memory_profile_path
-
-    profile = read_memory_profile(memory_profile_path(config, runs))
-    print_sentences(answer(profile))
-    for table in tables_of_one(profile, TOP):
-        print_table(table)
-
-
-def _print_kernels(record: RunRecord, runs: Path) -> None:
-    """Print where the time went."""
-    from cs336_systems.report.sections.kernels.entries import load_profiled
-    from cs336_systems.report.sections.kernels.files import tables_of_one
-    from cs336_systems.report.terminal import print_table
-
-    for entry in load_profiled([record], runs.parent):
-        for table in tables_of_one(entry, TOP):
-            print_table(table)
-            print_line("")
+        for profiled in load_profiled([record], runs.parent):
+            show(kernel_tables(profiled, TOP))
+        for recorded in load_memory([record], runs.parent):
+            show(memory_tables(recorded.profile, TOP), answer=answer(recorded.profile))

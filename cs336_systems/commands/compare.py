@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.analysis.compare import Verdict, interleave
+from cs336_systems.analysis.compare import interleave
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.flags import (
     MeasuringArguments,
@@ -21,26 +21,18 @@ from cs336_systems.commands.flags import (
     parse,
     unset,
 )
-from cs336_systems.commands.outcome import (
-    FAILED,
-    OK,
-    UsageError,
-    checked,
-    load_ceilings_or_warn,
-    load_records_or_warn,
-)
+from cs336_systems.commands.outcome import OK, UsageError, checked, load_records_or_warn
 from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.record import load_records, write_record
-from cs336_systems.studies.ceilings_files import ceilings_beside
+from cs336_systems.record import write_record
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.sweep.store import SweepError, make_writable
-from cs336_systems.text import counted, print_aside, print_line
+from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.compared import Compared, Sides
-    from cs336_systems.report.progress import StatusLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +55,6 @@ class CompareArguments(MeasuringArguments):
     """Compare the directory A with the results kept under this name, in OUTPUT/baselines; the first time, keep them."""
     a_against_a: Switch = False
     """Allow equal sides, which show how much the machine scatters."""
-    fail_if_slower: Annotated[float | None, unset("PERCENT", "no limit")] = None
-    """End with status 1 if the verdict on any configuration is that B is slower, by more than this."""
     repeats: int = 5
     """Fresh processes of each."""
     allow_mixed: Switch = False
@@ -77,8 +67,6 @@ class CompareArguments(MeasuringArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_repeats(self.repeats, least=2)  # one process does not show the spread
-        if self.fail_if_slower is not None and not 0 <= self.fail_if_slower < float("inf"):
-            raise ValueError(f"--fail-if-slower must be a percentage from 0 up, got {self.fail_if_slower}")
 
 
 def run(arguments: CompareArguments) -> int:
@@ -111,9 +99,7 @@ def run(arguments: CompareArguments) -> int:
     paths = [Path(name) for name in names]
     _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
     mixed = arguments.allow_mixed
-    compared = checked(lambda: compare_sides(sides, [records_at(path) for path in paths], allow_mixed=mixed))
-    _show(compared, None)
-    return _guard(compared, arguments.fail_if_slower)
+    return _show(checked(lambda: compare_sides(sides, [records_at(path) for path in paths], allow_mixed=mixed)))
 
 
 def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
@@ -123,7 +109,8 @@ def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
 
 def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunConfig]) -> int:
     """Measure the configurations of A and B alternately, and compare them."""
-    from cs336_systems.report.compared import by_parity, compare_sides
+    from cs336_systems.commands.rebuild import load
+    from cs336_systems.report.compared import COMPARISON_FILE
 
     a, b = configs
     given = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else arguments.name
@@ -136,59 +123,30 @@ def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunC
     runs = [replace(configs[side], repeat=repeat) for side, repeat in order]
     if (status := measure_all(runs, directory, arguments)) != OK:
         return status
-    keys = {config.key for config in runs}
-    records = [record for record in load_records(directory / "runs")[0] if record.key in keys]
-    compared = checked(functools.partial(compare_sides, sides, by_parity(records), are_alternate=True))
-    _show(compared, directory)
-    return _guard(compared, arguments.fail_if_slower)
+    write_atomically(directory / COMPARISON_FILE, encode_json(sides))
+    with StatusLine() as line:
+        own = load(directory)
+        assert own.compared is not None
+        own.compared.write(directory)
+        page, _ = write_page_of(own, line)
+    return _show(own.compared, page)
 
 
-def _show(compared: "Compared", directory: Path | None) -> None:
-    """Write the comparison into the directory, if there is one, and print its tables."""
-    from cs336_systems.report.compared import COMPARISON_FILE
-    from cs336_systems.report.progress import StatusLine
+def _show(compared: "Compared", page: Path | None = None) -> int:
+    """Print the tables of the comparison, and where its page is if it was written; return the exit status."""
     from cs336_systems.report.terminal import print_table
 
     for left_out in compared.left_out:
         print_aside(f"note: {left_out}")
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(directory / COMPARISON_FILE, encode_json(compared.sides))
-        with StatusLine() as status:
-            page = write_comparison(compared, directory, status)
     for table in compared.section.tables:
-        print_table(replace(table, notes=tuple(n for n in table.notes if n != compared.answer)), directory)
-    if directory is not None:
+        shown = replace(table, notes=tuple(note for note in table.notes if note != compared.answer))
+        print_table(shown, None if page is None else page.parent)
+    if page is not None:
         print_line(f"page: {page}")
     print_line(compared.answer)
-    if all(ratio is None for _, ratio in compared.verdicts):
+    if all(row["ratio"] is None for row in compared.section.rows):
         raise SweepError("no configuration ended well on both sides, so nothing could be compared")
-
-
-def write_comparison(compared: "Compared", directory: Path, status: "StatusLine") -> Path:
-    """Write the tables and the page of a comparison and of its runs in the directory; return the path of the page."""
-    from cs336_systems.report.page.chapters import Directory
-    from cs336_systems.report.results import Results
-
-    compared.write(directory)
-    ceilings = load_ceilings_or_warn(ceilings_beside(directory))
-    sweep = Results.load(load_records(directory / "runs")[0], directory, ceilings)
-    return write_page_of(Directory(path=directory, sweep=sweep, compared=compared), status)[0]
-
-
-def _guard(compared: "Compared", percent: float | None) -> int:
-    """The exit status of --fail-if-slower, with its reason on standard error; OK where nothing was asked."""
-    if percent is None:
-        return OK
-    verdicts = compared.verdicts
-    told = [ratio for verdict, ratio in verdicts if verdict == Verdict.SLOWER and ratio is not None]
-    slower = [ratio for ratio in told if 100 * (ratio - 1) > percent]
-    unknown = [verdict for verdict, _ in verdicts if verdict not in (Verdict.FASTER, Verdict.SLOWER)]
-    print_aside(
-        f"B is slower by more than {percent:g} % in {len(slower)} of {counted(len(verdicts), 'configuration')}; "
-        f"of {len(unknown)} it cannot be told"
-    )
-    return FAILED if slower else OK
+    return OK
 
 
 def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:

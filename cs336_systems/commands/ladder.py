@@ -38,6 +38,7 @@ from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.ladder import (
     GATE_STEPS,
@@ -179,11 +180,10 @@ def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
 
 
 def _measure(configs: Sequence[RunConfig], directory: Path, arguments: LadderArguments, ladder: Sequence[Rung]) -> int:
-    from cs336_systems.report.progress import TerminalListener
     from cs336_systems.sweep.run import run_sweep
 
     note_unused_gpus(configs)
-    with TerminalListener(_names(ladder)) as listener:
+    with StatusLine(_names(ladder)) as listener:
         outcome = run_sweep(configs, directory, listener, **asdict(arguments.measuring))
     if outcome.interrupted:
         return INTERRUPTED
@@ -215,7 +215,6 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
 def _report(directory: Path) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from cs336_systems.report.page.chapters import Directory
-    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
     from cs336_systems.report.terminal import print_table
 

@@ -1,28 +1,25 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cs336_systems.commands import ladder
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
-from cs336_systems.commands.results import explain_or_warn, would_lose, write_page_of
+from cs336_systems.commands.results import write_page_of, write_results
 from cs336_systems.files import in_one_line
 from cs336_systems.record import load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.page.chapters import PAGE_FILE, Directory, list_of
 from cs336_systems.report.page.write import Page, write_page
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
 from cs336_systems.report.sections.forecast import write_forecast
 from cs336_systems.report.sections.ladder import write_ladder_report
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.studies.records import read_study
+from cs336_systems.sweep.run import explain_again
 from cs336_systems.text import print_aside, print_line
-
-if TYPE_CHECKING:
-    from cs336_systems.report.progress import StatusLine
 
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""
@@ -50,7 +47,7 @@ def load(directory: Path, ceilings_at: Callable[[Path], Ceilings] = load_ceiling
     return _KINDS[_source(directory)](directory, ceilings_at)
 
 
-def rebuild_all(root: Path, status: "StatusLine") -> int:
+def rebuild_all(root: Path, status: StatusLine) -> int:
     """Rebuild every results directory below `root` with its page, and report what was done; continue after a failure.
 
     The page of the root lists all others.
@@ -63,7 +60,7 @@ def rebuild_all(root: Path, status: "StatusLine") -> int:
     is_explained, ceilings_at = True, cache(load_ceilings_or_warn)
     for number, directory in enumerate(directories):
         try:
-            is_explained &= explain_or_warn(load_records(directory / RUNS)[0], directory / RUNS, status)
+            is_explained &= not explain_again(load_records(directory / RUNS)[0], directory / RUNS, status)
             status(f"reading {directory}", number, len(directories))
             own = load(directory, ceilings_at)
             write(own, status)
@@ -77,9 +74,11 @@ def rebuild_all(root: Path, status: "StatusLine") -> int:
             found.append(own)
             pages[directory.relative_to(root)] = own.subject, made
             print_line(f"{directory}: written from {_source(directory)}")
-    _score_forecast(found, root, status)
-    print_line(f"rebuilt: {len(found)} of {len(directories)} directories")
-    if found and directories != [root]:
+    if found and directories == [root]:
+        print_line(made.glance.answer if made.glance is not None else made.title)
+    elif found:
+        _score_forecast(found, root, status)
+        print_line(f"rebuilt: {len(found)} of {len(directories)} directories")
         status("writing the list of all pages")
         # pages must not contain absolute paths of this machine
         lost = {path.relative_to(root): text.replace(f"{root}/", "") for path, text in problems.items()}
@@ -91,11 +90,10 @@ def rebuild_all(root: Path, status: "StatusLine") -> int:
     return OK if is_explained and not problems else FAILED
 
 
-def write(found: Directory, status: "StatusLine") -> None:
+def write(found: Directory, status: StatusLine) -> None:
     """Write the tables and plots of the results into their directory."""
-    if (results := found.sweep) is not None:
-        written = replace(results, kernels=(), memory=()) if would_lose(results, found.path, found.path) else results
-        written.write(found.path, status)
+    if found.sweep is not None:
+        write_results(found.sweep, found.path, status)
     else:
         status("drawing and writing")
     if found.compared is not None:
@@ -106,7 +104,7 @@ def write(found: Directory, status: "StatusLine") -> None:
         found.study.write(found.path)
 
 
-def _score_forecast(found: Sequence[Directory], root: Path, status: "StatusLine") -> None:
+def _score_forecast(found: Sequence[Directory], root: Path, status: StatusLine) -> None:
     """Write the errors of the step times predicted from ceilings, over all measured steps, if there are ceilings."""
     status("predicting the times of all steps")
     measured = {own.path.relative_to(root): own.results for own in found if own.results is not None}
@@ -115,11 +113,6 @@ def _score_forecast(found: Sequence[Directory], root: Path, status: "StatusLine"
     status.end()
     if written is not None:
         print_line(f"{written}: written from all records and ceilings")
-
-
-def is_study(directory: Path) -> bool:
-    """Whether the directory has the results of something else than a sweep, such as a ladder, whose runs it has too."""
-    return any((directory / name).exists() for name in _KINDS) and _source(directory) != RUNS
 
 
 def _source(directory: Path) -> str:

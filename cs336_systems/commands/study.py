@@ -28,6 +28,7 @@ from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure.inputs import check_factory, source_of
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.settings import declared
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsGrid, Shape
 from cs336_systems.studies.operators import AttentionGrid, FusionGrid
@@ -35,7 +36,6 @@ from cs336_systems.sweep.store import make_writable, time_stamp
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import Study
     from cs336_systems.studies.precision_records import PrecisionStudy
 
@@ -82,7 +82,7 @@ class StudyArguments(Flags):
         look_at_machine(resolve_device(self.device))
         record = directory / (self.UNFINISHED or f"{self.FOLDER}.json")
 
-        def measure(status: "StatusLine") -> Any:  # noqa: ANN401
+        def measure(status: StatusLine) -> Any:  # noqa: ANN401
             from cs336_systems.studies.runner import run_study
 
             study = run_study(grid, status, lambda so_far: write_atomically(record, encode_json(so_far)))
@@ -247,7 +247,7 @@ class PrecisionArguments:
         if self.output is not None:
             self.output.mkdir(parents=True, exist_ok=True)
 
-        def measure(status: "StatusLine") -> "PrecisionStudy":
+        def measure(status: StatusLine) -> "PrecisionStudy":
             status("importing PyTorch")
             from cs336_systems.studies.precision import run_precision_study
 
@@ -262,10 +262,9 @@ def run(arguments: StudyArguments | PrecisionArguments) -> int:
     return arguments.run()
 
 
-def show_study(measure: Callable[["StatusLine"], StudyT], directory: Path | None) -> StudyT:
+def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) -> StudyT:
     """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
     from cs336_systems.report.page.chapters import Directory
-    from cs336_systems.report.progress import StatusLine
     from cs336_systems.report.results import StudyResults
     from cs336_systems.report.sections.study import all_tables
     from cs336_systems.report.terminal import print_table

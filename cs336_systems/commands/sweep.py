@@ -58,6 +58,7 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
+from cs336_systems.report.progress import IMPORTING, StatusLine
 from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
@@ -358,7 +359,6 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
     if arguments.cluster is None:
         return []
     _check_ray()
-    from cs336_systems.report.progress import StatusLine
     from cs336_systems.sweep.cluster import Needs, connected, look
 
     with StatusLine() as status, connected(arguments.cluster):
@@ -395,19 +395,17 @@ def measure_all(
         raise UsageError(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
         )
-    from cs336_systems.report.progress import FIRST, StatusLine, TerminalListener
     from cs336_systems.sweep.run import run_sweep
 
     if elsewhere is None:
         note_unused_gpus(configs)
-    first = FIRST if elsewhere is None else "connecting to the cluster"
-    with TerminalListener(first=first) as listener:
+    first = IMPORTING if elsewhere is None else "connecting to the cluster"
+    with StatusLine(first=first) as status:
         outcome = (elsewhere or run_sweep)(
-            configs, directory, listener,
+            configs, directory, status,
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,
         )  # fmt: skip
-    with StatusLine() as status:
-        show_results(outcome.records, directory, directory, status)
+        show_results(outcome.records, directory, status)
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED

@@ -1,4 +1,4 @@
-"""Pictures as data: lying bars, or lines over names, in panels. `draw.py` makes PNGs of them, and SVGs of the page."""
+"""Pictures as data: lying bars in panels. `draw.py` makes PNGs of them, and `page/write.py` draws them on the page."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,44 +7,10 @@ from typing import Final
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.config import Phase, Precision
+from cs336_systems.config import Phase
 
-MARKERS = "osD^"
-"""Marks of lines that belong together, in matplotlib's letters."""
 VISIBLE = 0.001
 """A smaller share of a bar is not in the legend."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One value with its standard deviation; None is unknown, and `failure` may be the reason."""
-
-    x: str
-    """Name on the axis."""
-    value: float | None
-    error: float | None = None
-    failure: str | None = None
-    """How the run ended, in words, where it failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """Points that belong together, in order along the axis, with their look."""
-
-    name: str
-    points: tuple[Point, ...]
-    colour: str
-    marker: str
-    """A letter of matplotlib."""
-    is_joined: bool = False
-    """Whether a line joins the points."""
-    size: float = 5.0
-    aside: float = 0.0
-    """Shift of the points from their places, so that equal points do not hide each other."""
-
-    @property
-    def known(self) -> tuple[Point, ...]:
-        return tuple(point for point in self.points if point.value is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +36,8 @@ class Bar:
     """Words at its end."""
     failure: str = ""
     """How the run ended, where it failed."""
+    mark: float | None = None
+    """A value that is marked beside the bar."""
 
     @property
     def length(self) -> float:
@@ -78,31 +46,14 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Lying bars, or curves over names; the values begin at 0."""
+    """Bars with distinct names on one scale, which begins at 0."""
 
-    names: Sequence[str]
-    """Names on the axis, in order and distinct, at equal distances."""
     label: str
     """What the values are."""
-    axis: str = ""
-    """What the names below curves are."""
     title: str = ""
     bars: Sequence[Bar] = ()
-    curves: Sequence[Curve] = ()
-
-    @property
-    def failures(self) -> dict[str, list[int]]:
-        """Places where runs of curves failed, by how they ended; where curves differ in this, by the curve too."""
-        ends: dict[str, dict[str, list[int]]] = {}
-        for curve in self.curves:
-            own = ends.setdefault(curve.name, {})
-            for point in curve.points:
-                if point.failure is not None:
-                    own.setdefault(point.failure, []).append(self.names.index(point.x))
-        first, *others = ends.values() or [{}]
-        if all(own == first for own in others):
-            return first
-        return {f"{name}: {failure}": places for name, own in ends.items() for failure, places in own.items()}
+    mark: str = ""
+    """What the marks of the bars are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,25 +66,10 @@ class Chart:
     settings: str
     """Settings that everything shown has in common."""
     panels: Sequence[Panel]
-    columns: int = 1
-    """Number of panels beside each other, in full rows."""
-    size: tuple[float, float] = (6.0, 0.0)
-    """Width and height of a panel of a PNG in inches; bars take the height that they need."""
     legend: int = 4
     """Columns of the legend below the panels."""
     styles: Mapping[str, Style] = field(default_factory=dict)
     """Parts of bars in the order of the legend."""
-
-    @property
-    def is_lying(self) -> bool:
-        """Whether it has bars, which are horizontal."""
-        return any(panel.bars for panel in self.panels)
-
-    def title_of(self, number: int) -> str:
-        """The title of a panel, unless the panel above has the same."""
-        above = number - self.columns
-        title = self.panels[number].title
-        return "" if above >= 0 and self.panels[above].title == title else title
 
     @property
     def visible_styles(self) -> dict[str, Style]:
@@ -163,12 +99,6 @@ PHASE_COLOURS = {
     Phase.BACKWARD: "#E69F00",
     Phase.COMMUNICATION: "#CC79A7",
     Phase.OPTIMIZER: "#009E73",
-}
-PRECISION_COLOURS = {
-    Precision.FP32: "#333333",
-    Precision.TF32: "#CC79A7",
-    Precision.BF16: "#D55E00",
-    Precision.FP16: "#56B4E9",
 }
 """The palette of Okabe and Ito (2008), which people with any colour vision tell apart."""
 CLASS_COLOURS = {

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cs336_systems.analysis.compare import (
     CONFIDENCE,
@@ -18,14 +17,15 @@ from cs336_systems.analysis.compare import (
     Verdict,
     compare_processes,
     match,
+    measured_steps,
     refuse_unlike,
     without_profiled,
 )
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.config import Phase, RunConfig
+from cs336_systems.config import RunConfig
 from cs336_systems.files import read_json
-from cs336_systems.record import Measurement, RecordError, RunRecord, Status, load_records, read_record
+from cs336_systems.record import Measurement, RecordError, RunRecord, load_records, read_record
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.formats import texts_of, write_files
 from cs336_systems.report.frame import codes_of, rows_of, to_frame
@@ -59,11 +59,6 @@ class Sides:
     b: str
     format_version: int = 1
 
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names of A and B."""
-        return self.a, self.b
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
@@ -75,12 +70,6 @@ class Compared:
     section: Section
     left_out: Sequence[str] = ()
     """Sentences on runs that are not compared."""
-
-    @property
-    def verdicts(self) -> list[tuple[str, float | None]]:
-        """The verdict on each configuration that both sides have, and B's step over A's; None if it is not known."""
-        rows: Sequence[Mapping[str, Any]] = self.section.rows
-        return [(row["verdict"], row["ratio"]) for row in rows if row["verdict"] not in (ONLY_A, ONLY_B)]
 
     @property
     def answer(self) -> str:
@@ -95,9 +84,11 @@ class Compared:
 def compare_sides(
     sides: Sides, records: Sequence[Sequence[RunRecord]], *, are_alternate: bool = False, allow_mixed: bool = False
 ) -> Compared:
-    """Compare each configuration of A with that of B; raise ValueError for what must not be compared.
+    """Compare each configuration of A with that of B.
 
-    With `allow_mixed` the records may come from other hardware, software or inputs.
+    `are_alternate` says that the runs of A and B were interleaved. Raises ValueError, which says why, where nothing
+    matches, for a side that has one configuration on several devices, and, unless `allow_mixed`, for records of other
+    hardware, software, inputs or warm-up.
     """
     is_mixed = are_alternate or allow_mixed  # what is measured alternately was checked before the first run
     plain = [without_profiled(side) for side in records]
@@ -107,7 +98,18 @@ def compare_sides(
         for name, side, own in zip("AB", records, plain, strict=True)
         if len(own) < len(side)
     ]
-    section = comparison_section(sides.names, plain, allow_mixed=is_mixed, are_alternate=are_alternate)
+    found = [rows_of(to_frame(side)) for side in plain]
+    matching = _matched(found, allow_mixed=is_mixed)
+    a, b = found
+    pairs: list[tuple[Row | None, Row | None]] = [
+        *((a[i], b[j]) for i, j in matching.pairs),
+        *((a[i], None) for i in matching.only_a),
+        *((None, b[j]) for j in matching.only_b),
+    ]
+    times = [_times(side) for side in plain]
+    rows = [_row(*pair, times, matching.differing, are_alternate) for pair in pairs]
+    what = _what_is_what(sides, found, matching, are_alternate)
+    section = _section(rows, found, matching.differing, [*_counted(rows), *what])
     return Compared(sides=sides, records=plain, section=section, left_out=left_out)
 
 
@@ -139,44 +141,28 @@ def records_at(path: Path) -> Sequence[RunRecord]:
     return found
 
 
-def comparison_section(
-    names: Sequence[str],
-    sides: Sequence[Sequence[RunRecord]],
-    *,
-    allow_mixed: bool = False,
-    are_alternate: bool = False,
+def _section(
+    rows: Sequence[Row], found: Sequence[Sequence[Row]], differing: Sequence[str], told: Sequence[str]
 ) -> Section:
-    """The verdict on every configuration of two sweeps, A and B, which have these names.
-
-    `are_alternate` says that the runs of A and B were interleaved. Raises ValueError, which says why, where nothing
-    matches, for a side that has one configuration on several devices, and, unless `allow_mixed`, for another warm-up.
-    """
-    found = [rows_of(to_frame(side)) for side in sides]
-    for name, rows in zip("AB", found, strict=True):
-        if len({row["config"] for row in rows}) < len(rows):
-            raise ValueError(f"{name} has the same configuration on several devices; keep each device's runs apart")
-    matching = _matched(*([_settings(row) for row in rows] for rows in found), allow_mixed=allow_mixed)
-    times = [_times(side) for side in sides]
-    a, b = found
-    rows = [
-        *(_row(a[i], b[j], times, matching.differing, are_alternate) for i, j in matching.pairs),
-        *(_row(a[i], None, times, matching.differing, are_alternate) for i in matching.only_a),
-        *(_row(None, b[j], times, matching.differing, are_alternate) for j in matching.only_b),
+    """The rows as a table with the findings `told`; `found` are the results of both sides."""
+    columns = [
+        *identity_columns(rows, [name for name in ALWAYS if name not in differing]),
+        *known([column(key) for key in SWEEPS], rows),
     ]
-    always = [name for name in ALWAYS if name not in matching.differing]
-    identities = [row["identity"] for row in rows]
-    columns = [*identity_columns(rows, always), *known([column(key) for key in SWEEPS], rows)]
     shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
-    told = [*_counted(rows), *_what_is_what(names, found, matching, are_alternate)]
     notes = [*told, *_rules(rows), *([f"{shared}."] if shared else [])]
     table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told)
-    apart = [f"{name}_{side}" for name in matching.differing for side in "ab"]
-    keys = (*without_unused(identities), *apart, *VALUES)
+    apart = [f"{name}_{side}" for name in differing for side in "ab"]
+    keys = (*without_unused([row["identity"] for row in rows]), *apart, *VALUES)
     return Section(name="comparison", tables=(table,), rows=rows, keys=keys)
 
 
-def _matched(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], *, allow_mixed: bool = False) -> Matching:
-    """Match the configurations of two sweeps; raise ValueError where none match, or some after another warm-up."""
+def _matched(found: Sequence[Sequence[Row]], *, allow_mixed: bool) -> Matching:
+    """Match the rows of both sides; raise ValueError for what must not be compared."""
+    for name, rows in zip("AB", found, strict=True):
+        if len({row["config"] for row in rows}) < len(rows):
+            raise ValueError(f"{name} has the same configuration on several devices; keep each device's runs apart")
+    a, b = ([_settings(row) for row in rows] for rows in found)
     matching = match(a, b)
     if not matching.pairs:
         raise ValueError("no configuration of A is in B; see the results of each with `cs336 report`")
@@ -199,9 +185,7 @@ def _times(side: Sequence[RunRecord]) -> dict[RunConfig, list[Measurement]]:
     """The step times of each process that ended well, by configuration."""
     found: dict[RunConfig, list[Measurement]] = {}
     for record in dict.fromkeys(side):
-        measured = record.measurement(Phase.STEP)
-        if record.status is Status.OK and measured is not None:
-            found.setdefault(record.config.configuration, []).append(measured)
+        found.setdefault(record.config.configuration, []).extend(measured_steps([record]))
     return found
 
 
@@ -249,9 +233,9 @@ def _answer(found: Comparison) -> str:
 
 
 def _what_is_what(
-    names: Sequence[str], found: Sequence[Sequence[Row]], matching: Matching, are_alternate: bool
+    sides: Sides, found: Sequence[Sequence[Row]], matching: Matching, are_alternate: bool
 ) -> Iterator[str]:
-    yield f"A is {names[0]}, B is {names[1]}{'; their runs alternate (A B B A)' if are_alternate else ''}."
+    yield f"A is {sides.a}, B is {sides.b}{'; their runs alternate (A B B A)' if are_alternate else ''}."
     told = []
     for name in matching.differing:
         if name in SHAPE and "size" in matching.differing:

@@ -14,7 +14,7 @@ from matplotlib.collections import Collection
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from cs336_systems.report.charts import FAILURE_COLOUR, Bar, Chart, Panel, Style, ink
 from cs336_systems.report.words import significant
@@ -24,10 +24,10 @@ Handles = dict[str, Any]
 """Handles of the legend's entries, by their words."""
 LONGEST_LABEL = 34
 """Most characters in a line of a horizontal bar's label."""
-LONGEST_NAME = 20
-"""Most characters of a name below an axis."""
-CHARACTER_INCHES, LABEL_INCHES = 0.075, 0.42
-"""Width of a character of a number in a bar, and of a slanted name along an axis."""
+WIDTH = 6.5
+"""Inches of a chart's width."""
+CHARACTER_INCHES = 0.075
+"""Width of a character of a number in a bar."""
 BAR_WIDTH, BAR_INCHES = 0.7, 3.6
 """Width of a bar in units of the axis, and approximate length of the longest horizontal one."""
 
@@ -60,40 +60,35 @@ def _figure(picture: Picture) -> Figure:
 
 def figure_of(chart: Chart) -> Figure:
     """The chart as a figure of matplotlib."""
-    rows = -(-len(chart.panels) // chart.columns)
-    height, weights = rows * chart.size[1], [1.0] * rows
-    if chart.is_lying:
-        weights = [len(panel.names) + 0.3 for panel in chart.panels]
-        names = [wrapped(name) for panel in chart.panels for name in panel.names]
-        height = 0.4 * rows + len(names) * max([0.36, *(0.16 * (1 + name.count("\n")) for name in names)])
+    names = [wrapped(bar.name) for panel in chart.panels for bar in panel.bars]
     handles: Handles = {inert(name): Patch(**_look(style)) for name, style in chart.visible_styles.items()}
-    curves = {curve.name for panel in chart.panels for curve in panel.curves if curve.known}
-    height += 0.95 + 0.19 * -(-(len(handles) + len(curves)) // chart.legend)
-    figure = new_figure(max(6.0, chart.columns * chart.size[0] + 0.5), height, chart.title, chart.settings)
-    grid = figure.subplots(rows, chart.columns, squeeze=False, height_ratios=weights)
-    for number, (axes, panel) in enumerate(zip(grid.flat, chart.panels, strict=True)):
-        style(axes, "x" if chart.is_lying else "y")
-        draw_panel = _draw_bars if chart.is_lying else _draw_lines
-        handles |= draw_panel(axes, panel, chart, number)
+    handles |= {inert(panel.mark): Line2D([], [], **MARK) for panel in chart.panels if panel.mark}
+    height = 0.4 * len(chart.panels) + len(names) * max([0.36, *(0.16 * (1 + name.count("\n")) for name in names)])
+    height += 0.95 + 0.19 * -(-len(handles) // chart.legend)
+    figure = new_figure(WIDTH, height, chart.title, chart.settings)
+    weights = [len(panel.bars) + 0.3 for panel in chart.panels]
+    grid = figure.subplots(len(chart.panels), squeeze=False, height_ratios=weights)
+    for axes, panel in zip(grid.flat, chart.panels, strict=True):
+        style(axes, "x")
+        _draw_bars(axes, panel, chart.styles)
+    axes.set_xlabel(inert(chart.panels[-1].label), fontsize=9)
     if handles:
         legend_below(figure, handles, chart.legend)
     return figure
 
 
-def _draw_bars(axes: Axes, panel: Panel, chart: Chart, number: int) -> Handles:
-    """Lying bars and marks from the top to the bottom; return the marks for the legend."""
+def _draw_bars(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
+    """Lying bars from the top to the bottom, with their marks."""
     longest = max((bar.length for bar in panel.bars), default=0.0)
-    most = max([longest, *(point.value or 0.0 for curve in panel.curves for point in curve.known)]) or 1.0
-    for bar in panel.bars:
-        _draw_bar(axes, panel.names.index(bar.name), bar, chart.styles, BAR_INCHES / (longest or 1.0))
-    handles = _draw_curves(axes, panel, is_lying=True)
-    axes.set_xlim(0, most)
-    axes.set_ylim(len(panel.names) - 0.45, -0.55)
-    axes.set_yticks(range(len(panel.names)), [wrapped(name) for name in panel.names], linespacing=1.3)
+    for place, bar in enumerate(panel.bars):
+        _draw_bar(axes, place, bar, styles, BAR_INCHES / (longest or 1.0))
+        if bar.mark is not None:
+            axes.plot([bar.mark], [place], clip_on=False, **MARK)
+    axes.set_xlim(0, max([longest, *(bar.mark or 0.0 for bar in panel.bars)]) or 1.0)
+    axes.set_ylim(len(panel.bars) - 0.45, -0.55)
+    axes.set_yticks(range(len(panel.bars)), [wrapped(bar.name) for bar in panel.bars], linespacing=1.3)
     axes.tick_params(axis="y", length=0)
     axes.set_title(inert(panel.title), fontsize=10)
-    axes.set_xlabel(inert(panel.label) if number == len(chart.panels) - 1 else "", fontsize=9)
-    return handles
 
 
 def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inches: float) -> None:
@@ -124,79 +119,7 @@ def _look(style: Style) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _draw_curves(axes: Axes, panel: Panel, *, is_lying: bool) -> Handles:
-    """The known points of each curve with their deviations; return those for the legend."""
-    handles: Handles = {}
-    for curve in (curve for curve in panel.curves if curve.known):
-        look: dict[str, Any] = {
-            "color": curve.colour, "marker": curve.marker, "linestyle": "-" if curve.is_joined else "none",
-            "linewidth": 1.6, "markersize": curve.size, "zorder": 3,
-        }  # fmt: skip
-        places = [panel.names.index(point.x) + curve.aside for point in curve.known]
-        values = [point.value or 0.0 for point in curve.known]
-        errors = [point.error or 0.0 for point in curve.known]
-        handles[inert(curve.name)] = (
-            axes.plot(values, places, clip_on=False, **look)[0] if is_lying else
-            axes.errorbar(places, values, yerr=errors if any(errors) else None, capsize=3, **look)
-        )  # fmt: skip
-    return handles
-
-
-def _draw_lines(axes: Axes, panel: Panel, chart: Chart, number: int) -> Handles:
-    """Curves over names; names of axes stand at the left and below only."""
-    handles = _draw_curves(axes, panel, is_lying=False)
-    axes.set_xlim(-0.6, len(panel.names) - 0.4)
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(0.0, low), high * 1.03)
-    _draw_failures(axes, panel.failures)
-    places = thinned(range(len(panel.names)), int(chart.size[0] / LABEL_INCHES))
-    axes.set_xticks(places, labels=[inert(panel.names[place], LONGEST_NAME) for place in places])
-    if len(panel.names) > 6 or max(map(len, panel.names), default=0) > 9:
-        axes.tick_params(axis="x", rotation=35)
-        for label in axes.get_xticklabels():
-            label.set_horizontalalignment("right")
-            label.set_rotation_mode("anchor")
-    axes.set_title(inert(chart.title_of(number)), fontsize=10)
-    axes.set_xlabel(inert(panel.axis) if number + chart.columns >= len(chart.panels) else "", fontsize=9)
-    axes.set_ylabel(inert(panel.label) if number % chart.columns == 0 else "", fontsize=9)
-    return handles
-
-
-def thinned(places: Sequence[int], most: int) -> list[int]:
-    """At most so many of the places, equally far apart, from the first to the last."""
-    count = min(len(places), most)
-    return [places[i * (len(places) - 1) // max(1, count - 1)] for i in range(count)]
-
-
-def _draw_failures(axes: Axes, rows: Mapping[str, Sequence[int]]) -> None:
-    """Crosses in a band along the bottom, a row for each line and each way to fail, with its words beside."""
-    if not rows:
-        return
-    band = min(0.08 * len(rows), 0.4)
-    low, high = axes.get_ylim()
-    axes.set_ylim(low - (high - low) * band / (1 - band), high)
-    shade = Rectangle(
-        (0, 0), 1, band, transform=axes.transAxes, alpha=0.06, zorder=0.6, linewidth=0, color=FAILURE_COLOUR
-    )
-    axes.add_patch(shade)
-    across = axes.get_xaxis_transform()
-    for index, (words, places) in enumerate(rows.items()):
-        height = band * (index + 0.5) / len(rows)
-        axes.plot(places, [height] * len(places), transform=across, **CROSS)
-        first, last = (axes.transAxes.inverted().transform(across.transform((x, 0)))[0]
-                       for x in (min(places), max(places)))  # fmt: skip
-        on_the_left = first > 1 - last
-        axes.annotate(
-            inert(words, 44), (min(places) if on_the_left else max(places), height), (-8 if on_the_left else 8, 0),
-            xycoords=across, textcoords="offset points", ha="right" if on_the_left else "left", va="center",
-            fontsize=8, color=FAILURE_COLOUR,
-        )  # fmt: skip
-
-
-CROSS: Final[dict[str, Any]] = {
-    "marker": "X", "markersize": 7, "color": FAILURE_COLOUR, "linestyle": "none",
-    "zorder": 5, "markeredgecolor": "white",
-}  # fmt: skip
+MARK: Final[dict[str, Any]] = {"color": "#222222", "marker": "|", "linestyle": "none", "markersize": 13, "zorder": 3}
 DPI = 160
 MOST_POINTS = 400
 """Most points of a line or an area that is drawn as such on a page."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LARGE_BYTES = 8 * 2**20
 """Size of a profiler's file from which reading it takes a second or more."""
-FIRST = "importing PyTorch, once for all runs"
+IMPORTING = "importing PyTorch, once for all runs"
 MOST_NAMED = 8
 """How many runs in progress are named; of more, as on a cluster, only their number is."""
 LEAST_APART_S = 5.0
@@ -31,16 +31,23 @@ LEAST_APART_S = 5.0
 _STARTED = monotonic()
 
 
-class StatusLine:
-    """The line that says what a command is doing.
+class StatusLine(Listener):
+    """The line that says what a command is doing, or which runs of a sweep; above it stands a line for each result.
 
     Use it as a context manager, and print results after it: at its end it removes the line from a terminal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[RunConfig, str] | None = None, first: str = IMPORTING) -> None:
+        """`names` are names of configurations that replace the list of their settings; repeats share a name.
+
+        `first` is what a sweep does before its first run.
+        """
+        self._names, self._first = names or {}, first
         self._live: Live | None = None
         self._printed_s: float | None = None
         self._doing = ""
+        self._running: dict[str, str] = {}
+        self._done = self._total = 0
 
     def __enter__(self) -> "StatusLine":
         if sys.stderr.isatty():
@@ -91,29 +98,6 @@ class StatusLine:
             line = inert_line(f"[{monotonic() - _STARTED:5.1f} s] {self._doing}")
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
-
-class TerminalListener(Listener):
-    """Shows the progress of a sweep: the runs in progress, and above them a line for each result."""
-
-    def __init__(self, names: Mapping[RunConfig, str] | None = None, first: str = FIRST) -> None:
-        """`names` are names of configurations that replace the list of their settings; repeats share a name.
-
-        `first` is what a sweep does before its first run.
-        """
-        self._names, self._first = names or {}, first
-        self._line = StatusLine()
-        self._running: dict[str, str] = {}
-        self._done = self._total = 0
-
-    def __enter__(self) -> "TerminalListener":
-        self._line.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._line.end()
-
     def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
         """Say what is done, what runs and what was set aside."""
         for problem in problems:
@@ -122,7 +106,7 @@ class TerminalListener(Listener):
             print_aside(f"{counted(len(kept), 'record')} kept, {counted(len(todo), 'run')} to go")
         self._total = len(todo)
         if todo:
-            self._line(self._first)
+            self(self._first)
 
     def importing(self) -> None:
         """Import meanwhile what writes the tables and plots at the end, which takes a second."""
@@ -154,10 +138,6 @@ class TerminalListener(Listener):
         """Print the line."""
         print_aside(line)
 
-    def tick(self) -> None:
-        """Update the clock of a terminal's line."""
-        self._line.tick()
-
     def _label(self, config: RunConfig) -> str:
         name = self._names.get(config.configuration)
         if name is None:
@@ -168,7 +148,7 @@ class TerminalListener(Listener):
         self._running[config.key] = doing
         few = len(self._running) <= MOST_NAMED
         now = " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
-        self._line(now, min(self._done, self._total - 1), self._total)
+        self(now, min(self._done, self._total - 1), self._total)
 
 
 def describe_run(record: RunRecord, label: str) -> str:

@@ -38,30 +38,6 @@ def sweep(name: str, *steps_s: float, **fields: object) -> Path:
     return Path(name)
 
 
-@pytest.mark.parametrize(
-    ("steps_s", "percent", "status", "said"),
-    [
-        ((0.1, 0.24), 15, 1, "in 1 of 2 configurations; of 1 it"),
-        ((0.1, 0.24), 25, 0, "in 0 of 2 configurations; of 1 it"),
-        ((0.1005, 0.1), 0, 0, "in 0 of 2 configurations; of 1 it"),  # half a percent cannot be told of one process
-        ((0.15,), 10, 1, "in 1 of 1 configuration; of 0 it"),
-        ((0.05, 0.24), 0, 1, "in 1 of 2 configurations; of 0 it"),
-    ],
-)
-def test_slower_rows_fail_and_rows_that_cannot_be_told_do_not(steps_s, percent, status, said, capsys) -> None:
-    a, b = sweep("a", 0.1, 0.2), sweep("b", *steps_s, precision="bf16")
-    assert compare(a, b) == 0
-    assert compare(a, b, "--fail-if-slower", percent) == status
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("percent", ["-1", "nan", "inf"])
-def test_a_percentage_that_cannot_be_meant_is_wrong_usage(percent, capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        compare(sweep("a", 0.1), sweep("b", 0.1), f"--fail-if-slower={percent}")
-    assert "--fail-if-slower" in capsys.readouterr().err
-
-
 def test_sweeps_on_disk_are_compared_and_nothing_is_written(here, capsys) -> None:
     a, b = sweep("a", 0.1, 0.2), sweep("b", 0.2, 0.2, 0.3)
     before = sorted(here.rglob("*"))
@@ -127,7 +103,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
 
 
 def test_the_runs_of_two_configurations_alternate(measured, here) -> None:
-    assert compare(ONE, f"{ONE} --seed 1", "--repeats", "4", "--fail-if-slower", "50") == 1
+    assert compare(ONE, f"{ONE} --seed 1", "--repeats", "4") == 0
     assert "".join("AB"[config.seed] for config in measured.order) == "ABBAABBA"
     (directory,) = (here / "data/e2e_benchmark").iterdir()
     with (directory / "comparison.csv").open(newline="") as file:

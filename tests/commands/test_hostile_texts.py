@@ -23,7 +23,7 @@ from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.config import Profiler
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
-from cs336_systems.report.progress import TerminalListener
+from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import StudyResults
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.operators import Op
@@ -153,13 +153,13 @@ def bad_records(tmp_path):
     return runs.parent
 
 
-def test_report(sweep_directory, tmp_path, is_inert):
+def test_report(sweep_directory, is_inert):
     folder = sweep_directory.parents[1] / "ceilings" / "a"
     folder.mkdir(parents=True)
     (folder / "ceilings.json").write_bytes(encode_json(poisoned(ceilings.make_whole())))
-    cli.main(["report", str(sweep_directory), "--output", str(tmp_path / "out")])
-    assert len(list((tmp_path / "out").rglob("*.png"))) > 1
-    is_inert(tmp_path / "out")
+    cli.main(["report", str(sweep_directory)])
+    assert len(list(sweep_directory.rglob("*.png"))) > 1
+    is_inert(sweep_directory)
 
 
 def make(directory):
@@ -185,7 +185,7 @@ def test_compare(sweep_directory, bad_records, tmp_path, is_inert):
 
 def test_progress_of_a_sweep(sweep_directory, bad_records, is_inert):
     records, problems = load_records(sweep_directory / "runs")[0], load_records(bad_records / "runs")[1]
-    with TerminalListener() as listener:
+    with StatusLine() as listener:
         listener.planned(records[:1], [record.config for record in records], problems)
         for record in records:
             listener.started(record.config, None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cs336_systems import cli
-from cs336_systems.commands.rebuild import is_study, results_below
+from cs336_systems.commands.rebuild import results_below
 from cs336_systems.report import results
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -120,14 +120,6 @@ def test_of_interrupted_work_the_old_page_is_left(tree: Path, monkeypatch: pytes
     assert cli.main(["report", str(tree)]) == 130
     assert (tree / "index.html").read_text() == "old"
     assert sorted(tree.rglob("*.tmp")) == []
-
-
-@pytest.mark.parametrize(
-    ("directory", "is_other"),
-    [("ladder/gpt2", True), ("precision", True), ("e2e_benchmark/train", False), ("e2e_benchmark/compiled", False)],
-)
-def test_a_ladder_is_no_sweep_though_it_has_runs(directory: str, is_other: bool) -> None:
-    assert is_study(DATA / directory) is is_other
 
 
 def test_results_lie_at_most_three_folders_deep(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from cs336_systems.costs.time import step_time
 from cs336_systems.record import Measurement, Phase, Status, WarningCode
 from cs336_systems.report import frame as frame_module
 from cs336_systems.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
-from cs336_systems.report.sections.steps import named_rows
+from cs336_systems.report.identity import names_of
 from cs336_systems.studies.ceilings_files import Ceilings
 from cs336_systems.studies.ceilings_records import CollectiveCell
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
@@ -203,7 +203,7 @@ def test_own_models_that_were_offered_different_shapes_are_told_apart():
     ]
     frame = to_frame(records)
     assert set(frame["size"]) == set(changes)
-    assert len({row["name"] for row in named_rows(frame)}) == len(changes)
+    assert len({*names_of([row["identity"] for row in rows_of(frame)])}) == len(changes)
     gpt2 = only_row(make_record(make_config("gpt2", **OWN), (0.1,)))
     assert gpt2["size"] == "make gpt2", "of GPT-2's architecture, as the preset is"
 

@@ -7,15 +7,12 @@ import csv
 import itertools
 import re
 import string
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.analysis.kernels.step_profile import write_profile
 from cs336_systems.config import Arch, Mode, ModelConfig, Profiler, RunConfig
-from cs336_systems.record import write_record
 from cs336_systems.report import draw
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
@@ -25,12 +22,11 @@ from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.steps import AXES, results_table
-from cs336_systems.sweep.store import kernel_profile_path
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
 from tests.report.making import make_record
 from tests.report.reading import csv_rows
-from tests.report.sections.kernels.profiles import make_profile, make_ranks, make_shared
+from tests.report.sections.kernels.profiles import make_ranks, make_shared
 from tests.report.sections.memory.profiles import make_memory
 from tests.report.writing import write_plots, write_tables
 
@@ -138,16 +134,14 @@ def test_pictures_of_runs_that_differ_in_one_setting_have_names_and_titles_of_th
 ) -> None:
     """Here each file holds what its picture says of the settings, in the place of the picture.
 
-    What runs along an axis or is a line needs no picture of its own; of several numbers of warm-up steps the largest is
-    shown.
+    Each was run after two numbers of warm-up steps. Sizes and precisions share a picture.
     """
     monkeypatch.setattr(draw, "png_of", lambda chart: chart.settings.encode())
     pair, *_ = neighbours(where, field.name)
-    configs = [replace(config, model=replace(config.model, context_length=length)) for config in pair
-               for length in (config.model.context_length, 2 * config.model.context_length)]  # fmt: skip
+    configs = [replace(config, warmup_steps=steps) for config in pair for steps in (5, 10)]
     device = {"device_name": None} if field.name == "device" else {}
     paths = write_plots([make_record(config, (0.1, 0.1), **device) for config in configs], tmp_path)
-    own = [path for path in paths if path.name.startswith("context_length")]
+    own = [path for path in paths if path.name.startswith("warmup_steps")]
     assert len({path.name.casefold() for path in own}) == len({path.read_text() for path in own}) == 2
     assert not any(re.search(r"_no\d", path.name) for path in own)
 
@@ -207,22 +201,3 @@ def test_settings_that_all_share_are_said_of_any_valid_configuration() -> None:
 
 
 # Files
-
-
-def test_a_profiled_sweep_over_warm_up_has_a_picture_and_a_row_of_each(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(draw, "to_png", lambda _: b"a picture")  # to draw it takes seconds
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    for steps in (1, 5):
-        kept = {field.name: getattr(BASES[0], field.name) for field in fields(RunConfig) if field.name != "model"}
-        model = ModelConfig(**{field.name: getattr(MODEL, field.name) for field in fields(ModelConfig)})
-        config = RunConfig(**kept | {"model": model, "warmup_steps": steps, "profiler": Profiler.KINETO})
-        for record in (make_record(config, (0.03, 0.03)), make_record(config.unprofiled, (0.02, 0.02))):
-            write_record(record, runs)
-        path = kernel_profile_path(config, runs)
-        path.parent.mkdir(exist_ok=True)
-        write_profile(make_profile(source=f"{config.key}.json"), path)
-    assert cli.main(["report", str(tmp_path)]) == 0
-    pictures = {path.name for path in (tmp_path / "plots").glob("custom*")}
-    assert pictures == {f"custom_ctx_128_warm_up_{steps}_timeline.png" for steps in (1, 5)}
-    assert not re.search(r"^\| custom \| 128 \| train", (tmp_path / "phases.md").read_text(), re.M)

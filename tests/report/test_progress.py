@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from cs336_systems.report import progress
-from cs336_systems.report.progress import StatusLine, TerminalListener
+from cs336_systems.report.progress import StatusLine
 from tests.report.making import make_config, make_failure, make_record
 
 ESCAPE = re.compile(r"\x1b\[(\??)(\d*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")
@@ -99,7 +99,7 @@ def test_a_pipe_gets_one_line_for_each_result_and_no_bar(capsys: pytest.CaptureF
         make_record(make_config(), (0.1, 0.2)),
         make_failure(make_config(context_length=256), message=message),
     )
-    with TerminalListener() as listener:
+    with StatusLine() as listener:
         listener.planned([done], [failed.config], [])
         listener.finished(failed)
     *_, result = lines = capsys.readouterr().err.splitlines()

@@ -17,7 +17,7 @@ from cs336_systems.commands.account import AccountArguments
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.report.columns import Column
-from cs336_systems.report.compared import comparison_section
+from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.section import FINDING, Table
 from cs336_systems.report.sections.account import Account, account_section, days_table
@@ -69,6 +69,7 @@ def kinds():
     memory = [MemoryEntry(config=r.config, profile=make_memory(), device_name=r.device_name) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
     step = AccountArguments(size="xl", context_length=512).config()
+    compared = compare_sides(Sides(a="a", b="b"), (records[:6], records[:6]))
     account = Account(config=step, device=find_device(H200), memory_bytes=40e9)
     found = {
         "results": ([results_table(to_frame(records))], ("size", "context", "precision", "step", "status")),
@@ -89,7 +90,7 @@ def kinds():
         "account": (account_section(account, 10).tables, ("part", "step")),
         "parameters": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
                                count=1024, mfu=0.5)], ("quantity", "value")),
-        "compare": (comparison_section(("a", "b"), (records[:6], records[:6])).tables, ("size", "context", "B is")),
+        "compare": (compared.section.tables, ("size", "context", "B is")),
         "precision": (accumulation_section(accumulation_study()).tables, ("sum", "addend", "result")),
     }  # fmt: skip
     assert tuple(found) == KINDS

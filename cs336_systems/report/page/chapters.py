@@ -197,7 +197,7 @@ def _blocks(title: str, sections: Sequence[Section], repeated: Collection[str]) 
     """
     prefix = "memory-" if title == MEMORY else ""
     for picture in (picture for section in sections for picture in section.pictures):
-        if isinstance(picture, Chart) and picture.is_lying:
+        if isinstance(picture, Chart):
             yield Bars.of(picture)
         else:
             yield PictureBlock(id=f"picture-{picture.name}", svg=svg_of(picture, picture.name))

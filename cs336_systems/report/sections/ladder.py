@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cs336_systems.analysis.compare import compare, process_means
+from cs336_systems.analysis.compare import compare, measured_steps
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import SETTINGS, Device, RunConfig
@@ -80,7 +80,7 @@ def ladder_rows(
         done = [record for record in own if record.status is Status.OK]
         frame = measured.get(rung.config.configuration, dict.fromkeys(RESULTS))
         gate = judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8)
-        means_s[rung.name] = process_means(own)
+        means_s[rung.name] = [measured.mean_s for measured in measured_steps(own)]
         credited = [row for row in rows if row["is_credited"]]
         row = {
             **_settings(rung),
@@ -258,7 +258,7 @@ def settings(rows: Rows) -> str:
 
 def ladder_chart(rows: Rows, settings: str) -> Chart:
     """Mean time of a step by rung."""
-    panel = Panel(names=[row["rung"] for row in rows], label="step (ms)", bars=[_bar(row) for row in rows])
+    panel = Panel(label="step (ms)", bars=[_bar(row) for row in rows])
     return Chart(
         name="ladder", title="Time of a training step, rung by rung", settings=settings, panels=[panel], styles=STYLES
     )

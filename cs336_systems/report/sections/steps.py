@@ -4,27 +4,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from itertools import chain, product
+from itertools import chain
 from operator import itemgetter
 from types import MappingProxyType
-from typing import TypeVar
 
 import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
-from cs336_systems.config import SETTINGS, UNSIZED, Mode, Phase, Precision, RunConfig
+from cs336_systems.config import SETTINGS, UNSIZED, Mode, Phase, RunConfig
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.charts import (
-    MARKERS,
     PHASE_COLOURS,
-    PRECISION_COLOURS,
     REST_COLOUR,
     Bar,
     Chart,
-    Curve,
     Panel,
-    Point,
     Style,
 )
 from cs336_systems.report.columns import Row, column, three_digits
@@ -216,22 +211,14 @@ CONTEXT, WARMUP = "context_length", "warmup_steps"
 AXES = ("size", *SHAPE, CONTEXT)
 """Settings that tell the panels and bars of a picture apart; all else is equal within one picture."""
 ALONG = {
-    CONTEXT: "context length (tokens)",
     **{name: setting.axis for name, setting in SETTINGS.items() if setting.axis},
     WARMUP: "warm-up steps",
 }
-"""Settings that run along the axis of a picture of their own where they vary, and what the axis is called."""
+"""Settings with a picture of their own where they vary, and what its title calls them."""
 CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer", "bucket_mib"}
-"""Settings with named values, whose points no line joins; tables list them in the order in which they are declared."""
-TIME = ("time (ms), mean ± std", "step_mean_ms", "step_std_ms")
-SHOWN = (TIME, ("peak of memory (GiB)", "peak_allocated_gib", ""))
-"""What a picture over a setting shows, a row of panels for each: name of the axis, column of values, of deviations."""
-WIDEST = 15.0
-"""Most inches of a row of panels."""
+"""Settings with named values; tables list them in the order in which they are declared."""
 MAX_BARS = 60
 """Most configurations in one picture by phase."""
-MAX_COLUMNS = 5
-"""Most panels, one for each size, beside each other in a picture over a setting."""
 LEAST_REST = 0.02
 """Least share of a step outside of the phases that is drawn."""
 BY_PHASE = "Time of a step by phase"
@@ -239,9 +226,6 @@ REST = "rest of the step"
 PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.items()} | {
     REST: Style(colour=REST_COLOUR)
 }
-LOOKS = {str(own): (PRECISION_COLOURS[own], mark) for own, mark in zip(Precision, MARKERS, strict=False)}
-"""Colour and marker of the lines over a setting, by their names."""
-Item = TypeVar("Item")
 
 
 def step_charts(frame: pd.DataFrame) -> Iterator[Chart]:
@@ -257,10 +241,12 @@ def _by_phase(frame: pd.DataFrame) -> Iterator[Chart]:
     """Lying bars of several configurations, as many in one picture as can be read."""
     if len(frame) > 1 and frame["step_mean_ms"].notna().any():
         for bars in _batches(phase_bars(rows_of(frame)), MAX_BARS):
-            panel = Panel(names=[bar.name for bar in bars], label="time (ms)", bars=bars)
-            yield Chart(
-                name="step_time", title=BY_PHASE, settings=describe(frame), panels=[panel], legend=5, styles=PARTS
-            )
+            yield _chart("step_time", BY_PHASE, describe(frame), bars)
+
+
+def _chart(name: str, title: str, settings: str, bars: Sequence[Bar]) -> Chart:
+    panel = Panel(label="time (ms)", bars=bars)
+    return Chart(name=name, title=title, settings=settings, panels=[panel], legend=5, styles=PARTS)
 
 
 def phase_bars(rows: Sequence[Row]) -> list[Bar]:
@@ -285,34 +271,27 @@ def _failure(row: Row) -> str | None:
 
 
 def _over(frame: pd.DataFrame, setting: str) -> Iterator[Chart]:
-    """The charts over one setting, where it varies: one for each context, unless the context is what varies."""
+    """The charts over one setting, where it varies: one for each context."""
     frame = over_warmup(frame) if setting == WARMUP else steady(frame)
     frame = frame if setting in CHOICES else frame.sort_values(setting, kind="stable")
     for part, name, also in _parts(frame, setting, "precision"):
-        mode, rows = part["mode"].iloc[0], named_rows(part)
-        for context in [None] if setting == CONTEXT else _values(rows, CONTEXT):
-            sizes: dict[str, list[Row]] = {}
-            for row in rows:
-                if context in (None, row[CONTEXT]):
-                    sizes.setdefault(row["name"], []).append(row)
-            timed = (curve for own in sizes.values() for curve in curves_of(own, setting, *TIME[1:]))
-            if any(len({point.x for point in curve.known}) > 1 for curve in timed):
-                stem = f"{setting}_{mode}{f'_ctx{context}' if context else ''}{name}"
-                settings = f"{f'context {context}, ' if context else ''}{describe(part, also)}"
-                for some in _batches(list(sizes.items()), MAX_COLUMNS):
-                    title = f"One {STEP_WORDS[Mode(mode)]} by {ALONG[setting]}"
-                    yield setting_chart(stem, dict(some), setting, title, settings)
+        mode = part["mode"].iloc[0]
+        for context, own in part.groupby(CONTEXT, sort=False):
+            studies: dict[tuple[object, ...], list[Row]] = {}
+            for row in rows_of(own):
+                studies.setdefault(tuple(row[key] for key in ("precision", *AXES)), []).append(row)
+            if any(len({row[setting] for row in rows if row["step_mean_ms"]}) > 1 for rows in studies.values()):
+                stem = f"{setting}_{mode}_ctx{context}{name}"
+                title = f"One {STEP_WORDS[Mode(mode)]} by {ALONG[setting]}"
+                for bars in _batches(_study_bars([row for rows in studies.values() for row in rows]), MAX_BARS):
+                    yield _chart(stem, title, f"context {context}, {describe(part, also)}", bars)
 
 
-def named_rows(frame: pd.DataFrame) -> list[Row]:
-    """The rows of results, each with the `name` of its size, and how it ended as `failure` if it failed.
-
-    The name has as much of the shape as tells shapes of one size apart.
-    """
-    rows = rows_of(frame)
-    others = [name for name in (rows[0]["identity"] if rows else ()) if name not in ("size", *SHAPE)]
-    names = names_of([row["identity"] for row in rows], always=("size",), without=others)
-    return [row | {"name": name, "failure": _failure(row)} for name, row in zip(names, rows, strict=True)]
+def _study_bars(rows: Sequence[Row]) -> list[Bar]:
+    """The bars of these rows, with the step's deviation and, on a line of its own, the peak of memory in words."""
+    columns = [column("step_mean_ms"), column("peak_allocated_gib")]
+    words = ["\n".join(f"{own.cell(row)} {own.unit}" for own in columns if row[own.key]) for row in rows]
+    return [replace(bar, words=text) for bar, text in zip(phase_bars(rows), words, strict=True)]
 
 
 def split(frame: pd.DataFrame, *across: str) -> Iterator[pd.DataFrame]:
@@ -340,41 +319,5 @@ def _parts(frame: pd.DataFrame, *across: str) -> Iterator[tuple[pd.DataFrame, st
         yield part, f"_{file_name(name)}" if name else "", distinguishing(rows, always=())
 
 
-def _values(rows: Iterable[Row], key: str) -> list[str]:
-    """The distinct values of one column, in the order of the rows."""
-    return list(dict.fromkeys(row[key] for row in rows))
-
-
-def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def setting_chart(name: str, sizes: dict[str, list[Row]], setting: str, title: str, settings: str) -> Chart:
-    """Lines by precision over a setting: a column of panels for each size, a row for each quantity that is known."""
-    rows = [row for own in sizes.values() for row in own]
-    shown = [own for own in SHOWN if any(row[own[1]] for row in rows)]
-    panels = [_panel(sizes[size], size, setting, *own) for own, size in product(shown, sizes)]
-    most = max((len(panel.names) for panel in panels), default=0)
-    width = min(max(2.8, 0.45 * most), WIDEST / len(sizes))  # no name is left out if there is room
-    return Chart(name=name, title=title, settings=settings, panels=panels, columns=len(sizes), size=(width, 2.45))
-
-
-def _panel(rows: Sequence[Row], size: str, setting: str, label: str, value: str, error: str) -> Panel:
-    """The curves of one size over the distinct values of the setting."""
-    names = [str(own) for own in _values(rows, setting)]
-    return Panel(names=names, label=label, axis=ALONG[setting], title=size,
-                 curves=curves_of(rows, setting, value, error))  # fmt: skip
-
-
-def curves_of(rows: Sequence[Row], setting: str, value: str, error: str = "") -> list[Curve]:
-    """A curve for each precision, with deviations if known, beside each other so that equal values are seen."""
-    groups: dict[str, list[Point]] = {}
-    for row in rows:
-        deviation = row[error] if error else None
-        point = Point(x=str(row[setting]), value=row[value], error=deviation, failure=row["failure"])
-        groups.setdefault(row["precision"], []).append(point)
-    return [
-        Curve(name=name, points=tuple(points), colour=LOOKS[name][0], marker=LOOKS[name][1],
-              is_joined=setting not in CHOICES, aside=0.12 * (index - (len(groups) - 1) / 2))
-        for index, (name, points) in enumerate(groups.items())
-    ]  # fmt: skip
+def _batches(bars: Sequence[Bar], size: int) -> Iterator[Sequence[Bar]]:
+    return (bars[start : start + size] for start in range(0, len(bars), size))

@@ -2,19 +2,16 @@
 
 import csv
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from cs336_systems import cli
 from cs336_systems.commands.rebuild import load
 from cs336_systems.commands.results import show_results
 from cs336_systems.config import Profiler
-from cs336_systems.record import load_records
 from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.page.chapters import Climbed, Directory, list_of, page_of
-from cs336_systems.report.page.write import to_html, write_page
+from cs336_systems.report.page.write import to_html
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results, StudyResults
 from cs336_systems.report.sections.ladder import ladder_rows
@@ -189,29 +186,9 @@ def test_the_first_screen_of_the_grid_has_the_ranges_of_its_runs(grid_page) -> N
     assert places == sorted(places)
 
 
-def test_report_writes_the_page_and_names_it(tmp_path, capsys, monkeypatch, no_pictures) -> None:
-    sweep = tmp_path / "a"
-    shutil.copytree(DATA / "e2e_benchmark/out_of_memory/runs", sweep / "runs")
-    assert cli.main(["report", str(sweep)]) == 0
-    page = sweep / "index.html"
-    assert str(page) in capsys.readouterr().out.splitlines()[-1]
-    whole = page.read_bytes()
-    assert b"out of memory" in whole
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("cs336_systems.report.page.write.to_html", interrupted)
-    results = Results(records=load_records(sweep / "runs")[0])
-    with pytest.raises(KeyboardInterrupt):
-        write_page(page_of(Directory(path=sweep, sweep=results)), page)
-    assert page.read_bytes() == whole
-    assert sorted(path.name for path in sweep.iterdir() if path.name.startswith(".")) == []
-
-
 def test_a_sweep_that_was_stopped_before_its_first_record_has_no_page(tmp_path, capsys) -> None:
     with StatusLine() as status:
-        show_results([], tmp_path, tmp_path, status)
+        show_results([], tmp_path, status)
     assert not (tmp_path / "index.html").exists()
     assert "index.html" not in capsys.readouterr().out
 

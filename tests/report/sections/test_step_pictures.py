@@ -1,17 +1,13 @@
-import warnings
 from dataclasses import replace
 
 import pytest
-from matplotlib.container import ErrorbarContainer
 
 from cs336_systems.config import Mode, Precision
-from cs336_systems.record import Status
-from cs336_systems.report import charts, draw
-from cs336_systems.report.charts import Curve, Panel, Point
+from cs336_systems.report import draw
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.steps import named_rows, split
+from cs336_systems.report.sections.steps import split
 from tests.report.drawn import overlaps, texts
-from tests.report.making import HOSTILE, make_config, make_failure, make_record
+from tests.report.making import make_config, make_failure, make_record
 from tests.report.writing import write_plots
 
 
@@ -23,20 +19,19 @@ def figures(monkeypatch):
     return found
 
 
-def drawn_lines(panel):
-    """The points of each line in a panel."""
-    drawn = [container.lines[0] for container in panel.containers if isinstance(container, ErrorbarContainer)]
-    return [[tuple(map(float, xy)) for xy in line.get_xydata()] for line in drawn]
+def drawn_bars(figure):
+    """The lengths of the parts of each bar, by its name."""
+    (panel,) = figure.axes
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    return {name: [bar.get_width() for bar in panel.patches if round(bar.get_y() + bar.get_height() / 2) == place]
+            for place, name in enumerate(labels)}  # fmt: skip
 
 
 def test_bars_hold_the_phases_and_the_rest_of_the_step_and_name_failures(grid, figures, tmp_path):
     """The fixture's steps are a quarter forward, half backward, an eighth optimizer, and an eighth none of these."""
     names = [path.stem for path in write_plots(grid, tmp_path)]
     figure = figures[names.index("step_time")]
-    (panel,) = figure.axes
-    labels = [label.get_text() for label in panel.get_yticklabels()]
-    lengths = {name: [bar.get_width() for bar in panel.patches if round(bar.get_y() + bar.get_height() / 2) == place]
-               for place, name in enumerate(labels)}  # fmt: skip
+    lengths = drawn_bars(figure)
     assert lengths["small ctx 128 fp32"] == pytest.approx([25, 50, 12.5, 12.5])
     assert lengths["xl ctx 128 fp32"] == pytest.approx([150, 300, 75, 75])
     assert lengths["xl ctx 512 fp32"] == []
@@ -46,8 +41,8 @@ def test_bars_hold_the_phases_and_the_rest_of_the_step_and_name_failures(grid, f
 
 def test_all_configurations_are_drawn_in_some_picture(figures, tmp_path):
     paths = write_plots([make_record(make_config("tiny", 8 * i), (i / 10,)) for i in range(1, 101)], tmp_path)
-    assert [path.name for path in paths] == ["step_time.png", "step_time_no2.png", "context_length_train.png"]
-    labels = [label.get_text() for figure in figures[:2] for label in figure.axes[0].get_yticklabels()]
+    assert [path.name for path in paths] == ["step_time.png", "step_time_no2.png"]
+    labels = [name for figure in figures for name in drawn_bars(figure)]
     assert labels == [f"tiny ctx {8 * i}" for i in range(1, 101)]
 
 
@@ -66,78 +61,34 @@ def make_study():
 
 
 def test_a_study_of_one_setting_is_drawn_over_it(figures, tmp_path):
-    records = make_study()
-    assert [path.name for path in write_plots(records, tmp_path)] == [
-        "step_time.png",
-        "checkpoint_blocks_train_ctx512.png",
-    ]
-    _, figure = figures
-    assert {"0", "8", "fp32", "bf16", "xl", "blocks per checkpoint", "peak of memory (GiB)"} <= set(texts(figure))
-    fp32, bf16 = (
-        [(place, pytest.approx(time_ms)) for place, time_ms in enumerate(times_ms)]
-        for times_ms in ((1000, 1600, 1700, 1900, 2300), (500, 800, 850, 950, 1150))
+    """The runs of each precision one after the other, in the order of the setting; one more has failed."""
+    failed = make_failure(make_config("xl", 512, checkpoint_blocks=12))
+    assert [path.name for path in write_plots([failed, *make_study()], tmp_path)] == [
+        "step_time.png", "checkpoint_blocks_train_ctx512.png",
+    ]  # fmt: skip
+    bars = drawn_bars(figures[1])
+    assert [sum(parts) for parts in bars.values()] == pytest.approx(
+        [1000, 1600, 1700, 1900, 2300, 0, 500, 800, 850, 950, 1150]
     )
-    times, peaks = figure.axes
-    assert drawn_lines(times) == [shifted(fp32, -0.06), shifted(bf16, 0.06)]
-    expected = list(enumerate((8, 5, 6, 8, 12)))
-    assert drawn_lines(peaks) == [shifted(expected, -0.06), shifted(expected, 0.06)]
-    assert overlaps(figure) == []
+    assert [name.split()[3] for name in bars] == ["fp32"] * 6 + ["bf16"] * 5
+    assert {"1,600 ms\n5.00 GiB", "950.0 ms\n8.00 GiB", "out of memory"} <= set(texts(figures[1]))
+    assert "One training step by blocks per checkpoint" in texts(figures[1])
+    assert overlaps(figures[1]) == []
 
 
-def test_times_over_the_context_have_a_panel_for_each_size(grid, figures, tmp_path):
-    names = [path.stem for path in write_plots(grid, tmp_path)]
-    figure = figures[names.index("context_length_train")]
-    small, xl, *_ = figure.axes
-    assert [y for line in drawn_lines(small) for _, y in line] == pytest.approx([100, 400, 50, 200])
-    assert [y for line in drawn_lines(xl) for _, y in line] == pytest.approx([600, 300, 1200])
-    assert "fp32: out of memory" in texts(figure)
-
-
-def shifted(points, aside):
-    return [(pytest.approx(x + aside), y) for x, y in points]
-
-
-def test_any_numeric_setting_has_its_picture_and_failures_are_in_it(figures, tmp_path):
-    done = [make_record(make_config(batch_size=size), (size / 10,), peak_bytes=None) for size in (1, 2)]
-    failed = make_failure(make_config(batch_size=4))
-    assert [path.name for path in write_plots([*done, failed], tmp_path)] == [
-        "step_time.png",
-        "batch_size_train_ctx128.png",
-    ]
-    _, figure = figures
-    assert len(figure.axes) == 1, "no peak is known, as on a CPU"
-    assert "out of memory" in texts(figure)
-    assert [path.stem for path in write_plots([done[0], failed], tmp_path)] == ["step_time"], "one time is no line"
-
-
-def test_a_setting_with_named_values_has_points_that_no_line_joins(figures, tmp_path):
-    times_s = {("none", "fp32"): 0.4, ("default", "fp32"): 0.3, ("none", "bf16"): 0.2, ("default", "bf16"): 0.1}
-    done = [make_record(make_config(compile=choice, precision=precision), (time_s, time_s))
-            for (choice, precision), time_s in times_s.items()]  # fmt: skip
-    failed = make_failure(make_config(compile="reduce-overhead"))
-    names = [path.name for path in write_plots([*done, failed], tmp_path)]
-    figure = figures[names.index("compile_train_ctx128.png")]
-    times, peaks = figure.axes
-    assert [[(round(x), round(y, 6)) for x, y in line] for line in drawn_lines(times)] == [
-        [(0, 400), (1, 300)], [(0, 200), (1, 100)],
-    ], "in the order of declaration"  # fmt: skip
-    assert {y for line in drawn_lines(peaks) for _, y in line} == {1}
-    assert {"none", "default", "reduce-overhead", "fp32: out of memory"} <= set(texts(figure))
-    assert {line.get_linestyle() for line in times.lines if len(line.get_xdata()) == 2} == {"None"}
-    assert overlaps(figure) == []
-
-
-def test_labels_of_many_points_do_not_cover_each_other(figures, tmp_path):
-    write_plots([make_record(make_config(warmup_steps=i), (0.1, 0.2)) for i in range(40)], tmp_path)
-    assert [overlaps(figure) for figure in figures] == [[]] * len(figures)
+def test_a_setting_with_one_time_has_no_picture_and_named_values_are_in_the_order_of_declaration(figures, tmp_path):
+    done = [make_record(make_config(compile=choice), (time_s,)) for choice, time_s in (("default", 0.3), ("none", 0.4))]
+    assert [path.stem for path in write_plots(done, tmp_path)] == ["step_time", "compile_train_ctx128"]
+    assert [sum(parts) for parts in drawn_bars(figures[1]).values()] == pytest.approx([400, 300])
+    failed = make_failure(make_config(compile="none", batch_size=2))
+    assert [path.stem for path in write_plots([done[1], failed], tmp_path)] == ["step_time"]
 
 
 def test_times_over_warm_up_steps(warmup_records, figures, tmp_path):
-    """Three numbers of warm-up steps of four have times, which stand at the places 0, 1 and 3."""
+    """Three numbers of warm-up steps of four have times."""
     write_plots(warmup_records, tmp_path)
-    times, _ = figures[0].axes
-    assert [y for _, y in drawn_lines(times)[0]] == pytest.approx([400, 400 / 3, 100])
-    assert texts(figures[0]).count("killed") == 2
+    assert [sum(parts) for parts in drawn_bars(figures[0]).values()] == pytest.approx([400, 400 / 3, 0, 100])
+    assert texts(figures[0]).count("killed") == 1
 
 
 @pytest.mark.parametrize(
@@ -155,54 +106,15 @@ def test_split_keeps_devices_apart_and_nameless_failures_with_the_only_one():
     assert [len(rows) for rows in split(to_frame([here, there]))] == [1, 1]
 
 
-def test_sizes_of_one_name_and_several_shapes_get_names_of_their_own():
-    configs = [make_config("custom", model={"num_layers": layers}) for layers in (3, 5)]
-    frame = to_frame([make_failure(config) for config in (*configs, make_config())])
-    assert len({row["name"] for row in named_rows(frame)}) == 3
-    inside = [
-        make_config("custom", model=model) for model in ({"d_ff": 64}, {"d_ff": 96}, {"d_ff": 96, "num_heads": 2})
-    ]
-    assert len({row["name"] for row in named_rows(to_frame([make_failure(config) for config in inside]))}) == 3
-
-
 def test_pictures_are_those_that_the_records_support(grid, warmup_records, figures, tmp_path):
     def stems(records):
         return {path.stem for path in write_plots(records, tmp_path)}
 
     assert stems([]) == stems([make_failure(make_config())]) == stems(grid[:1]) == set()
-    assert stems(grid) == {
-        "step_time", "context_length_train",
-    }  # fmt: skip
+    assert stems(grid) == {"step_time"}
     assert stems(warmup_records) == {"warmup_steps_train_ctx128"}
     assert stems([make_record(make_config(size), (0.1,)) for size in ("small", "xl")]) == {"step_time"}
     again = [
         replace(record, config=replace(record.config, batch_size=2)) for record in grid if record.config.size == "small"
     ]
-    assert "context_length_train_batch_2" in stems([*grid, *again])
-
-
-def test_texts_of_a_configuration_are_inert(tmp_path):
-    configs = [make_config(HOSTILE, context) for context in (128, 256)]
-    hidden = [make_config("_hidden", context) for context in (128, 256)]
-    records = [make_record(config, (0.1, 0.2), device_name=r"$\frac{") for config in (*configs, *hidden)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(write_plots([*records, make_failure(make_config(HOSTILE, 512), Status.KILLED)], tmp_path)) == 2
-    assert draw.inert("a$b$c") == r"a\$b\$c"
-    assert draw.inert("x" * 100, 10) == "x" * 9 + "…"
-    assert not draw.inert("_x").startswith("_")
-
-
-def test_failures_of_a_line_share_a_row():
-    points = tuple(Point(x=x, value=None, failure=why) for x, why in (("1", "killed"), ("2", "oom"), ("4", "oom")))
-    lost, alike = (Curve(name=name, points=points, colour="#000000", marker="o") for name in ("xl", "large"))
-    whole = replace(lost, name="small", points=(Point(x="1", value=2.0),))
-    panel = Panel(names=["1", "2", "4"], label="", curves=[whole, lost])
-    assert panel.failures == {"xl: killed": [0], "xl: oom": [1, 2]}
-    assert replace(panel, curves=[lost, alike]).failures == {"killed": [0], "oom": [1, 2]}
-
-
-def test_phases_and_precisions_have_colours_of_their_own():
-    for colours in (charts.PHASE_COLOURS, charts.PRECISION_COLOURS):
-        assert len(set(colours.values())) == len(colours)
-    assert set(charts.PRECISION_COLOURS) == set(Precision)
+    assert stems([*grid, *again]) == {"step_time", "batch_size_train_ctx128", "batch_size_train_ctx512"}

@@ -12,8 +12,8 @@ from cs336_systems.record import Measurement
 from cs336_systems.report.formats import WRITERS
 from cs336_systems.report.frame import QUANTITIES, RESULTS, describe, to_frame
 from cs336_systems.report.sections.steps import OFFERED, results_table, step_findings, warmup_table
-from cs336_systems.report.terminal import print_run, to_rich
-from tests.report.making import CODES, make_config, make_failure, make_record
+from cs336_systems.report.terminal import to_rich
+from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column
 from tests.report.writing import write_tables
 
@@ -78,24 +78,6 @@ def test_settings_that_vary_get_columns_and_unambiguous_shapes():
     assert "speed-up" not in names(table)
 
 
-def test_rows_that_differ_in_what_the_csv_does_not_list_are_told_apart():
-    changes = [
-        {},
-        {"ranges": False},
-        {"sync_phases": True},
-        {"seed": 1},
-        {"tokens": "t.npy"},
-        {"model": {"rope_theta": 1e6}},
-    ]
-    records = [make_record(make_config(**change), (0.1, 0.1)) for change in changes]
-    table = results_table(to_frame(records))
-    added = ("phases", "ranges", "tokens", "seed", "rope_theta")
-    assert len({tuple(column(table, name)[i] for name in added) for i in range(6)}) == 6
-    assert sorted(column(table, "ranges")) == ["off", *["on"] * 5]
-    assert column(table, "rope_theta").count("1e+06") == 1
-    assert not set(added) & set(names(results_table(to_frame(records[:1]))))
-
-
 def test_an_own_model_is_described_by_what_is_known_of_it(tmp_path):
     own = [make_record(make_config(size, model_factory="pkg.mod:make"), (0.1, 0.1)) for size in ("tiny", "small")]
     table = results_table(to_frame(own))
@@ -136,16 +118,6 @@ def test_reading_data_has_its_column_where_it_is_a_phase():
     table = results_table(to_frame([replace(record, measurements=measured)]))
     assert column(table, "data") == ["5.0 ± 1.4"]
     assert "data" not in names(results_table(to_frame([record])))
-
-
-def test_a_csv_is_named_where_there_is_one(capsys, tmp_path):
-    """A single run has none; its warnings stand below the table."""
-    record = make_record(make_config(), (0.1, 0.1), codes=CODES)
-    assert any("CSV" in note for note in results_table(to_frame([record])).notes)
-    print_run(record, tmp_path)
-    said = capsys.readouterr().out
-    assert "CSV" not in said
-    assert all(code in said for code in CODES)
 
 
 def test_settings_that_say_nothing_are_left_out():

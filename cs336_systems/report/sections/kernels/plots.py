@@ -258,5 +258,5 @@ def _chart(
         return None
     return Chart(
         name=name, title=title, settings=", ".join(_devices([profile for _, profile in profiles])), styles=styles,
-        panels=[Panel(names=[bar.name for bar in bars], label=label, bars=bars)],
+        panels=[Panel(label=label, bars=bars)],
     )  # fmt: skip

@@ -17,9 +17,7 @@ from cs336_systems.report.charts import (
     CATEGORY_COLOURS,
     Bar,
     Chart,
-    Curve,
     Panel,
-    Point,
     Style,
     distinct,
 )
@@ -169,10 +167,7 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
 
 
 def _panel(runs: Sequence[tuple[str, MemoryEntry]]) -> Panel:
-    reserved = tuple(Point(x=name, value=entry.profile.peak.reserved_bytes / GIB) for name, entry in runs)
-    marks = Curve(name="reserved", points=reserved, colour="#222222", marker="|", size=13)
-    bars = [_bar(name, entry) for name, entry in runs]
-    return Panel(names=[name for name, _ in runs], label="memory at the peak (GiB)", bars=bars, curves=[marks])
+    return Panel(label="memory at the peak (GiB)", bars=[_bar(name, entry) for name, entry in runs], mark="reserved")
 
 
 def _bar(label: str, entry: MemoryEntry) -> Bar:
@@ -184,4 +179,5 @@ def _bar(label: str, entry: MemoryEntry) -> Bar:
         parts={str(category): found[category] / GIB for category in CATEGORY_COLOURS if found[category]},
         words=f"{size(peak.allocated_bytes)}{'' if entry.is_out_of_memory else where}",
         failure="out of memory" if entry.is_out_of_memory else "",
+        mark=peak.reserved_bytes / GIB,
     )
