@@ -47,7 +47,7 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.measure.clock import StepTimes
-from cs336_systems.measure.counters import Counters
+from cs336_systems.measure.counters import memory_since
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
 from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
@@ -522,13 +522,13 @@ class _Gpu:
         self.gpu: Gpu | None = next((each for each in visible_gpus() if each.uuid == uuid), None)
         self._monitor = GpuMonitor(uuid) if self.gpu else None
         self._states: list[GpuState] = []
-        self._before = Counters(allocator=torch.cuda.memory_stats(), graphs=0)
+        self._before = torch.cuda.memory_stats()
 
     def look(self, number: int) -> None:
         """Before measured step `number` (from 0): start to count at the first, and read the GPU's state at some."""
         if number == 0:
             torch.cuda.reset_peak_memory_stats()
-            self._before = Counters(allocator=torch.cuda.memory_stats(), graphs=0)
+            self._before = torch.cuda.memory_stats()
         # a reading takes milliseconds of the CPU, so they become rarer: steps 0, 8, 16, 32, ...
         if self._monitor is not None and (number == 0 or (number >= 8 and number & (number - 1) == 0)):
             with contextlib.suppress(pynvml.NVMLError):
@@ -540,7 +540,7 @@ class _Gpu:
 
     def memory(self) -> Memory | None:
         """What PyTorch's allocator did since the first measured step."""
-        return Counters(allocator=torch.cuda.memory_stats(), graphs=0).memory_since(self._before, None)
+        return memory_since(self._before, None, None)
 
 
 def _resolved(step: _Step, before: _Mark | None) -> WatchedStep:

@@ -1,7 +1,6 @@
 """Counters of the CUDA allocator and of torch.compile, read outside of the timed steps."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,38 +10,31 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.record import Compilation, Memory, MemoryMoment, MomentName
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
-    """Values of the counters at one moment; `allocator` is None on a CPU."""
-
-    allocator: dict[str, int] | None
-    graphs: int
-
-    def memory_since(
-        self, before: "Counters", first_step_peak_bytes: int | None, graph_peak_bytes: int | None = None
-    ) -> Memory | None:
-        """The allocator's work since `before`, whose reading reset the peaks; None on a CPU.
-
-        A replayed CUDA graph allocates nothing, so `graph_peak_bytes` gives the peak during its capture.
-        """
-        if self.allocator is None or before.allocator is None:
-            return None
-        return Memory(
-            peak_allocated_bytes=max(self.allocator["allocated_bytes.all.peak"], graph_peak_bytes or 0),
-            peak_reserved_bytes=self.allocator["reserved_bytes.all.peak"],
-            first_step_peak_allocated_bytes=first_step_peak_bytes,
-            segments_allocated=self.allocator["segment.all.allocated"] - before.allocator["segment.all.allocated"],
-            alloc_retries=self.allocator["num_alloc_retries"] - before.allocator["num_alloc_retries"],
-        )
-
-
-def read_counters(config: RunConfig, reset_peaks: bool = False) -> Counters:
-    """The counters now; with `reset_peaks`, the allocator's peaks start again from here."""
+def reset_memory(config: RunConfig) -> dict[str, int] | None:
+    """The allocator's counters now, whose peaks start again from here; None on a CPU."""
     if config.device is Device.CPU:
-        return Counters(allocator=None, graphs=compiled_graphs(config))
-    if reset_peaks:
-        torch.cuda.reset_peak_memory_stats()
-    return Counters(allocator=torch.cuda.memory_stats(), graphs=compiled_graphs(config))
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_stats()
+
+
+def memory_since(
+    before: dict[str, int] | None, first_step_peak_bytes: int | None, graph_peak_bytes: int | None
+) -> Memory | None:
+    """The allocator's work since `reset_memory` returned `before`; None on a CPU.
+
+    A replayed CUDA graph allocates nothing, so `graph_peak_bytes` gives the peak during its capture.
+    """
+    if before is None:
+        return None
+    after = torch.cuda.memory_stats()
+    return Memory(
+        peak_allocated_bytes=max(after["allocated_bytes.all.peak"], graph_peak_bytes or 0),
+        peak_reserved_bytes=after["reserved_bytes.all.peak"],
+        first_step_peak_allocated_bytes=first_step_peak_bytes,
+        segments_allocated=after["segment.all.allocated"] - before["segment.all.allocated"],
+        alloc_retries=after["num_alloc_retries"] - before["num_alloc_retries"],
+    )
 
 
 def compiled_graphs(config: RunConfig) -> int:

@@ -20,19 +20,14 @@ from cs336_systems.analysis.statistics import steady_interval
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import Device, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measure.clock import Clock, ObservedClock, StepTimes, make_clock
-from cs336_systems.measure.counters import (
-    compilation,
-    compiled_graphs,
-    memory_now,
-    read_counters,
-)
+from cs336_systems.measure.counters import compilation, compiled_graphs, memory_now, memory_since, reset_memory
 from cs336_systems.measure.environment import environment, lacking_memory
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.inputs import inputs_of
 from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.measure.watchers import Watch, annotator_of, make_watch
+from cs336_systems.measure.watchers import Watch, annotator_of
 from cs336_systems.model.annotate import annotate, set_annotator
 from cs336_systems.parallel.collectives import Rank, group_of, meet_on_host
 from cs336_systems.ranges import Range, rank_range
@@ -91,7 +86,7 @@ class Progress:
     """Whether to add steps until the interval of their mean is within STABLE, or MAX_STABLE_STEPS."""
     say: Callable[[str], None] = lambda _: None
     """Called with what is done next, in a few words, before each part of the work and never while a step is timed."""
-    watch: Watch = field(default_factory=Watch)
+    watch: Watch | None = None
 
     def warn(self, code: WarningCode, message: str) -> None:
         """Add a warning that the times may not be what they should."""
@@ -119,13 +114,23 @@ class Progress:
             if all(phase in times.host_phases_s for times in self.measured)
         )
 
-    def durations(self) -> Durations:
-        """Time that the run has taken so far, in all and by part."""
-        return Durations(
-            setup_s=self.setup_s,
-            warmup_s=sum(times.step_s for times in self.warmup),
-            measured_s=sum(times.step_s for times in self.measured),
-            total_s=perf_counter() - self.started,
+    def record(self, status: Status) -> RunRecord:
+        """What the record of any run has, however it ended."""
+        return RunRecord(
+            config=self.config,
+            status=status,
+            started_at=self.started_at,
+            warmup_times_s=tuple(times.step_s for times in self.warmup),
+            losses=tuple(self.losses),
+            num_parameters=self.num_parameters,
+            environment=environment(self.config.device, self.gpu),
+            durations=Durations(
+                setup_s=self.setup_s,
+                warmup_s=sum(times.step_s for times in self.warmup),
+                measured_s=sum(times.step_s for times in self.measured),
+                total_s=perf_counter() - self.started,
+            ),
+            warnings=tuple(self.warnings),
         )
 
 
@@ -187,8 +192,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     progress.say("making the model")
     step = TrainingStep(config, model, rank)
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
-    progress.step, progress.watch = step, make_watch(step, progress.profile)
-    clock = progress.watch.clock(make_clock(config))
+    progress.step, progress.watch = step, (watch := Watch(step, progress.profile))
+    clock = watch.clock(make_clock(config))
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
@@ -196,13 +201,13 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     progress.setup_s = perf_counter() - progress.started
 
     progress.say(f"warm-up steps: {config.warmup_steps}")
-    with progress.watch.whole_run():
+    with watch.whole_run():
         with _collector_off(), annotate(Range.WARMUP):
             _warm_up(step, clock, progress, monitor)
-        one_step = functools.partial(_one_more, step, clock, progress)
-        with _collector_off(), progress.watch.measured_steps(one_step):
+        one_step = functools.partial(_warm_up_once, step, clock, progress, "the first step under the profiler")
+        with _collector_off(), watch.measured_steps(one_step):
             energy_before = monitor.energy_j() if monitor else None
-            counters_before = read_counters(config, reset_peaks=True)
+            graphs, memory_before = compiled_graphs(config), reset_memory(config)
             of_rank = annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
             with annotate(Range.MEASURE), of_rank:
                 _meet_under_nsys(config, "begin")
@@ -211,32 +216,22 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
             telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes while the GPU idles
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
-    counters = read_counters(config)
-
     graph_peak_bytes = step.graph.peak_bytes if step.graph else None
-    memory = counters.memory_since(counters_before, progress.first_step_peak_bytes, graph_peak_bytes)
-    _judge(progress, memory, telemetry, counters.graphs - counters_before.graphs)
+    memory = memory_since(memory_before, progress.first_step_peak_bytes, graph_peak_bytes)
+    _judge(progress, memory, telemetry, compiled_graphs(config) - graphs)
     traffic = _look_inside(step, clock, progress, moments)
-    return RunRecord(
-        config=progress.config,
-        status=Status.OK,
-        started_at=progress.started_at,
+    return replace(
+        progress.record(Status.OK),
         measurements=progress.measurements(),
-        warmup_times_s=tuple(times.step_s for times in progress.warmup),
         host_times_s=tuple(times.host_s for times in progress.measured),
         host_phases=progress.host_phases(),
-        losses=tuple(progress.losses),
         skipped_steps=progress.skipped_steps,
         collector_on=progress.collector_on,
-        num_parameters=progress.num_parameters,
         memory=memory,
         moments=tuple(moments),
         traffic=traffic,
         compilation=compilation(config, compiled_before),
         telemetry=telemetry,
-        environment=environment(config.device, progress.gpu),
-        durations=progress.durations(),
-        warnings=tuple(progress.warnings),
     )
 
 
@@ -257,21 +252,27 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
         return None
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     progress.gpu = next(iter(visible_gpus()), None)
-    if progress.gpu is None:
-        progress.warn(WarningCode.NO_TELEMETRY, "NVML does not answer: clocks, power and other processes are not known")
-        return None
-    try:
-        monitor = GpuMonitor(progress.gpu.uuid)
-        others = monitor.processes() - torch.cuda.is_initialized()
-        monitor.state()  # some GPUs exist in NVML but have no power reading
-    except pynvml.NVMLError as error:
-        progress.warn(WarningCode.NO_TELEMETRY, f"NVML: {error}: clocks, power and other processes are not known")
-        return None
-    if others > 0:
+    why = "NVML does not answer"
+    if progress.gpu is not None:
+        try:
+            monitor = GpuMonitor(progress.gpu.uuid)
+            others = monitor.processes() - torch.cuda.is_initialized()
+            monitor.state()  # some GPUs exist in NVML but have no power reading
+        except pynvml.NVMLError as error:
+            why = f"NVML: {error}"
+        else:
+            _warn_of_others(progress, others)
+            return monitor
+    progress.warn(WarningCode.NO_TELEMETRY, f"{why}: clocks, power and other processes are not known")
+    return None
+
+
+def _warn_of_others(progress: Progress, others: int) -> None:
+    """Warn once of other processes on the GPU."""
+    if others > 0 and not any(warning.code is WarningCode.GPU_SHARED for warning in progress.warnings):
         progress.warn(
             WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again"
         )
-    return monitor
 
 
 def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None) -> None:
@@ -281,10 +282,7 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
         if taken == wanted - 1:
             _settle(progress, monitor)
         graphs = compiled_graphs(config)
-        progress.where = f"warm-up step {len(progress.warmup)}"
-        times, is_taken = _run(step, clock, progress)
-        progress.warmup.append(times)
-        taken += is_taken
+        taken += _warm_up_once(step, clock, progress, f"warm-up step {len(progress.warmup)}")
         _check_skipped(len(progress.warmup) - taken, wanted)
         if len(progress.warmup) == 1 and config.device is Device.CUDA:
             progress.first_step_peak_bytes = torch.cuda.max_memory_allocated()
@@ -312,11 +310,12 @@ def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
     progress.state_before = monitor.state() if monitor else None
 
 
-def _one_more(step: TrainingStep, clock: Clock, progress: Progress) -> None:
-    """Run one more warm-up step, for the profiler to settle."""
-    progress.where = "the first step under the profiler"
-    times, _ = _run(step, clock, progress)
+def _warm_up_once(step: TrainingStep, clock: Clock, progress: Progress, where: str) -> bool:
+    """Run one step of the warm-up; return whether it updated the weights."""
+    progress.where = where
+    times, is_taken = _run(step, clock, progress)
     progress.warmup.append(times)
+    return is_taken
 
 
 def _meet_under_nsys(config: RunConfig, where: str) -> None:
@@ -426,13 +425,10 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
             f"the allocator asked the driver for {memory.segments_allocated} segment(s) and flushed its cache "
             f"{memory.alloc_retries} time(s) while timing; use more --warmup-steps or a smaller batch",
         )
-    if telemetry and (slowed := throttled(telemetry)) is not None:
-        progress.warn(WarningCode.THROTTLED, slowed)
-    already = any(warning.code is WarningCode.GPU_SHARED for warning in progress.warnings)
-    if telemetry and not already and (others := max(telemetry.before.other_processes, telemetry.after.other_processes)):
-        progress.warn(
-            WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again"
-        )
+    if telemetry:
+        if (slowed := throttled(telemetry)) is not None:
+            progress.warn(WarningCode.THROTTLED, slowed)
+        _warn_of_others(progress, max(telemetry.before.other_processes, telemetry.after.other_processes))
     if progress.skipped_steps:
         progress.warn(
             WarningCode.SKIPPED_STEPS, f"GradScaler skipped {progress.skipped_steps} step(s); they are not timed"
@@ -444,20 +440,11 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
 def _failed(progress: Progress, error: BaseException) -> RunRecord:
     status = classify(error)
     try:
-        progress.watch.failed()
+        if progress.watch is not None:
+            progress.watch.dump_memory()
     except (RuntimeError, OSError) as unwritten:  # a broken context or a full disk; the run's failure stays the result
         progress.warn(
             WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {shortened(str(unwritten), LONGEST_PART)}"
         )
-    record = RunRecord(
-        config=progress.config,
-        status=status,
-        started_at=progress.started_at,
-        failure=describe(error, status, progress.place, progress.config.device),
-        warmup_times_s=tuple(times.step_s for times in progress.warmup),
-        losses=tuple(progress.losses),
-        num_parameters=progress.num_parameters,
-        durations=progress.durations(),
-        warnings=tuple(progress.warnings),
-    )
-    return replace(record, environment=environment(progress.config.device, progress.gpu))
+    failure = describe(error, status, progress.place, progress.config.device)
+    return replace(progress.record(status), failure=failure)

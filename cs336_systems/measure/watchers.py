@@ -4,7 +4,7 @@ nsys runs outside of the process; for it, this module adds the ranges of backwar
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from cs336_systems.config import CompileMode, Device, Profiler, RunConfig
@@ -21,8 +21,6 @@ from cs336_systems.model.annotate import (
 )
 from cs336_systems.ranges import Range
 
-OneStep = Callable[[], None]
-
 
 def annotator_of(config: RunConfig) -> Annotator:
     """Where the ranges of this run are recorded."""
@@ -36,94 +34,59 @@ def annotator_of(config: RunConfig) -> Annotator:
 
 
 class Watch:
-    """No-op profiler."""
+    """The profiler of a run; it does nothing without one, or without the file that it would write."""
+
+    def __init__(self, step: TrainingStep, path: Path | None) -> None:
+        profiler = step.config.profiler
+        self._step, self._path = step, path
+        self._is_profiled = profiler is Profiler.NSYS or (path is not None and profiler is not Profiler.NONE)
+        self._recorder = None
+        if path is not None and profiler is Profiler.MEMORY:
+            from cs336_systems.measure.memory import MemoryRecorder
+
+            self._recorder = MemoryRecorder(step)
 
     def clock(self, clock: Clock) -> Clock:
-        """The clock that times the phases; a profiler may add to it."""
-        return clock
+        """The clock that times the phases; the recorder of memory marks their ends too."""
+        return clock if self._recorder is None else self._recorder.clock(clock)
 
     def whole_run(self) -> AbstractContextManager[object]:
-        """Context around the warm-up and the measured steps."""
-        return nullcontext()
+        """Context around the warm-up and the measured steps.
 
-    def measured_steps(self, one_step: OneStep) -> AbstractContextManager[object]:
-        """Context around the measured steps; a profiler that needs a step to settle runs `one_step`, a warm-up step."""
-        del one_step
-        return nullcontext()
-
-    def failed(self) -> None:
-        """Keep what was recorded of a run that raised an exception. Raises RuntimeError or OSError if that fails."""
-
-
-class _Ranges(Watch):
-    """Adds ranges of modules: in backward, and of a user's own model in forward too.
-
-    Their hooks take time on the host, so plain runs have none.
-    """
-
-    def __init__(self, step: TrainingStep) -> None:
-        self._step = step
-
-    def whole_run(self) -> AbstractContextManager[object]:
-        ranges = ExitStack()
+        It adds ranges of modules: in backward, and of a user's own model in forward too. Their hooks take time on the
+        host, so plain runs have none.
+        """
+        watching = ExitStack()
         config, model = self._step.config, self._step.model
-        if config.ranges and config.compile is CompileMode.NONE:
+        if self._is_profiled and config.ranges and config.compile is CompileMode.NONE:
             is_own = config.model_factory is not None
             names = module_names(model, config.module_depth) if is_own else own_names(model)
             if is_own:
-                ranges.enter_context(forward_ranges(names))
+                watching.enter_context(forward_ranges(names))
             if config.profiler is not Profiler.MEMORY:
-                ranges.enter_context(backward_ranges(names))
-        return ranges
-
-
-class _Kineto(_Ranges):
-    def __init__(self, step: TrainingStep, path: Path) -> None:
-        super().__init__(step)
-        self._path = path
+                watching.enter_context(backward_ranges(names))
+        if self._recorder is not None:
+            watching.enter_context(self._recorder.watching())
+        return watching
 
     @contextmanager
-    def measured_steps(self, one_step: OneStep) -> Iterator[None]:
-        with kineto_trace(self._path, self._step.config.device is Device.CUDA):
-            with annotate(Range.WARMUP):
-                one_step()
+    def measured_steps(self, one_step: Callable[[], object]) -> Iterator[None]:
+        """Context around the measured steps. torch.profiler needs a step to settle: `one_step`, a warm-up step."""
+        with ExitStack() as profiling:
+            if self._path is not None and self._step.config.profiler is Profiler.KINETO:
+                on_gpu = self._step.config.device is Device.CUDA
+                profiling.enter_context(kineto_trace(self._path, on_gpu))
+                with annotate(Range.WARMUP):
+                    one_step()
+            if self._recorder is not None:
+                self._recorder.restart()
             yield
+            self.dump_memory()
 
+    def dump_memory(self) -> None:
+        """Write the snapshot of memory, if there is a recorder; a failed run's snapshot shows what filled the memory.
 
-class _Memory(_Ranges):
-    def __init__(self, step: TrainingStep, path: Path) -> None:
-        super().__init__(step)
-        self._path = path
-        from cs336_systems.measure.memory import MemoryRecorder
-
-        self._recorder = MemoryRecorder(step)
-
-    def clock(self, clock: Clock) -> Clock:
-        return self._recorder.clock(clock)
-
-    def whole_run(self) -> AbstractContextManager[object]:
-        ranges = ExitStack()
-        ranges.enter_context(super().whole_run())
-        ranges.enter_context(self._recorder.watching())
-        return ranges
-
-    @contextmanager
-    def measured_steps(self, one_step: OneStep) -> Iterator[None]:
-        del one_step
-        self._recorder.restart()
-        yield
-        self._recorder.dump(self._path)
-
-    def failed(self) -> None:
-        """Write the snapshot, which shows what filled the memory. It cannot be taken from a broken CUDA context."""
-        self._recorder.dump(self._path)
-
-
-def make_watch(step: TrainingStep, path: Path | None) -> Watch:
-    """The profiler of the configuration, which writes to `path`; without a path, the no-op profiler."""
-    profiler = step.config.profiler
-    if profiler is Profiler.NSYS:
-        return _Ranges(step)
-    if path is None or profiler is Profiler.NONE:
-        return Watch()
-    return _Kineto(step, path) if profiler is Profiler.KINETO else _Memory(step, path)
+        Raises RuntimeError or OSError if it cannot be written, as from a broken CUDA context.
+        """
+        if self._recorder is not None and self._path is not None:
+            self._recorder.dump(self._path)

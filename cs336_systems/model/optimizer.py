@@ -2,8 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, TypedDict, Unpack, overload
+from collections.abc import Iterable
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +46,16 @@ class AdamW(EagerOptimizer):
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         **hyperparameters: Unpack[Hyperparameters],
     ) -> None:
-        super().__init__(params, {**_checked(hyperparameters)})
+        super().__init__(params, {**DEFAULTS, **hyperparameters})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        del closure
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if gradient.is_sparse:
@@ -96,10 +89,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW of the given kind: the same update, to rounding, in many small kernels or in few.
 
-    With `capturable` the fused one counts its steps on the device, as a CUDA graph needs. Raises ValueError for
-    hyperparameters out of range, and without parameters.
+    With `capturable` the fused one counts its steps on the device, as a CUDA graph needs.
     """
-    settings = _checked(hyperparameters)
+    settings: Hyperparameters = {**DEFAULTS, **hyperparameters}
     match kind:
         case OptimizerKind.ADAMW:
             return AdamW(parameters, **settings)
@@ -109,14 +101,3 @@ def make_optimizer(
             return torch.optim.AdamW(parameters, **settings, fused=True, capturable=capturable)
         case OptimizerKind.OWN:
             raise ValueError("an own optimizer is made by own_optimizer")
-
-
-def _checked(given: Hyperparameters) -> Hyperparameters:
-    """All hyperparameters, by default those of DEFAULTS; raise ValueError for one that is out of range."""
-    settings: Hyperparameters = {**DEFAULTS, **given}
-    for name, value in (("lr", settings["lr"]), ("eps", settings["eps"]), ("weight_decay", settings["weight_decay"])):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {value}")
-    if len(settings["betas"]) != 2 or not all(0 <= beta < 1 for beta in settings["betas"]):
-        raise ValueError(f"betas must be two numbers from 0 up to, not including, 1, got {settings['betas']}")
-    return settings

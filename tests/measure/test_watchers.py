@@ -31,7 +31,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.measure.watchers import annotator_of, make_watch
+from cs336_systems.measure.watchers import Watch, annotator_of
 from cs336_systems.model import annotate as profiling
 from cs336_systems.model.annotate import Annotator, annotate, set_annotator
 from cs336_systems.model.fast import model as fast_model
@@ -206,7 +206,7 @@ def test_each_range_that_opens_closes(
     if made.has_graph:
         step.graph = StepGraph(step._phases, config.phases, lambda: None, ())
     step.config = replace(config, device=Device.CUDA, profiler=profiler)
-    watch = make_watch(step, tmp_path / "profile")
+    watch = Watch(step, tmp_path / "profile")
     set_annotator(annotator_of(step.config))
     step.config = config
     clock = watch.clock(StackClock(stacks))
