@@ -239,14 +239,6 @@ def test_numbers_of_processes_are_powers_of_two_and_the_last() -> None:
         assert 0 <= min(size - row.num_bytes for size in (1 << 12, 1 << 14, 1 << 16) if size >= row.num_bytes) < 24
 
 
-def test_a_pause_before_the_loops_of_a_collective_makes_them_no_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses = iter([0.0, 0.5])
-    monkeypatch.setattr(ceilings_cell, "_agreed", lambda time_s, _device: time_s)
-    monkeypatch.setattr(ceilings_cell, "host_timer", lambda _run, count: count * 1e-4 + next(pauses, 0.0))
-    loops = ceilings_cell._time(replace(GRID, loop_s=0.1), lambda: None)
-    assert loops.count == 0.1 * ceilings_cell.LOOP_SHARE / 1e-4
-
-
 def test_a_process_that_fails_is_a_failure_of_all_sizes_of_its_kind() -> None:
     """No machine has a tensor of 2^50 bytes."""
     *_, last = replace(GRID, world_size=2, stream_bytes=(1 << 14,)).cells()
