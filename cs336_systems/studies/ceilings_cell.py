@@ -98,13 +98,20 @@ def device_timer(run: Run, count: int) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def measure(run: Run, grid: CeilingsGrid) -> Loops:
-    """Time `run` on the grid's device. Raises whatever `run` raises."""
+def measure(run: Run, grid: CeilingsGrid, agree: Callable[[float], float] = float) -> Loops:
+    """Time `run` on the grid's device. Raises whatever `run` raises.
+
+    Where several processes run it together, `agree` makes one time of theirs, so that all decide alike.
+    """
+
+    def timer(run: Run, count: int) -> float:
+        return agree((host_timer if grid.device is Device.CPU else device_timer)(run, count))
+
     if grid.device is Device.CPU:
-        return timed_loops(run, host_timer, grid)
-    device_timer(run, 1)  # libraries load, memory is allocated
-    runs = runs_in_graph(min(device_timer(run, 1) for _ in range(PROBES)))
-    return timed_loops(replayed(run, runs) if runs else run, device_timer, grid, runs_per_call=runs or 1)
+        return timed_loops(run, timer, grid)
+    timer(run, 1)  # libraries load, memory is allocated
+    runs = runs_in_graph(min(timer(run, 1) for _ in range(PROBES)))
+    return timed_loops(replayed(run, runs) if runs else run, timer, grid, runs_per_call=runs or 1)
 
 
 def runs_in_graph(time_s: float) -> int:
@@ -157,8 +164,6 @@ def next_count(count: int, elapsed_s: float, wanted_s: float) -> int:
 
 PATIENCE_S = 120.0
 """How long a process waits for the others before it fails."""
-COLLECTIVES_GRAPH_BELOW_S, COLLECTIVES_GRAPH_RUNS = 1e-4, 100
-"""A collective shorter than this time is repeated this many times within a CUDA graph."""
 LOOP_SHARE = 0.5
 """Share of the grid's least time of a loop that suffices here: there are many cells, and all processes repeat."""
 NO_ACCESS = "the GPUs cannot write to each other's memory"
@@ -174,7 +179,7 @@ class _Answer:
 
 
 def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> list[CollectiveCell]:
-    """Time collectives of one kind, by the first of their processes; if a process fails, all rows get the failure."""
+    """Time collectives of one kind, by the slowest process; if a process fails, all rows get the failure."""
     assert not torch.cuda.is_initialized(), "forked processes could not use CUDA"
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
     with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
@@ -198,7 +203,9 @@ def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], meetin
         with group_of(place, grid.device):
             if kind is Collective.PUSH and not _can_push(ranks):
                 return _Answer(status=Status.UNAVAILABLE, failure=Failure(message=NO_ACCESS))
-            return _Answer(loops=tuple(_time(grid, make_collective(grid.device, kind, row.num_bytes)) for row in rows))
+            brief, agree = replace(grid, loop_s=LOOP_SHARE * grid.loop_s), partial(_agreed, grid.device)
+            made = partial(make_collective, grid.device, kind)
+            return _Answer(loops=tuple(measure(made(row.num_bytes), brief, agree) for row in rows))
     except Exception as error:
         status = classify(error)
         return _Answer(status=status, failure=describe(error, status, "collectives", grid.device))
@@ -233,29 +240,8 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
     return lambda: reduce_scatter(part, whole, op=greatest)
 
 
-def _time(grid: CeilingsGrid, run: Callable[[], object]) -> Loops:
-    """Loops with equal counts in all processes; short collectives are in a CUDA graph, because the host is slower."""
-    on_gpu = grid.device is Device.CUDA
-    timer = device_timer if on_gpu else host_timer
-    timer(run, 1)
-    # the shortest of several times, because a pause of the machine makes a single one far too long
-    once_s, runs = _agreed(min(timer(run, 1) for _ in range(PROBES)), grid.device), 1
-    if on_gpu and once_s < COLLECTIVES_GRAPH_BELOW_S:
-        run, runs = replayed(run, COLLECTIVES_GRAPH_RUNS), COLLECTIVES_GRAPH_RUNS
-    loop_s = LOOP_SHARE * grid.loop_s
-    if PROBES * once_s < loop_s:
-        once_s = _agreed(timer(run, PROBES) / PROBES, grid.device)
-    count = max(1, math.ceil(loop_s / once_s))
-    times_s = []
-    for _ in range(grid.loops):
-        _agreed(0.0, grid.device)  # all begin together
-        times_s.append(timer(run, count))
-    _agreed(0.0, grid.device)  # no process writes to memory that another has freed
-    return Loops(count=count * runs, times_s=tuple(times_s))
-
-
-def _agreed(time_s: float, device: Device) -> float:
-    """The longest of the processes' times."""
+def _agreed(device: Device, time_s: float) -> float:
+    """The longest of the processes' times; none goes on before all have measured theirs."""
     longest = torch.tensor(time_s, device=device.value)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return float(longest)

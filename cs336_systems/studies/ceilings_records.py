@@ -238,7 +238,7 @@ class LaunchCell(TimedRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCell(TimedRow):
-    """One collective of a tensor in fp32, timed by the first process."""
+    """One collective of a tensor in fp32, timed by the slowest process."""
 
     collective: Collective = Collective.ALL_REDUCE
     num_bytes: Count
