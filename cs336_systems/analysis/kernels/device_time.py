@@ -182,7 +182,6 @@ _CODE = {cause: code for code, cause in enumerate(CAUSES)}
 class Gaps(Columns):
     """Idle times of devices within steps."""
 
-    device: Ints
     step: Ints
     start_ns: Ints
     end_ns: Ints
@@ -197,10 +196,8 @@ class Gaps(Columns):
 
 def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Selection, host: Host) -> Gaps:
     """All idle times of the devices that a step used, with their causes, by step and start."""
-    found = [_gaps_of(busy, int(jobs.device[busy.rows[0]]), spans) for busy in devices]
-    device, step, start, end, before, after = (
-        np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True)
-    )
+    found = [_gaps_of(busy, spans) for busy in devices]
+    step, start, end, before, after = (np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True))
     phase = np.append(jobs.phase, np.int8(0))[after]
     ends_step = after < 0
     phase[ends_step] = _last_phase(selection)[step[ends_step]]
@@ -210,21 +207,18 @@ def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Se
     found_causes = _Causes(host)(jobs, start[followed], end[followed], following, before[followed] >= 0)
     of_launch = _starts_its_launch(jobs)[following] | ~jobs.is_launched[following]
     cause[followed] = np.where(of_launch, found_causes, _CODE[IdleCause.BETWEEN_KERNELS])
-    gaps = Gaps(
-        device=device, step=step, start_ns=start, end_ns=end, before=before, after=after, phase=phase, cause=cause
-    )
+    gaps = Gaps(step=step, start_ns=start, end_ns=end, before=before, after=after, phase=phase, cause=cause)
     return chosen(gaps, np.lexsort((start, step)))
 
 
-_NO_GAPS = (np.zeros(0, dtype=np.int64),) * 6
+_NO_GAPS = (np.zeros(0, dtype=np.int64),) * 5
 
 
-def _gaps_of(busy: Busy, device: int, spans: DeviceSteps) -> tuple[Ints, ...]:
+def _gaps_of(busy: Busy, spans: DeviceSteps) -> tuple[Ints, ...]:
     steps = np.flatnonzero(busy.union.within(spans.start_ns, spans.end_ns))
     holes = busy.union.holes(spans.start_ns[steps], spans.end_ns[steps])
     rows = np.append(busy.rows, -1)
-    devices = np.full(len(holes), device, dtype=np.int64)
-    return devices, steps[holes.window], holes.start, holes.end, rows[holes.before], rows[holes.after]
+    return steps[holes.window], holes.start, holes.end, rows[holes.before], rows[holes.after]
 
 
 def _last_phase(selection: Selection) -> Codes:
