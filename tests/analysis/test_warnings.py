@@ -4,8 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.advice import Remedy
-from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
+from cs336_systems.analysis.warnings import Remedy, launched_phases, throttled, timing_warnings
 from cs336_systems.config import (
     SIZES,
     Attention,

@@ -1,4 +1,4 @@
-"""The time of each phase on the device, how long the device was busy in it, and why it was idle.
+"""The time of each phase on the device, how long it was busy, why it was idle, and what in a trace cannot be.
 
 A phase ends on the device when the last kernel or copy launched before its end on the host has run, or when the host
 leaves the phase, if that is later. A CUDA event that the host records as it leaves the phase shows the same time.
@@ -182,7 +182,6 @@ _CODE = {cause: code for code, cause in enumerate(CAUSES)}
 class Gaps(Columns):
     """Idle times of devices within steps."""
 
-    device: Ints
     step: Ints
     start_ns: Ints
     end_ns: Ints
@@ -197,10 +196,8 @@ class Gaps(Columns):
 
 def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Selection, host: Host) -> Gaps:
     """All idle times of the devices that a step used, with their causes, by step and start."""
-    found = [_gaps_of(busy, int(jobs.device[busy.rows[0]]), spans) for busy in devices]
-    device, step, start, end, before, after = (
-        np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True)
-    )
+    found = [_gaps_of(busy, spans) for busy in devices]
+    step, start, end, before, after = (np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True))
     phase = np.append(jobs.phase, np.int8(0))[after]
     ends_step = after < 0
     phase[ends_step] = _last_phase(selection)[step[ends_step]]
@@ -210,21 +207,18 @@ def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Se
     found_causes = _Causes(host)(jobs, start[followed], end[followed], following, before[followed] >= 0)
     of_launch = _starts_its_launch(jobs)[following] | ~jobs.is_launched[following]
     cause[followed] = np.where(of_launch, found_causes, _CODE[IdleCause.BETWEEN_KERNELS])
-    gaps = Gaps(
-        device=device, step=step, start_ns=start, end_ns=end, before=before, after=after, phase=phase, cause=cause
-    )
+    gaps = Gaps(step=step, start_ns=start, end_ns=end, before=before, after=after, phase=phase, cause=cause)
     return chosen(gaps, np.lexsort((start, step)))
 
 
-_NO_GAPS = (np.zeros(0, dtype=np.int64),) * 6
+_NO_GAPS = (np.zeros(0, dtype=np.int64),) * 5
 
 
-def _gaps_of(busy: Busy, device: int, spans: DeviceSteps) -> tuple[Ints, ...]:
+def _gaps_of(busy: Busy, spans: DeviceSteps) -> tuple[Ints, ...]:
     steps = np.flatnonzero(busy.union.within(spans.start_ns, spans.end_ns))
     holes = busy.union.holes(spans.start_ns[steps], spans.end_ns[steps])
     rows = np.append(busy.rows, -1)
-    devices = np.full(len(holes), device, dtype=np.int64)
-    return devices, steps[holes.window], holes.start, holes.end, rows[holes.before], rows[holes.after]
+    return steps[holes.window], holes.start, holes.end, rows[holes.before], rows[holes.after]
 
 
 def _last_phase(selection: Selection) -> Codes:
@@ -371,3 +365,70 @@ def idle_notes(gaps: Gaps) -> tuple[str, ...]:
         f"{int(unknown.sum())} idle times of the device, {time_s:.3g} s together, end with a kernel or copy without a "
         "launch in the file: their cause is unknown, and they are left out.",
     )
+
+
+MIN_DOUBTFUL = 0.01
+"""Smallest share of the kernels, or of the launches, that makes what is said of the whole doubtful."""
+
+
+def doubts(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Sentences about what cannot be, with how often: those that put all times in doubt, then those that do not."""
+    found = {} if trace.is_of_host else _counts(trace)
+    told = [(count, f"{count} {text}") for text, count in found.items() if count]
+    least = MIN_DOUBTFUL * max(len(trace.kernels), 1)
+    return tuple(text for count, text in told if count >= least), tuple(text for count, text in told if count < least)
+
+
+def _counts(trace: Trace) -> dict[str, int]:
+    """What cannot be, with the number of kernels, copies or calls of which it is said."""
+    kernels, work = trace.kernels, joined(trace.kernels, trace.copies)
+    early = int((work.is_launched & (work.start_ns < work.launch_ns - SLACK_NS)).sum())
+    empty = int((kernels.duration_ns == 0).sum())
+    lost = _lost_launches(trace) if len(kernels) else 0
+    covered, covering = _covered(chosen(work, ~work.is_in_graph))
+    clocks = "the clocks of host and device do not agree"
+    others = f"({covering} such): the others' times are too long"
+    return {
+        f"kernels and copies begin before the call that launched them: {clocks}": early,
+        "kernels last no time: the profiler lost their times, and averages are too short": empty,
+        f"kernels and copies begin and end while another one of their stream runs {others}": covered,
+        "calls that wait for the device return before its work ends: some times are too long": _after_wait(trace, work),
+        f"of {len(trace.api_calls)} calls launched a kernel that is not in the file: events were lost": lost,
+    }
+
+
+def _covered(work: DeviceWork) -> tuple[int, int]:
+    """How many jobs lie within another of their stream, and within how many; a graph's branches share a stream."""
+    end = work.end_ns
+    inner = outer = 0
+    for _, of_device in groups(work.device):
+        for _, rows in groups(work.stream[of_device]):
+            own = of_device[rows]
+            own = own[np.lexsort((-end[own], work.start_ns[own]))]
+            own = own[work.duration_ns[own] > 0]
+            reached = np.maximum.accumulate(end[own])
+            is_inner = np.append(False, end[own][1:] <= reached[:-1])[: len(own)]
+            inner += int(is_inner.sum())
+            outer += len(np.unique(reached[is_inner]))
+    return inner, outer
+
+
+def _after_wait(trace: Trace, work: DeviceWork) -> int:
+    """How many waits for a whole device are over before work that was launched before them is."""
+    if len(np.unique(work.device)) > 1:  # it is not known for which device a call waits
+        return 0
+    waits = chosen(trace.api_calls, Call.WAIT_FOR_DEVICE.among(trace.api_calls.name, trace.strings))
+    finished = Completion(work, np.flatnonzero(work.is_launched))(waits.start_ns)
+    return int((finished > waits.start_ns + waits.duration_ns + SLACK_NS).sum())
+
+
+def _lost_launches(trace: Trace) -> int:
+    """How many calls launched a kernel that is not in the file; calls while a graph is captured launch none."""
+    api, (launch, begin, end) = trace.api_calls, (Call.ONE_KERNEL, Call.BEGIN_CAPTURE, Call.END_CAPTURE)
+    is_lost = launch.among(api.name, trace.strings)
+    begins, ends = (np.sort(api.start_ns[edge.among(api.name, trace.strings)]) for edge in (begin, end))
+    captures = Union(begins, np.append(ends, MAX_TIME_NS)[np.searchsorted(ends, begins)])
+    is_lost &= captures.within(api.start_ns, api.start_ns + 1) == 0
+    launched = np.concatenate([trace.kernels.call, trace.copies.call])
+    is_lost[launched[launched >= 0]] = False
+    return int(is_lost.sum())

@@ -32,7 +32,6 @@ from cs336_systems.analysis.kernels.attribution import (
     select,
 )
 from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, DeviceWindows
-from cs336_systems.analysis.kernels.doubts import doubts
 from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
 from cs336_systems.analysis.kernels.kineto import read_kineto
@@ -99,7 +98,7 @@ def summarise(
     parts = modules.range_parts(attribution)
     kernels = work[~work["is_copy"]].assign(kind=kind)
     in_step = kernels[kernels["step"] >= 0]
-    grave, slight = doubts(trace)
+    grave, slight = device_time.doubts(trace)
     profile = StepProfile(
         source=source,
         work=Work.OPERATORS if trace.is_of_host else Work.KERNELS,

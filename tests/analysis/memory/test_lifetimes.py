@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.analysis.memory.explain import explain_memory
-from cs336_systems.analysis.memory.lifetimes import makers_of
+from cs336_systems.analysis.memory.groups import makers_of
 from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
 from cs336_systems.analysis.memory.snapshot import Frame
 from cs336_systems.report.sections.memory.findings import answer, findings

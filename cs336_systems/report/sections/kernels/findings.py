@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from cs336_systems.analysis.advice import OF_PRECISION, Remedy, against_launches, remedies
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, StepProfile, Work
+from cs336_systems.analysis.warnings import OF_PRECISION, Remedy, against_launches, remedies
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.costs.hardware import faster_precisions, find_device
 from cs336_systems.report.sections.kernels.entries import (
