@@ -448,7 +448,8 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
             yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=UNTIMED),))
         yield from self._step_cells()
-        for ranks in self.numbers_of_ranks:
+        powers = (2**power for power in range(1, self.world_size.bit_length()))
+        for ranks in sorted({*powers, self.world_size} - {1}):
             multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
             sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
             for kind in Collective:
@@ -468,12 +469,6 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
             yield Cell(label=kernel.label, rows=(kernel,))
         for each in pass_cells(self.device, sorted(set(self.stream_bytes))):
             yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
-
-    @property
-    def numbers_of_ranks(self) -> list[int]:
-        """Numbers of processes whose collectives are measured: the powers of 2 below world_size, and world_size."""
-        powers = [2**power for power in range(1, self.world_size.bit_length()) if 2**power < self.world_size]
-        return [*powers, self.world_size] if self.world_size > 1 else []
 
     def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
