@@ -67,12 +67,8 @@ TITLES = {
 }
 
 
-def attention_rows(study: AttentionStudy) -> list[Row]:
-    """A row for each cell, failed ones too; None for what is not known."""
-    return [_attention_row(study, result) for result in study.results]
-
-
 def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
+    """The values of a cell, of a failed one too; None for what is not known."""
     grid, cell = study.grid, result.cell
     memory = result.memory if result.status is Status.OK else None
     closed_form = naive_saved_bytes(grid, cell) / MIB
@@ -115,7 +111,7 @@ def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
 
 def attention_section(study: AttentionStudy) -> Section:
     """For each precision tables of forward, of backward, of both, of memory and of errors, if these two are known."""
-    rows, tables = attention_rows(study), []
+    rows, tables = [_attention_row(study, result) for result in study.results], []
     for precision in study.precisions:
         own = sorted((row for row in rows if row["precision"] is precision), key=_shape)
         tables += [_time_table(study, own, timed) for timed in TIMED]
