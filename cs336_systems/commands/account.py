@@ -147,7 +147,9 @@ class AccountArguments(Flags):
             return None
         if self.memory_gib is not None:
             return round(self.memory_gib * GIB)
-        if self.device_name is not None or not (name is None or _is_here(name, device)):
+        gpus = visible_gpus()
+        is_here = bool(gpus) and (bare_name(gpus[0].name) == name or find_device(gpus[0].name) is device is not None)
+        if self.device_name is not None or not (name is None or is_here):
             if device is None or device.memory_bytes is None:
                 named = self.device_name or name
                 raise ValueError(f"--fit needs --memory-gib here: no data sheet says how much {named} has")
@@ -189,12 +191,6 @@ def device_meant(name: str | None) -> DeviceSpec | None:
     alike = [other for other in known if name and name.casefold() in other.casefold()]
     close = alike or difflib.get_close_matches(name[:40], known, n=3) or known
     raise ValueError(f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?")
-
-
-def _is_here(name: str, device: DeviceSpec | None) -> bool:
-    """Whether this machine's first GPU has this name, or this data sheet."""
-    gpus = visible_gpus()
-    return bool(gpus) and (bare_name(gpus[0].name) == name or find_device(gpus[0].name) is device is not None)
 
 
 def machine_meant(name: str | None, ceilings: Ceilings, *, are_asked: bool) -> tuple[str | None, DeviceSpec | None]:

@@ -18,13 +18,13 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import OK, checked, show
 from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
-from cs336_systems.costs.curves import MATMUL_EFFICIENCY, data_sheet_link
+from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, data_sheet_link
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.ranks_time import Links, measured_links
 from cs336_systems.costs.scale import PARALLEL, Paper, feed, scale_step
 from cs336_systems.costs.shards import factor_bytes
 from cs336_systems.report.formats import texts_of, write_files
-from cs336_systems.report.sections.scale import Scale, link_source, scale_section
+from cs336_systems.report.sections.scale import Scale, scale_section
 from cs336_systems.report.words import GIGA
 from cs336_systems.studies.ceilings_files import Ceilings
 
@@ -106,14 +106,15 @@ def _links(arguments: ScaleArguments, name: str, device: DeviceSpec | None, ceil
         rate = arguments.node_gb_per_s * GIGA
         return Links(gpus_per_node=size, node_bytes_per_s=rate, network_bytes_per_s=network), "given"
     if (measured := measured_links(ceilings.collectives(name), size, network)) is not None:
-        return measured, link_source(measured.measured_ranks)
+        return measured, f"best collective measured among {measured.measured_ranks} of them"
     promised = None if device is None else data_sheet_link(device)
     if promised is None:
         raise ValueError(
             f"needed --node-gb-per-s: no collectives among several {name} were measured, and how they are connected "
             "is not in its data sheet"
         )
-    return Links(gpus_per_node=size, node_bytes_per_s=promised, network_bytes_per_s=network), link_source(None)
+    source = f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
+    return Links(gpus_per_node=size, node_bytes_per_s=promised, network_bytes_per_s=network), source
 
 
 def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> Scale:

@@ -122,10 +122,6 @@ class Curves:
         """Time of a pass that reads and writes `num_bytes`; time of a copy if passes of this kind were not measured."""
         return interpolated(self.passes.get(how) or self.copies, num_bytes)
 
-    def adamw_s(self, num_bytes: int) -> float:
-        """Time of fused AdamW that moves so many bytes."""
-        return interpolated(self.adamw, num_bytes)
-
 
 def _is_aligned(*sides: int) -> bool:
     return all(side % ALIGNMENT == 0 for side in sides)

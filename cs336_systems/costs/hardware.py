@@ -124,12 +124,8 @@ def devices_called(name: str) -> tuple[DeviceSpec, ...]:
 
 def is_short_for(name: str, device_name: str) -> bool:
     """Whether the name of a device contains all words of a short one, of which there must be at least one."""
-    wanted = _words(name)
-    return bool(wanted) and wanted <= _words(_with_form_factor(bare_name(device_name)))
-
-
-def _with_form_factor(name: str) -> str:
-    return f"{name} {_FORM_FACTORS.get(name, '')}"
+    wanted, whole = _words(name), bare_name(device_name)
+    return bool(wanted) and wanted <= _words(f"{whole} {_FORM_FACTORS.get(whole, '')}")
 
 
 def _words(name: str) -> set[str]:

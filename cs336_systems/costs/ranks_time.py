@@ -10,7 +10,7 @@ the two decides (Austin et al. 2025, How to Scale Your Model, "How to Think Abou
 left out.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cs336_systems.config import Parallel, Phase, RunConfig
@@ -244,27 +244,32 @@ def _averaged(config: RunConfig, compute: TimePrediction, call_s: CallTime) -> t
 
 def _sharded(config: RunConfig, compute: TimePrediction, call_s: CallTime) -> tuple[dict[Phase, float], float]:
     """The same if parameters are sharded: each unit is gathered ahead, and its gradients are scattered."""
-    parts, line = part_bytes(config), _Timeline(config)
+    parts, line, shares = part_bytes(config), _Timeline(config), _shares(config)
     gather_s, scatter_s = (
         {unit: call_s(exchange_calls(config, own)[number]) for unit, own in parts.items()} for number in (0, 1)
     )
-    jobs = list(_jobs(config, compute, parts))
-    gathers = [place for place, job in enumerate(jobs) if job.gathers]
+    order = [*((Phase.FORWARD, unit) for unit in shares), *((Phase.BACKWARD, unit) for unit in reversed(shares))]
+    once = gathered_once(config, [*parts])
+    gathers = [
+        place for place, (phase, unit) in enumerate(order)
+        if unit in parts and (phase is Phase.FORWARD or unit not in once)
+    ]  # fmt: skip
     ahead = 1 if config.parallel is Parallel.FSDP2 else AHEAD
     arrived: dict[int, float] = {}
     if REST in parts:
         line.wait(line.send(gather_s[REST]))
     more, alone_s = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION), 0.0), 0.0
-    for place, job in enumerate(jobs):
+    for place, (phase, unit) in enumerate(order):
         while gathers and gathers[0] <= place + ahead:
             needed = gathers.pop(0)
-            arrived[needed] = line.send(gather_s[jobs[needed].unit])
+            arrived[needed] = line.send(gather_s[order[needed][1]])
         line.wait(arrived.get(place, 0.0))
-        line.compute(job.compute_s)
-        if job.scatters:
-            line.send(scatter_s[job.unit])
-        alone_s += job.compute_s
-        more[job.phase] = line.now_s - alone_s
+        compute_s = shares[unit] * compute.phases_s[phase]
+        line.compute(compute_s)
+        if phase is Phase.BACKWARD and unit in parts:
+            line.send(scatter_s[unit])
+        alone_s += compute_s
+        more[phase] = line.now_s - alone_s
     more[Phase.BACKWARD] -= more[Phase.FORWARD]
     if REST in parts:
         line.send(scatter_s[REST])
@@ -274,37 +279,13 @@ def _sharded(config: RunConfig, compute: TimePrediction, call_s: CallTime) -> tu
     return {phase: max(0.0, time_s) for phase, time_s in more.items()}, line.slowed_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """The kernels of one unit in forward or backward."""
-
-    phase: Phase
-    unit: str
-    compute_s: float
-    gathers: bool
-    """Whether the unit's parameters must be gathered before."""
-    scatters: bool
-    """Whether the unit's gradients are scattered afterwards."""
-
-
-def _jobs(config: RunConfig, compute: TimePrediction, units: Mapping[str, object]) -> Iterator[_Job]:
-    """The parts of forward and of backward in their order."""
-    names = [LOOKUP, *map(str, range(config.model.num_layers)), HEAD]
-    weights = dict.fromkeys(names, 0)
+def _shares(config: RunConfig) -> dict[str, float]:
+    """Share of each unit in the time of forward, and of backward, in the order of forward."""
+    weights = dict.fromkeys([LOOKUP, *map(str, range(config.model.num_layers)), HEAD], 0)
     for parameter, weight in _weights(config).items():
         unit = parameter.partition(".")[0]
         weights[unit if unit in weights and unit != LOOKUP else HEAD] += weight  # a lookup multiplies nothing
-    once = gathered_once(config, [*units])
-    for phase, order in ((Phase.FORWARD, names), (Phase.BACKWARD, names[::-1])):
-        for name in order:
-            is_unit, is_back = name in units, phase is Phase.BACKWARD
-            yield _Job(
-                phase=phase,
-                unit=name,
-                compute_s=weights[name] / sum(weights.values()) * compute.phases_s[phase],
-                gathers=is_unit and not (is_back and name in once),
-                scatters=is_unit and is_back,
-            )
+    return {unit: weight / sum(weights.values()) for unit, weight in weights.items()}
 
 
 def _weights(config: RunConfig) -> dict[str, int]:

@@ -27,7 +27,7 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.costs.accounting import count_parameters, updated_parameters
-from cs336_systems.costs.curves import Curves
+from cs336_systems.costs.curves import Curves, interpolated
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.tape import MATMULS_OF, REPEATED, Kind, Operation, phases_of
 from cs336_systems.costs.traces import as_costed, has_tape, own_parameters, prepare, tape_of
@@ -240,7 +240,7 @@ def host_calls(config: RunConfig) -> int:
 def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) -> float:
     """Time of one kernel of an operation."""
     if operation.kind is Kind.ADAMW:
-        return curves.adamw_s(operation.moved_bytes)
+        return interpolated(curves.adamw, operation.moved_bytes)
     if operation.kind is Kind.PASS:
         return curves.pass_s(operation.moved_bytes, operation.how)
     matmul_s = curves.matmul_s(

@@ -53,7 +53,9 @@ class Ceilings:
     @property
     def device_names(self) -> list[str]:
         """The devices with ceilings, without the manufacturer's name; those that the user has measured come first."""
-        return list(dict.fromkeys([*self.measured_names, *(shipped_names() if self.has_shipped else ())]))
+        folders = SHIPPED.iterdir() if self.has_shipped else ()
+        shipped = sorted(path.name.replace("-", " ") for path in folders if any(path.glob(f"*{SUFFIX}")))
+        return list(dict.fromkeys([*self.measured_names, *shipped]))
 
     def is_shipped(self, device_name: str) -> bool:
         """Whether predictions for this device rest on ceilings that come with the program."""
@@ -142,11 +144,6 @@ def load_ceilings(directory: Path) -> Ceilings:
     """
     studies = tuple(read_study(path, CeilingsStudy) for path in ceilings_files(directory))
     return Ceilings(studies, has_shipped=True)
-
-
-def shipped_names() -> list[str]:
-    """The devices whose ceilings come with the program, without the manufacturer's name."""
-    return sorted(path.name.replace("-", " ") for path in SHIPPED.iterdir() if any(path.glob(f"*{SUFFIX}")))
 
 
 @functools.cache

@@ -57,11 +57,6 @@ class Loops:
         if not self.times_s or not all(MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s):
             raise ValueError(f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s")
 
-    def repetitions(self, others: "Loops") -> "Loops":
-        """The loops of both, each as one repetition of mean time."""
-        times_s = (max(MIN_TIME_S, time_s / each.count) for each in (self, others) for time_s in each.times_s)
-        return Loops(count=1, times_s=tuple(times_s))
-
     @property
     def median_s(self) -> float:
         """Time of one repetition in the median loop, in seconds."""
@@ -360,18 +355,19 @@ TIMED_ROWS = {
 """The cells of a study by the field that holds them."""
 
 
-def joined(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows, those of the same cell as one row with the loops of all, or with a failure if there was one."""
-    found: dict[Row, Row] = {}
+def joined(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows of rounds, those of one cell as one row with all loops as repetitions, or a failure if there was one."""
+    rounds: dict[TimedRow, list[TimedRow]] = {}
     for row in rows:
-        cell = replace(row, timing=UNTIMED) if isinstance(row, TimedRow) else row  # type: ignore[type-var]
-        known = found.setdefault(cell, row)
-        if known is row or not isinstance(known, TimedRow) or not isinstance(row, TimedRow):
-            continue
-        mine, others = known.timing.loops, row.timing.loops
-        if mine is not None:
-            found[cell] = row if others is None else known.with_loops(mine.repetitions(others))
-    return tuple(found.values())
+        assert isinstance(row, TimedRow)
+        rounds.setdefault(replace(row, timing=UNTIMED), []).append(row)  # type: ignore[type-var]
+    for cell, found in rounds.items():
+        loops = [row.timing.loops for row in found if row.timing.loops is not None]
+        if len(loops) < len(found) or len(found) == 1:
+            yield next((row for row in found if row.timing.loops is None), found[0])
+        else:
+            times_s = (max(MIN_TIME_S, time_s / each.count) for each in loops for time_s in each.times_s)
+            yield cell.with_loops(Loops(count=1, times_s=tuple(times_s)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,7 +444,8 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
             yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=UNTIMED),))
         yield from self._step_cells()
-        for ranks in self.numbers_of_ranks:
+        powers = (2**power for power in range(1, self.world_size.bit_length()))
+        for ranks in sorted({*powers, self.world_size} - {1}):
             multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
             sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
             for kind in Collective:
@@ -469,15 +466,9 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         for each in pass_cells(self.device, sorted(set(self.stream_bytes))):
             yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
 
-    @property
-    def numbers_of_ranks(self) -> list[int]:
-        """Numbers of processes whose collectives are measured: the powers of 2 below world_size, and world_size."""
-        powers = [2**power for power in range(1, self.world_size.bit_length()) if 2**power < self.world_size]
-        return [*powers, self.world_size] if self.world_size > 1 else []
-
     def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
-        rows = joined(rows) if self.device is Device.CPU else rows
+        rows = tuple(joined(rows)) if self.device is Device.CPU else rows
         by_field: dict[str, Any] = {
             name: tuple(row for row in rows if isinstance(row, kind)) for name, kind in TIMED_ROWS.items()
         }

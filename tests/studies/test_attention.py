@@ -18,7 +18,7 @@ from cs336_systems.commands.study import AttentionArguments
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.measure.inputs import source_digest
 from cs336_systems.record import Status
-from cs336_systems.report.sections.operators import attention_rows
+from cs336_systems.report.sections.operators import attention_section
 from cs336_systems.studies import operator_cell
 from cs336_systems.studies.cell import make_generator
 from cs336_systems.studies.operator_cell import (
@@ -200,7 +200,7 @@ def test_a_cell_that_fails_names_the_line_and_the_next_is_measured(name: str, st
     study = run_study(grid)
     own, naive = study.results
     assert (own.status, naive.status) == (status, Status.OK)
-    assert attention_rows(study)[0]["error"].endswith(f"({line_with(line)})")
+    assert attention_section(study).rows[0]["error"].endswith(f"({line_with(line)})")
     assert max(error.relative for error in naive.errors) < ROUNDING
 
 

@@ -162,4 +162,4 @@ def test_loops_of_rounds_are_joined() -> None:
     [both] = joined([row.with_loops(many), row.with_loops(few)])
     assert sorted(time_s / both.timing.loops.count for time_s in both.timing.loops.times_s) == [1.0, 2.0, 3.0]
     failed = row.failed(Status.CRASHED, Failure(message="gone"))
-    assert joined([row, failed, row]) == joined([failed, row, row]) == (failed,)
+    assert [*joined([row, failed, row])] == [*joined([failed, row, row])] == [failed]

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.hardware import DeviceSpec, find_device
-from cs336_systems.record import Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.section import Section, Table, known, make_table
-from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, promised_bandwidth
+from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, has_failed, promised_bandwidth
 from cs336_systems.report.words import GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.ceilings_records import (
     QUEUED_BYTES,
@@ -32,6 +31,7 @@ CSV_COLUMNS = {
                     "warnings"),
 }  # fmt: skip
 """Columns of the CSV file of each section."""
+LAUNCHES, CLOCK = (column("launched"), column("median_us")), "By the host's clock, over many in a row."
 
 
 def ceilings_sections(study: CeilingsStudy) -> list[Section]:
@@ -42,7 +42,7 @@ def ceilings_sections(study: CeilingsStudy) -> list[Section]:
         _section("results", [summary_table(study)], ceilings_of(study)),
         _section("products", _product_tables(study, products), products),
         _section("bandwidth", [_stream_table(study, streams)], streams),
-        _section("launches", [_launch_table(study, launches)], launches),
+        _section("launches", [_table(study, "Launches", LAUNCHES, launches, CLOCK)], launches),
         _section("collectives", _collective_tables(study, collectives), collectives),
     ]
 
@@ -160,8 +160,7 @@ def _table(study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Se
                 for reason, labels in reasons.items()]  # fmt: skip
     doubts = doubt_notes([row["warnings"] for row in timed(rows)], "rows", LOOPS)
     title = f"{title}, {study.device_name}"
-    return make_table(title, known(columns, rows), rows, [*notes, *doubts, *failures],
-                      lambda row: row["status"] is not Status.OK)  # fmt: skip
+    return make_table(title, known(columns, rows), rows, [*notes, *doubts, *failures], has_failed)
 
 
 def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
@@ -187,11 +186,6 @@ def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
     )
     cache = [f"The last cache holds {significant(study.cache_bytes / MIB)} MiB."] if study.cache_bytes else []
     return _table(study, "Passes over memory", columns, rows, note, *cache)
-
-
-def _launch_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
-    columns = column("launched"), column("median_us")
-    return _table(study, "Launches", columns, rows, "By the host's clock, over many in a row.")
 
 
 def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:

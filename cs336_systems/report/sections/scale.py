@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cs336_systems.config import RunConfig
-from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Curves
+from cs336_systems.costs.curves import MATMUL_EFFICIENCY, Curves
 from cs336_systems.costs.scale import Paper, ScaleStep, Scheme, largest_ranks
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.section import Section, Table, make_table
@@ -124,10 +124,3 @@ def _largest_table(found: Scale) -> Table:
         "cs336_systems/costs/scale.py derives them.",
     )
     return make_table(title, [column(key) for key in ("way", "most_ranks")], rows, notes)
-
-
-def link_source(measured_ranks: int | None) -> str:
-    """Where the rate within a node comes from; None: from the data sheet."""
-    if measured_ranks is not None:
-        return f"best collective measured among {measured_ranks} of them"
-    return f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
