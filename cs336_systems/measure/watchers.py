@@ -61,27 +61,24 @@ class _Ranges(Watch):
     Their hooks take time on the host, so plain runs have none.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
-        self._step = step
+    def __init__(self, step: TrainingStep, path: Path | None) -> None:
+        self._step, self._path = step, path or Path()
 
-    def whole_run(self) -> AbstractContextManager[object]:
-        ranges = ExitStack()
+    @contextmanager
+    def whole_run(self) -> Iterator[None]:
         config, model = self._step.config, self._step.model
-        if config.ranges and config.compile is CompileMode.NONE:
-            is_own = config.model_factory is not None
-            names = module_names(model, config.module_depth) if is_own else own_names(model)
-            if is_own:
-                ranges.enter_context(forward_ranges(names))
-            if config.profiler is not Profiler.MEMORY:
-                ranges.enter_context(backward_ranges(names))
-        return ranges
+        is_own = config.model_factory is not None
+        with ExitStack() as ranges:
+            if config.ranges and config.compile is CompileMode.NONE:
+                names = module_names(model, config.module_depth) if is_own else own_names(model)
+                if is_own:
+                    ranges.enter_context(forward_ranges(names))
+                if config.profiler is not Profiler.MEMORY:
+                    ranges.enter_context(backward_ranges(names))
+            yield
 
 
 class _Kineto(_Ranges):
-    def __init__(self, step: TrainingStep, path: Path) -> None:
-        super().__init__(step)
-        self._path = path
-
     @contextmanager
     def measured_steps(self, one_step: OneStep) -> Iterator[None]:
         with kineto_trace(self._path, self._step.config.device is Device.CUDA):
@@ -92,8 +89,7 @@ class _Kineto(_Ranges):
 
 class _Memory(_Ranges):
     def __init__(self, step: TrainingStep, path: Path) -> None:
-        super().__init__(step)
-        self._path = path
+        super().__init__(step, path)
         from cs336_systems.measure.memory import MemoryRecorder
 
         self._recorder = MemoryRecorder(step)
@@ -101,11 +97,10 @@ class _Memory(_Ranges):
     def clock(self, clock: Clock) -> Clock:
         return self._recorder.clock(clock)
 
-    def whole_run(self) -> AbstractContextManager[object]:
-        ranges = ExitStack()
-        ranges.enter_context(super().whole_run())
-        ranges.enter_context(self._recorder.watching())
-        return ranges
+    @contextmanager
+    def whole_run(self) -> Iterator[None]:
+        with super().whole_run(), self._recorder.watching():
+            yield
 
     @contextmanager
     def measured_steps(self, one_step: OneStep) -> Iterator[None]:
@@ -123,7 +118,7 @@ def make_watch(step: TrainingStep, path: Path | None) -> Watch:
     """The profiler of the configuration, which writes to `path`; without a path, the no-op profiler."""
     profiler = step.config.profiler
     if profiler is Profiler.NSYS:
-        return _Ranges(step)
+        return _Ranges(step, path)
     if path is None or profiler is Profiler.NONE:
         return Watch()
     return _Kineto(step, path) if profiler is Profiler.KINETO else _Memory(step, path)
