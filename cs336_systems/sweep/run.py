@@ -180,10 +180,7 @@ class Loop:
             if len(self.free) < count:
                 break
             gpus, self.free = self.free[:count], self.free[count:]
-            if self.unexplained:
-                self.working[self._explain(self.unexplained.popleft())] = gpus
-            else:
-                self.working[self._measure(self.waiting.popleft(), gpus)] = gpus
+            self.working[self._start(gpus)] = gpus
         for worker in self._ended(list(self.working), patience_s):
             # sorted, so that each of several runs on the same ranks gets the same GPUs in the same order
             self.free = sorted([*self.free, *self.working.pop(worker)], key=self.gpus.index)
@@ -196,23 +193,22 @@ class Loop:
             left.reap()
         kill_orphans()
 
-    def _measure(self, config: RunConfig, gpus: Sequence[Gpu | None]) -> Worker:
-        (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
-        uuids = [gpu.uuid for gpu in gpus if gpu]
-        worker = self._start(config, functools.partial(measure_in_worker, gpu_uuids=uuids))
-        self.keeper.listener.started(config, gpus[0])
-        return worker
-
-    def _explain(self, config: RunConfig) -> Worker:
-        worker = self._start(config, explain_in_worker)
-        self.explaining.add(worker)
-        self.keeper.listener.explaining(config)
-        return worker
-
-    def _start(self, config: RunConfig, entry: Entry) -> Worker:
-        worker = Worker(config, self.keeper.runs, entry)
+    def _start(self, gpus: Sequence[Gpu | None]) -> Worker:
+        """Start to explain the first run that waits for it; if none does, to measure the first on these GPUs."""
+        explains, runs = bool(self.unexplained), self.keeper.runs
+        config = (self.unexplained if explains else self.waiting).popleft()
+        entry: Entry = explain_in_worker
+        if not explains:
+            (runs / f"{config.key}.json").unlink(missing_ok=True)
+            entry = functools.partial(measure_in_worker, gpu_uuids=[gpu.uuid for gpu in gpus if gpu])
+        worker = Worker(config, runs, entry)
         self.interrupts.workers.append(worker)
         self.interrupts.at_once = False
+        if explains:
+            self.explaining.add(worker)
+            self.keeper.listener.explaining(config)
+        else:
+            self.keeper.listener.started(config, gpus[0])
         return worker
 
     def _ended(self, working: Sequence[Worker], patience_s: float) -> Iterator[Worker]:
@@ -227,20 +223,16 @@ class Loop:
                 timed_out = timed_out and worker.process.is_alive()
                 if timed_out:
                     worker.kill()
+                exit_code = worker.reap()
                 if worker in self.explaining:
-                    self.keeper.listener.explained(
-                        worker.config, self._why_unexplained(worker, worker.reap(), timed_out)
-                    )
+                    why = self._why_unexplained(worker, exit_code, timed_out)
+                    self.keeper.listener.explained(worker.config, why)
                 else:
-                    self._finish(worker, worker.reap(), timed_out)
+                    record = self._collect(worker, exit_code, timed_out)
+                    self.keeper.finish(record)
+                    if self.explains:
+                        self.explain_later(record)
                 yield worker
-
-    def _finish(self, worker: Worker, exit_code: int, timed_out: bool) -> None:
-        """Keep the record of a worker that has measured, and queue its raw profile to be explained."""
-        record = self._collect(worker, exit_code, timed_out)
-        self.keeper.finish(record)
-        if self.explains:
-            self.explain_later(record)
 
     def explain_later(self, record: RunRecord) -> None:
         """Queue the raw profile of a run that has ended to be explained, if there is one."""

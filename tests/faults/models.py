@@ -247,12 +247,6 @@ def fills_the_disk(vocab_size, d_model, context_length):
     return good(vocab_size, d_model)
 
 
-def hangs_where_context_is_8(vocab_size, d_model, context_length):
-    if context_length == 8:
-        time.sleep(NEVER_S)
-    return good(vocab_size, d_model)
-
-
 def notes_its_process(vocab_size, d_model):
     process = psutil.Process()
     note = (process.pid, os.getsid(0), process.ppid(), int(torch.cuda.is_initialized()), threading.active_count())

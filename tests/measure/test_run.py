@@ -375,19 +375,6 @@ def test_what_a_run_died_of_is_read_from_its_exception(error: Exception, status:
 # A user's own model
 
 
-@pytest.mark.parametrize(
-    ("factory", "mode"), [("bigram", Mode.INFERENCE), ("bigram", Mode.TRAIN), ("BasicsTransformerLM", Mode.TRAIN)]
-)
-def test_a_model_of_the_user_s_own_is_measured_like_ours(mode: Mode, factory: str) -> None:
-    record = measure(replace(CONFIG, mode=mode, model_factory=f"tests.own_models:{factory}"))
-    assert not codes(record)
-    assert [m.phase for m in record.measurements] == [*record.config.phases, Phase.STEP]
-    block = 4 * 8 * 8 + 3 * 8 * 12 + 2 * 8  # attention, feed-forward with a gate, two norms
-    assert record.num_parameters == {"bigram": 11 * 11, "BasicsTransformerLM": 2 * 11 * 8 + 2 * block + 8}[factory]
-    if mode is Mode.TRAIN:
-        assert record.losses[-1] < record.losses[0]
-
-
 def test_a_model_that_sets_a_mode_of_its_own_is_measured_in_the_one_asked_for() -> None:
     record = measure(replace(CONFIG, model_factory="tests.own_models:PrefersTf32"))
     assert not codes(record)

@@ -62,31 +62,19 @@ def test_resumes_from_a_state_dict() -> None:
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_grad_scaler_scales_and_skips(kind) -> None:
-    scaled, plain = parameters(), parameters()
-    optimizer = make_optimizer(kind, scaled, **SETTINGS)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
-
-    def step(factor: float) -> None:
-        optimizer.zero_grad()
-        scaler.scale(sum((p * factor).sum() for p in scaled)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    step(0.25)
-    before = [p.detach().clone() for p in scaled]
-    step(math.inf)
-    assert all(torch.equal(p, b) for p, b in zip(scaled, before, strict=True))
-    assert scaler.get_scale() == 2.0**9
-    step(0.5)
-
-    reference = torch.optim.AdamW(plain, **SETTINGS, foreach=False)
-    for factor in (0.25, 0.5):
-        for p in plain:
-            p.grad = torch.full_like(p, factor)
-        reference.step()
-    torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr must be finite and at least 0, got -1.0"),
+        ({"lr": math.nan}, "lr must be"),
+        ({"eps": -1e-8}, "eps must be"),
+        ({"betas": (1.0, 0.9)}, "betas must be two numbers"),
+        ({"betas": (0.9, math.nan)}, "betas must be two numbers"),
+    ],
+)
+def test_hyperparameters_out_of_range_are_refused(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(OptimizerKind.FUSED, parameters(), **settings)
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -141,52 +141,6 @@ def test_norms_are_torchs(ours, torchs) -> None:
 # whole models
 
 
-def cs336_reference(state: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
-    """The course's model, token by token and head by head, straight from its formulas."""
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        d = config.d_head
-        angles = [[t * config.rope_theta ** (-2 * i / d) for i in range(d // 2)] for t in range(len(q))]
-        turn = torch.polar(torch.ones(len(q), d // 2, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
-        q, k = (torch.view_as_real(torch.view_as_complex(x.reshape(len(x), -1, 2)) * turn).flatten(1) for x in (q, k))
-        rows = [torch.softmax(k[: t + 1] @ q[t] / math.sqrt(d), 0) @ v[: t + 1] for t in range(len(q))]
-        return torch.stack(rows)
-
-    def logits(row: Tensor) -> Tensor:
-        x = state["token_embeddings.weight"][row]
-        for i in range(config.num_layers):
-            w = {name.removeprefix(f"layers.{i}."): value for name, value in state.items()}
-            y = norm(x, w["ln1.weight"])
-            q, k, v = (y @ w[f"attn.{name}_proj.weight"].T for name in "qkv")
-            heads = [attend(*parts) for parts in zip(*(z.split(config.d_head, 1) for z in (q, k, v)), strict=True)]
-            x = x + torch.cat(heads, 1) @ w["attn.output_proj.weight"].T
-            y = norm(x, w["ln2.weight"])
-            gate = y @ w["ffn.w1.weight"].T
-            x = x + (gate * torch.sigmoid(gate) * (y @ w["ffn.w3.weight"].T)) @ w["ffn.w2.weight"].T
-        return norm(x, state["ln_final.weight"]) @ state["lm_head.weight"].T
-
-    return torch.stack([logits(row) for row in tokens])
-
-
-@pytest.mark.parametrize("attention", list(Attention))
-def test_cs336_and_its_gradients_follow_a_reference(attention) -> None:
-    config = replace(CONFIG, attention=attention, rope_theta=50.0)
-    model, tokens = make(config), tokens_for(config)
-    state = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    expected = cs336_reference(state, config, tokens)
-    loss_of(expected.double(), tokens).backward()
-    logits = model(tokens)
-    loss_of(logits, tokens).backward()
-    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(
-            p.grad.double(), state[name].grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 @pytest.mark.parametrize("attention", list(Attention))
 def test_gpt2_follows_torchs_encoder_layers(attention) -> None:
     config = replace(GPT2, attention=attention)
@@ -244,6 +198,24 @@ def test_a_long_sequence_is_refused() -> None:
             model(tokens_for(CONFIG, 9))
 
 
+@pytest.mark.parametrize("attention", list(Attention))
+def test_cs336_computes_what_the_course_s_model_computes_with_its_state_and_with_ours(attention) -> None:
+    config = replace(CONFIG, attention=attention, rope_theta=50.0)
+    ours, tokens = make(config), tokens_for(config)
+    theirs, other = (call_factory(BasicsTransformerLM, config).double() for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    for model in (ours, theirs):
+        loss_of(model(tokens), tokens).backward()
+    torch.testing.assert_close(ours(tokens).double(), theirs(tokens), rtol=1e-4, atol=1e-4)
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(
+            p.grad.double(), expected[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    ours.load_state_dict(other.state_dict())
+    torch.testing.assert_close(ours(tokens).double(), other(tokens), rtol=1e-4, atol=1e-4)
+
+
 # parameters
 
 
@@ -266,18 +238,6 @@ def test_presets_hold_the_published_figures(size, figure) -> None:
         assert f"{count / {'M': 1e6, 'B': 1e9}[unit]:.{decimals}f}{unit}" == figure
     else:
         assert count == int(figure)
-
-
-@pytest.mark.parametrize("attention", list(Attention))
-def test_a_state_dict_goes_to_the_course_s_model_and_back(attention) -> None:
-    config = replace(CONFIG, attention=attention, rope_theta=50.0)
-    ours, tokens = make(config), tokens_for(config)
-    theirs = call_factory(BasicsTransformerLM, config)
-    theirs.load_state_dict(ours.state_dict())
-    torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=0, atol=1e-5)
-    other = call_factory(BasicsTransformerLM, config)
-    ours.load_state_dict(other.state_dict())
-    torch.testing.assert_close(ours(tokens), other(tokens), rtol=0, atol=1e-5)
 
 
 def std_of_cut_normal(cut: float) -> float:

@@ -148,33 +148,19 @@ def test_what_is_gathered_is_freed_and_shards_are_parts(two):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_bytes_sent_are_those_of_the_closed_form(two, way):
-    """Of n bytes of a rank, half of all-gathers and reduce-scatters is sent, and all of an all-reduce."""
-    model = checks.make_model("cs336", 0, torch.float32)
-    named = dict(model.named_parameters())
-    all_bytes = sum(each.nbytes for each in named.values())
-    vectors = sum(each.nbytes for each in named.values() if each.ndim == 1)
-    padded = {name: -(-each.numel() // 2) * 8 for name, each in named.items() if each.ndim == 2}
-    kept = padded["lm_head.weight"] + padded["token_embeddings.weight"]
+    """PyTorch's DDP has padding in its buckets."""
     config = RunConfig(
         size="custom", model=ModelConfig(**SHAPE), batch_size=2, mode=Mode.FORWARD_BACKWARD, parallel=Parallel(way),
         ranks=2,
     )  # fmt: skip
-    once, twice = sum(padded.values()) / 2, (2 * sum(padded.values()) - kept) / 2
     for forward, backward, after in two.call("tests.parallel.checks:traffic_of", way, "cs336"):
         total = forward + backward + after
         assert total == pytest.approx(sent_bytes(config), abs=256 if way == "ddp" else 0)
         if way in DDP_WAYS:
-            # PyTorch's has padding in its buckets; copies are followed by two all-reduces of 4 bytes
-            flags = 8 if way == "ddp-push" else 0
-            assert all_bytes <= total - flags <= all_bytes + (256 if way == "ddp" else 0)
+            flags = 8 if way == "ddp-push" else 0  # copies are followed by two all-reduces of 4 bytes
             assert not forward
             assert (backward > 0) == (way in ("ddp-overlap", "ddp-push", "ddp"))
             assert (after > flags) == (way in ("ddp-naive", "ddp-flat"))
-        elif way in ("fsdp", "fsdp-push"):
-            # gathered in forward, again in backward but for the last layer and the lookup, and reduced once
-            flag = 4 if way == "fsdp-push" else 0
-            assert total == twice + once + vectors + 2 * flag
-            assert forward == once + flag
 
 
 PLAIN = {"cast_once": False, "fused_blocks": False, "fused_loss": False, "pad_vocabulary": 1}
