@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.commands.rebuild import load
-from cs336_systems.commands.results import show_results
+from cs336_systems.commands.sweep import show_results
 from cs336_systems.config import Profiler
 from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.page.chapters import Climbed, Directory, list_of, page_of
