@@ -16,7 +16,7 @@ from cs336_systems.studies import runner
 from cs336_systems.sweep import run as sweep
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.locks import exclusive
-from cs336_systems.sweep.run import gpus_left_out, run_sweep
+from cs336_systems.sweep.run import run_sweep
 from tests.fake_nvml import Slice, fake_driver
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -152,14 +152,6 @@ def test_runs_on_several_ranks_have_the_gpus_in_their_order(
     witness = Witness()
     run_sweep([ONCE, replace(ONCE, parallel=Parallel.DDP_FLAT, ranks=2)], tmp_path, witness)
     assert witness.gpus == ["GPU-0", "GPU-0"]
-
-
-def test_what_is_left_out_is_told(mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [gpu.uuid for gpu in gpus_left_out([ONCE])] == ["GPU-1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    assert [gpu.uuid for gpu in gpus_left_out([ONCE])] == ["GPU-0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert gpus_left_out([ONCE]) == ()
 
 
 @pytest.mark.parametrize("name", ["sweep", "ladder", "compare"])

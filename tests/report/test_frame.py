@@ -208,14 +208,6 @@ def test_own_models_that_were_offered_different_shapes_are_told_apart():
     assert gpt2["size"] == "make gpt2", "of GPT-2's architecture, as the preset is"
 
 
-def test_beside_an_own_model_the_shapes_of_others_stay_whole_numbers():
-    frame = to_frame([make_record(make_config("tiny"), (0.1,)), make_record(make_config("tiny", **OWN), (0.1,))])
-    assert [(row["size"], row["d_model"], row["attention"]) for row in rows_of(frame)] == [
-        ("tiny", 128, "naive"), ("make tiny", None, None),
-    ]  # fmt: skip
-    assert all(isinstance(row["d_model"], int | None) for row in rows_of(frame))
-
-
 def test_modes_without_a_phase_leave_its_columns_empty():
     row = only_row(make_record(make_config(mode=Mode.FORWARD), (0.1,)))
     assert (row["backward_mean_ms"], row["optimizer_mean_ms"]) == (None, None)
