@@ -89,20 +89,6 @@ def test_auto_says_once_that_it_takes_the_cpu_and_why(
     assert "note:" not in captured.out
 
 
-@pytest.mark.parametrize("visible", ["", "-1"])
-def test_gpus_hidden_on_purpose_need_no_word(
-    driver: SimpleNamespace,
-    no_runs: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    visible: str,
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(FarEnoughError):
-        COMMANDS["sweep"]()
-    assert "note:" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("visible", [None, "0", "MIG-aa", "MIG-aa01"])
 def test_a_slice_is_a_gpu_to_auto(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None

@@ -4,7 +4,6 @@ import statistics
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 import scipy.stats
 
@@ -311,12 +310,6 @@ def test_over_warmup_keeps_only_what_varies_beside_the_first_step(warmup_records
     assert frame["step_mean_ms"].tolist() == pytest.approx([400, 400 / 3, math.nan, 100], nan_ok=True)
     assert frame["status"].tolist() == ["ok", "ok", "killed", "ok"]
     assert over_warmup(to_frame(warmup_records[:1])).empty
-
-
-def test_rows_say_none_for_the_unknown():
-    assert not any(isinstance(v, float) and math.isnan(v) for v in only_row(make_failure(make_config())).values())
-    assert isinstance(to_frame([]), pd.DataFrame)
-    assert rows_of(to_frame([])) == []
 
 
 def test_the_predicted_peak_stands_beside_the_measured_one():

@@ -139,14 +139,6 @@ def test_runs_name_their_record_and_what_opens_their_raw_profile_and_say_how_the
     assert "no memory for it</pre>" in text
 
 
-def test_profiles_that_were_not_kept_are_counted() -> None:
-    entry, other = make_entry(make_profile()), make_entry(make_profile(), context_length=512)
-    results = Results(records=[entry.profiled, other.profiled], kernels=[entry])
-    first, *_ = page_of(Directory(path=Path("x"), sweep=results)).chapters
-    (said,) = (text for block in first.blocks for text in block.paragraphs)
-    assert said.startswith("The profiles of 1 of 2 runs")
-
-
 def test_the_page_of_the_grid_is_small(grid_page) -> None:
     assert len(grid_page[0]) < MOST_BYTES
 
