@@ -22,7 +22,6 @@ from cs336_systems.commands.flags import (
     unset,
 )
 from cs336_systems.commands.outcome import OK, UsageError, checked, load_records_or_warn
-from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, write_atomically
@@ -111,6 +110,7 @@ def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunC
     """Measure the configurations of A and B alternately, and compare them."""
     from cs336_systems.commands.rebuild import load
     from cs336_systems.report.compared import COMPARISON_FILE
+    from cs336_systems.report.page.chapters import write_page_of
 
     a, b = configs
     given = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else arguments.name

@@ -77,7 +77,8 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
         description = f"{description or inspect.getdoc(kind)}\n\n{prog} {HELP_ALL} shows {len(names)} flags."
     try:
         with _defaults_not_checked():
-            return tyro.cli(kind, prog=prog, args=_as_declared(words, names), description=description, config=config)
+            args = [_as_declared(word, names) for word in words]
+            return tyro.cli(kind, prog=prog, args=args, description=description, config=config)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -96,16 +97,13 @@ def _group_of(each: Field[Any]) -> type | None:
     return kind if isinstance(kind, type) and is_dataclass(kind) else None
 
 
-def _as_declared(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """The words, with `--size` for `--sizes` and the other way round where the command has only the other one."""
-    return [_other_number(word, names) if word.startswith("--") else word for word in words]
-
-
-def _other_number(word: str, names: Collection[str]) -> str:
+def _as_declared(word: str, names: Collection[str]) -> str:
+    """The word, with `--size` for `--sizes` and the other way round where the command has only the other one."""
     flag, equals, value = word.partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     other = name.removesuffix("s") if name.endswith("s") else f"{name}s"
-    return f"--{other.replace('_', '-')}{equals}{value}" if name not in names and other in names else word
+    is_other = flag.startswith("--") and name not in names and other in names
+    return f"--{other.replace('_', '-')}{equals}{value}" if is_other else word
 
 
 def _with_common_flags(kind: Any) -> Any:  # noqa: ANN401 (a class of arguments)
@@ -373,7 +371,10 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
         )
     if "tokens" in settings:
         check_tokens(settings["tokens"], shape.context_length)
-    size = size if _same_shape(shape, preset) else "custom"
+    is_changed = any(
+        getattr(shape, name) != getattr(preset, name) for name in ("d_model", "d_ff", "num_layers", "num_heads")
+    )
+    size = "custom" if is_changed else size
     config = RunConfig(size=size, model=shape, device=device, **settings)
     named = {"--model": config.model_factory, "--own-ddp": config.own_ddp, "--own-optimizer": config.own_optimizer}
     for flag, name in named.items():
@@ -546,10 +547,6 @@ def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = Fal
     if first_step:
         return replace(plain, profiler=profiler, warmup_steps=0, measured_steps=1)
     return replace(plain, profiler=profiler, measured_steps=min(2, plain.measured_steps))
-
-
-def _same_shape(a: ModelConfig, b: ModelConfig) -> bool:
-    return all(getattr(a, name) == getattr(b, name) for name in ("d_model", "d_ff", "num_layers", "num_heads"))
 
 
 def one_precision(precision: Precision | None, mixed_precision: bool) -> Precision:

@@ -34,7 +34,6 @@ from cs336_systems.commands.outcome import (
     print_last,
     status_of,
 )
-from cs336_systems.commands.results import write_page_of
 from cs336_systems.commands.sweep import note_unused_gpus
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.measure.nvml import visible_gpus
@@ -214,7 +213,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
 
 def _report(directory: Path) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
-    from cs336_systems.report.page.chapters import Directory
+    from cs336_systems.report.page.chapters import Directory, write_page_of
     from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
     from cs336_systems.report.terminal import print_table
 

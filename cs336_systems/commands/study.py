@@ -22,7 +22,6 @@ from cs336_systems.commands.flags import (
     with_flags_of,
 )
 from cs336_systems.commands.outcome import FAILED, OK, checked
-from cs336_systems.commands.results import write_page_of
 from cs336_systems.config import SIZES, Device
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.measure.inputs import check_factory, source_of
@@ -264,7 +263,7 @@ def run(arguments: StudyArguments | PrecisionArguments) -> int:
 
 def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) -> StudyT:
     """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
-    from cs336_systems.report.page.chapters import Directory
+    from cs336_systems.report.page.chapters import Directory, write_page_of
     from cs336_systems.report.results import StudyResults
     from cs336_systems.report.sections.study import all_tables
     from cs336_systems.report.terminal import print_table

@@ -5,7 +5,7 @@ import hashlib
 import importlib.util
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,9 +47,9 @@ from cs336_systems.commands.outcome import (
     checked,
     load_ceilings_or_warn,
     print_last,
+    print_profile_paths,
     status_of,
 )
-from cs336_systems.commands.results import show_results
 from cs336_systems.config import USED_WITH, Device, Mode, Parallel, Precision, Profiler, RunConfig
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
@@ -58,14 +58,16 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
+from cs336_systems.record import RunRecord
 from cs336_systems.report.progress import IMPORTING, StatusLine
 from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.plan import Plan, make_plan
-from cs336_systems.sweep.store import PROFILE_DIRECTORIES
+from cs336_systems.sweep.store import PROFILE_DIRECTORIES, raw_profile_path
 from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:
+    from cs336_systems.report.results import Results
     from cs336_systems.sweep.cluster import Machine
     from cs336_systems.sweep.run import Outcome
 
@@ -145,22 +147,20 @@ class SweepArguments(Flags):
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = self.device()
         on_gpu = device is Device.CUDA
-        once = [self._config(device, point) for point in self._grid(on_gpu)]
-        plan = make_plan(list(dict.fromkeys(once)), self._memory_bytes(on_gpu), of_users=self.dry_run)
+        given, grid = self._given(), self._grid(on_gpu)
+        once = dict.fromkeys(config_of(device, given, point, fast=self.fast, many=True) for point in grid)
+        of_cpus = host_memory_bytes() if self.cluster is None else None  # that of other machines is not known
+        memory_bytes = usable_gpu_bytes() if on_gpu else of_cpus
+        plan = make_plan(list(once), memory_bytes, of_users=self.dry_run)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
         if self.profiler is not Profiler.NONE:
-            pairs = ((plain, self._profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats)
+            profiled = functools.partial(profiled_config, profiler=self.profiler, first_step=self.memory_first_step)
+            pairs = ((plain, profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats)
             repeats = list(itertools.chain.from_iterable(pairs))
         if self.cluster is None:
             repeats = list(map(checked_here, repeats))
         return replace(plan, configs=tuple(repeats))
-
-    def _memory_bytes(self, on_gpu: bool) -> int | None:
-        """Memory of the device; None if it is not known, as that of other machines' CPUs."""
-        if on_gpu:
-            return usable_gpu_bytes()
-        return host_memory_bytes() if self.cluster is None else None
 
     def device(self) -> Device:
         """The device to measure on; with --cluster, a device named by --device need not be in this machine."""
@@ -200,12 +200,6 @@ class SweepArguments(Flags):
     def _given(self) -> dict[str, Any]:
         """The flags of all groups by the names of their settings."""
         return {**self.given(), **self.model.given(), **self.step.given()}
-
-    def _config(self, device: Device, point: Mapping[str, Any]) -> RunConfig:
-        return config_of(device, self._given(), point, fast=self.fast, many=True)
-
-    def _profiled(self, plain: RunConfig) -> RunConfig:
-        return profiled_config(plain, self.profiler, first_step=self.memory_first_step)
 
     def directory(self) -> Path:
         """Where this sweep's results go; raise ValueError for a name that is no plain directory name."""
@@ -311,16 +305,11 @@ def _outlook(config: RunConfig) -> str:
 
 def _predicted(config: RunConfig) -> str:
     """The predicted peak of memory in words; that of `--fast` is in closed form, without the allocator's rounding."""
-    if (peak_bytes := _peak_bytes(config)) is None:
-        return ""
-    about = "about " if predicted_peak_bytes(config) is None else ""
-    return f", predicted peak {about}{peak_bytes / 2**30:.1f} GiB"
-
-
-def _peak_bytes(config: RunConfig) -> int | None:
+    peak_bytes, about = predicted_peak_bytes(config), ""
     is_fast = config.fused_blocks and config.fused_loss and config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
-    exact = predicted_peak_bytes(config)
-    return fast_peak_bytes(config) if exact is None and is_fast else exact
+    if peak_bytes is None and is_fast:
+        peak_bytes, about = fast_peak_bytes(config), "about "
+    return "" if peak_bytes is None else f", predicted peak {about}{peak_bytes / 2**30:.1f} GiB"
 
 
 def _why_no_profile(arguments: SweepArguments) -> str | None:
@@ -411,6 +400,35 @@ def measure_all(
         return INTERRUPTED
     wanted = {config.key for config in configs}
     return status_of([record for record in outcome.records if record.key in wanted], outcome.unexplained)
+
+
+def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
+    """Write tables, plots and page of the sweep in the directory, and print the tables."""
+    status("reading records and profiles")
+    from cs336_systems.report.page.chapters import Directory, write_page_of
+    from cs336_systems.report.results import Results
+    from cs336_systems.report.terminal import print_sweep
+
+    results = Results.load(records, directory, load_ceilings_or_warn(ceilings_beside(directory)))
+    write_results(results, directory, status)
+    page = write_page_of(Directory(path=directory, sweep=results), status)[0] if records else None
+    status.end()
+    print_sweep(results.tables(), records, directory)
+    if page is not None:
+        print_line(f"page: {page}")
+    print_profile_paths([record.config for record in records], directory / "runs")
+
+
+def write_results(results: "Results", directory: Path, status: StatusLine) -> None:
+    """Write the tables and pictures of the sweep into its directory.
+
+    Tables of profiles that would lose runs, which cannot be explained any more, stay as they are, with a warning.
+    """
+    if not all(raw_profile_path(config, directory / "runs").is_file() for config in results.without_profile):
+        what = "the tables of profiles stay as they were; --fresh measures these runs again"
+        print_aside(f"warning: {directory}: {results.lost}, and {what}")
+        results = replace(results, kernels=(), memory=())
+    results.write(directory, status)
 
 
 def note_unused_gpus(configs: Sequence[RunConfig]) -> None:

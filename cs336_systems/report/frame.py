@@ -16,7 +16,7 @@ from cs336_systems.costs.communication import calls
 from cs336_systems.costs.curves import time_s
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.costs.ranks_time import predicted_time
-from cs336_systems.costs.time import TimePrediction, prepare_forecasts
+from cs336_systems.costs.time import prepare_forecasts
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.report.identity import SHAPE, SHORTCUTS, identities, identity, settings_of, shared_settings
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
@@ -209,9 +209,11 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
     codes = dict.fromkeys(str(warning.code) for record in group for warning in record.warnings)
     if done and failed:
         codes[f"{len(failed)}-of-{len(group)}-repeats-failed"] = None
+    sent_bytes = [sum(own.sent_bytes for own in record.traffic or ()) for record in done]
     memories = [record.memory for record in done if record.memory is not None]
     device_name = next((name for record in group if (name := record.device_name) is not None), None)
-    predicted = _predicted_step(config, device_name, ceilings)
+    curves = None if device_name is None else ceilings.curves(device_name)
+    predicted = None if curves is None else predicted_time(config, curves)
     row = {
         **identity(config, device_name),
         "world_size": config.ranks,
@@ -221,9 +223,9 @@ def _row(group: Sequence[RunRecord], ceilings: Ceilings) -> dict[str, Any]:
         "predicted_peak_gib": _scaled(predicted_peak_bytes(config), 2**-30),
         "peak_allocated_gib": _scaled(max((m.peak_allocated_bytes for m in memories), default=None), 2**-30),
         "predicted_step_ms": None if predicted is None else predicted.step_s * 1e3,
-        "prediction_is_doubted": predicted is not None and _is_doubted(device_name, ceilings),
+        "prediction_is_doubted": predicted is not None and curves is not None and curves.is_in_doubt,
         "prediction_is_shipped": predicted is not None and ceilings.is_shipped(device_name or ""),
-        "sent_mib": _scaled(max(map(_sent_bytes, done), default=None), 2**-20) if config.is_shared else None,
+        "sent_mib": _scaled(max(sent_bytes, default=None), 2**-20) if config.is_shared else None,
         "predicted_collectives_ms": _scaled(_predicted_collectives_s(config, device_name, ceilings), 1e3),
         "peak_reserved_gib": _scaled(max((m.peak_reserved_bytes for m in memories), default=None), 2**-30),
     }
@@ -268,26 +270,11 @@ def _step(
     return columns
 
 
-def _is_doubted(device_name: str | None, ceilings: Ceilings) -> bool:
-    """Whether predictions for this device rest on times that are in doubt."""
-    curves = None if device_name is None else ceilings.curves(device_name)
-    return curves is not None and curves.is_in_doubt
-
-
-def _predicted_step(config: RunConfig, device_name: str | None, ceilings: Ceilings) -> TimePrediction | None:
-    curves = None if device_name is None else ceilings.curves(device_name)
-    return None if curves is None else predicted_time(config, curves)
-
-
 def _predicted_collectives_s(config: RunConfig, device_name: str | None, ceilings: Ceilings) -> float | None:
     found = calls(config)
     if found is None or device_name is None:
         return None
     return time_s(found, ceilings.collective_times(device_name, config.ranks))
-
-
-def _sent_bytes(record: RunRecord) -> int:
-    return sum(each.sent_bytes for each in record.traffic or ())
 
 
 def _measured(records: Iterable[RunRecord], phase: Phase) -> list[Measurement]:

@@ -26,14 +26,12 @@ from cs336_systems.report.identity import (
 from cs336_systems.text import print_aside
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from cs336_systems.report.draw import Picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table for people. Its cells are text, rounded and scaled for reading; `frame` has the values themselves."""
+    """A table for people. Its cells are text, rounded and scaled for reading; `values` has the values themselves."""
 
     title: str
     headings: tuple[Column, ...]
@@ -51,14 +49,6 @@ class Table:
         for index, row in enumerate(self.rows):
             if len(row) != len(self.headings):
                 raise ValueError(f"row {index} needs {len(self.headings)} cells, one per heading, got {len(row)}")
-
-    @property
-    def frame(self) -> "pd.DataFrame":
-        """The values of the columns that have a key, and their standard deviations; None is unknown."""
-        import pandas as pd  # slow to import, and a table that is only printed does not need it
-
-        keys = list(dict.fromkeys(key for column in self.headings for key in (column.key, column.std) if key))
-        return pd.DataFrame([{key: row[key] for key in keys} for row in self.values], columns=keys, dtype=object)
 
 
 FINDING = Column("no.", key="number", write=str), Column("finding", key="finding", numeric=False, write=str)

@@ -105,12 +105,6 @@ def test_the_page_of_all_names_what_cannot_be_read_and_no_place_of_the_machine(t
     assert (moved / "index.html").read_text() == made, "the same records give the same bytes"
 
 
-def test_each_directory_gets_its_own_page_and_the_list_leads_there(tree: Path) -> None:
-    assert cli.main(["report", str(tree)]) == 1
-    assert 'id="accumulation"' in (tree / "precision/index.html").read_text()
-    assert 'href="precision/index.html"' in (tree / "index.html").read_text()
-
-
 def test_of_interrupted_work_the_old_page_is_left(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

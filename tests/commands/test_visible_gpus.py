@@ -15,7 +15,7 @@ from cs336_systems.record import load_records
 from cs336_systems.studies import runner
 from cs336_systems.sweep import run as sweep
 from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.run import gpus_left_out, run_sweep
+from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import exclusive
 from tests.fake_nvml import Slice, fake_driver
 
@@ -89,20 +89,6 @@ def test_auto_says_once_that_it_takes_the_cpu_and_why(
     assert "note:" not in captured.out
 
 
-@pytest.mark.parametrize("visible", ["", "-1"])
-def test_gpus_hidden_on_purpose_need_no_word(
-    driver: SimpleNamespace,
-    no_runs: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    visible: str,
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(FarEnoughError):
-        COMMANDS["sweep"]()
-    assert "note:" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("visible", [None, "0", "MIG-aa", "MIG-aa01"])
 def test_a_slice_is_a_gpu_to_auto(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None
@@ -152,14 +138,6 @@ def test_runs_on_several_ranks_have_the_gpus_in_their_order(
     witness = Witness()
     run_sweep([ONCE, replace(ONCE, parallel=Parallel.DDP_FLAT, ranks=2)], tmp_path, witness)
     assert witness.gpus == ["GPU-0", "GPU-0"]
-
-
-def test_what_is_left_out_is_told(mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [gpu.uuid for gpu in gpus_left_out([ONCE])] == ["GPU-1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    assert [gpu.uuid for gpu in gpus_left_out([ONCE])] == ["GPU-0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert gpus_left_out([ONCE]) == ()
 
 
 @pytest.mark.parametrize("name", ["sweep", "ladder", "compare"])

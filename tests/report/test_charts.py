@@ -14,7 +14,6 @@ from cs336_systems.report.charts import (
     Panel,
     Style,
     contrast,
-    distinct,
     ink,
 )
 from cs336_systems.report.draw import figure_of, svg_of
@@ -60,17 +59,6 @@ def test_a_picture_shows_each_part_of_each_bar_and_each_mark() -> None:
 def test_the_legend_says_each_thing_once() -> None:
     (legend,) = figure_of(make_bars()).legends
     assert {text.get_text() for text in legend.get_texts()} - {""} == {"forward", "idle", "small mean"}
-
-
-def test_every_lying_bar_is_named_however_many_there_are() -> None:
-    names = distinct(["small", *(f"size {i}" for i in range(28)), "small"])
-    assert len(set(names)) == 30
-    bars = [Bar(name=name, parts={"forward": 1.0}) for name in names]
-    panel = Panel(label="", bars=bars)
-    chart = Chart(name="many", title="Many", settings="", panels=[panel], styles=STYLES)
-    (axes,) = figure_of(chart).axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == names
-    assert len({place for _, place, *_ in drawn_bars(axes)}) == 30
 
 
 def test_an_svg_has_each_word_as_text() -> None:

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from cs336_systems.report.columns import COLUMNS, Column, column
-from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.steps import results_table
 from cs336_systems.report.words import interval_text
-from tests.report.making import make_config, make_failure, make_record
 
 
 def test_a_value_is_scaled_and_unknown_is_empty() -> None:
@@ -22,16 +19,6 @@ def test_a_value_is_scaled_and_unknown_is_empty() -> None:
 
 def test_every_column_says_what_it_is() -> None:
     assert [key for key, found in COLUMNS.items() if not found.about.endswith(".")] == []
-
-
-def test_the_frame_of_a_table_has_the_values_unrounded() -> None:
-    """Steps of 0.1 and 0.2 s have a mean of 150 ms; a run that failed has none."""
-    failed = make_failure(make_config("xl"))
-    frame = results_table(to_frame([make_record(make_config(), (0.1, 0.2)), failed])).frame
-    assert list(frame["size"]) == ["small", "xl"]
-    assert frame["step_mean_ms"][0] == pytest.approx(150)
-    assert frame["step_std_ms"][0] == pytest.approx(1e3 * 0.005**0.5)
-    assert frame["step_mean_ms"][1] is None
 
 
 def test_a_time_in_doubt_is_marked_and_so_is_what_is_computed_from_it() -> None:

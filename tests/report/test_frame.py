@@ -4,7 +4,6 @@ import statistics
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 import scipy.stats
 
@@ -208,14 +207,6 @@ def test_own_models_that_were_offered_different_shapes_are_told_apart():
     assert gpt2["size"] == "make gpt2", "of GPT-2's architecture, as the preset is"
 
 
-def test_beside_an_own_model_the_shapes_of_others_stay_whole_numbers():
-    frame = to_frame([make_record(make_config("tiny"), (0.1,)), make_record(make_config("tiny", **OWN), (0.1,))])
-    assert [(row["size"], row["d_model"], row["attention"]) for row in rows_of(frame)] == [
-        ("tiny", 128, "naive"), ("make tiny", None, None),
-    ]  # fmt: skip
-    assert all(isinstance(row["d_model"], int | None) for row in rows_of(frame))
-
-
 def test_modes_without_a_phase_leave_its_columns_empty():
     row = only_row(make_record(make_config(mode=Mode.FORWARD), (0.1,)))
     assert (row["backward_mean_ms"], row["optimizer_mean_ms"]) == (None, None)
@@ -319,12 +310,6 @@ def test_over_warmup_keeps_only_what_varies_beside_the_first_step(warmup_records
     assert frame["step_mean_ms"].tolist() == pytest.approx([400, 400 / 3, math.nan, 100], nan_ok=True)
     assert frame["status"].tolist() == ["ok", "ok", "killed", "ok"]
     assert over_warmup(to_frame(warmup_records[:1])).empty
-
-
-def test_rows_say_none_for_the_unknown():
-    assert not any(isinstance(v, float) and math.isnan(v) for v in only_row(make_failure(make_config())).values())
-    assert isinstance(to_frame([]), pd.DataFrame)
-    assert rows_of(to_frame([])) == []
 
 
 def test_the_predicted_peak_stands_beside_the_measured_one():

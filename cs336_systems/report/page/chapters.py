@@ -33,6 +33,7 @@ from cs336_systems.report.page.write import (
     Prose,
     TableBlock,
     Tile,
+    write_page,
 )
 from cs336_systems.report.results import KERNELS, MEMORY, STEPS, Results, StudyResults
 from cs336_systems.report.section import Section, Table, known, labels, make_table
@@ -134,6 +135,14 @@ def page_of(directory: Directory) -> Page:
     title = f"{SUBJECTS[directory.subject]}: {directory.path.resolve().name}"
     chapters = list(_chapters(directory, sections, glance, tables))
     return Page(title=title, glance=glance, chapters=chapters)
+
+
+def write_page_of(directory: Directory, say: Callable[[str], None]) -> tuple[Path, Page]:
+    """Write the page of one directory into it, saying so; return its path and what it shows."""
+    say(f"making the page of {directory.path.name}")
+    page = page_of(directory)
+    write_page(page, directory.path / PAGE_FILE)
+    return directory.path / PAGE_FILE, page
 
 
 def list_of(root: Path, pages: Mapping[Path, tuple[str, Page]], unreadable: Mapping[Path, str]) -> Page:

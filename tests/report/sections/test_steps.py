@@ -7,11 +7,10 @@ import pytest
 import rich.console
 import scipy.stats
 
-from cs336_systems.config import Mode, Phase, Precision
-from cs336_systems.record import Measurement
+from cs336_systems.config import Precision
 from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.frame import QUANTITIES, RESULTS, describe, to_frame
-from cs336_systems.report.sections.steps import OFFERED, results_table, step_findings, warmup_table
+from cs336_systems.report.frame import QUANTITIES, RESULTS, to_frame
+from cs336_systems.report.sections.steps import results_table, step_findings, warmup_table
 from cs336_systems.report.terminal import to_rich
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column
@@ -66,31 +65,6 @@ def test_failed_rows_say_so_in_words_and_have_no_numbers(grid):
     assert float(predicted) == pytest.approx(41.72, rel=0.005), "measured on an H200 that had the memory"
 
 
-def test_settings_that_vary_get_columns_and_unambiguous_shapes():
-    configs = [
-        make_config("custom", model={"num_layers": 3}),
-        make_config("custom", model={"num_layers": 5}, mode=Mode.FORWARD),
-        make_config("custom", batch_size=2),
-    ]
-    table = results_table(to_frame(make_record(config, (0.1, 0.1)) for config in configs))
-    assert names(table)[:6] == ["size", "context", "precision", "mode", "batch", "num_layers"]
-    assert "status" not in names(table)
-    assert "speed-up" not in names(table)
-
-
-def test_an_own_model_is_described_by_what_is_known_of_it(tmp_path):
-    own = [make_record(make_config(size, model_factory="pkg.mod:make"), (0.1, 0.1)) for size in ("tiny", "small")]
-    table = results_table(to_frame(own))
-    assert column(table, "size") == ["make tiny", "make small"]
-    assert OFFERED in table.notes
-    assert "attention" not in " ".join((*names(table), *table.notes))
-    write_tables(own, tmp_path)
-    with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as file:
-        assert {(row["d_model"], row["attention"]) for row in csv.DictReader(file)} == {("", "")}
-    ours = results_table(to_frame([make_record(make_config("tiny"), (0.1, 0.1))]))
-    assert OFFERED not in ours.notes
-
-
 def test_warmup_table(warmup_records, tmp_path):
     table = warmup_table(to_frame(warmup_records))
     assert names(table) == [
@@ -110,23 +84,6 @@ def test_warmup_table(warmup_records, tmp_path):
     write_tables(warmup_records, tmp_path)
     for ending, mark in (("md", "### Time of a step by warm-up"), ("tex", r"\end{table}"), ("typ", "#figure(")):
         assert (tmp_path / f"results.{ending}").read_text().count(mark) == (1 if ending == "md" else 2)
-
-
-def test_reading_data_has_its_column_where_it_is_a_phase():
-    record = make_record(make_config(tokens="tokens.npy"), (0.1, 0.1))
-    measured = (Measurement(Phase.DATA, (0.004, 0.006)), *record.measurements)
-    table = results_table(to_frame([replace(record, measurements=measured)]))
-    assert column(table, "data") == ["5.0 ± 1.4"]
-    assert "data" not in names(results_table(to_frame([record])))
-
-
-def test_settings_that_say_nothing_are_left_out():
-    said = describe(to_frame([make_record(make_config(mode=Mode.FORWARD, precision=Precision.BF16), (0.1,))]))
-    assert said == (
-        "NVIDIA H200, cs336 architecture, batch 4, forward, bf16, naive attention, 5 warm-up steps, 10 measured steps"
-    )
-    once = describe(to_frame([make_record(make_config(warmup_steps=0, measured_steps=1), (0.1,))]))
-    assert once.endswith("0 warm-up steps, 1 measured step")
 
 
 INTERVAL = r"(\d[\d,.]*) to (\d[\d,.]*)"
