@@ -115,24 +115,6 @@ def test_the_mode_without_a_slice_leaves_nothing_to_compute_on(sliced: SimpleNam
     assert visible_gpus() == ()
 
 
-@pytest.mark.parametrize(
-    ("visible", "told"),
-    [
-        ("7", "=7 names none of the GPUs here: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)"),
-        ("GPU-9", "=GPU-9 names none of"),
-        ("MIG-cc", "=MIG-cc names none of"),
-        *((visible, None) for visible in ("0", "", "-1", None)),
-    ],
-)
-def test_why_no_gpu_is_visible_is_said_unless_it_is_meant(
-    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None, told: str | None
-) -> None:
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    why = why_none_visible()
-    assert why is None if told is None else told in why
-
-
 def test_units_are_si(driver: SimpleNamespace) -> None:
     state = GpuMonitor("GPU-0").state()
     assert state.sm_clock_hz == 1_755_000_000
