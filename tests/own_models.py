@@ -90,10 +90,6 @@ def bigram(vocab_size: int, **others: object) -> nn.Module:
     return nn.Embedding(vocab_size, vocab_size)
 
 
-def needs_dropout(vocab_size: int, dropout: float, experts: int, bias: bool = False) -> nn.Module:
-    raise AssertionError("must not be called without dropout and experts")
-
-
 def in_float64_by_default(vocab_size: int) -> nn.Module:
     torch.set_default_dtype(torch.float64)
     return nn.Embedding(vocab_size, vocab_size)
@@ -112,10 +108,6 @@ def one_parameter_in_bf16(vocab_size: int, d_model: int) -> nn.Module:
 
 def logits_in_bf16(vocab_size: int) -> nn.Module:
     return nn.Sequential(nn.Embedding(vocab_size, vocab_size), To(torch.bfloat16))
-
-
-def not_a_module(vocab_size: int) -> list[int]:
-    return [vocab_size]
 
 
 class To(nn.Module):
@@ -200,6 +192,3 @@ def out_of_memory(vocab_size: int) -> nn.Module:
 
 def interrupted(vocab_size: int) -> nn.Module:
     raise KeyboardInterrupt
-
-
-not_callable = 3

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
-import pynvml
 import pytest
 
 from cs336_systems.costs.hardware import find_device
@@ -14,7 +13,6 @@ from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import (
     Gpu,
     GpuMonitor,
-    alike,
     select,
     usable_gpu_bytes,
     visible_gpus,
@@ -57,17 +55,6 @@ def forget_driver() -> Iterator[None]:
     nvml._initialised.cache_clear()
     yield
     nvml._initialised.cache_clear()
-
-
-@pytest.mark.usefixtures("forget_driver")
-@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_without_a_driver_there_is_no_gpu_and_no_error(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def fail() -> None:
-        raise pynvml.NVMLError(code)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", fail)
-    assert visible_gpus() == ()
-    assert visible_gpus("0") == ()
 
 
 @pytest.fixture
@@ -126,35 +113,6 @@ def test_the_mode_without_a_slice_leaves_nothing_to_compute_on(sliced: SimpleNam
     assert "MIG mode" in why_none_visible()
     sliced.nvmlDeviceGetMaxMigDeviceCount = unsupported
     assert visible_gpus() == ()
-
-
-@pytest.mark.parametrize(
-    ("visible", "told"),
-    [
-        ("7", "=7 names none of the GPUs here: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)"),
-        ("GPU-9", "=GPU-9 names none of"),
-        ("MIG-cc", "=MIG-cc names none of"),
-        *((visible, None) for visible in ("0", "", "-1", None)),
-    ],
-)
-def test_why_no_gpu_is_visible_is_said_unless_it_is_meant(
-    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str | None, told: str | None
-) -> None:
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    why = why_none_visible()
-    assert why is None if told is None else told in why
-
-
-def test_gpus_are_alike_by_the_name_of_the_first(driver: SimpleNamespace) -> None:
-    driver.nvmlDeviceGetCount = lambda: 3
-    driver.nvmlDeviceGetName = lambda handle: "NVIDIA A100" if handle == "GPU-1" else "NVIDIA H100"
-    small = SimpleNamespace(total=2**30, reserved=0)
-    large = SimpleNamespace(total=2**36, reserved=0)
-    driver.nvmlDeviceGetMemoryInfo = lambda handle, version=1: small if handle == "GPU-1" else large
-    assert [gpu.index for gpu in alike(visible_gpus())] == [0, 2]
-    assert alike(()) == ()
-    assert usable_gpu_bytes() == 2**36, "what is left out sets no limit"
 
 
 def test_units_are_si(driver: SimpleNamespace) -> None:

@@ -1,4 +1,4 @@
-"""Modes are set and read back whatever was set before; autocast and loss scaling follow the precision."""
+"""Modes of fp32 matmuls are set and read back, whatever was set before."""
 
 import subprocess
 import sys

@@ -37,7 +37,7 @@ from cs336_systems.model.annotate import Annotator, annotate, set_annotator
 from cs336_systems.model.fast import model as fast_model
 from cs336_systems.model.fast.step_graph import StepGraph
 from tests.measure.allocator import make_up_allocator
-from tests.own_models import BasicsTransformerLM, Uneven
+from tests.own_models import Uneven
 from tests.plain import plain_blocks, plain_model
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=16, num_layers=3, num_heads=2)
@@ -62,29 +62,19 @@ def plain() -> nn.Module:
     return plain_model().TransformerLM(MODEL)
 
 
-def course() -> nn.Module:
-    shape = {name: getattr(MODEL, name) for name in ("vocab_size", "context_length", "d_model", "d_ff", "rope_theta")}
-    return BasicsTransformerLM(**shape, num_layers=2, num_heads=2)
-
-
 KINDS: dict[str, Kind] = {
     "eager": Kind(CONFIG),
     "gpt2": Kind(replace(CONFIG, model=replace(MODEL, arch=Arch.GPT2))),
     "checkpoint": Kind(replace(CONFIG, checkpoint_blocks=1)),
-    "checkpoints of two": Kind(replace(CONFIG, checkpoint_blocks=2, model=replace(MODEL, arch=Arch.GPT2))),
-    "checkpoint of all": Kind(replace(CONFIG, checkpoint_blocks=MODEL.num_layers, mode=Mode.FORWARD_BACKWARD)),
+    "checkpoints of two": Kind(replace(CONFIG, checkpoint_blocks=2, mode=Mode.FORWARD_BACKWARD)),
     "compiled": Kind(replace(CONFIG, compile=CompileMode.DEFAULT), plain),
     "compiled by block": Kind(replace(CONFIG, **BLOCKS), plain),
     "compiled by block, checkpoint": Kind(replace(CONFIG, **BLOCKS, checkpoint_blocks=1), plain),
     "graph": Kind(replace(CONFIG, optimizer=OptimizerKind.FUSED), has_graph=True),
-    "fast": Kind(FAST),
     "fast, checkpoint": Kind(replace(FAST, checkpoint_blocks=2)),
     "fp16": Kind(replace(CONFIG, precision=Precision.FP16)),
     "tokens": Kind(replace(CONFIG, tokens="tokens.npy")),
-    "course's model": Kind(CONFIG, course),
     "own model": Kind(CONFIG, lambda: Uneven(MODEL.vocab_size, MODEL.d_model)),
-    "forward": Kind(replace(CONFIG, mode=Mode.FORWARD)),
-    "inference": Kind(replace(CONFIG, mode=Mode.INFERENCE)),
     "inference, checkpoint": Kind(replace(CONFIG, mode=Mode.INFERENCE, checkpoint_blocks=1)),
 }
 
@@ -129,38 +119,19 @@ class StackClock:
 def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stacks]:
     """What NVTX, torch.profiler and the path are told; no range may close but the one that is open."""
     stacks = Stacks()
-    enter, leave = profiling._Annotation.__enter__, profiling._Annotation.__exit__
+    leave, (push_path, pop_path) = profiling._Annotation.__exit__, profiling._PUSH_POP[Annotator.PATH]
 
     def checked(annotation: Any, *error: object) -> None:
         assert stacks.here[-1:] == [annotation._name], "another range is open than the one that is closed"
         leave(annotation, *error)
 
-    class Record:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __enter__(self) -> None:
-            stacks.push(self.name)
-
-        def __exit__(self, *_error: object) -> None:
-            assert stacks.pop() == self.name
-
-    path = profiling._PUSH_POP[Annotator.PATH]
-
-    def push_path(name: str) -> None:
-        path[0](name)
-        stacks.push(name)
-
-    def pop_path() -> None:
-        assert profiling.current_path() == tuple(stacks.here)
-        path[1]()
-        stacks.pop()
-
+    told = {
+        Annotator.RECORD_FUNCTION: (stacks.push, stacks.pop),
+        Annotator.PATH: (lambda name: (push_path(name), stacks.push(name)), lambda: (pop_path(), stacks.pop())),
+    }
     monkeypatch.setattr(profiling._Annotation, "__exit__", checked)
     monkeypatch.setattr(profiling, "_nvtx_push_pop", lambda: (stacks.push, stacks.pop))
-    monkeypatch.setattr(torch.profiler, "record_function", Record)
-    monkeypatch.setitem(profiling._PUSH_POP, Annotator.PATH, (push_path, pop_path))
-    assert enter is profiling._Annotation.__enter__
+    monkeypatch.setattr(profiling, "_PUSH_POP", told)
     yield stacks
     set_annotator(Annotator.NONE)
 

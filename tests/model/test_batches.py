@@ -38,14 +38,6 @@ def test_random_batches_follow_the_seed_and_stay_the_same() -> None:
     assert not torch.equal(batch[0], other[0])
 
 
-def test_random_tokens_are_uniform_over_the_vocabulary() -> None:
-    config = replace(CONFIG, model=replace(MODEL, vocab_size=4, context_length=2000))
-    counts = torch.bincount(make_batches(config)()[0].flatten(), minlength=4)
-    # 10,000 draws: the standard deviation of each count is sqrt(10,000 * 1/4 * 3/4) = 43
-    assert counts.sum() == 10_000
-    assert all(abs(count - 2500) < 5 * 43 for count in counts.tolist())
-
-
 def token_file(path: Path, tokens: object, dtype: npt.DTypeLike = np.uint16) -> RunConfig:
     np.save(path, np.asarray(tokens, dtype=dtype))
     return replace(CONFIG, tokens=str(path))

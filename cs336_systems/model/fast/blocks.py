@@ -8,7 +8,7 @@ may defer an addition to the kernel that reads its result: its bias, or its bran
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -131,82 +131,60 @@ class PackedAttention(SelfAttention):
         return result.transpose(1, 2).flatten(2)
 
 
-class PackedSwiGLU(SwiGLU):
-    """SwiGLU that applies w1 and w3 by one matmul; `fuses` computes the activation within matmuls."""
-
-    w2: CopiedLinear
-
-    def __init__(self, ffn: SwiGLU, maker: CopyMaker, *, defers: bool = False, fuses: bool = False) -> None:
-        nn.Module.__init__(self)
-        self.w1, self.w2, self.w3 = ffn.w1, CopiedLinear(ffn.w2, maker, defers=defers), ffn.w3
-        self.packed = maker.copies(ffn.w1, ffn.w3)
-        self._fuses = fuses
-
-    def forward(  # type: ignore[override]
-        self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
-    ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of x, if known."""
-        with annotate(self.range):
-            if self._fuses:
-                return feed_forward(x, self.packed.weight, None, self.w2.copies.weight), None
-            return self.w2.tagged(*self.activate(*self.expand(x, largest)))
-
-    def expand(
-        self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
-    ) -> tuple[Float[Tensor, "... twice_d_ff"], None]:
-        """The results of w1 and w3, side by side, without a tag."""
-        return self.packed.matmul(to_autocast_dtype(x), largest)[0], None
-
-    def activate(
-        self, hidden: Float[Tensor, "... twice_d_ff"], _: Tag | None = None
-    ) -> tuple[Float[Tensor, "... d_ff"], None]:
-        """Input of w2, from the output of `expand`; None for its largest magnitudes, which are not known."""
-        return swiglu(hidden), None
-
-
-class CopiedGeluMLP(GeluMLP):
-    """GPT-2's feed-forward network; `fuses` computes the activation within matmuls.
+class CopiedFeedForward(nn.Module):
+    """The feed-forward network. SwiGLU applies w1 and w3 by one matmul; `fuses` computes activations within matmuls.
 
     If it `defers`, GELU's kernel adds the bias of w1, and the next norm that of w2.
     """
 
-    w1: CopiedLinear
-    w2: CopiedLinear
+    range: str = Range.FFN
 
-    def __init__(self, ffn: GeluMLP, maker: CopyMaker, *, defers: bool = False, fuses: bool = False) -> None:
-        nn.Module.__init__(self)
-        self.w1, self.w2 = (CopiedLinear(linear, maker, defers=defers) for linear in (ffn.w1, ffn.w2))
-        self._fuses = fuses
+    def __init__(self, ffn: SwiGLU | GeluMLP, maker: CopyMaker, *, defers: bool = False, fuses: bool = False) -> None:
+        super().__init__()
+        self._fuses, self._is_gated = fuses, isinstance(ffn, SwiGLU)
+        self.w1: Linear = ffn.w1 if isinstance(ffn, SwiGLU) else CopiedLinear(ffn.w1, maker, defers=defers)
+        self.w2 = CopiedLinear(ffn.w2, maker, defers=defers)
+        self.deferred_bias: Tensor | None = None
+        """Bias of w1 that `activate` adds."""
+        if isinstance(ffn, SwiGLU):
+            self.w3 = ffn.w3
+            self.first = maker.copies(ffn.w1, ffn.w3)
+        elif isinstance(self.w1, CopiedLinear):
+            self.first, self.deferred_bias = self.w1.copies, self.w1.deferred_bias
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
         """The result, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of x, if known."""
         with annotate(self.range):
             if self._fuses:
-                return feed_forward(x, self.w1.copies.weight, self.w1.deferred_bias, self.w2.copies.weight), None
+                return feed_forward(x, self.first.weight, self.deferred_bias, self.w2.copies.weight), None
             return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
     def expand(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
-    ) -> tuple[Float[Tensor, "... d_ff"], Tag | None]:
-        """The result of w1, and its tag."""
-        return self.w1.tagged(x, largest)
+    ) -> tuple[Float[Tensor, "... d_hidden"], Tag | None]:
+        """The result of w1 and its tag; for SwiGLU those of w1 and w3, side by side, without a tag."""
+        if self._is_gated:
+            return self.first.matmul(to_autocast_dtype(x), largest)[0], None
+        return cast("CopiedLinear", self.w1).tagged(x, largest)
 
     def activate(
-        self, hidden: Float[Tensor, "... d_ff"], tag: Tag | None
+        self, hidden: Float[Tensor, "... d_hidden"], tag: Tag | None
     ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
         """Input of w2, from the output of `expand`, and its largest magnitudes if there is a tag."""
-        if self.w1.deferred_bias is None:
+        if self._is_gated:
+            return swiglu(hidden), None
+        if self.deferred_bias is None:
             return F.gelu(hidden, approximate="tanh"), None
-        return bias_gelu(hidden, self.w1.deferred_bias, tag)
+        return bias_gelu(hidden, self.deferred_bias, tag)
 
 
 class CopiedBlock(Block):
     """The reference's block, computed from copies."""
 
     attn: PackedAttention
-    ffn: PackedSwiGLU | CopiedGeluMLP
+    ffn: CopiedFeedForward  # type: ignore[assignment]
 
     def __init__(
         self, block: Block, maker: CopyMaker, *, defers: bool = False, fuses: bool = False, packs: bool = False
@@ -216,9 +194,7 @@ class CopiedBlock(Block):
         self.ln1 = block.ln1
         self.attn = PackedAttention(block.attn, maker, defers=defers, packs=packs)
         self.ln2 = block.ln2
-        ffn = block.ffn
-        kind = PackedSwiGLU if isinstance(ffn, SwiGLU) else CopiedGeluMLP
-        self.ffn = kind(ffn, maker, defers=defers, fuses=fuses)  # type: ignore[arg-type]
+        self.ffn = CopiedFeedForward(block.ffn, maker, defers=defers, fuses=fuses)
 
     def forward(
         self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, mask: Mask | None

@@ -138,13 +138,6 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
         assert is_installed(package) is asked[package].contains(version, prereleases=True), version
 
 
-@pytest.mark.parametrize(("vocab_size", "multiple"), [(50_257, 128), (10_001, 128), (10_000, 1), (50_304, 1)])
-def test_only_an_awkward_vocabulary_is_padded(vocab_size, multiple):
-    config = replace(make(), model=model_with(vocab_size=vocab_size))
-    assert fastest(config, H200).pad_vocabulary == multiple
-    assert fastest(replace(config, pad_vocabulary=64), H200).pad_vocabulary == 64
-
-
 @pytest.mark.parametrize(
     ("device_name", "changes", "backend"),
     [
@@ -218,14 +211,6 @@ AUTOTUNED = CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS
 )
 def test_what_is_asked_for_and_still_useful_stays(asked, name, chosen):
     assert getattr(fastest(make(**asked), H200), name) == chosen
-
-
-def test_the_description_names_what_was_chosen():
-    words = describe_fast(fastest(make("gpt2"), H200)).split(", ")
-    assert words[:5] == ["bf16", "sdpa attention", "cudnn", "fused optimizer", "compile default"]
-    assert len(words) == 12, "these, compiled blocks, and six other shortcuts"
-    assert describe_fast(fastest(make("tiny", Device.CPU), None)) == "fp32, sdpa attention, fused optimizer"
-    assert describe_fast(fastest(make(model_factory="a:b"), H200)) == "bf16, fused optimizer, compile default"
 
 
 @pytest.mark.parametrize("way", Parallel)

@@ -112,15 +112,6 @@ def test_logits_that_overflow_exponentials_have_a_finite_loss() -> None:
     assert loss.item() == 2e4
 
 
-def test_the_gradient_takes_the_place_of_the_logits() -> None:
-    logits = torch.randn(1, 2, 5, requires_grad=True) * 1
-    address = logits.data_ptr()
-    seen: list[Tensor] = []
-    logits.register_hook(seen.append)
-    fused_cross_entropy(logits, torch.tensor([[1, 2]]), 5).backward()
-    assert [gradient.data_ptr() for gradient in seen] == [address]
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_who_reads_the_logits_or_goes_backward_again_is_refused(device: str) -> None:
     """Rather than given a gradient for logits, or a gradient that was scaled twice."""
