@@ -159,11 +159,17 @@ def run(arguments: LadderArguments) -> int:
     _refuse_another(ladder[0], directory, fresh=arguments.measuring.fresh)
     make_writable(directory)
     write_ladder(ladder, directory / LADDER_FILE)
-    status = _measure(configs, directory, arguments, ladder)
+    from cs336_systems.sweep.run import run_sweep
+
+    note_unused_gpus(configs)
+    with StatusLine(_names(ladder)) as listener:
+        outcome = run_sweep(configs, directory, listener, **asdict(arguments.measuring))
     _report(directory)
-    if status == INTERRUPTED:
+    if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
-    return status
+        return INTERRUPTED
+    wanted = {config.key for config in configs}
+    return status_of([record for record in outcome.records if record.key in wanted], outcome.unexplained)
 
 
 def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
@@ -176,18 +182,6 @@ def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
             f"{directory} holds the ladder of another step ({there.label}; this one is "
             f"{first.config.label}): choose another --name, or start over with --fresh"
         )
-
-
-def _measure(configs: Sequence[RunConfig], directory: Path, arguments: LadderArguments, ladder: Sequence[Rung]) -> int:
-    from cs336_systems.sweep.run import run_sweep
-
-    note_unused_gpus(configs)
-    with StatusLine(_names(ladder)) as listener:
-        outcome = run_sweep(configs, directory, listener, **asdict(arguments.measuring))
-    if outcome.interrupted:
-        return INTERRUPTED
-    wanted = {config.key for config in configs}
-    return status_of([record for record in outcome.records if record.key in wanted], outcome.unexplained)
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:

@@ -357,7 +357,9 @@ def days_table(
     """How many days training takes, or hours, minutes, seconds; `peak_source` says where the peak comes from."""
     flops, flops_per_s = rule_of_thumb_flops(parameters, tokens), count * peak_flops_per_s * mfu
     days = training_days(parameters=parameters, tokens=tokens, peak_flops_per_s=peak_flops_per_s, count=count, mfu=mfu)
-    unit, unit_s = _unit_of_time(days * SECONDS_PER_DAY)
+    # the largest unit of which the time is one or more, seconds for less than all
+    units = (("days", SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
+    unit, unit_s = next((unit for unit in units if days * SECONDS_PER_DAY >= unit[1]), ("s", 1))
     time = days * SECONDS_PER_DAY / unit_s
     backward = TRAINING_FLOPS - FORWARD_FLOPS
     rows = (
@@ -378,9 +380,3 @@ def days_table(
         "come on top, and so do restarts."
     )
     return quantity_table(f"Training takes {amount(time)} {unit}", rows, [note], QUANTITY_KEYS)
-
-
-def _unit_of_time(time_s: float) -> tuple[str, int]:
-    """The largest unit of which the time is one or more, seconds for less than all, and its seconds."""
-    units = (("days", SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
-    return next((unit for unit in units if time_s >= unit[1]), ("s", 1))

@@ -1,6 +1,7 @@
 """What a machine reaches, for people: a summary beside the data sheet, and every cell."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
@@ -173,8 +174,10 @@ def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
         f"{study.grid.loops} loops of {study.grid.loop_s:g} s or more. The matrices are the same each time, so that "
         "small ones stay in caches."
     )
-    by_precision = {name: [row for row in rows if row["precision"] is name] for name in study.grid.precisions}
-    return [_table(study, f"Matrix products, {name}", columns, own, note) for name, own in by_precision.items()]
+    return [
+        _table(study, f"Matrix products, {name}", columns, [row for row in rows if row["precision"] is name], note)
+        for name in study.grid.precisions
+    ]
 
 
 def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
@@ -197,10 +200,10 @@ def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]
         "all-gather and a reduce-scatter. algorithm: its bytes over the time; bus: what each process of a ring has to "
         "send, (n - 1) / n of it, and twice that for an all-reduce."
     )
-    by_ranks = {ranks: [row for row in rows if row["world_size"] == ranks]
-                for ranks in dict.fromkeys(row["world_size"] for row in rows)}  # fmt: skip
-    return [_table(study, f"Collectives among {ranks} processes", columns, own, note)
-            for ranks, own in by_ranks.items()]  # fmt: skip
+    return [
+        _table(study, f"Collectives among {ranks} processes", columns, [*own], note)
+        for ranks, own in groupby(rows, lambda row: row["world_size"])
+    ]
 
 
 def ceilings_of(study: CeilingsStudy) -> list[Row]:
