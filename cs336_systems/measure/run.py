@@ -20,7 +20,6 @@ from cs336_systems.analysis.statistics import steady_interval
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import Device, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measure.clock import Clock, ObservedClock, StepTimes, make_clock
-from cs336_systems.measure.counters import compilation, compiled_graphs, memory_now, memory_since, reset_memory
 from cs336_systems.measure.environment import environment, lacking_memory
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.inputs import inputs_of
@@ -188,16 +187,16 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     set_annotator(annotator_of(config))
     if torch.cuda.is_initialized():
         _forget_earlier_runs()
-    compiled_before = compilation(config)
     progress.say("making the model")
     step = TrainingStep(config, model, rank)
+    compiled_before = step.compilation()
     apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
     progress.step, progress.watch = step, (watch := Watch(step, progress.profile))
     clock = watch.clock(make_clock(config))
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
     if config.device is Device.CUDA:
         torch.cuda.synchronize()
-    moments = [] if step.way is None else [memory_now(step, MomentName.INITIALISED)]
+    moments = [] if step.way is None else [step.memory_now(MomentName.INITIALISED)]
     progress.setup_s = perf_counter() - progress.started
 
     progress.say(f"warm-up steps: {config.warmup_steps}")
@@ -207,7 +206,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
         one_step = functools.partial(_warm_up_once, step, clock, progress, "the first step under the profiler")
         with _collector_off(), watch.measured_steps(one_step):
             energy_before = monitor.energy_j() if monitor else None
-            graphs, memory_before = compiled_graphs(config), reset_memory(config)
+            graphs, memory_before = step.compiled_graphs(), step.reset_memory()
             of_rank = annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
             with annotate(Range.MEASURE), of_rank:
                 _meet_under_nsys(config, "begin")
@@ -216,9 +215,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
             telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes while the GPU idles
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
-    graph_peak_bytes = step.graph.peak_bytes if step.graph else None
-    memory = memory_since(memory_before, progress.first_step_peak_bytes, graph_peak_bytes)
-    _judge(progress, memory, telemetry, compiled_graphs(config) - graphs)
+    memory = step.memory_since(memory_before, progress.first_step_peak_bytes)
+    _judge(progress, memory, telemetry, step.compiled_graphs() - graphs)
     traffic = _look_inside(step, clock, progress, moments)
     return replace(
         progress.record(Status.OK),
@@ -230,7 +228,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
         memory=memory,
         moments=tuple(moments),
         traffic=traffic,
-        compilation=compilation(config, compiled_before),
+        compilation=step.compilation(compiled_before),
         telemetry=telemetry,
     )
 
@@ -281,14 +279,14 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
     while taken < wanted:
         if taken == wanted - 1:
             _settle(progress, monitor)
-        graphs = compiled_graphs(config)
+        graphs = step.compiled_graphs()
         taken += _warm_up_once(step, clock, progress, f"warm-up step {len(progress.warmup)}")
         _check_skipped(len(progress.warmup) - taken, wanted)
         if len(progress.warmup) == 1 and config.device is Device.CUDA:
             progress.first_step_peak_bytes = torch.cuda.max_memory_allocated()
         most = config.warmup_steps + MAX_EXTRA_WARMUP_STEPS
         # every rank takes as many steps as the others
-        if taken == wanted and step.on_any_rank(compiled_graphs(config) > graphs) and wanted < most:
+        if taken == wanted and step.on_any_rank(step.compiled_graphs() > graphs) and wanted < most:
             wanted += 1
     if not taken:
         _settle(progress, monitor)
@@ -390,7 +388,7 @@ def _look_inside(
 
     def look(ended: Phase | None) -> None:
         if ended in moment_after:
-            moments.append(memory_now(step, moment_after[ended]))
+            moments.append(step.memory_now(moment_after[ended]))
 
     counter = TrafficCounter()
     with counter:

@@ -1,10 +1,10 @@
-"""One training step, or the part of it that the mode asks for, timed phase by phase.
+"""One training step, or the part of it that the mode asks for, timed phase by phase; and what is counted around it.
 
 The modules of fast and shared steps are imported only for these, because that takes as long as some steps.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.config import SIZES, CompileMode, Mode, Phase, RunConfig
+from cs336_systems.config import SIZES, CompileMode, Device, Mode, Phase, RunConfig
 from cs336_systems.measure.clock import Clock, StepTimes
 from cs336_systems.measure.precision import autocast, check_dtypes, make_grad_scaler
 from cs336_systems.model.annotate import annotate
@@ -22,6 +22,7 @@ from cs336_systems.model.own import vocabulary_of
 from cs336_systems.model.trainable import Trainable, make_model
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
+from cs336_systems.record import Compilation, Memory, MemoryMoment, MomentName
 
 if TYPE_CHECKING:
     from cs336_systems.model.fast.step_graph import StepGraph
@@ -159,6 +160,77 @@ class TrainingStep:
     def loss_scale(self) -> float | None:
         """GradScaler's factor, which falls if and only if a step was skipped; None without a scaler. Synchronises."""
         return None if self.scaler is None else self.scaler.get_scale()
+
+    def compiled_graphs(self) -> int:
+        """Number of graphs that torch.compile has made so far; each recompilation adds one."""
+        if self.config.compile is CompileMode.NONE:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"])
+
+    def compilation(self, before: Compilation | None = None) -> Compilation | None:
+        """What torch.compile has done in this process, since `before` if that is given; None for an eager run."""
+        if self.config.compile is CompileMode.NONE:
+            return None
+        from torch._dynamo.utils import calculate_time_spent, counters, get_compilation_metrics
+
+        # A compile id is frame/attempt, so attempt 0 is no recompilation. Backward has the id of its forward.
+        ids = {str(metrics.compile_id) for metrics in get_compilation_metrics()}
+        return Compilation(
+            seconds=calculate_time_spent()["total_wall_time"] - (before.seconds if before else 0),
+            graphs=self.compiled_graphs() - (before.graphs if before else 0),
+            graph_breaks=sum(counters["graph_break"].values()) - (before.graph_breaks if before else 0),
+            recompiles=sum(not name.endswith("/0") for name in ids) - (before.recompiles if before else 0),
+        )
+
+    def reset_memory(self) -> dict[str, int] | None:
+        """The allocator's counters now, whose peaks start again from here; None on a CPU."""
+        if self.config.device is Device.CPU:
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_stats()
+
+    def memory_since(self, before: dict[str, int] | None, first_step_peak_bytes: int | None) -> Memory | None:
+        """The allocator's work since `reset_memory` returned `before`; None on a CPU.
+
+        A replayed CUDA graph allocates nothing; its peak is that of its capture.
+        """
+        if before is None:
+            return None
+        after, graph_peak_bytes = torch.cuda.memory_stats(), self.graph.peak_bytes if self.graph else None
+        return Memory(
+            peak_allocated_bytes=max(after["allocated_bytes.all.peak"], graph_peak_bytes or 0),
+            peak_reserved_bytes=after["reserved_bytes.all.peak"],
+            first_step_peak_allocated_bytes=first_step_peak_bytes,
+            segments_allocated=after["segment.all.allocated"] - before["segment.all.allocated"],
+            alloc_retries=after["num_alloc_retries"] - before["num_alloc_retries"],
+        )
+
+    def memory_now(self, moment: MomentName) -> MemoryMoment:
+        """What the step's tensors take now."""
+        trained = list(self._trained())
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        return MemoryMoment(
+            moment=moment,
+            allocated_bytes=torch.cuda.memory_allocated() if self.config.device is Device.CUDA else None,
+            parameters_bytes=_bytes(trained),
+            gradients_bytes=_bytes(tensor.grad for tensor in trained if tensor.grad is not None),
+            optimizer_state_bytes=_bytes(each for state in states for each in state.values() if torch.is_tensor(each)),
+        )
+
+    def _trained(self) -> Iterator[Tensor]:
+        """The parameters that this rank keeps, whole or in part, and their copies in low precision."""
+        found: dict[int, Tensor] = {id(each): each for each in self.model.parameters()}
+        for weight in getattr(self.model, "weights", ()):
+            kept = (weight.master, weight.remainder, None if weight.copy is None else weight.copy.leaf)
+            found |= {id(each): each for each in kept if each is not None}
+        yield from found.values()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors; a tensor that PyTorch has sharded counts with this rank's part."""
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
 
 
 def with_own_vocabulary(config: RunConfig, model: nn.Module) -> RunConfig:

@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.own import blocks_of, own_way
 from cs336_systems.model.trainable import Trainable
 from cs336_systems.parallel.collectives import take_from_rank_0
-from cs336_systems.parallel.data_parallel import FlatDDP, Leaf, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
+from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
 from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.sharded_weights import CopyFSDP, ShardedMasterAdamW, leaves_of, with_received
 
@@ -83,48 +82,37 @@ class LossModule(nn.Module):
 
 def make_way(trainable: Trainable, config: RunConfig) -> Way:
     """Wrap the model and its loss; call the result like the loss. The process group must exist."""
-    module = LossModule(trainable)
-    model = _with_copies(trainable)
-    if model and config.parallel.is_fsdp:
-        way: Way = CopyFSDP(
-            module, model, copies=config.parallel is Parallel.FSDP_PUSH, adds=not _optimizer_adds(config)
-        )
-    else:
-        way = _wrap(module, config, leaves_of(model, shares=config.shard_optimizer) if model else None)
+    module, model = LossModule(trainable), _with_copies(trainable)
+    leaves = leaves_of(model, shares=config.shard_optimizer) if model and not config.parallel.is_fsdp else None
+    # the optimizer of a fast model adds up the gradients that ranks send each other
+    adds = model is None or config.mode is not Mode.TRAIN
+    compute_dtype = torch.bfloat16 if config.precision is Precision.BF16 else None
+    copies = config.parallel is Parallel.FSDP_PUSH
+    way: Way
+    match config.parallel:
+        case Parallel.DDP_NAIVE:
+            way = NaiveDDP(module, leaves)
+        case Parallel.DDP_FLAT:
+            way = FlatDDP(module, leaves)
+        case Parallel.DDP_OVERLAP:
+            way = OverlapDDP(module, leaves, config.bucket_mib * 2**20)
+        case Parallel.DDP_PUSH:
+            way = PushDDP(module, leaves, adds=adds)
+        case Parallel.DDP:
+            way = TorchDDP(module)
+        case Parallel.FSDP | Parallel.FSDP_PUSH if model:
+            way = CopyFSDP(module, model, copies=copies, adds=adds)
+        case Parallel.FSDP | Parallel.FSDP_PUSH:
+            way = FSDP(module, compute_dtype, copies=copies)
+        case Parallel.FSDP2:
+            way = TorchFSDP(module, compute_dtype)
+        case Parallel.OWN:
+            way = own_way(config.own_ddp or "", module, config.bucket_mib)
+        case Parallel.NONE:
+            raise AssertionError(config.parallel)
     for weight in model.weights if model else ():
         weight.refresh()  # the masters are now those of rank 0
     return way
-
-
-def _wrap(module: nn.Module, config: RunConfig, leaves: Sequence[Leaf] | None) -> Way:
-    match config.parallel:
-        case Parallel.DDP_NAIVE:
-            return NaiveDDP(module, leaves)
-        case Parallel.DDP_FLAT:
-            return FlatDDP(module, leaves)
-        case Parallel.DDP_OVERLAP:
-            return OverlapDDP(module, leaves, config.bucket_mib * 2**20)
-        case Parallel.DDP_PUSH:
-            return PushDDP(module, leaves, adds=leaves is None or not _optimizer_adds(config))
-        case Parallel.DDP:
-            return TorchDDP(module)
-        case Parallel.FSDP | Parallel.FSDP_PUSH:
-            return FSDP(module, _compute_dtype(config), copies=config.parallel is Parallel.FSDP_PUSH)
-        case Parallel.FSDP2:
-            return TorchFSDP(module, _compute_dtype(config))
-        case Parallel.OWN:
-            way: Way = own_way(config.own_ddp or "", module, config.bucket_mib)
-            return way
-    raise AssertionError(config.parallel)
-
-
-def _optimizer_adds(config: RunConfig) -> bool:
-    """Whether the fast model's optimizer adds up the gradients that ranks send each other: it does if there is one."""
-    return config.mode is Mode.TRAIN
-
-
-def _compute_dtype(config: RunConfig) -> torch.dtype | None:
-    return torch.bfloat16 if config.precision is Precision.BF16 else None
 
 
 def _with_copies(trainable: Trainable) -> FastLM | None:

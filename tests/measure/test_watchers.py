@@ -3,13 +3,13 @@
 With one closed too many torch.profiler raises; nsys closes another in its place, and books kernels to the wrong phase.
 """
 
-import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -140,19 +140,9 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stacks]:
 def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocator, and graphs that run their phases once, when they are captured."""
     make_up_allocator(monkeypatch)
-
-    class Nothing:
-        def __init__(self, **_options: object) -> None: ...
-
-        def __getattr__(self, _name: str) -> Callable[..., None]:
-            return lambda *_, **__: None
-
-    for name in ("Stream", "CUDAGraph", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Nothing)
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
-    for name in ("synchronize", "graph_pool_handle", "reset_peak_memory_stats", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    for name in ("Stream", "CUDAGraph", "current_stream", "stream", "graph", "synchronize", "graph_pool_handle",
+                 "reset_peak_memory_stats", "max_memory_allocated"):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
 
 
 @pytest.mark.usefixtures("made_up_gpu")

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -39,11 +39,6 @@ class Device:
         self.run(take)
 
 
-class Stream:
-    def __init__(self, **_options: object) -> None: ...
-    def wait_stream(self, _other: "Stream") -> None: ...
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
@@ -76,12 +71,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         yield
         graph.operations, device.captured = device.captured, None
 
-    fakes: dict[str, Any] = {
-        "Event": Event, "CUDAGraph": Graph, "graph": capture, "Stream": Stream, "current_stream": Stream,
-        "stream": lambda _stream: contextlib.nullcontext(), "synchronize": lambda: None,
-        "graph_pool_handle": lambda: (0, 1),
-        "reset_peak_memory_stats": lambda: None, "max_memory_allocated": lambda: 77,
-    }  # fmt: skip
+    for name in ("Stream", "current_stream", "stream", "synchronize", "graph_pool_handle", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    fakes = {"Event": Event, "CUDAGraph": Graph, "graph": capture, "max_memory_allocated": lambda: 77}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     return device
