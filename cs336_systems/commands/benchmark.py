@@ -145,7 +145,11 @@ def run(arguments: BenchmarkArguments) -> int:
             else:
                 record = _measure(config, profile, status, arguments.until_stable)
             write_record(record, runs)
-            unexplained = _explain(record, runs, status) if profile is not None else ()
+            unexplained: Sequence[RunConfig] = ()
+            if profile is not None:
+                from cs336_systems.sweep.run import explain_again
+
+                unexplained = explain_again([record], runs, status)
         if print_json is not None:
             found = {each.phase: summary(each.times_s) for each in record.measurements}
             print_json(encode_json({"statistics": found, **msgspec.to_builtins(record)}))
@@ -165,13 +169,6 @@ def _measure(config: RunConfig, profile: Path | None, status: StatusLine, until_
     record = measure(config, profile=profile, say=status, until_stable=until_stable)
     os.chdir(here)  # the user's own model may have changed it
     return record
-
-
-def _explain(record: RunRecord, runs: Path, status: StatusLine) -> Sequence[RunConfig]:
-    """Explain what was recorded; return the run if that failed."""
-    from cs336_systems.sweep.run import explain_again
-
-    return explain_again([record], runs, status)
 
 
 def print_measured(record: RunRecord, runs: Path) -> None:

@@ -259,12 +259,15 @@ def run(arguments: SweepArguments) -> int:
         return FAILED if machines and all(machine.refused for machine in machines) else OK
     for config in plan.too_large:
         print_aside(f"{config.label} {_outlook(config)}")
-    missing = _why_no_profile(arguments)
-    if missing is not None:
+    has_profiler = True
+    try:
+        if arguments.profiler is Profiler.NSYS:
+            find_nsys()
+    except NsysError as missing:
         print_aside(f"error: no profile: {missing}. The times are measured all the same.")
-        configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
+        configs, has_profiler = tuple(config for config in configs if config.profiler is Profiler.NONE), False
     status = measure_all(configs, directory, arguments.measuring, _elsewhere(arguments))
-    return FAILED if missing is not None and status == OK else status
+    return status if has_profiler or status != OK else FAILED
 
 
 def _curves(arguments: SweepArguments, directory: Path) -> Curves | None:
@@ -310,16 +313,6 @@ def _predicted(config: RunConfig) -> str:
     if peak_bytes is None and is_fast:
         peak_bytes, about = fast_peak_bytes(config), "about "
     return "" if peak_bytes is None else f", predicted peak {about}{peak_bytes / 2**30:.1f} GiB"
-
-
-def _why_no_profile(arguments: SweepArguments) -> str | None:
-    """Why the profiler asked for cannot be had, or None."""
-    try:
-        if arguments.profiler is Profiler.NSYS:
-            find_nsys()
-    except NsysError as error:
-        return str(error)
-    return None
 
 
 def _check_ray() -> None:

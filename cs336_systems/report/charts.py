@@ -50,7 +50,6 @@ class Panel:
 
     label: str
     """What the values are."""
-    title: str = ""
     bars: Sequence[Bar] = ()
     mark: str = ""
     """What the marks of the bars are."""

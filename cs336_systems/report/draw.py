@@ -88,7 +88,6 @@ def _draw_bars(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
     axes.set_ylim(len(panel.bars) - 0.45, -0.55)
     axes.set_yticks(range(len(panel.bars)), [wrapped(bar.name) for bar in panel.bars], linespacing=1.3)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(inert(panel.title), fontsize=10)
 
 
 def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inches: float) -> None:

@@ -25,7 +25,7 @@ STYLES = {"forward": Style(colour="#0072B2"), "idle": Style(colour="#FFFFFF", pa
 def make_bars(name="small"):
     """Two panels of two bars; the second of the second panel failed; a mark at the first bar."""
     first = Panel(
-        label="time (ms)", title=f"context 128 {name}", mark=f"{name} mean",
+        label="time (ms)", mark=f"{name} mean",
         bars=[Bar(name=name, parts={"forward": 1.0, "idle": 2.0}, words=f"3.00\n{name}", mark=3.5),
               Bar(name="xl", parts={"forward": 4.0})],
     )  # fmt: skip

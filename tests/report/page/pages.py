@@ -61,7 +61,7 @@ def make_page(*blocks):
 
 def make_chart(name="small"):
     bars = [Bar(name=name, parts={name: 1.0}, words=name), Bar(name="xl", failure=name)]
-    panel = Panel(label=name, title=name, bars=bars)
+    panel = Panel(label=name, bars=bars)
     styles = {name: Style(colour="#0072B2")}
     return Chart(name="bars", title=f"Bars of {name}", settings=name, panels=[panel], legend=1, styles=styles)
 
