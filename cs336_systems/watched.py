@@ -47,10 +47,10 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.measure.clock import StepTimes
-from cs336_systems.measure.counters import memory_since
 from cs336_systems.measure.environment import environment
 from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
 from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
+from cs336_systems.measure.step import memory_since
 from cs336_systems.model.annotate import (
     Annotator,
     annotate,
@@ -538,9 +538,9 @@ class _Gpu:
         """The first and the last reading."""
         return Telemetry(before=self._states[0], after=self._states[-1]) if self._states else None
 
-    def memory(self) -> Memory | None:
+    def memory(self) -> Memory:
         """What PyTorch's allocator did since the first measured step."""
-        return memory_since(self._before, None, None)
+        return memory_since(self._before)
 
 
 def _resolved(step: _Step, before: _Mark | None) -> WatchedStep:

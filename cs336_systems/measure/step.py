@@ -198,14 +198,7 @@ class TrainingStep:
         """
         if before is None:
             return None
-        after, graph_peak_bytes = torch.cuda.memory_stats(), self.graph.peak_bytes if self.graph else None
-        return Memory(
-            peak_allocated_bytes=max(after["allocated_bytes.all.peak"], graph_peak_bytes or 0),
-            peak_reserved_bytes=after["reserved_bytes.all.peak"],
-            first_step_peak_allocated_bytes=first_step_peak_bytes,
-            segments_allocated=after["segment.all.allocated"] - before["segment.all.allocated"],
-            alloc_retries=after["num_alloc_retries"] - before["num_alloc_retries"],
-        )
+        return memory_since(before, first_step_peak_bytes, self.graph.peak_bytes if self.graph else None)
 
     def memory_now(self, moment: MomentName) -> MemoryMoment:
         """What the step's tensors take now."""
@@ -226,6 +219,20 @@ class TrainingStep:
             kept = (weight.master, weight.remainder, None if weight.copy is None else weight.copy.leaf)
             found |= {id(each): each for each in kept if each is not None}
         yield from found.values()
+
+
+def memory_since(
+    before: dict[str, int], first_step_peak_bytes: int | None = None, graph_peak_bytes: int | None = None
+) -> Memory:
+    """The work of PyTorch's CUDA allocator since its counters, whose peaks were reset then, were `before`."""
+    after = torch.cuda.memory_stats()
+    return Memory(
+        peak_allocated_bytes=max(after["allocated_bytes.all.peak"], graph_peak_bytes or 0),
+        peak_reserved_bytes=after["reserved_bytes.all.peak"],
+        first_step_peak_allocated_bytes=first_step_peak_bytes,
+        segments_allocated=after["segment.all.allocated"] - before["segment.all.allocated"],
+        alloc_retries=after["num_alloc_retries"] - before["num_alloc_retries"],
+    )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
