@@ -13,14 +13,6 @@ def right(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     return torch.exp(scores - scores.logsumexp(dim=-1, keepdim=True)) @ v
 
 
-def a_quarter_more(q, k, v, is_causal):
-    return right(q, k, v, is_causal) + 0.25
-
-
-def half_as_much_again(q, k, v, is_causal):
-    return right(q, k, v, is_causal) * 1.5
-
-
 def writes_to_its_inputs(q, k, v, is_causal):
     output = right(q, k, v.clone(), is_causal)
     v.data.zero_()

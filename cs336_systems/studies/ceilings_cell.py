@@ -110,13 +110,11 @@ def measure(run: Run, grid: CeilingsGrid, agree: Callable[[float], float] = floa
     if grid.device is Device.CPU:
         return timed_loops(run, timer, grid)
     timer(run, 1)  # libraries load, memory is allocated
-    runs = runs_in_graph(min(timer(run, 1) for _ in range(PROBES)))
-    return timed_loops(replayed(run, runs) if runs else run, timer, grid, runs_per_call=runs or 1)
-
-
-def runs_in_graph(time_s: float) -> int:
-    """How many runs to put in a graph if one run takes `time_s` when launched by itself; 0 for no graph."""
-    return min(MAX_GRAPH_RUNS, math.ceil(GRAPH_S / time_s)) if time_s < GRAPH_BELOW_S else 0
+    time_s = min(timer(run, 1) for _ in range(PROBES))
+    if time_s >= GRAPH_BELOW_S:
+        return timed_loops(run, timer, grid)
+    runs = min(MAX_GRAPH_RUNS, math.ceil(GRAPH_S / time_s))
+    return timed_loops(replayed(run, runs), timer, grid, runs_per_call=runs)
 
 
 def replayed(run: Run, count: int) -> Run:

@@ -53,7 +53,9 @@ class Ceilings:
     @property
     def device_names(self) -> list[str]:
         """The devices with ceilings, without the manufacturer's name; those that the user has measured come first."""
-        return list(dict.fromkeys([*self.measured_names, *(shipped_names() if self.has_shipped else ())]))
+        folders = SHIPPED.iterdir() if self.has_shipped else ()
+        shipped = sorted(path.name.replace("-", " ") for path in folders if any(path.glob(f"*{SUFFIX}")))
+        return list(dict.fromkeys([*self.measured_names, *shipped]))
 
     def is_shipped(self, device_name: str) -> bool:
         """Whether predictions for this device rest on ceilings that come with the program."""
@@ -74,7 +76,8 @@ class Ceilings:
         wanted = ProductPrecision(precision)
 
         def best(studies: tuple[CeilingsStudy, ...]) -> float | None:
-            return max((rate for each in studies if (rate := each.product_ceiling(wanted)) is not None), default=None)
+            rates = (cell.flops_per_s for each in studies for cell in each.products if cell.precision is wanted)
+            return max((rate for rate in rates if rate is not None), default=None)
 
         return self._first(device_name, best)
 
@@ -115,25 +118,21 @@ class Ceilings:
         )  # fmt: skip
 
     def collectives(self, device_name: str) -> dict[int, dict[Collective, dict[int, float]]]:
-        """Times of collectives among several devices of this name, by the number of ranks."""
+        """Times of collectives among devices of this name, by ranks and bytes: of the study with most sizes of each."""
 
-        def numbers(studies: tuple[CeilingsStudy, ...]) -> list[int]:
-            return sorted({cell.world_size for study in studies for cell in study.reductions})
-
-        found = {ranks: self.collective_times(device_name, ranks) for ranks in self._first(device_name, numbers)}
-        return {ranks: times for ranks, times in found.items() if times}
-
-    def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
-        """Times of each collective among `ranks` devices of this name, by bytes, from the study with most sizes."""
-
-        def longest(studies: tuple[CeilingsStudy, ...]) -> dict[Collective, dict[int, float]]:
-            found: dict[Collective, dict[int, float]] = {}
+        def longest(studies: tuple[CeilingsStudy, ...]) -> dict[int, dict[Collective, dict[int, float]]]:
+            found: dict[int, dict[Collective, dict[int, float]]] = {}
             for study in studies:
-                for kind, times in study.collective_times(ranks).items():
-                    found[kind] = max(found.get(kind, {}), times, key=len)
+                for (ranks, kind), times in study.collective_times().items():
+                    of_ranks = found.setdefault(ranks, {})
+                    of_ranks[kind] = max(of_ranks.get(kind, {}), times, key=len)
             return found
 
         return self._first(device_name, longest)
+
+    def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
+        """Times of each collective among `ranks` devices of this name, by bytes."""
+        return self.collectives(device_name).get(ranks, {})
 
 
 NO_CEILINGS = Ceilings()
@@ -146,11 +145,6 @@ def load_ceilings(directory: Path) -> Ceilings:
     """
     studies = tuple(read_study(path, CeilingsStudy) for path in ceilings_files(directory))
     return Ceilings(studies, has_shipped=True)
-
-
-def shipped_names() -> list[str]:
-    """The devices whose ceilings come with the program, without the manufacturer's name."""
-    return sorted(path.name.replace("-", " ") for path in SHIPPED.iterdir() if any(path.glob(f"*{SUFFIX}")))
 
 
 @functools.cache

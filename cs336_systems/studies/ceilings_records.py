@@ -3,7 +3,7 @@
 The fastest matmul and the largest copy of a study are its ceilings, of which other results are reported as shares.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
@@ -57,11 +57,6 @@ class Loops:
         if not self.times_s or not all(MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s):
             raise ValueError(f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s")
 
-    def repetitions(self, others: "Loops") -> "Loops":
-        """The loops of both, each as one repetition of mean time."""
-        times_s = (max(MIN_TIME_S, time_s / each.count) for each in (self, others) for time_s in each.times_s)
-        return Loops(count=1, times_s=tuple(times_s))
-
     @property
     def median_s(self) -> float:
         """Time of one repetition in the median loop, in seconds."""
@@ -95,11 +90,6 @@ class Timing:
     def time_s(self) -> float | None:
         """Time of one repetition; None unless status is ok."""
         return None if self.loops is None else self.loops.median_s
-
-    @property
-    def cv(self) -> float | None:
-        """Relative standard deviation of the time, and so of a rate; None if it is not known."""
-        return None if self.loops is None else self.loops.cv
 
     @property
     def warnings(self) -> tuple[RunWarning, ...]:
@@ -365,18 +355,19 @@ TIMED_ROWS = {
 """The cells of a study by the field that holds them."""
 
 
-def joined(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows, those of the same cell as one row with the loops of all, or with a failure if there was one."""
-    found: dict[Row, Row] = {}
+def joined(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows of rounds, those of one cell as one row with all loops as repetitions, or a failure if there was one."""
+    rounds: dict[TimedRow, list[TimedRow]] = {}
     for row in rows:
-        cell = replace(row, timing=UNTIMED) if isinstance(row, TimedRow) else row  # type: ignore[type-var]
-        known = found.setdefault(cell, row)
-        if known is row or not isinstance(known, TimedRow) or not isinstance(row, TimedRow):
-            continue
-        mine, others = known.timing.loops, row.timing.loops
-        if mine is not None:
-            found[cell] = row if others is None else known.with_loops(mine.repetitions(others))
-    return tuple(found.values())
+        assert isinstance(row, TimedRow)
+        rounds.setdefault(replace(row, timing=UNTIMED), []).append(row)  # type: ignore[type-var]
+    for cell, found in rounds.items():
+        loops = [row.timing.loops for row in found if row.timing.loops is not None]
+        if len(loops) < len(found) or len(found) == 1:
+            yield next((row for row in found if row.timing.loops is None), found[0])
+        else:
+            times_s = (max(MIN_TIME_S, time_s / each.count) for each in loops for time_s in each.times_s)
+            yield cell.with_loops(Loops(count=1, times_s=tuple(times_s)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,7 +444,8 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
             yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=UNTIMED),))
         yield from self._step_cells()
-        for ranks in self.numbers_of_ranks:
+        powers = (2**power for power in range(1, self.world_size.bit_length()))
+        for ranks in sorted({*powers, self.world_size} - {1}):
             multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
             sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
             for kind in Collective:
@@ -474,15 +466,9 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         for each in pass_cells(self.device, sorted(set(self.stream_bytes))):
             yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
 
-    @property
-    def numbers_of_ranks(self) -> list[int]:
-        """Numbers of processes whose collectives are measured: the powers of 2 below world_size, and world_size."""
-        powers = [2**power for power in range(1, self.world_size.bit_length()) if 2**power < self.world_size]
-        return [*powers, self.world_size] if self.world_size > 1 else []
-
     def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
-        rows = joined(rows) if self.device is Device.CPU else rows
+        rows = tuple(joined(rows)) if self.device is Device.CPU else rows
         by_field: dict[str, Any] = {
             name: tuple(row for row in rows if isinstance(row, kind)) for name, kind in TIMED_ROWS.items()
         }
@@ -523,37 +509,12 @@ class CeilingsStudy:
     def statuses(self) -> list[Status]:
         return [timing.status for timing in self.timings]
 
-    def products_of(self, precision: ProductPrecision) -> list[ProductCell]:
-        """The matmuls at one precision, in the order in which they were measured."""
-        return [cell for cell in self.products if cell.precision is precision]
-
-    def best_product(self, precision: ProductPrecision) -> ProductCell | None:
-        """The matmul of the highest rate, or None if none has a time."""
-        timed = [cell for cell in self.products_of(precision) if cell.flops_per_s is not None]
-        return max(timed, key=lambda cell: cell.flops_per_s or 0.0, default=None)
-
-    def product_ceiling(self, precision: ProductPrecision) -> float | None:
-        """FLOP/s of the fastest matmul, or None if none has a time."""
-        best = self.best_product(precision)
-        return None if best is None else best.flops_per_s
-
-    @property
-    def product_ceilings(self) -> dict[ProductPrecision, float]:
-        """FLOP/s of the fastest matmul of each precision that has any."""
-        found = {precision: self.product_ceiling(precision) for precision in dict.fromkeys(self.grid.precisions)}
-        return {precision: ceiling for precision, ceiling in found.items() if ceiling is not None}
-
-    def bandwidth(self, stream: Stream = Stream.COPY) -> float | None:
-        """Bytes per second of the largest pass over memory, which caches help least, or None if none has a time."""
-        times_s = self._stream_times(stream)
-        return max(times_s) / times_s[max(times_s)] if times_s else None
-
-    def collective_times(self, ranks: int) -> dict[Collective, dict[int, float]]:
-        """Times of the collectives of so many processes, by bytes."""
-        found: dict[Collective, dict[int, float]] = {}
+    def collective_times(self) -> dict[tuple[int, Collective], dict[int, float]]:
+        """Times by bytes, of each number of processes and kind of collective."""
+        found: dict[tuple[int, Collective], dict[int, float]] = {}
         for cell in self.reductions:
-            if cell.world_size == ranks and cell.timing.time_s is not None:
-                found.setdefault(cell.collective, {})[cell.num_bytes] = cell.timing.time_s
+            if cell.timing.time_s is not None:
+                found.setdefault((cell.world_size, cell.collective), {})[cell.num_bytes] = cell.timing.time_s
         return found
 
     def curves(self) -> Curves | None:
@@ -564,6 +525,8 @@ class CeilingsStudy:
         copies, adamw = (self._stream_times(stream) for stream in (Stream.COPY, Stream.ADAMW))
         if launch_s is None or kernel_s is None or not copies or not adamw:
             return None
+        queued_s, alone_s = self.launch_s(Launch.QUEUED), copies.get(QUEUED_BYTES)
+        gap_s = None if queued_s is None or alone_s is None else max(0.0, queued_s - alone_s)
         passes: dict[Pass, dict[int, float]] = {}
         for cell in self.passes:
             if (time_s := cell.timing.time_s) is not None:
@@ -571,14 +534,15 @@ class CeilingsStudy:
         return Curves(
             matmuls={precision: tuple(self._matmuls(precision)) for precision in Precision},
             copies=copies, adamw=adamw, passes=passes, launch_s=launch_s, kernel_s=kernel_s,
-            queued_gap_s=0.0 if on_host else self._queued_gap_s(copies), on_host=on_host,
+            queued_gap_s=0.0 if on_host else gap_s, on_host=on_host,
         )  # fmt: skip
 
     def _matmuls(self, precision: Precision) -> Iterator[Matmul]:
         """The matmuls of layers, which stand for all forms, and those of steps."""
-        for cell in self.products_of(ProductPrecision(precision)):
+        of_layers = ProductPrecision(precision)
+        for cell in self.products:
             shape, time_s = cell.shape, cell.timing.time_s
-            if time_s is not None:
+            if cell.precision is of_layers and time_s is not None:
                 yield Matmul(rows=shape.rows, inner=shape.inner, columns=shape.columns, time_s=time_s)
         for kernel in self.kernels:
             if kernel.precision is precision and (time_s := kernel.timing.time_s) is not None:
@@ -586,11 +550,6 @@ class CeilingsStudy:
                     rows=kernel.rows, inner=kernel.inner, columns=kernel.columns, batch=kernel.batch, form=kernel.form,
                     time_s=time_s,
                 )  # fmt: skip
-
-    def _queued_gap_s(self, copies: Mapping[int, float]) -> float | None:
-        """How much longer a copy takes that the host launches than the same copy in a CUDA graph."""
-        queued_s, alone_s = self.launch_s(Launch.QUEUED), copies.get(QUEUED_BYTES)
-        return None if queued_s is None or alone_s is None else max(0.0, queued_s - alone_s)
 
     def _stream_times(self, stream: Stream) -> dict[int, float]:
         timed = ((cell.moved_bytes, cell.timing.time_s) for cell in self.streams if cell.stream is stream)

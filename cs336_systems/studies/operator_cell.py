@@ -457,15 +457,11 @@ class Watcher(OperationObserver):
     ) -> None:
         """Add up what the operation reads and writes."""
         if not func.is_view and not str(func).startswith(_NO_NEW_VALUES):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
             self.operations.append(str(func))
-            self.num_bytes += sum(map(distinct_bytes, tensors))
-
-
-def distinct_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements of a tensor; elements that a broadcast repeats count once."""
-    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return math.prod(sizes) * tensor.element_size()
+            for leaf in tree_leaves((args, kwargs, output)):
+                if isinstance(leaf, Tensor):  # elements that a broadcast repeats count once
+                    sizes = (size for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if stride)
+                    self.num_bytes += math.prod(sizes) * leaf.element_size()
 
 
 def _moved(passes: Passes) -> list[Watcher]:

@@ -38,14 +38,6 @@ class Implementation(StrEnum):
     MATH = "math"
     OWN = "own"
 
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether forward keeps the T x T weights for backward; fused kernels compute them again.
-
-        The user's own is taken for a fused one.
-        """
-        return self in (Implementation.NAIVE, Implementation.COMPILED, Implementation.MATH)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCell:
@@ -279,10 +271,11 @@ def attention_flops(grid: AttentionGrid, cell: AttentionCell, phase: Phase) -> i
     """FLOPs of the matmuls of forward (scores and values), of backward (the gradients of their factors), or of both.
 
     A multiply-add counts as 2; causal attention counts as full. Backward is 2 x forward if the weights are kept and
-    2.5 x if the kernel computes the scores again (Dao 2023); softmax is left out.
+    2.5 x if the kernel computes the scores again (Dao 2023), which the user's own is taken to do; softmax is left out.
     """
+    keeps_weights = cell.implementation in (Implementation.NAIVE, Implementation.COMPILED, Implementation.MATH)
     matmul = 2 * grid.batch_size * cell.context_length**2 * cell.d_head
-    backward = 4 if cell.implementation.keeps_weights else 5
+    backward = 4 if keeps_weights else 5
     return matmul * {Phase.FORWARD: 2, Phase.BACKWARD: backward, Phase.STEP: 2 + backward}[phase]
 
 
@@ -435,6 +428,10 @@ class FusionStudy:
 
 def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Version) -> tuple[FusionRow, ...]:
     """The rows of forward and backward of one version of an operation, with nothing measured."""
+    shapes = input_shapes(grid, op)
+    inputs, output = sum(map(math.prod, shapes)), math.prod(shapes[0])
+    # forward: inputs in, output out; backward: inputs and upstream gradient in, gradients out
+    must_move_elements = {Phase.FORWARD: inputs + output, Phase.BACKWARD: 2 * inputs + output}
     return tuple(
         FusionRow(
             op=op,
@@ -442,7 +439,7 @@ def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Versio
             version=version,
             phase=phase,
             status=Status.OK,
-            must_move_bytes=ELEMENT_BYTES[precision] * must_move_elements(grid, op, phase),
+            must_move_bytes=ELEMENT_BYTES[precision] * must_move_elements[phase],
             matmul_flops=fusion_flops(grid, op, phase),
         )
         for phase in PHASES
@@ -460,13 +457,6 @@ def input_shapes(grid: FusionGrid, op: Op) -> list[tuple[int, ...]]:
         Op.ATTENTION: [heads, heads, heads],
     }
     return inputs[op]
-
-
-def must_move_elements(grid: FusionGrid, op: Op, phase: Phase) -> int:
-    """Elements of forward (inputs in, output out) or backward (inputs and upstream gradient in, gradients out)."""
-    shapes = input_shapes(grid, op)
-    inputs, output = sum(map(math.prod, shapes)), math.prod(shapes[0])
-    return inputs + output if phase is Phase.FORWARD else 2 * inputs + output
 
 
 def fusion_flops(grid: FusionGrid, op: Op, phase: Phase) -> int:

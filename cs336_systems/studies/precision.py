@@ -33,7 +33,7 @@ def run_precision_study(devices: Sequence[Device], status: Callable[[str], None]
     status("adding up in low precision")
     sums = accumulation_study()
     status("layer norm in low precision")
-    norms = layer_norm_study()
+    norms = tuple(normalise(*kind, dtype) for kind in ACTIVATIONS for dtype in SHORT_NAMES)
     status(f"data types under autocast on {' and '.join(devices)}")
     return PrecisionStudy(
         torch=str(torch.__version__),
@@ -114,11 +114,6 @@ def _normalised(centre: float, scale: float, dtype: torch.dtype) -> tuple[float,
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def layer_norm_study() -> tuple[NormalisedActivations, ...]:
-    """Each kind of activations in fp32, fp16 and bf16."""
-    return tuple(normalise(*kind, dtype) for kind in ACTIVATIONS for dtype in SHORT_NAMES)
 
 
 def short_name(dtype: torch.dtype) -> str:

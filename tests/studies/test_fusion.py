@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.operator_cell import OPS, OpSpec, Watcher, distinct_bytes, measure_fusion
+from cs336_systems.studies.operator_cell import OPS, OpSpec, Watcher, measure_fusion
 from cs336_systems.studies.operators import FusionGrid, FusionRow, Op, Version, fusion_flops, input_shapes, version_rows
 from cs336_systems.studies.records import Cell
 from cs336_systems.studies.runner import run_study
@@ -103,20 +103,6 @@ def test_one_fused_operation_moves_what_must_move(op: Op) -> None:
     for phase, watcher in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
         assert len(watcher.operations) == 1
         assert watcher.num_bytes == 4 * MUST_MOVE[op, phase]
-
-
-def test_bytes_of_a_broadcast_tensor_are_those_that_there_are() -> None:
-    column = torch.zeros(3, 1, dtype=torch.float64)
-    assert distinct_bytes(column.expand(3, 100)) == distinct_bytes(column) == 3 * 8
-    assert distinct_bytes(torch.zeros(4, 6)[:, ::2]) == 4 * 3 * 4
-    assert distinct_bytes(torch.zeros(())) == 4
-    with Watcher() as watcher:
-        torch.zeros(2, 3).view(3, 2).transpose(0, 1).unsqueeze(0)
-    assert watcher.operations == ["aten.zeros.default"]
-    with Watcher() as watcher:
-        torch.empty(5).add_(torch.empty(5))
-    assert watcher.operations == ["aten.add_.Tensor"]
-    assert watcher.num_bytes == 3 * 5 * 4  # two reads and a write in place
 
 
 @pytest.mark.parametrize("op", Op)

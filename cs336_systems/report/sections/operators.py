@@ -14,6 +14,7 @@ from cs336_systems.report.sections.study import (
     derived,
     doubt_notes,
     end_of,
+    has_failed,
     pivoted,
     promised_bandwidth,
     times_ms,
@@ -66,12 +67,8 @@ TITLES = {
 }
 
 
-def attention_rows(study: AttentionStudy) -> list[Row]:
-    """A row for each cell, failed ones too; None for what is not known."""
-    return [_attention_row(study, result) for result in study.results]
-
-
 def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
+    """The values of a cell, of a failed one too; None for what is not known."""
     grid, cell = study.grid, result.cell
     memory = result.memory if result.status is Status.OK else None
     closed_form = naive_saved_bytes(grid, cell) / MIB
@@ -114,7 +111,7 @@ def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
 
 def attention_section(study: AttentionStudy) -> Section:
     """For each precision tables of forward, of backward, of both, of memory and of errors, if these two are known."""
-    rows, tables = attention_rows(study), []
+    rows, tables = [_attention_row(study, result) for result in study.results], []
     for precision in study.precisions:
         own = sorted((row for row in rows if row["precision"] is precision), key=_shape)
         tables += [_time_table(study, own, timed) for timed in TIMED]
@@ -145,7 +142,9 @@ def _table(
     *others: Column,
 ) -> Table:
     """One row for each head dimension and context length, one column for each implementation that has kernels."""
-    title = f"{title}, {rows[0]['precision']}, {attention_settings(study)}"
+    device = "" if study.environment is None else f", {study.environment.identity.device_name}"
+    shared = f"batch {study.grid.batch_size}, no heads{', causal' if study.grid.causal else ''}{device}"
+    title = f"{title}, {rows[0]['precision']}, {shared}"
     columns = [across(name, cell) for name in study.available(rows[0]["precision"])]
     by_shape = sorted(pivoted(rows, (*SHAPE, "closed_form_mib"), "implementation"), key=lambda row: row["d_head"])
     columns = [*map(column, SHAPE), *columns, *others]
@@ -272,16 +271,9 @@ def _gib(size_mib: float) -> str:
     return significant(size_mib * MIB / GIB)
 
 
-def attention_settings(study: AttentionStudy) -> str:
-    """What all cells share, in words."""
-    device = "" if study.environment is None else f", {study.environment.identity.device_name}"
-    causal = ", causal" if study.grid.causal else ""
-    return f"batch {study.grid.batch_size}, no heads{causal}{device}"
-
-
 def fusion_section(study: FusionStudy) -> Section:
     """A table for each precision and direction; the values have a row for each version and direction."""
-    rows, tables = fusion_rows(study), []
+    rows, tables = [_fusion_row(study, row) for row in study.rows], []
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     for precision, phase in product(precisions, PHASES):
         own = [row for row in rows if (row["precision"], row["phase"]) == (precision, phase)]
@@ -291,12 +283,8 @@ def fusion_section(study: FusionStudy) -> Section:
         title = f"Fusion op by op, {phase}, {precision}, {fusion_settings(study)}"
         failures = [f"{row['op']} {row['version']}: {row['error']}" for row in own if row["error"] is not None]
         notes = [*_fusion_notes(study, own), *findings, *failures]
-        tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes, _has_failed, findings))
+        tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes, has_failed, findings))
     return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS)
-
-
-def _has_failed(row: Row) -> bool:
-    return row["status"] is not Status.OK
 
 
 def fusion_settings(study: FusionStudy) -> str:
@@ -308,12 +296,9 @@ def fusion_settings(study: FusionStudy) -> str:
     )
 
 
-def fusion_rows(study: FusionStudy) -> list[Row]:
-    """A row for each version and direction; None for what is not known."""
-    return [_fusion_row(study, row, study.eager(row)) for row in study.rows]
-
-
-def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
+def _fusion_row(study: FusionStudy, row: FusionRow) -> Row:
+    """The values of one version and direction; None for what is not known."""
+    eager = study.eager(row)
     device_name = study.environment.identity.device_name
     rate, is_ok = row.must_move_bytes_per_s, row.status is Status.OK
     own, slow = times_ms(row.measurement, row.warnings), times_ms(eager.measurement, eager.warnings)

@@ -24,6 +24,11 @@ def end_of(status: Status, failure: Failure | None) -> Row:
     return {"status": status, "error": failure.message if failure else None, "ended": ended}
 
 
+def has_failed(row: Row) -> bool:
+    """Whether the cell of this row has no measurement."""
+    return row["status"] is not Status.OK
+
+
 def doubts_of(warnings: Sequence[RunWarning], prefix: str = "") -> Row:
     """The codes of the warnings about a time, and whether they put it in doubt; the keys begin with `prefix`."""
     codes = [warning.code for warning in warnings]
