@@ -11,22 +11,20 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-import msgspec
-
 import cs336_systems.costs.devices
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import Precision
 from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
-from cs336_systems.files import CEILINGS, read_json, write_atomically
+from cs336_systems.files import CEILINGS, read_json
 from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision
 from cs336_systems.studies.records import FORMAT_VERSION, read_study
 
 FILE_NAME = "ceilings.json"
 SHIPPED = Path(cs336_systems.costs.devices.__file__).parent
-"""Folders of the devices whose ceilings come with the program, with a compressed study in each file."""
+"""Folders of the devices whose ceilings come with the program; each file is a study's, compressed by gzip."""
 SUFFIX = ".json.gz"
 DOUBTED_SHARE = 0.25
 """Share of the cells of a device's studies from which on forecasts are in doubt if these cells are."""
@@ -157,16 +155,6 @@ def shipped(device_name: str) -> tuple[CeilingsStudy, ...]:
                   data=gzip.decompress(path.read_bytes()))
         for path in files
     )  # fmt: skip
-
-
-def ship(directory: Path, target: Path = SHIPPED) -> None:
-    """Write the studies in the folders of `directory` to where the program finds those that come with it."""
-    for path in ceilings_files(directory):
-        study = read_study(path, CeilingsStudy)
-        folder = target / bare_name(study.device_name).replace(" ", "-")
-        folder.mkdir(parents=True, exist_ok=True)
-        data = msgspec.json.encode(study)
-        write_atomically(folder / f"{path.parent.name}{SUFFIX}", gzip.compress(data, mtime=0))
 
 
 def ceilings_files(directory: Path) -> list[Path]:
