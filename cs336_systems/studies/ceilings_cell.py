@@ -32,6 +32,7 @@ from cs336_systems.studies.ceilings_records import (
     MASK_SIDE,
     MIN_TIME_S,
     ONLY_ON_GPUS,
+    PASS_BYTES,
     QUEUED_BYTES,
     STREAM_BYTES,
     CacheRow,
@@ -423,7 +424,7 @@ def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: 
 def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:
     """One pass over this many elements."""
     generator = make_generator(grid)
-    source = torch.rand(row.elements, generator=generator, device=grid.device.value)
+    source = torch.rand(row.moved_bytes // PASS_BYTES[row.how], generator=generator, device=grid.device.value)
     if row.how is Pass.COPY:
         return source.clone
     if row.how is Pass.WIDEN:

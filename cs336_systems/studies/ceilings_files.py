@@ -17,10 +17,8 @@ from cs336_systems.config import Precision
 from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
-from cs336_systems.files import CEILINGS, read_json
-from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision
-from cs336_systems.studies.records import FORMAT_VERSION, read_study
+from cs336_systems.studies.records import read_study
 
 FILE_NAME = "ceilings.json"
 SHIPPED = Path(cs336_systems.costs.devices.__file__).parent
@@ -150,11 +148,7 @@ def shipped(device_name: str) -> tuple[CeilingsStudy, ...]:
     """The studies of this device that come with the program, in the order of the folders that they were measured in."""
     found = (SHIPPED / bare_name(device_name).replace(" ", "-")).glob(f"*{SUFFIX}")
     files = sorted(found, key=lambda path: path.name.removesuffix(SUFFIX))
-    return tuple(
-        read_json(path, CeilingsStudy, CEILINGS, version=FORMAT_VERSION, error=RecordError,
-                  data=gzip.decompress(path.read_bytes()))
-        for path in files
-    )  # fmt: skip
+    return tuple(read_study(path, CeilingsStudy, gzip.decompress(path.read_bytes())) for path in files)
 
 
 def ceilings_files(directory: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
 from cs336_systems.costs.communication import Collective, sent_share
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.shards import FP32_BYTES
-from cs336_systems.costs.tape import MATMULS_OF, Form, Kind, Pass
+from cs336_systems.costs.tape import Form, Kind, Pass
 from cs336_systems.costs.time import is_fast_step, operations, prepare_forecasts
 from cs336_systems.costs.traces import has_tape
 from cs336_systems.files import CEILINGS
@@ -274,11 +274,6 @@ class KernelCell(TimedRow):
     timing: Timing
 
     @property
-    def flops(self) -> int:
-        """A multiply-add counts as 2; causal attention counts in full."""
-        return MATMULS_OF.get(self.form, 1) * 2 * self.batch * self.rows * self.inner * self.columns
-
-    @property
     def label(self) -> str:
         """The kind of kernel and its sides."""
         batch = f"{self.batch} x " if self.batch > 1 else ""
@@ -292,10 +287,6 @@ class PassCell(TimedRow):
     how: Pass
     moved_bytes: Count
     timing: Timing
-
-    @property
-    def elements(self) -> int:
-        return self.moved_bytes // PASS_BYTES[self.how]
 
 
 def kernel_cells(

@@ -80,9 +80,12 @@ class Grid(Generic[RowT, StudyT]):
         raise NotImplementedError
 
 
-def read_study(path: Path, kind: type[StudyT]) -> StudyT:
-    """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
-    return read_json(path, kind, kind.WHAT, version=FORMAT_VERSION, error=RecordError)
+def read_study(path: Path, kind: type[StudyT], data: bytes | None = None) -> StudyT:
+    """Read and check a study; raise RecordError naming the file and the first thing wrong in it.
+
+    `data` is the content of the file, if the file is compressed.
+    """
+    return read_json(path, kind, kind.WHAT, version=FORMAT_VERSION, error=RecordError, data=data)
 
 
 MIXED_PRECISIONS = (Precision.FP16, Precision.BF16)

@@ -60,11 +60,8 @@ FUSION_COLUMNS = (
 )  # fmt: skip
 SHAPE = ("d_head", "context_length")
 TIMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "together": Phase.STEP}
-TITLES = {
-    "forward": "Forward pass of attention",
-    "backward": "Backward pass of attention",
-    "together": "Forward and backward pass of attention together",
-}
+TITLES = {"forward": "Forward pass of attention", "backward": "Backward pass of attention",
+          "together": "Forward and backward pass of attention together"}  # fmt: skip
 
 
 def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
