@@ -14,7 +14,7 @@ import msgspec
 
 from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
-from cs336_systems.costs.communication import Collective, sent_share
+from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Form, Kind, Pass
@@ -217,11 +217,6 @@ class StreamCell(TimedRow):
     moved_bytes: Count
     timing: Timing
 
-    @property
-    def bytes_per_s(self) -> float | None:
-        """Bytes read plus bytes written, per second."""
-        return self.timing.rate(self.moved_bytes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCell(TimedRow):
@@ -240,16 +235,6 @@ class CollectiveCell(TimedRow):
     """Bytes of the whole tensor: of all parts together, if each process has a part."""
     world_size: Annotated[int, msgspec.Meta(ge=2, le=2**20)]
     timing: Timing
-
-    @property
-    def algorithm_bytes_per_s(self) -> float | None:
-        """Bytes of the tensor per second."""
-        return self.timing.rate(self.num_bytes)
-
-    @property
-    def bus_bytes_per_s(self) -> float | None:
-        """Bytes that each process sends in a ring, per second (as in nccl-tests, except for the broadcast)."""
-        return self.timing.rate(self.num_bytes * sent_share(self.collective, self.world_size))
 
 
 @dataclass(frozen=True, slots=True)

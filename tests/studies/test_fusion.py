@@ -151,7 +151,6 @@ def test_an_injected_sleep_is_found_in_forward_alone() -> None:
     rows = measure_fused(slow)
     assert rows[Phase.FORWARD].measurement.min_s >= 0.02
     assert rows[Phase.BACKWARD].measurement.min_s < 0.01
-    assert 8 * ELEMENTS / 0.1 < rows[Phase.FORWARD].must_move_bytes_per_s <= 8 * ELEMENTS / 0.02
 
 
 def test_an_injected_error_is_measured() -> None:

@@ -5,6 +5,7 @@ from operator import itemgetter
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
+from cs336_systems.costs.communication import sent_share
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.section import Section, Table, known, make_table
@@ -130,12 +131,12 @@ def promised_flops(spec: DeviceSpec | None, precision: ProductPrecision) -> floa
 
 
 def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:
-    promised = promised_bandwidth(study.device_name)
+    promised, rate = promised_bandwidth(study.device_name), cell.timing.rate(cell.moved_bytes)
     own = _row(study, cell, f"{cell.stream} of {cell.moved_bytes} bytes")
     row = {
         "stream": cell.stream, "moved_mib": cell.moved_bytes / MIB, **own,
-        **derived("gb_per_s", ratio(cell.bytes_per_s, GIGA), own),
-        "data_sheet": ratio(promised, GIGA), **derived("data_sheet_share", ratio(cell.bytes_per_s, promised), own),
+        **derived("gb_per_s", ratio(rate, GIGA), own),
+        "data_sheet": ratio(promised, GIGA), **derived("data_sheet_share", ratio(rate, promised), own),
     }  # fmt: skip
     return _as_ceiling(row, f"{cell.stream} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"]))
 
@@ -159,10 +160,12 @@ def launch_words(study: CeilingsStudy, launch: Launch) -> str:
 
 def _collective(study: CeilingsStudy, cell: CollectiveCell) -> Row:
     own = _row(study, cell, f"{cell.collective} of {cell.num_bytes} bytes")
+    # what each process of a ring sends, as in nccl-tests, except for the broadcast
+    sent_bytes = cell.num_bytes * sent_share(cell.collective, cell.world_size)
     row = {
         "collective": cell.collective, "tensor_mib": cell.num_bytes / MIB, "world_size": cell.world_size, **own,
-        **derived("algorithm_gb_per_s", ratio(cell.algorithm_bytes_per_s, GIGA), own),
-        **derived("bus_gb_per_s", ratio(cell.bus_bytes_per_s, GIGA), own),
+        **derived("algorithm_gb_per_s", ratio(cell.timing.rate(cell.num_bytes), GIGA), own),
+        **derived("bus_gb_per_s", ratio(cell.timing.rate(sent_bytes), GIGA), own),
     }  # fmt: skip
     ceiling = f"{cell.collective} among {cell.world_size} (bus)"
     return _as_ceiling(row, ceiling, "bus_gb_per_s", "GB/s", _mib(row["tensor_mib"]))
