@@ -396,6 +396,9 @@ def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Versio
     inputs, output = sum(map(math.prod, shapes)), math.prod(shapes[0])
     # forward: inputs in, output out; backward: inputs and upstream gradient in, gradients out
     must_move_elements = {Phase.FORWARD: inputs + output, Phase.BACKWARD: 2 * inputs + output}
+    attention = 4 * grid.batch_size * grid.num_heads * grid.context_length**2 * grid.d_head
+    flops = attention if op is Op.ATTENTION else 0  # backward has a matmul for the gradient of each factor
+    matmul_flops = {Phase.FORWARD: flops, Phase.BACKWARD: 2 * flops}
     return tuple(
         FusionRow(
             op=op,
@@ -404,7 +407,7 @@ def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Versio
             phase=phase,
             status=Status.OK,
             must_move_bytes=ELEMENT_BYTES[precision] * must_move_elements[phase],
-            matmul_flops=fusion_flops(grid, op, phase),
+            matmul_flops=matmul_flops[phase],
         )
         for phase in PHASES
     )
@@ -421,11 +424,3 @@ def input_shapes(grid: FusionGrid, op: Op) -> list[tuple[int, ...]]:
         Op.ATTENTION: [heads, heads, heads],
     }
     return inputs[op]
-
-
-def fusion_flops(grid: FusionGrid, op: Op, phase: Phase) -> int:
-    """FLOPs of the matmuls of forward, or of backward, which has one for the gradient of each factor."""
-    if op is not Op.ATTENTION:
-        return 0
-    forward = 4 * grid.batch_size * grid.num_heads * grid.context_length**2 * grid.d_head
-    return forward if phase is Phase.FORWARD else 2 * forward

@@ -15,7 +15,7 @@ from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.operator_cell import OPS, Watcher, measure_fusion
-from cs336_systems.studies.operators import FusionGrid, FusionRow, Op, Version, fusion_flops, input_shapes, version_rows
+from cs336_systems.studies.operators import FusionGrid, FusionRow, Op, Version, input_shapes, version_rows
 from cs336_systems.studies.records import Cell
 from cs336_systems.studies.runner import run_study
 
@@ -112,8 +112,8 @@ def test_flops_are_those_that_torch_counts(op: Op) -> None:
         output = OPS[op][0](*inputs)
     with FlopCounterMode(display=False) as backward:
         torch.autograd.grad(output, inputs, torch.ones_like(output))
-    assert fusion_flops(GRID, op, Phase.FORWARD) == forward.get_total_flops()
-    assert fusion_flops(GRID, op, Phase.BACKWARD) == backward.get_total_flops()
+    rows = version_rows(GRID, op, Precision.FP32, Version.EAGER)
+    assert [row.matmul_flops for row in rows] == [forward.get_total_flops(), backward.get_total_flops()]
 
 
 def test_a_whole_study_on_a_cpu() -> None:
