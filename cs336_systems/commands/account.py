@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +23,8 @@ from cs336_systems.commands.flags import (
 from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, Precision, RunConfig
 from cs336_systems.costs.accounting import SECONDS_PER_DAY, training_days
-from cs336_systems.costs.curves import data_sheet_curves
+from cs336_systems.costs.curves import Curves, data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
-from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import has_large_matmuls, prepare_forecasts
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
@@ -148,7 +147,9 @@ class AccountArguments(Flags):
             return None
         if self.memory_gib is not None:
             return round(self.memory_gib * GIB)
-        if self.device_name is not None or not (name is None or _is_here(name, device)):
+        gpus = visible_gpus()
+        is_here = bool(gpus) and (bare_name(gpus[0].name) == name or find_device(gpus[0].name) is device is not None)
+        if self.device_name is not None or not (name is None or is_here):
             if device is None or device.memory_bytes is None:
                 named = self.device_name or name
                 raise ValueError(f"--fit needs --memory-gib here: no data sheet says how much {named} has")
@@ -192,12 +193,6 @@ def device_meant(name: str | None) -> DeviceSpec | None:
     raise ValueError(f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?")
 
 
-def _is_here(name: str, device: DeviceSpec | None) -> bool:
-    """Whether this machine's first GPU has this name, or this data sheet."""
-    gpus = visible_gpus()
-    return bool(gpus) and (bare_name(gpus[0].name) == name or find_device(gpus[0].name) is device is not None)
-
-
 def machine_meant(name: str | None, ceilings: Ceilings, *, are_asked: bool) -> tuple[str | None, DeviceSpec | None]:
     """The name by which ceilings have the device that is meant, or else its own, and its data sheet.
 
@@ -221,6 +216,14 @@ def machine_meant(name: str | None, ceilings: Ceilings, *, are_asked: bool) -> t
     return next((each for each in device.names if each in known), device.names[0]), device
 
 
+def curves_meant(name: str | None, device: DeviceSpec | None, config: RunConfig, ceilings: Ceilings) -> Curves | None:
+    """The device's measured times, if they tell those of such a step, or else what its data sheet promises."""
+    measured = None if name is None else ceilings.curves(name)
+    if measured is not None and has_large_matmuls(config, measured):
+        return measured
+    return None if device is None else data_sheet_curves(device)
+
+
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
@@ -240,21 +243,13 @@ def run(arguments: AccountArguments) -> int:
     from cs336_systems.report.formats import texts_of, write_files
     from cs336_systems.report.sections.account import Account, account_json, account_section
 
-    measured = None if name is None else ceilings.curves(name)
-    if measured is not None and not has_large_matmuls(config, measured):
-        measured = None
-    curves = data_sheet_curves(device) if measured is None and device is not None else measured
-    time = None if curves is None else predicted_time(config, curves)
     account = Account(
         config=config,
         device=device,
         memory_bytes=memory_bytes,
         collective_times={} if name is None else ceilings.collective_times(name, config.ranks),
-        time=time,
+        curves=curves_meant(name, device, config, ceilings),
         device_name=name,
-        is_measured=measured is not None,
-        is_in_doubt=measured is not None and measured.is_in_doubt,
-        is_shipped=name is not None and ceilings.is_shipped(name),
     )
     section = account_section(account, arguments.top)
     if arguments.output is not None:
@@ -275,15 +270,8 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     known = arguments.known
     precision = one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
     peak_flops_per_s, source = checked(lambda: known.peak(device, precision))
-    assert known.parameters is not None
-    assert known.tokens is not None
-    days: dict[str, Any] = {
-        "parameters": known.parameters,
-        "tokens": known.tokens,
-        "peak_flops_per_s": peak_flops_per_s,
-        "count": known.count,
-        "mfu": known.mfu,
-    }
+    days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
+    del days["peak_tflops"]
     answer = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}
     table = days_table(**days, peak_source=source)
     show([table], json=encode_json(answer) if arguments.json else None)

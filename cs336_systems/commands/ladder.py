@@ -137,12 +137,11 @@ class LadderArguments(Flags):
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
-        return self.output / "ladder" / (self._default_name() if self.name is None else checked_name(self.name))
-
-    def _default_name(self) -> str:
+        if self.name is not None:
+            return self.output / "ladder" / checked_name(self.name)
         base = self.base()
         shape = f"ctx{base.model.context_length}_b{base.batch_size}"
-        return "_".join((plain_word(base.size), shape, device_word(base.device)))
+        return self.output / "ladder" / "_".join((plain_word(base.size), shape, device_word(base.device)))
 
 
 def run(arguments: LadderArguments) -> int:
@@ -151,24 +150,27 @@ def run(arguments: LadderArguments) -> int:
     configs = arguments.runs(ladder)
     explain_cpu_fallback(arguments.device)
     if arguments.dry_run:
-        _print_plan(ladder, configs, directory)
+        for rung in ladder:
+            print(f"{rung.name}: {rung.change} ({rung.config.label})")
+        print_line(f"{counted(len(configs), 'run')} into {directory}")
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
     _refuse_another(ladder[0], directory, fresh=arguments.measuring.fresh)
     make_writable(directory)
     write_ladder(ladder, directory / LADDER_FILE)
-    status = _measure(configs, directory, arguments, ladder)
+    from cs336_systems.report.progress import TerminalListener
+    from cs336_systems.sweep.run import run_sweep
+
+    note_unused_gpus(configs)
+    with TerminalListener(_names(ladder)) as listener:
+        outcome = run_sweep(configs, directory, listener, **asdict(arguments.measuring))
     _report(directory)
-    if status == INTERRUPTED:
+    if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
-    return status
-
-
-def _print_plan(ladder: Sequence[Rung], configs: Sequence[RunConfig], directory: Path) -> None:
-    for rung in ladder:
-        print(f"{rung.name}: {rung.change} ({rung.config.label})")
-    print_line(f"{counted(len(configs), 'run')} into {directory}")
+        return INTERRUPTED
+    wanted = {config.key for config in configs}
+    return status_of([record for record in outcome.records if record.key in wanted], outcome.unexplained)
 
 
 def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
@@ -181,19 +183,6 @@ def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
             f"{directory} holds the ladder of another step ({there.label}; this one is "
             f"{first.config.label}): choose another --name, or start over with --fresh"
         )
-
-
-def _measure(configs: Sequence[RunConfig], directory: Path, arguments: LadderArguments, ladder: Sequence[Rung]) -> int:
-    from cs336_systems.report.progress import TerminalListener
-    from cs336_systems.sweep.run import run_sweep
-
-    note_unused_gpus(configs)
-    with TerminalListener(_names(ladder)) as listener:
-        outcome = run_sweep(configs, directory, listener, **asdict(arguments.measuring))
-    if outcome.interrupted:
-        return INTERRUPTED
-    wanted = {config.key for config in configs}
-    return status_of([record for record in outcome.records if record.key in wanted], outcome.unexplained)
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from cs336_systems.commands.account import ceilings_in, check_ceilings, machine_meant
+from cs336_systems.commands.account import ceilings_in, check_ceilings, curves_meant, machine_meant
 from cs336_systems.commands.flags import (
     Flags,
     Flat,
@@ -18,14 +18,13 @@ from cs336_systems.commands.flags import (
 )
 from cs336_systems.commands.outcome import OK, checked, show
 from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
-from cs336_systems.costs.curves import MATMUL_EFFICIENCY, data_sheet_curves, data_sheet_link
+from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, data_sheet_link
 from cs336_systems.costs.hardware import DeviceSpec
-from cs336_systems.costs.links import Links, measured_links
+from cs336_systems.costs.ranks_time import Links, measured_links
 from cs336_systems.costs.scale import PARALLEL, Paper, feed, scale_step
 from cs336_systems.costs.shards import factor_bytes
-from cs336_systems.costs.time import has_large_matmuls
 from cs336_systems.report.formats import texts_of, write_files
-from cs336_systems.report.sections.scale import Scale, link_source, scale_section
+from cs336_systems.report.sections.scale import Scale, scale_section
 from cs336_systems.report.words import GIGA
 from cs336_systems.studies.ceilings_files import Ceilings
 
@@ -107,14 +106,15 @@ def _links(arguments: ScaleArguments, name: str, device: DeviceSpec | None, ceil
         rate = arguments.node_gb_per_s * GIGA
         return Links(gpus_per_node=size, node_bytes_per_s=rate, network_bytes_per_s=network), "given"
     if (measured := measured_links(ceilings.collectives(name), size, network)) is not None:
-        return measured, link_source(measured.measured_ranks)
+        return measured, f"best collective measured among {measured.measured_ranks} of them"
     promised = None if device is None else data_sheet_link(device)
     if promised is None:
         raise ValueError(
             f"needed --node-gb-per-s: no collectives among several {name} were measured, and how they are connected "
             "is not in its data sheet"
         )
-    return Links(gpus_per_node=size, node_bytes_per_s=promised, network_bytes_per_s=network), link_source(None)
+    source = f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
+    return Links(gpus_per_node=size, node_bytes_per_s=promised, network_bytes_per_s=network), source
 
 
 def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> Scale:
@@ -124,12 +124,9 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
         found = f"; there are ceilings of {', '.join(ceilings.device_names)}" if ceilings.device_names else ""
         raise ValueError(f"needed --device-name: this machine has no GPU whose data sheet is known{found}")
     links, source = _links(arguments, name, device, ceilings)
-    measured = ceilings.curves(name)
-    if measured is not None and not has_large_matmuls(config, measured):
-        measured = None
+    curves = curves_meant(name, device, config, ceilings)
     peak = None if device is None else device.peak_flops_per_s.get(config.precision)
-    rate = None if measured is None else ceilings.flops_per_s(name, config.precision)
-    curves = data_sheet_curves(device) if measured is None and device is not None else measured
+    rate = ceilings.flops_per_s(name, config.precision) if curves is not None and curves.is_measured else None
     rate = MATMUL_EFFICIENCY * peak if rate is None and peak is not None else rate
     if curves is None or rate is None:
         raise ValueError(f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a data sheet")
@@ -143,8 +140,8 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
         for ranks in arguments.rank_counts
     )
     return Scale(
-        config=config, steps=steps, paper=paper, curves=curves, device_name=name, is_measured=measured is not None,
-        peak_flops_per_s=peak, memory_bytes=None if device is None else device.memory_bytes, link_source=source,
+        config=config, steps=steps, paper=paper, curves=curves, device_name=name, peak_flops_per_s=peak,
+        memory_bytes=None if device is None else device.memory_bytes, link_source=source,
     )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ a reduce-scatter and a broadcast as many, an all-reduce twice as many (Patarasuk
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from cs336_systems.config import Arch, Parallel, Precision, RunConfig
 from cs336_systems.costs.memory import MAX_LAYERS
@@ -27,7 +28,7 @@ class Collective(StrEnum):
     PUSH = "push"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """A collective that is launched as one; several tensors that are averaged or gathered together are one call."""
 
@@ -43,25 +44,6 @@ def sent_share(collective: Collective, ranks: int) -> float:
     return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1) / ranks
 
 
-def call_of(collective: Collective, num_bytes: int) -> Call:
-    """The call of that many bytes."""
-    return Call(collective=collective, num_bytes=num_bytes)
-
-
-def buckets_of(sizes: Mapping[str, int], bucket_bytes: int, first_bytes: int | None = None) -> list[list[str]]:
-    """The names in order, in buckets; the name that fills a bucket is its last. `first_bytes` fill the first bucket."""
-    buckets: list[list[str]] = []
-    filled, limit = 0, 0
-    for name, size in sizes.items():
-        if filled >= limit:
-            limit = bucket_bytes if buckets or first_bytes is None else first_bytes
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(name)
-        filled += size
-    return buckets
-
-
 AVERAGING = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP, Parallel.DDP_PUSH)
 WAYS = (*AVERAGING, Parallel.FSDP, Parallel.FSDP_PUSH, Parallel.FSDP2)
 
@@ -75,85 +57,74 @@ def calls(config: RunConfig) -> Counter[Call] | None:
     is_known = config.parallel in WAYS and config.model_factory is None and not config.cast_once
     if not is_known or config.model.num_layers > MAX_LAYERS:
         return None
-    found = Counter(_of_gradients(config) if config.parallel in AVERAGING else _of_shards(config))
+    is_averaged = config.parallel in AVERAGING
+    found = Counter((call for _, call in gradient_calls(config)) if is_averaged else _of_shards(config))
+    if config.parallel.writes_to_others:  # all-reduces of one element, by which ranks wait for each other's copies
+        found[Call(Collective.ALL_REDUCE, FP32_BYTES)] += 2
     if config.shard_optimizer:
-        counts = parameter_elements(config).values()
-        found.update(call_of(Collective.BROADCAST, FP32_BYTES * count) for count in counts)
+        found.update(Call(Collective.BROADCAST, FP32_BYTES * count) for count in parameter_elements(config).values())
     return found
 
 
-def _of_gradients(config: RunConfig) -> Iterator[Call]:
+def gradient_calls(config: RunConfig) -> list[tuple[list[str], Call]]:
+    """The calls that average whole gradients, in their order, each with the names of its parameters.
+
+    The parameter that fills a bucket is its last.
+    """
     counts = parameter_elements(config)
     kind = Collective.PUSH if config.parallel is Parallel.DDP_PUSH else Collective.ALL_REDUCE
-    for group in gradient_groups(config):
-        yield call_of(kind, FP32_BYTES * sum(counts[name] for name in group))
-    yield from _barriers(config)
-
-
-def _barriers(config: RunConfig) -> Iterator[Call]:
-    """All-reduces of one element, by which ranks wait for each other's copies."""
-    if config.parallel.writes_to_others:
-        yield from [call_of(Collective.ALL_REDUCE, FP32_BYTES)] * 2
-
-
-def _exchanges(config: RunConfig, parts: Sequence[int], gathers: int) -> Iterator[Call]:
-    """The calls that gather parameters `gathers` times and scatter their gradients once.
-
-    `parts` are the bytes of a rank's part of each parameter. There is one push per parameter, but one collective for
-    all parameters.
-    """
-    if config.parallel is Parallel.FSDP_PUSH:
-        yield from (call_of(Collective.PUSH, part) for part in parts for _ in range(gathers + 1))
-    elif parts:
-        payload = config.ranks * sum(parts)
-        yield from [call_of(Collective.ALL_GATHER, payload)] * gathers
-        yield call_of(Collective.REDUCE_SCATTER, payload)
-
-
-def gradient_groups(config: RunConfig) -> list[list[str]]:
-    """Names of the parameters whose gradients are averaged together, in the order in which backward makes them."""
-    counts = parameter_elements(config)
-    sizes = {name: FP32_BYTES * counts[name] for name in gradient_order(config)}
-    if config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_PUSH):
-        return [[name] for name in sizes]
-    if config.parallel is Parallel.DDP_FLAT:
-        return [[*sizes]]
-    first_bytes = FIRST_BUCKET_BYTES if config.parallel is Parallel.DDP else None
-    return buckets_of(sizes, config.bucket_mib * 2**20, first_bytes)
+    is_alone = config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_PUSH)
+    bucket_bytes = inf if config.parallel is Parallel.DDP_FLAT else 0 if is_alone else config.bucket_mib * 2**20
+    buckets: list[list[str]] = []
+    filled, limit = 0, 0.0
+    for name in gradient_order(config):
+        if filled >= limit:
+            limit = FIRST_BUCKET_BYTES if config.parallel is Parallel.DDP and not buckets else bucket_bytes
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += FP32_BYTES * counts[name]
+    return [(names, Call(kind, FP32_BYTES * sum(counts[name] for name in names))) for names in buckets]
 
 
 def _of_shards(config: RunConfig) -> Iterator[Call]:
+    found, in_pushes = part_bytes(config), config.parallel is Parallel.FSDP_PUSH
+    for unit, parts in found.items():
+        for together in [[part] for part in parts] if in_pushes else [parts]:
+            gather, scatter = exchange_calls(config, together)
+            yield from [*[gather] * (1 if unit in gathered_once(config, found) else 2), scatter]
+    if config.parallel.is_fsdp:
+        in_units = {name for unit in units(config) for name in unit.counts}
+        vectors = sum(count for name, count in parameter_elements(config).items() if name not in in_units)
+        yield Call(Collective.ALL_REDUCE, FP32_BYTES * vectors)
+
+
+def exchange_calls(config: RunConfig, parts: Sequence[int]) -> tuple[Call, Call]:
+    """The calls that gather parameters, of which each rank has parts of so many bytes, and scatter their gradients."""
+    if config.parallel is Parallel.FSDP_PUSH:
+        return (Call(Collective.PUSH, sum(parts)),) * 2
+    payload = config.ranks * sum(parts)
+    return Call(Collective.ALL_GATHER, payload), Call(Collective.REDUCE_SCATTER, payload)
+
+
+def gathered_once(config: RunConfig, names: Collection[str]) -> set[str]:
+    """Those units, of all, that are not gathered again for backward."""
     if config.parallel is Parallel.FSDP2:
-        for name, payload in _payloads_of_fully_shard(config).items():
-            yield from _exchanges(config, [payload // config.ranks], 1 if name == REST else 2)
-        return
-    found = units(config)
-    *_, last = (unit.name for unit in found if unit.name != REST)
-    for unit in found:
-        parts = [unit.element_bytes * length for length in unit.lengths]
-        yield from _exchanges(config, parts, 1 if unit.name in (LOOKUP, REST, last) else 2)
-    in_units = {name for unit in found for name in unit.counts}
-    vectors = sum(count for name, count in parameter_elements(config).items() if name not in in_units)
-    yield call_of(Collective.ALL_REDUCE, FP32_BYTES * vectors)
-    yield from _barriers(config)
+        return {REST}
+    return {LOOKUP, REST, [name for name in names if name != REST][-1]}
 
 
-def unit_bytes(config: RunConfig) -> dict[str, int]:
-    """Bytes of each unit's all-gather: of all ranks' parts; for ways that copy, of one rank's part."""
-    if config.parallel is Parallel.FSDP2:
-        return _payloads_of_fully_shard(config)
-    parts = config.ranks if config.parallel.writes_to_others else 1
-    return {unit.name: unit.payload_bytes // parts for unit in units(config) if unit.counts}
-
-
-def _payloads_of_fully_shard(config: RunConfig) -> dict[str, int]:
-    """Bytes of each block, and of the rest, as PyTorch's fully_shard gathers them."""
+def part_bytes(config: RunConfig) -> dict[str, list[int]]:
+    """Bytes of a rank's part of each parameter, by the unit with which it is gathered, in the order of forward."""
+    if config.parallel.is_fsdp:
+        found = {unit.name: [unit.element_bytes * length for length in unit.lengths] for unit in units(config)}
+        return {name: parts for name, parts in found.items() if parts}
     element_bytes = HALF_BYTES if config.precision is Precision.BF16 else FP32_BYTES
-    payloads: Counter[str] = Counter()
-    for name, count in kept_elements(config).items():
+    parts: dict[str, list[int]] = {}
+    for name, count in kept_elements(config).items():  # PyTorch's fully_shard gathers each block, and the rest as one
         unit = name.partition(".")[0]
-        payloads[unit if unit.isdigit() else REST] += config.ranks * element_bytes * count
-    return payloads
+        parts.setdefault(unit if unit.isdigit() else REST, []).append(element_bytes * count)
+    return parts
 
 
 def gradient_order(config: RunConfig) -> list[str]:

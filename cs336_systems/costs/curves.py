@@ -56,6 +56,8 @@ class Curves:
     """Times of each collective by its bytes, by the number of ranks among which they were measured."""
     queued_gap_s: float | None = None
     """Gap between two kernels that the host launched one by one, early enough; None if it was not measured."""
+    is_measured: bool = True
+    """Whether they were measured, and not computed from the device's data sheet."""
     is_in_doubt: bool = False
     """Whether so many of the times are in doubt that what is predicted from them is too."""
     is_shipped: bool = False
@@ -92,15 +94,10 @@ class Curves:
         if not points:
             return None
         seconds = 2 * batch * rows * inner * columns / _rate(points, batch * rows, inner, columns)
-        if self.has_form(precision, form, is_batched=batch > 1):
+        if any(each.form is form and (each.batch > 1) is (batch > 1) for each in measured):
             return seconds
         least_s = self.pass_s(moved_bytes) if moved_bytes else 0.0
         return max(seconds * MATMULS_OF.get(form, 2) / 2, least_s)
-
-    def has_form(self, precision: Precision, form: Form, *, is_batched: bool) -> bool:
-        """Whether matmuls of this form were measured, batched ones if it is batched."""
-        measured = self.matmuls.get(precision, ())
-        return any(each.form is form and (each.batch > 1) is is_batched for each in measured)
 
     def has_product(self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int) -> bool:
         """Whether this very matmul was measured, so that its time is looked up rather than interpolated."""
@@ -124,10 +121,6 @@ class Curves:
     def pass_s(self, num_bytes: int, how: Pass = Pass.COPY) -> float:
         """Time of a pass that reads and writes `num_bytes`; time of a copy if passes of this kind were not measured."""
         return interpolated(self.passes.get(how) or self.copies, num_bytes)
-
-    def adamw_s(self, num_bytes: int) -> float:
-        """Time of fused AdamW that moves so many bytes."""
-        return interpolated(self.adamw, num_bytes)
 
 
 def _is_aligned(*sides: int) -> bool:
@@ -209,22 +202,19 @@ def data_sheet_curves(device: DeviceSpec) -> Curves:
     bandwidth = MEMORY_EFFICIENCY * device.memory_bandwidth_bytes_per_s
     smallest = round(KERNEL_S * bandwidth)
     passes = {smallest: KERNEL_S, 1000 * smallest: 1000 * KERNEL_S}
+    peaks = device.peak_flops_per_s
+    times_s = {precision: 2 * _SIDE**3 / (MATMUL_EFFICIENCY * peak) for precision, peak in peaks.items()}
     return Curves(
-        matmuls={precision: _matmuls(device, precision) for precision in Precision},
+        matmuls={
+            precision: (Matmul(rows=_SIDE, inner=_SIDE, columns=_SIDE, time_s=time_s),)
+            for precision, time_s in times_s.items()
+        },
         copies=passes,
         adamw=passes,
         launch_s=LAUNCH_S,
         kernel_s=KERNEL_S,
+        is_measured=False,
     )
-
-
-def _matmuls(device: DeviceSpec, precision: Precision) -> tuple[Matmul, ...]:
-    """One matmul, whose rate applies to all; empty if the peak of the precision is not known."""
-    peak = device.peak_flops_per_s.get(precision)
-    if peak is None:
-        return ()
-    time_s = 2 * _SIDE**3 / (MATMUL_EFFICIENCY * peak)
-    return (Matmul(rows=_SIDE, inner=_SIDE, columns=_SIDE, time_s=time_s),)
 
 
 def data_sheet_link(device: DeviceSpec) -> float | None:

@@ -6,10 +6,9 @@ held throughout, what forward saves, and what the fullest moments of backward ne
 
 from dataclasses import replace
 
-from cs336_systems.config import Arch, Attention, Device, Mode, ModelConfig, Profiler, RunConfig
+from cs336_systems.config import Arch, Attention, Device, Mode, Profiler, RunConfig
 from cs336_systems.costs.accounting import (
     Component,
-    count_parameters,
     parameters_by_component,
 )
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
@@ -161,7 +160,7 @@ def held_bytes(config: RunConfig) -> int:
     """
     parts = parameters_by_component(config.model)
     linear, read, every = _with_copies(config), _read(config), sum(parts.values())
-    masters = FP32_BYTES * (every - read) - (HALF_BYTES * only_copied(config.model) if config.split_masters else 0)
+    masters = (HALF_BYTES if config.split_masters else FP32_BYTES) * (every - read)
     moment_bytes = HALF_BYTES if config.bf16_moments else FP32_BYTES
     moments = 2 * moment_bytes * every if config.mode is Mode.TRAIN else 0
     if config.parallel.shards_parameters:
@@ -195,16 +194,14 @@ def _with_copies(config: RunConfig) -> int:
     return sum(parts.values()) - parts[Component.EMBEDDING] - parts[Component.NORMS] + surplus
 
 
-def only_copied(model: ModelConfig) -> int:
-    """Parameters of which `cast_once` reads the copies only: all but norms, embedding, and a head tied to it."""
-    parts = parameters_by_component(model)
-    read = {Component.EMBEDDING, Component.NORMS, *([Component.HEAD] if model.arch is Arch.GPT2 else [])}
-    return sum(elements for part, elements in parts.items() if part not in read)
-
-
 def _read(config: RunConfig) -> int:
-    """Parameters that the model reads in fp32: the embedding, which may be the head's table too, and the norms."""
-    return count_parameters(config.model) - only_copied(config.model)
+    """Parameters that the model reads in fp32: the embedding, which may be the head's table too, and the norms.
+
+    Of all others `cast_once` reads the copies only.
+    """
+    parts = parameters_by_component(config.model)
+    table = parts[Component.HEAD] if config.model.arch is Arch.GPT2 else 0
+    return parts[Component.EMBEDDING] + parts[Component.NORMS] + table
 
 
 def _padded_vocabulary(config: RunConfig) -> int:

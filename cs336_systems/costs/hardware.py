@@ -27,21 +27,17 @@ class DeviceSpec:
 
 def _spec(
     *names: str,
-    fp32: float | None = None,
-    tf32: float | None = None,
-    bf16: float | None = None,
-    fp16: float | None = None,
-    fp8: float | None = None,
     gb_per_s: float,
+    source: str,
+    fp8: float | None = None,
     nvlink: float | None = None,
     gb: int | None = None,
-    source: str,
+    **peaks: float,
 ) -> DeviceSpec:
     """One row of the table: peaks in TFLOP/s, memory in GB, bandwidths in GB/s; NVLink's is that of both directions."""
-    peaks = {Precision.FP32: fp32, Precision.TF32: tf32, Precision.BF16: bf16, Precision.FP16: fp16}
     return DeviceSpec(
         names=names,
-        peak_flops_per_s={precision: peak * 1e12 for precision, peak in peaks.items() if peak is not None},
+        peak_flops_per_s={Precision(name): peak * 1e12 for name, peak in peaks.items()},
         memory_bandwidth_bytes_per_s=gb_per_s * 1e9,
         source=source,
         fp8_peak_flops_per_s=None if fp8 is None else fp8 * 1e12,
@@ -128,12 +124,8 @@ def devices_called(name: str) -> tuple[DeviceSpec, ...]:
 
 def is_short_for(name: str, device_name: str) -> bool:
     """Whether the name of a device contains all words of a short one, of which there must be at least one."""
-    wanted = _words(name)
-    return bool(wanted) and wanted <= _words(_with_form_factor(bare_name(device_name)))
-
-
-def _with_form_factor(name: str) -> str:
-    return f"{name} {_FORM_FACTORS.get(name, '')}"
+    wanted, whole = _words(name), bare_name(device_name)
+    return bool(wanted) and wanted <= _words(f"{whole} {_FORM_FACTORS.get(whole, '')}")
 
 
 def _words(name: str) -> set[str]:

@@ -87,26 +87,28 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
 
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
-    return _Replay(tape_of(config)).prediction()
+    tape = tape_of(config)
+    allocator = _placed(tape)
+    sizes, levels = allocator.sizes_bytes, _levels(tape, allocator.sizes_bytes)
+    first, last = ([(phase, begin) for phase, begin, _ in tape.steps[place]] for place in (0, -1))
+    return MemoryPrediction(
+        peak=_peak(tape, sizes, levels, last),
+        first_step_peak=_peak(tape, sizes, levels, first),
+        reserved_bytes=allocator.reserved_bytes,
+        start_bytes=levels[last[0][1]],
+        after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(last)},
+    )
 
 
 def predicted_peak_bytes(config: RunConfig) -> int | None:
     """torch.cuda.max_memory_allocated of the measured steps; None if that is not predicted."""
-    if config.device is not Device.CUDA or not is_predictable(config):
+    found = predict_memory(config) if config.device is Device.CUDA else None
+    if found is None:
         return None
-    first_bytes, last_bytes = _peaks_bytes(as_costed(config))
     if config.warmup_steps:
-        return last_bytes
-    return max(first_bytes, 0 if config.measured_steps == 1 else last_bytes)
-
-
-@lru_cache(maxsize=4096)
-def _peaks_bytes(config: RunConfig) -> tuple[int, int]:
-    """The peaks of the first step and of a steady one, without what they consist of."""
-    replayed = _Replay(tape_of(config))
-    steps, levels = replayed.tape.steps, replayed.levels()
-    first, last = (max(levels[steps[place][0][1] : steps[place][-1][1] + 1]) for place in (0, -1))
-    return first, last
+        return found.peak.allocated_bytes
+    later_bytes = 0 if config.measured_steps == 1 else found.peak.allocated_bytes
+    return max(found.first_step_peak.allocated_bytes, later_bytes)
 
 
 def host_bytes(config: RunConfig) -> int | None:
@@ -150,7 +152,7 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     if not is_predictable(config):
         return None
     try:
-        _Replay(tape_of(config), memory_bytes - outside_bytes(config))
+        _placed(tape_of(config), memory_bytes - outside_bytes(config))
     except OutOfMemoryError:
         return False
     return True
@@ -200,13 +202,9 @@ def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
 
 def _tensor_bytes(config: RunConfig) -> int:
     """The most bytes of tensors at any moment, without the remainders that the allocator does not split off."""
-    return max(_levels_without_rests(tape_of(config)))
-
-
-def _levels_without_rests(tape: Tape) -> list[int]:
-    """Bytes allocated before the first event and after each, if the allocator split off everything."""
+    tape = tape_of(config)
     sizes = [_rounded(spec.size_bytes) for spec in tape.specs]
-    return _levels(tape, [sizes[kind] for kind in tape.tensors])
+    return max(_levels(tape, [sizes[kind] for kind in tape.tensors]))
 
 
 def _levels(tape: Tape, sizes_bytes: Sequence[int]) -> list[int]:
@@ -267,53 +265,32 @@ def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
     return {**dict.fromkeys(kept, share), Category.WEIGHT_COPIES: 0.0}, gathered
 
 
-class _Replay:
-    """Replays a tape on the simulated allocator; raises OutOfMemoryError if a tensor does not fit."""
+def _placed(tape: Tape, capacity_bytes: int | None = None) -> CachingAllocator:
+    """The simulated allocator after the tape; raises OutOfMemoryError if a tensor does not fit."""
+    allocator = CachingAllocator(capacity_bytes)
+    allocator.replay(tape.events, tape.tensors, [(spec.size_bytes, spec.stream) for spec in tape.specs])
+    return allocator
 
-    def __init__(self, tape: Tape, capacity_bytes: int | None = None) -> None:
-        self.tape = tape
-        allocator = CachingAllocator(capacity_bytes)
-        allocator.replay(tape.events, tape.tensors, [(spec.size_bytes, spec.stream) for spec in tape.specs])
-        self.sizes_bytes = allocator.sizes_bytes
-        """Bytes of the block that holds each tensor, by handle."""
-        self.reserved_bytes = allocator.reserved_bytes
 
-    def levels(self) -> list[int]:
-        """Bytes allocated before the first event and after each."""
-        return _levels(self.tape, self.sizes_bytes)
-
-    def prediction(self) -> MemoryPrediction:
-        """The peaks of the first and the last step, and the last step's memory phase by phase."""
-        levels = self.levels()
-        first, last = ([(phase, begin) for phase, begin, _ in self.tape.steps[place]] for place in (0, -1))
-        return MemoryPrediction(
-            peak=self._peak(last, levels),
-            first_step_peak=self._peak(first, levels),
-            reserved_bytes=self.reserved_bytes,
-            start_bytes=levels[last[0][1]],
-            after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(last)},
-        )
-
-    def _peak(self, phases: Sequence[tuple[Phase, int]], levels: Sequence[int]) -> Peak:
-        """The first maximum of a step, from its phases and the events before them."""
-        (first, start), *others, (_, end) = phases
-        peak_bytes = max(levels[start : end + 1])
-        when = levels.index(peak_bytes, start)
-        tape, sizes = self.tape, self.sizes_bytes
-        done = tape.events[:when]
-        live = sorted({*range(max(done, default=-1) + 1)}.difference(map(invert, done)))
-        parts = _parts(Counter(map(tape.spec, live)))
-        wanted = [_rounded(spec.size_bytes) for spec in tape.specs]
-        rests = [sizes[handle] - wanted[tape.tensors[handle]] for handle in live]
-        unsplit = Part(
-            category=Category.UNSPLIT,
-            label="what the allocator does not split off",
-            formula="up to 1 MiB a block",
-            count=sum(rest > 0 for rest in rests),
-            size_bytes=sum(rests),
-        )
-        phase = [first, *(phase for phase, begin in others if begin < when)][-1]
-        return Peak(phase=phase, allocated_bytes=peak_bytes, parts=(*parts, unsplit))
+def _peak(tape: Tape, sizes: Sequence[int], levels: Sequence[int], phases: Sequence[tuple[Phase, int]]) -> Peak:
+    """The first maximum of a step, from its phases and the events before them, and the bytes of each tensor's block."""
+    (first, start), *others, (_, end) = phases
+    peak_bytes = max(levels[start : end + 1])
+    when = levels.index(peak_bytes, start)
+    done = tape.events[:when]
+    live = sorted({*range(max(done, default=-1) + 1)}.difference(map(invert, done)))
+    parts = _parts(Counter(map(tape.spec, live)))
+    wanted = [_rounded(spec.size_bytes) for spec in tape.specs]
+    rests = [sizes[handle] - wanted[tape.tensors[handle]] for handle in live]
+    unsplit = Part(
+        category=Category.UNSPLIT,
+        label="what the allocator does not split off",
+        formula="up to 1 MiB a block",
+        count=sum(rest > 0 for rest in rests),
+        size_bytes=sum(rests),
+    )
+    phase = [first, *(phase for phase, begin in others if begin < when)][-1]
+    return Peak(phase=phase, allocated_bytes=peak_bytes, parts=(*parts, unsplit))
 
 
 def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:

@@ -2,26 +2,32 @@
 
 Collectives run one after the other, at the same time as kernels. Their time is exposed where kernels wait for them;
 elsewhere they slow the kernels down.
+
+A collective runs as rings within every node and across the nodes at the same time, as NCCL's do: each GPU of a node
+sends its share of what leaves the node through its own network adapter. Of S bytes that n nodes of g ranks have in the
+end, a GPU sends S (g - 1) / g to its neighbours in an all-gather, and S (n - 1) / (n g) to other nodes; the slower of
+the two decides (Austin et al. 2025, How to Scale Your Model, "How to Think About GPUs"). Latencies of the network are
+left out.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from cs336_systems.config import Parallel, Phase, RunConfig
-from cs336_systems.costs.communication import AVERAGING, Call, Collective, call_of, calls, gradient_groups, unit_bytes
-from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.links import Links, measured_links
-from cs336_systems.costs.memory import is_predictable
-from cs336_systems.costs.shards import (
-    AHEAD,
-    FP32_BYTES,
-    HEAD,
-    LOOKUP,
-    REST,
-    parameter_elements,
-    parameter_shapes,
+from cs336_systems.costs.communication import (
+    AVERAGING,
+    Call,
+    Collective,
+    calls,
+    exchange_calls,
+    gathered_once,
+    gradient_calls,
+    part_bytes,
+    sent_share,
 )
+from cs336_systems.costs.curves import Curves, interpolated
+from cs336_systems.costs.memory import is_predictable
+from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HEAD, LOOKUP, REST, parameter_elements, parameter_shapes
 from cs336_systems.costs.time import TimePrediction, has_known_kernels, operations, replay_operations, step_time
 
 SPEED_BESIDE = 0.5
@@ -31,6 +37,82 @@ AFTER_BACKWARD = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
 """Ways that average gradients after backward."""
 WAITS_IN_BACKWARD = (Parallel.DDP, Parallel.FSDP2)
 """PyTorch's DDP and FSDP, which wait for collectives at the end of backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Connections of GPUs that are all alike."""
+
+    gpus_per_node: int
+    node_bytes_per_s: float
+    """Rate at which each GPU sends to others of its node."""
+    network_bytes_per_s: float | None = None
+    """Rate at which each GPU sends to other nodes while all others of its node do so too; None: there is one node."""
+    times: Mapping[Collective, Mapping[int, float]] = field(default_factory=dict)
+    """Measured times of collectives within a node, by bytes; `node_bytes_per_s` is used for kinds not measured."""
+    measured_ranks: int = 2
+    """Ranks among which `times` were measured."""
+
+    def call_s(self, call: Call, ranks: int) -> float:
+        """Time of a collective of so many ranks while nothing else is sent; beyond one node they fill their nodes."""
+        in_node = min(ranks, self.gpus_per_node)
+        return max(self._in_node_s(call, in_node), self._across_s(call, in_node, ranks // in_node))
+
+    def _in_node_s(self, call: Call, ranks: int) -> float:
+        """Measured times are scaled by what a rank sends if another number of ranks was measured."""
+        share = sent_share(call.collective, ranks)
+        if not share:
+            return 0.0
+        if not (times := self._times_of(call.collective)):
+            return share * call.num_bytes / self.node_bytes_per_s
+        return interpolated(times, call.num_bytes) * share / sent_share(call.collective, self.measured_ranks)
+
+    def _times_of(self, kind: Collective) -> Mapping[int, float]:
+        """Times of this kind; if only all-reduces were measured, an all-gather or reduce-scatter takes half of one."""
+        if (found := self.times.get(kind)) or kind not in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+            return found or {}
+        return {num_bytes: time_s / 2 for num_bytes, time_s in self.times.get(Collective.ALL_REDUCE, {}).items()}
+
+    def _across_s(self, call: Call, in_node: int, nodes: int) -> float:
+        if nodes == 1:
+            return 0.0
+        assert self.network_bytes_per_s is not None
+        is_push = call.collective is Collective.PUSH
+        share = in_node * (nodes - 1) if is_push else sent_share(call.collective, nodes) / in_node
+        return call.num_bytes * share / self.network_bytes_per_s
+
+
+def measured_links(
+    collectives: Mapping[int, Mapping[Collective, Mapping[int, float]]],
+    gpus_per_node: int,
+    network_bytes_per_s: float | None = None,
+) -> Links | None:
+    """Links by measured times of collectives, by the number of their ranks: the largest that a node has room for.
+
+    None if no ring of so few ranks was measured.
+    """
+    for ranks in sorted(collectives, reverse=True):
+        rate = fastest_bytes_per_s(collectives[ranks], ranks)
+        if ranks <= gpus_per_node and rate is not None:
+            return Links(
+                gpus_per_node=gpus_per_node,
+                node_bytes_per_s=rate,
+                network_bytes_per_s=network_bytes_per_s,
+                times=collectives[ranks],
+                measured_ranks=ranks,
+            )
+    return None
+
+
+def fastest_bytes_per_s(times: Mapping[Collective, Mapping[int, float]], ranks: int) -> float | None:
+    """The highest rate at which a rank sent in an all-reduce, all-gather or reduce-scatter; None if none was timed."""
+    rings = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    rates = (
+        num_bytes * sent_share(kind, ranks) / time_s
+        for kind in rings
+        for num_bytes, time_s in times.get(kind, {}).items()
+    )
+    return max(rates, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +151,21 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
     compute = compute_time(config, curves)
     if compute is None:
         return None
-    exchange = _Exchange(config=config, compute=compute, curves=curves, links=links)
-    more_s, slowed_s = exchange.more_s()
+
+    def call_s(call: Call) -> float:
+        return links.call_s(call, config.ranks)
+
+    added = _averaged if config.parallel in AVERAGING else _sharded
+    more_s, slowed_s = added(config, compute, call_s)
+    found: Mapping[Call, int] = calls(config) or {}
+    elements = sum(parameter_elements(config).values())
+    # passes over gradients after backward: ddp-flat flattens them, ddp-push adds up those of all ranks
+    if config.parallel is Parallel.DDP_FLAT:
+        more_s[Phase.COMMUNICATION] += curves.pass_s(2 * FP32_BYTES * elements)
+    elif config.parallel is Parallel.DDP_PUSH:
+        more_s[Phase.COMMUNICATION] += (config.ranks - 1) * curves.pass_s(3 * FP32_BYTES * elements)
+    if config.shard_optimizer:
+        more_s[Phase.OPTIMIZER] = _sum_s(found, Collective.BROADCAST, call_s)
     phases = [phase for phase in Phase if phase in compute.phases_s or phase in more_s]
     time = replace(
         compute,
@@ -78,9 +173,8 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
         kernels_s={phase: compute.kernels_s.get(phase, 0.0) + more_s.get(phase, 0.0) for phase in phases},
         step_s=compute.step_s + sum(more_s.values()),
     )
-    return RanksTime(
-        time=time, compute_s=compute.step_s, communication_s=exchange.communication_s, slowed_s=slowed_s
-    )  # fmt: skip
+    communication_s = sum(count * call_s(call) for call, count in found.items())
+    return RanksTime(time=time, compute_s=compute.step_s, communication_s=communication_s, slowed_s=slowed_s)
 
 
 def compute_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
@@ -94,13 +188,13 @@ def compute_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
 class _Timeline:
     """Two queues that run at the same time: kernels in order, and collectives in order."""
 
-    def __init__(self, speed_beside: float) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.now_s = 0.0
         """When the last kernel has ended."""
         self.sent_s = 0.0
         """When the last collective has ended."""
         self.slowed_s = 0.0
-        self._speed_beside = speed_beside
+        self._speed_beside = 1.0 if config.parallel.writes_to_others else SPEED_BESIDE
 
     def send(self, time_s: float) -> float:
         """Launch a collective now; return when it ends."""
@@ -120,149 +214,78 @@ class _Timeline:
         self.now_s = max(self.now_s, until_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Exchange:
-    """The collectives of one step."""
-
-    config: RunConfig
-    compute: TimePrediction
-    curves: Curves
-    links: Links
-
-    def more_s(self) -> tuple[dict[Phase, float], float]:
-        """How much longer each phase takes than its kernels alone, and how much of that the kernels are slowed."""
-        config = self.config
-        more, slowed_s = self._averaged() if config.parallel in AVERAGING else self._sharded()
-        if config.shard_optimizer:
-            broadcasts = (each for each in self._calls if each.collective is Collective.BROADCAST)
-            more[Phase.OPTIMIZER] = sum(self._calls[each] * self._call_s(each) for each in broadcasts)
-        return more, slowed_s
-
-    @property
-    def communication_s(self) -> float:
-        """All collectives, one after the other."""
-        return sum(count * self._call_s(call) for call, count in self._calls.items())
-
-    @cached_property
-    def _calls(self) -> Mapping[Call, int]:
-        return calls(self.config) or {}
-
-    def _call_s(self, call: Call) -> float:
-        return self.links.call_s(call, self.links.group(self.config.ranks))
-
-    # whole gradients are averaged
-
-    def _averaged(self) -> tuple[dict[Phase, float], float]:
-        """The result of `more_s` for ways that average whole gradients."""
-        backward_s = self.compute.phases_s[Phase.BACKWARD]
-        weights = {} if self.config.parallel in AFTER_BACKWARD else _weights(self.config)
-        kind = Collective.PUSH if self.config.parallel is Parallel.DDP_PUSH else Collective.ALL_REDUCE
-        counts, line = parameter_elements(self.config), _Timeline(self._speed_beside)
-        if not weights:
-            line.compute(backward_s)
-        for group in gradient_groups(self.config):
-            if weights:  # each group takes a share of backward's time in proportion to its matrices' elements
-                line.compute(backward_s * sum(weights[name] for name in group) / sum(weights.values()))
-            line.send(self._call_s(call_of(kind, FP32_BYTES * sum(counts[name] for name in group))))
-        after_s = max(0.0, line.sent_s - line.now_s) + self._passes_s(sum(counts.values()))
-        more = {Phase.BACKWARD: line.slowed_s, Phase.COMMUNICATION: 0.0}
-        more[self._late] += after_s
-        return more, line.slowed_s
-
-    @property
-    def _late(self) -> Phase:
-        """The phase that waits for the collectives that are left after backward."""
-        return Phase.BACKWARD if self.config.parallel in WAITS_IN_BACKWARD else Phase.COMMUNICATION
-
-    @property
-    def _speed_beside(self) -> float:
-        return 1.0 if self.config.parallel.writes_to_others else SPEED_BESIDE
-
-    def _passes_s(self, elements: int) -> float:
-        """Time of passes over gradients after backward: ddp-flat flattens them, ddp-push adds up those of all ranks."""
-        if self.config.parallel is Parallel.DDP_FLAT:
-            return self.curves.pass_s(2 * FP32_BYTES * elements)
-        if self.config.parallel is Parallel.DDP_PUSH:
-            return (self.config.ranks - 1) * self.curves.pass_s(3 * FP32_BYTES * elements)
-        return 0.0
-
-    # parameters are sharded
-
-    def _sharded(self) -> tuple[dict[Phase, float], float]:
-        """The result of `more_s` for sharded parameters: each unit is gathered ahead, and its gradients scattered."""
-        units, line = unit_bytes(self.config), _Timeline(self._speed_beside)
-        jobs = list(self._jobs(units))
-        gathers = [place for place, job in enumerate(jobs) if job.gathers]
-        gather, scatter = self._kinds
-        arrived: dict[int, float] = {}
-        if REST in units:
-            line.wait(line.send(self._call_s(call_of(gather, units[REST]))))
-        more, alone_s = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION), 0.0), 0.0
-        for place, job in enumerate(jobs):
-            while gathers and gathers[0] <= place + self._ahead:
-                unit = jobs[gathers[0]].unit
-                arrived[gathers.pop(0)] = line.send(self._call_s(call_of(gather, units[unit])))
-            line.wait(arrived.get(place, 0.0))
-            line.compute(job.compute_s)
-            if job.scatters:
-                line.send(self._call_s(call_of(scatter, units[job.unit])))
-            alone_s += job.compute_s
-            more[job.phase] = line.now_s - alone_s
-        more[Phase.BACKWARD] -= more[Phase.FORWARD]
-        if REST in units:
-            line.send(self._call_s(call_of(scatter, units[REST])))
-        more[self._late] += max(0.0, line.sent_s - line.now_s) + self._vectors_s()
-        return {phase: max(0.0, time_s) for phase, time_s in more.items()}, line.slowed_s
-
-    @property
-    def _ahead(self) -> int:
-        return 1 if self.config.parallel is Parallel.FSDP2 else AHEAD
-
-    @property
-    def _kinds(self) -> tuple[Collective, Collective]:
-        """The kinds of call that gather parameters and that scatter their gradients."""
-        if self.config.parallel is Parallel.FSDP_PUSH:
-            return Collective.PUSH, Collective.PUSH
-        return Collective.ALL_GATHER, Collective.REDUCE_SCATTER
-
-    def _vectors_s(self) -> float:
-        """Time to average the gradients of vectors, which every rank has whole, at the end."""
-        alone = (each for each in self._calls if each.collective is Collective.ALL_REDUCE)
-        return sum(self._calls[each] * self._call_s(each) for each in alone)
-
-    def _jobs(self, units: Mapping[str, int]) -> Iterator["_Job"]:
-        """The parts of forward and of backward in their order."""
-        names = [LOOKUP, *map(str, range(self.config.model.num_layers)), HEAD]
-        weights = dict.fromkeys(names, 0)
-        for parameter, weight in _weights(self.config).items():
-            unit = parameter.partition(".")[0]
-            weights[unit if unit in weights and unit != LOOKUP else HEAD] += weight  # a lookup multiplies nothing
-        shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-        once = (LOOKUP, [name for name in names if name in units][-1]) if self.config.parallel.is_fsdp else ()
-        for phase, order in ((Phase.FORWARD, names), (Phase.BACKWARD, names[::-1])):
-            compute_s = self.compute.phases_s[phase]
-            for name in order:
-                is_unit, is_back = name in units, phase is Phase.BACKWARD
-                yield _Job(
-                    phase=phase,
-                    unit=name,
-                    compute_s=shares[name] * compute_s,
-                    gathers=is_unit and not (is_back and name in once),
-                    scatters=is_unit and is_back,
-                )
+CallTime = Callable[[Call], float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """The kernels of one unit in forward or backward."""
+def _sum_s(found: Mapping[Call, int], kind: Collective, call_s: CallTime) -> float:
+    """Time of all calls of a kind, one after the other."""
+    return sum(count * call_s(call) for call, count in found.items() if call.collective is kind)
 
-    phase: Phase
-    unit: str
-    compute_s: float
-    gathers: bool
-    """Whether the unit's parameters must be gathered before."""
-    scatters: bool
-    """Whether the unit's gradients are scattered afterwards."""
+
+def _late(config: RunConfig) -> Phase:
+    """The phase that waits for the collectives that are left after backward."""
+    return Phase.BACKWARD if config.parallel in WAITS_IN_BACKWARD else Phase.COMMUNICATION
+
+
+def _averaged(config: RunConfig, compute: TimePrediction, call_s: CallTime) -> tuple[dict[Phase, float], float]:
+    """How much longer each phase takes if whole gradients are averaged, and how much of that kernels are slowed."""
+    backward_s, line = compute.phases_s[Phase.BACKWARD], _Timeline(config)
+    weights = {} if config.parallel in AFTER_BACKWARD else _weights(config)
+    if not weights:
+        line.compute(backward_s)
+    for names, call in gradient_calls(config):
+        if weights:  # each group takes a share of backward's time in proportion to its matrices' elements
+            line.compute(backward_s * sum(weights[name] for name in names) / sum(weights.values()))
+        line.send(call_s(call))
+    more = {Phase.BACKWARD: line.slowed_s, Phase.COMMUNICATION: 0.0}
+    more[_late(config)] += max(0.0, line.sent_s - line.now_s)
+    return more, line.slowed_s
+
+
+def _sharded(config: RunConfig, compute: TimePrediction, call_s: CallTime) -> tuple[dict[Phase, float], float]:
+    """The same if parameters are sharded: each unit is gathered ahead, and its gradients are scattered."""
+    parts, line, shares = part_bytes(config), _Timeline(config), _shares(config)
+    gather_s, scatter_s = (
+        {unit: call_s(exchange_calls(config, own)[number]) for unit, own in parts.items()} for number in (0, 1)
+    )
+    order = [*((Phase.FORWARD, unit) for unit in shares), *((Phase.BACKWARD, unit) for unit in reversed(shares))]
+    once = gathered_once(config, [*parts])
+    gathers = [
+        place for place, (phase, unit) in enumerate(order)
+        if unit in parts and (phase is Phase.FORWARD or unit not in once)
+    ]  # fmt: skip
+    ahead = 1 if config.parallel is Parallel.FSDP2 else AHEAD
+    arrived: dict[int, float] = {}
+    if REST in parts:
+        line.wait(line.send(gather_s[REST]))
+    more, alone_s = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION), 0.0), 0.0
+    for place, (phase, unit) in enumerate(order):
+        while gathers and gathers[0] <= place + ahead:
+            needed = gathers.pop(0)
+            arrived[needed] = line.send(gather_s[order[needed][1]])
+        line.wait(arrived.get(place, 0.0))
+        compute_s = shares[unit] * compute.phases_s[phase]
+        line.compute(compute_s)
+        if phase is Phase.BACKWARD and unit in parts:
+            line.send(scatter_s[unit])
+        alone_s += compute_s
+        more[phase] = line.now_s - alone_s
+    more[Phase.BACKWARD] -= more[Phase.FORWARD]
+    if REST in parts:
+        line.send(scatter_s[REST])
+    # at the end, the gradients of vectors are averaged, which every rank has whole
+    vectors_s = _sum_s(calls(config) or {}, Collective.ALL_REDUCE, call_s)
+    more[_late(config)] += max(0.0, line.sent_s - line.now_s) + vectors_s
+    return {phase: max(0.0, time_s) for phase, time_s in more.items()}, line.slowed_s
+
+
+def _shares(config: RunConfig) -> dict[str, float]:
+    """Share of each unit in the time of forward, and of backward, in the order of forward."""
+    weights = dict.fromkeys([LOOKUP, *map(str, range(config.model.num_layers)), HEAD], 0)
+    for parameter, weight in _weights(config).items():
+        unit = parameter.partition(".")[0]
+        weights[unit if unit in weights and unit != LOOKUP else HEAD] += weight  # a lookup multiplies nothing
+    return {unit: weight / sum(weights.values()) for unit, weight in weights.items()}
 
 
 def _weights(config: RunConfig) -> dict[str, int]:
@@ -270,6 +293,4 @@ def _weights(config: RunConfig) -> dict[str, int]:
     shapes = parameter_shapes(config.model)
     tables = {LOOKUP, "positions"} if "lm_head" in shapes else {"positions"}
     counts = parameter_elements(config)
-    return {
-        name: counts[name] if len(shape.split()) > 1 and name not in tables else 0 for name, shape in shapes.items()
-    }
+    return {name: counts[name] if len(shape) > 1 and name not in tables else 0 for name, shape in shapes.items()}

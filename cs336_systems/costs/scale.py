@@ -37,9 +37,8 @@ from math import floor, inf
 from cs336_systems.config import Arch, ModelConfig, Parallel, RunConfig
 from cs336_systems.costs.accounting import step_flops
 from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.links import Links
 from cs336_systems.costs.memory import rank_peak_bytes
-from cs336_systems.costs.ranks_time import RanksTime, ranks_step_time
+from cs336_systems.costs.ranks_time import Links, RanksTime, ranks_step_time
 
 SLACK = 1e-9
 """Relative, so that a limit that is a whole number is not rounded down."""
@@ -52,13 +51,6 @@ class Scheme(StrEnum):
     SHARDED = "fsdp"
     TENSOR = "tp"
     BOTH = "fsdp+tp"
-
-
-class Link(StrEnum):
-    """What carries a part of every collective."""
-
-    NODE = "node"
-    NETWORK = "network"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +68,10 @@ class Paper:
     gradient_bytes: int = 4
     """Bytes of an element of gradients that are averaged whole: fp32."""
 
-    def intensity(self, link: Link, element_bytes: int) -> float:
-        """a = e C / (2 W); infinite without a network."""
-        rate = self.links.node_bytes_per_s if link is Link.NODE else self.links.network_bytes_per_s
-        return inf if rate is None else element_bytes * self.flops_per_s / (2 * rate)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """One inequality, if the other link is infinitely fast."""
-
-    scheme: Scheme
-    link: Link
-    formula: str
-    intensity: float
-    """a of the data ranks, or of the tensor ranks of tensor parallelism alone."""
-    least_tokens: float | None
-    """Tokens per rank below which communication takes longer, with many ranks; None if B is not in the inequality."""
+    def intensities(self, element_bytes: int) -> tuple[float, float]:
+        """a = e C / (2 W) of the links of a node and of the network; infinite without a network."""
+        work, beyond = element_bytes * self.flops_per_s / 2, self.links.network_bytes_per_s
+        return work / self.links.node_bytes_per_s, inf if beyond is None else work / beyond
 
 
 def feed(model: ModelConfig) -> float:
@@ -110,12 +89,6 @@ def most_ranks(budget: float, near: float, far: float, in_node: int) -> float:
         return 1 + within
     of_node = within * in_node / (in_node - 1) if in_node > 1 else inf
     return max(in_node, min(of_node, in_node * (1 + across)))
-
-
-def bounds(paper: Paper) -> list[Bound]:
-    """The inequality of each scheme for each link."""
-    links = [Link.NODE] if paper.links.network_bytes_per_s is None else [*Link]
-    return [_bound(paper, scheme, link) for scheme in Scheme for link in links]
 
 
 def largest_ranks(paper: Paper, scheme: Scheme) -> int | None:
@@ -140,13 +113,11 @@ def _whole(ranks: float, in_node: int) -> float:
 
 
 def _most_data(paper: Paper, element_bytes: int, in_node: int) -> float:
-    near, far = (paper.intensity(link, element_bytes) for link in Link)
-    return _whole(most_ranks(paper.tokens, near, far, in_node), in_node)
+    return _whole(most_ranks(paper.tokens, *paper.intensities(element_bytes), in_node), in_node)
 
 
 def _most_tensor(paper: Paper) -> float:
-    near, far = (paper.intensity(link, paper.element_bytes) for link in Link)
-    return most_ranks(paper.feed, near, far, paper.links.gpus_per_node)
+    return most_ranks(paper.feed, *paper.intensities(paper.element_bytes), paper.links.gpus_per_node)
 
 
 def _tensor_ranks(paper: Paper) -> Iterator[int]:
@@ -157,39 +128,6 @@ def _tensor_ranks(paper: Paper) -> Iterator[int]:
         yield nodes * size
     elif most == inf:
         yield size
-
-
-FORMULAS = {
-    Scheme.DATA: ("N (1 - 1 / g) < B / a", "N < G (1 + B / a)"),
-    Scheme.SHARDED: ("N (1 - 1 / g) < B / a", "N < G (1 + B / a)"),
-    Scheme.TENSOR: ("N (1 - 1 / g) < f / a", "N < G (1 + f / a)"),
-    Scheme.BOTH: ("X (1 - 1 / x) < B / a, Y (1 - 1 / y) < f / a", "N < n G (1 + B / a), n < 1 + f / a"),
-}
-"""Inequalities of each scheme, for the links of a node and for the network. g, x and y of the N, X and Y ranks are in
-one node; n is the number of nodes over which tensors are sharded, at least 1."""
-
-
-def _bound(paper: Paper, scheme: Scheme, link: Link) -> Bound:
-    a = paper.intensity(link, paper.gradient_bytes if scheme is Scheme.DATA else paper.element_bytes)
-    return Bound(
-        scheme=scheme,
-        link=link,
-        formula=FORMULAS[scheme][link is Link.NETWORK],
-        intensity=a,
-        least_tokens=_least_tokens(paper, scheme, link, a),
-    )
-
-
-def _least_tokens(paper: Paper, scheme: Scheme, link: Link, a: float) -> float | None:
-    """B / N with very many ranks: a, or a / G as the GPUs of a node share the network; less with tensor ranks."""
-    if scheme is Scheme.TENSOR:
-        return None
-    size = 1 if link is Link.NODE else paper.links.gpus_per_node
-    if scheme is not Scheme.BOTH:
-        return a / size
-    if link is Link.NODE:
-        return a * a / paper.feed
-    return a / size / max(1, floor(1 + paper.feed / a))
 
 
 PARALLEL = {Scheme.DATA: Parallel.DDP, Scheme.SHARDED: Parallel.FSDP}

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from cs336_systems.config import Arch, ModelConfig, Parallel, Precision, RunConfig
-from cs336_systems.costs.tape import Names
 
 FP32_BYTES, HALF_BYTES = 4, 2
 """Bytes of an element in fp32, and in bf16 or fp16."""
@@ -13,18 +13,6 @@ LOOKUP, HEAD, REST = "embedding", "lm_head", "rest"
 ALIGNMENT_BYTES = 128
 """Parameters of a unit begin at multiples of this, a line of a GPU's cache; matmuls and NCCL need 16."""
 
-
-WEIGHTS = {
-    "q": "d_model d_model",
-    "k": "d_model d_model",
-    "v": "d_model d_model",
-    "output": "d_model d_model",
-    "w1": "d_ff d_model",
-    "w2": "d_model d_ff",
-    "w3": "d_ff d_model",
-    "lm_head": "vocabulary d_model",
-}
-"""Shapes of the linear layers' weights, (d_out, d_in)."""
 AHEAD = 2
 """Units that fsdp gathers ahead of the one that computes."""
 
@@ -38,30 +26,23 @@ def axes(config: RunConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, str]:
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter by its name, in the order in which the model makes and the optimizer updates them.
 
     A parameter of a block begins with the block's index. The head of gpt2 is the embedding.
     """
-    gpt2 = model.arch is Arch.GPT2
-    shapes = {"embedding": WEIGHTS["lm_head"]}
-    if gpt2:
-        shapes["positions"] = "T d_model"
-
-    def add(name: str, shape: str) -> None:
-        shapes[name] = shape
-        if gpt2:
-            shapes[f"{name}.bias"] = shape.split()[0]
-
-    for index in range(model.num_layers):
-        for norm, linear in (("ln1", ("q", "k", "v", "output")), ("ln2", ("w1", "w2") if gpt2 else ("w1", "w2", "w3"))):
-            add(f"{index}.{norm}", "d_model")
-            for name in linear:
-                add(f"{index}.{name}", WEIGHTS[name])
-    add("ln_final", "d_model")
+    gpt2, table = model.arch is Arch.GPT2, (model.vocab_size, model.d_model)
+    narrow, wide, back = (model.d_model, model.d_model), (model.d_ff, model.d_model), (model.d_model, model.d_ff)
+    block = {
+        "ln1": (model.d_model,), **dict.fromkeys(("q", "k", "v", "output"), narrow),
+        "ln2": (model.d_model,), "w1": wide, "w2": back, **({} if gpt2 else {"w3": wide}),
+    }  # fmt: skip
+    layers = {f"{index}.{name}": shape for index in range(model.num_layers) for name, shape in block.items()}
+    layers["ln_final"] = (model.d_model,)
     if not gpt2:
-        shapes["lm_head"] = WEIGHTS["lm_head"]
-    return shapes
+        return {"embedding": table, **layers, "lm_head": table}
+    biased = {f"{name}{end}": own for name, shape in layers.items() for end, own in (("", shape), (".bias", shape[:1]))}
+    return {"embedding": table, "positions": (model.context_length, model.d_model), **biased}
 
 
 def factor_bytes(precision: Precision) -> int:
@@ -71,8 +52,7 @@ def factor_bytes(precision: Precision) -> int:
 
 def parameter_elements(config: RunConfig) -> dict[str, int]:
     """Elements of every parameter, by its name."""
-    names = Names(axes(config))
-    return {name: names.size(shape) for name, shape in parameter_shapes(config.model).items()}
+    return {name: prod(shape) for name, shape in parameter_shapes(config.model).items()}
 
 
 def kept_elements(config: RunConfig) -> dict[str, int]:
@@ -85,10 +65,8 @@ def kept_elements(config: RunConfig) -> dict[str, int]:
         for unit in units(config):
             counts |= dict(zip(unit.counts, unit.lengths, strict=True))
     elif config.parallel is Parallel.FSDP2:
-        names = Names(axes(config))
-        for name, shape in parameter_shapes(config.model).items():
-            rows = names.size(shape.split()[0])
-            counts[name] = -(-rows // config.ranks) * (counts[name] // rows)
+        for name, (rows, *columns) in parameter_shapes(config.model).items():
+            counts[name] = -(-rows // config.ranks) * prod(columns)
     return counts
 
 
@@ -133,7 +111,7 @@ def units(config: RunConfig) -> list[Unit]:
     is_gpt2 = config.model.arch is Arch.GPT2
     shapes, members = parameter_shapes(config.model), dict[str, dict[str, int]]()
     for name, count in parameter_elements(config).items():
-        if len(shapes[name].split()) > 1:
+        if len(shapes[name]) > 1:
             unit = name.partition(".")[0]
             if is_gpt2:  # the table is tied to the head, and the module of the lookup has the positions
                 unit = {"embedding": REST, "positions": LOOKUP}.get(unit, unit)

@@ -7,7 +7,7 @@ d_model`, so that one tape serves all sizes of a model with as many layers.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -286,16 +286,9 @@ class _Maker:
     def attention(
         self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str, moved: Sequence[str]
     ) -> Operation:
-        sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
-        return Operation(
-            views=self.views,
-            kind=Kind.ATTENTION,
-            form=Form(form),
-            moved_bytes=element_bytes * sum(map(self.names.size, moved)),
-            sides=sides,
-            batch=self.names.size(batch),
-            element_bytes=element_bytes,
-        )
+        moved_bytes = element_bytes * sum(map(self.names.size, moved))
+        like_one = self.matmul(form, rows, inner, columns, element_bytes, batch)
+        return replace(like_one, kind=Kind.ATTENTION, moved_bytes=moved_bytes)
 
     def adamw(self, moved_bytes: int, shapes: Sequence[str]) -> Operation:
         """A fused update that moves so many bytes for each element of these shapes."""

@@ -4,8 +4,8 @@ The step's tape has its operations, with the sizes and bytes of each. A kernel t
 in the measured ceilings. The host launches kernels in order into a queue, from which the device takes them.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
@@ -27,10 +27,10 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.costs.accounting import count_parameters, updated_parameters
-from cs336_systems.costs.curves import Curves
+from cs336_systems.costs.curves import Curves, interpolated
 from cs336_systems.costs.memory import is_predictable
-from cs336_systems.costs.tape import Kind, Operation, phases_of
-from cs336_systems.costs.traces import as_costed, has_tape, prepare, tape_of
+from cs336_systems.costs.tape import MATMULS_OF, REPEATED, Kind, Operation, phases_of
+from cs336_systems.costs.traces import as_costed, has_tape, own_parameters, prepare, tape_of
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""
@@ -195,19 +195,23 @@ def replay_operations(
     found: Mapping[Phase, Sequence[Operation]], precision: Precision, curves: Curves, *, in_graphs: bool = False
 ) -> TimePrediction:
     """Time of these operations on the device with these curves, launched one by one or as one graph per phase."""
-    kernel_s = cache(lambda operation: kernel_time_s(operation, precision, curves))
-    launches = {phase: _launches(each, kernel_s, curves.launch_s) for phase, each in found.items()}
+
+    @cache
+    def launch_of(operation: Operation) -> Launch:
+        return Launch(
+            host_s=0.0 if in_graphs and not curves.on_host else (operation.views + operation.calls) * curves.launch_s,
+            kernel_s=kernel_time_s(operation, precision, curves),
+            count=operation.launches,
+            is_after_wait=curves.on_host,
+        )
+
+    launches = {phase: [*map(launch_of, own)] for phase, own in found.items()}
     if curves.on_host:
-        waiting = {phase: [replace(each, is_after_wait=True) for each in own] for phase, own in launches.items()}
-        return replace(replay(waiting), host_phases_s={})
-    if in_graphs:
-        return replay({phase: _as_graph(each, curves.launch_s) for phase, each in launches.items()}, depth=maxsize)
+        return replace(replay(launches), host_phases_s={})
+    if in_graphs:  # one launch, without gaps: short kernels were timed in a graph, including the gap
+        first = Launch(host_s=curves.launch_s, kernel_s=0.0)
+        return replay({phase: [first, *own] for phase, own in launches.items()}, depth=maxsize)
     return replay(launches, curves.gap_s)
-
-
-def _as_graph(launches: Sequence[Launch], launch_s: float) -> list[Launch]:
-    """The same kernels in one launch, without gaps: short kernels were timed in a graph, including the gap."""
-    return [Launch(host_s=launch_s, kernel_s=0.0), *(replace(each, host_s=0.0) for each in launches)]
 
 
 def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
@@ -230,29 +234,13 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
 
 def host_calls(config: RunConfig) -> int:
     """Number of calls by which the host launches an eager step: operations, and views of tensors."""
-    return sum(each.launches * _calls_of(each) for own in operations(config).values() for each in own)
-
-
-def _calls_of(operation: Operation) -> int:
-    """Calls for each launch of an operation."""
-    return operation.views + operation.calls
-
-
-def _launches(found: Iterable[Operation], kernel_s: Callable[[Operation], float], launch_s: float) -> list[Launch]:
-    """The launches of operations."""
-
-    @cache
-    def launch_of(operation: Operation) -> Launch:
-        host_s = _calls_of(operation) * launch_s
-        return Launch(host_s=host_s, kernel_s=kernel_s(operation), count=operation.launches)
-
-    return [*map(launch_of, found)]
+    return sum(each.launches * (each.views + each.calls) for own in operations(config).values() for each in own)
 
 
 def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) -> float:
     """Time of one kernel of an operation."""
     if operation.kind is Kind.ADAMW:
-        return curves.adamw_s(operation.moved_bytes)
+        return interpolated(curves.adamw, operation.moved_bytes)
     if operation.kind is Kind.PASS:
         return curves.pass_s(operation.moved_bytes, operation.how)
     matmul_s = curves.matmul_s(
@@ -321,3 +309,53 @@ def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: 
     return TimePrediction(
         phases_s=phases_s, kernels_s=kernels_s, step_s=begun_s, host_phases_s=host_phases_s, launch_s=launch_s
     )
+
+
+OUTSIDE = "outside of the model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCosts:
+    """Parameters of a module, and what its kernels compute and move, all modules of a list together."""
+
+    parameters: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    """What a checkpoint or fused attention computes again counts again, as in torch.utils.flop_counter."""
+    forward_moved_bytes: int = 0
+    backward_moved_bytes: int = 0
+
+
+def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
+    """Costs of a step on one rank by the paths of modules, down to `module_depth`; parameters alone without a tape.
+
+    Left out: the optimizer.
+    """
+    alone = config.alone
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for path, count in own_parameters(alone).items():
+        found[_shown(path, config.module_depth)]["parameters"] += count
+    if is_predictable(alone):
+        tape = tape_of(alone)
+        for phase, _, (first, stop) in phases_of(tape, -1):
+            if phase in (Phase.FORWARD, Phase.BACKWARD):
+                for number, place in zip(tape.launches[first:stop], tape.places[first:stop], strict=True):
+                    costs, operation = found[_shown(place, config.module_depth)], tape.operations[number]
+                    costs[f"{phase}_flops"] += flops_of(operation)
+                    costs[f"{phase}_moved_bytes"] += operation.launches * operation.moved_bytes
+    return {path: ModuleCosts(**costs) for path, costs in found.items()}
+
+
+def _shown(path: str | None, depth: int) -> str:
+    """The path of a module down to `depth` levels; a list and the number in it are one."""
+    if path is None:
+        return OUTSIDE
+    words = path.replace(REPEATED, "*").split(".")[:depth]
+    return ".".join(words).replace("*", REPEATED) or "the model itself"
+
+
+def flops_of(operation: Operation) -> int:
+    """FLOPs of matmuls, fused attention in full; those of other operations do not count."""
+    if operation.kind not in (Kind.MATMUL, Kind.ATTENTION):
+        return 0
+    return 2 * operation.batch * prod(operation.sides) * MATMULS_OF.get(operation.form, 1)

@@ -58,7 +58,8 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
 
 
 def _steps(config: RunConfig, model: nn.Module, trace: Trace) -> Tape:
-    step = TrainingStep(config, model, rank=_rank(config))
+    # the rank that keeps most; of a user's own model the first one
+    step = TrainingStep(config, model, rank=0 if config.model_factory else largest_rank(config))
     step.scaler = None  # it would read a value; its scalars are left out
     _average_at_once(step)
     trace.note(Category.PARAMETERS, step.model.parameters())
@@ -67,11 +68,6 @@ def _steps(config: RunConfig, model: nn.Module, trace: Trace) -> Tape:
     tape = trace.tape()
     del loss
     return tape
-
-
-def _rank(config: RunConfig) -> int:
-    """The rank that keeps most; of a user's own model the first one."""
-    return largest_rank(config) if config.is_shared and config.model_factory is None else 0
 
 
 def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:

@@ -456,10 +456,6 @@ COLUMNS: dict[str, Column] = {
     "peak_gib": Column("memory", "GiB", "Peak of the rank that keeps most.", write=three_digits),
     "most_ranks": Column("ranks, at most", "", "Largest number of ranks; beyond a node they fill nodes.", write=count,
                          instead="no_limit"),
-    "link": _text("links", "Those of a node, or the network between nodes."),
-    "inequality": _text("computing takes longer while", "The inequality, in the symbols of the table below."),
-    "intensity": Column("a", "", "e C / (2 W), in tokens, or in elements for tensor parallelism.", write=rounded),
-    "least_tokens": Column("B / N, at least", "", "Tokens of each of very many ranks.", drop_order=1, write=rounded),
     # the study of attention
     "d_head": Column("d_head", "", "Width of queries, keys and values.", write=str),
     "context_length": Column("context", "", "Tokens in a sequence.", write=str),

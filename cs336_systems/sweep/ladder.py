@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336_systems.config import (
     PACKED_MULTIPLE,
@@ -86,8 +86,7 @@ class Rung:
     config: RunConfig
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(NamedTuple):
     """The step from one rung to the next."""
 
     name: str
@@ -115,6 +114,8 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     fuses = can_fuse_activations(base.model, device_name)
     awkward = base.model.vocab_size % NICE_VOCABULARY > 0
     is_large = count_parameters(base.model) >= MIN_FP8_PARAMETERS and not base.fp8_misfit
+    device = None if device_name is None else find_device(device_name)
+    has_fp8 = device is not None and device.fp8_peak_flops_per_s is not None
 
     def fused(backend: SdpaBackend) -> dict[str, Any]:
         return {"model": replace(base.model, attention=Attention.SDPA, sdpa_backend=backend)}
@@ -131,10 +132,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         _Change("fused", "fused AdamW", True, {"optimizer": OptimizerKind.FUSED}),
         _Change("cudnn", "attention by cuDNN", ours and best is SdpaBackend.CUDNN, fused(SdpaBackend.CUDNN)),
         _Change("cast-once", "bf16 weights beside fp32 masters", copies, {"cast_once": True}),
-        _Change(
-            "graph", "each phase of the step a CUDA graph", on_gpu and ours,
-            {"cuda_graph": True},
-        ),
+        _Change("graph", "each phase of the step a CUDA graph", on_gpu and ours, {"cuda_graph": True}),
         _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
         _Change("fused-loss", "logits become their gradient in place", on_gpu and ours, {"fused_loss": True}),
         _Change(
@@ -151,7 +149,7 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
         ),
         _Change(
             "fp8", "block products in fp8",
-            on_gpu and ours and is_large and _has_fp8(device_name), {"fp8": True, "fused_activations": False},
+            on_gpu and ours and is_large and has_fp8, {"fp8": True, "fused_activations": False},
         ),
         _Change("moments", "AdamW's moments in bf16", copies, {"bf16_moments": True}),
     )  # fmt: skip
@@ -159,11 +157,6 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
 
 RUNG_NAMES = ("fp32", *(change.name for change in _changes(RunConfig(size="tiny", model=SIZES["tiny"]), None)))
 """Names of all rungs in their order, including those that apply to some configurations only."""
-
-
-def _has_fp8(device_name: str | None) -> bool:
-    device = None if device_name is None else find_device(device_name)
-    return device is not None and device.fp8_peak_flops_per_s is not None
 
 
 def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:

@@ -11,8 +11,8 @@ from cs336_systems.cli import main
 from cs336_systems.commands import account as command
 from cs336_systems.commands.account import AccountArguments, device_meant
 from cs336_systems.commands.flags import parse
-from cs336_systems.config import SIZES, Precision
-from cs336_systems.costs.accounting import component_flops, count_parameters
+from cs336_systems.config import Precision
+from cs336_systems.costs.accounting import component_flops
 from cs336_systems.costs.hardware import DEVICES, find_device
 from cs336_systems.files import encode_json
 from cs336_systems.measure import nvml
@@ -32,13 +32,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def account(*words: str | Path) -> int:
     return main(["account", *map(str, words)])
-
-
-def test_parameters_flops_and_memory_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert account("--size", "xl", "--context-length", "256") == 0
-    said = capsys.readouterr().out
-    assert f"{count_parameters(SIZES['xl']):,}" in said
-    assert "6.250  MiB" in said, "4 x 256 x 1600 x 4 bytes of the residual stream"
 
 
 def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,18 +62,6 @@ def test_what_is_to_fit_this_machine_is_what_programs_can_have_of_its_smallest_g
     monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus[:1])
     assert account("--size", "tiny", "--fit") == 0
     assert "What fits 79.00 GiB" in capsys.readouterr().out
-
-
-def test_what_is_to_fit_a_named_device_is_its_data_sheet_s_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever GPU is here. Boards called V100-SXM2 have 16 or 32 GB."""
-    here = Gpu(index=0, uuid="u", name="X", memory_bytes=24 * GIB, usable_bytes=23 * GIB, driver="1")
-    monkeypatch.setattr(nvml, "visible_gpus", lambda: (here,))
-    assert account("--size", "tiny", "--fit", "--device-name", "H100 PCIe") == 0
-    assert "What fits 80.00 GiB" in capsys.readouterr().out
-    assert account("--size", "tiny", "--fit", "--device-name", "V100-SXM2-32GB") == 2
-    assert "--fit needs --memory-gib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,19 +124,6 @@ def test_a_damaged_file_of_ceilings_is_said_and_costs_nothing_else(
     assert str(path) in err
 
 
-@pytest.mark.parametrize(
-    ("gpus", "known"),
-    [((), None), (("NVIDIA H20",), None), (("NVIDIA H200", "NVIDIA A10"), "H200")],
-    ids=["none", "unknown", "first"],
-)
-def test_the_device_is_by_default_this_machines_first_gpu(
-    gpus: tuple[str, ...], known: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "visible_gpus", lambda: tuple(SimpleNamespace(name=name) for name in gpus))
-    device = device_meant(None)
-    assert (device and device.names[0]) == known
-
-
 @pytest.mark.parametrize("name", [name for device in DEVICES for name in device.names])
 def test_every_known_device_can_be_named(name: str) -> None:
     for given in (name, f"NVIDIA {name}"):
@@ -177,14 +145,6 @@ def test_tables_and_numbers_are_written_where_asked(tmp_path: Path, capsys: pyte
     assert [row["component"] for row in rows][-1] == "all"
     flops = sum(part.step for part in component_flops(AccountArguments(size="tiny").config()))
     assert int(rows[-1]["step_flops"]) == flops
-
-
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert account("--size", "tiny", "--output", str(tmp_path / "file")) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert re.fullmatch(r"error: [^\n]+\n", printed.err)
 
 
 @pytest.mark.parametrize(
@@ -231,26 +191,16 @@ def test_ceilings_give_the_time_of_a_step(tmp_path: Path, capsys: pytest.Capture
     assert not step_of(capsys.readouterr().out)[1]
 
 
-def test_ceilings_of_a_device_that_is_not_here_give_its_time(
+def test_a_device_that_is_not_said_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No GPU, no name: the ceilings that are asked for are of one device, be it in no table of devices."""
+    """There is no GPU here, and the ceilings are of two."""
     monkeypatch.setattr(command, "visible_gpus", lambda: ())
-    flags = ["--size", "tiny", "--mixed-precision"]
-    found = []
-    for name in ("NVIDIA H200", "Own GPU"):
-        assert account(*flags, "--ceilings", ceilings_of(tmp_path / name.replace(" ", "-"), name)) == 0
-        said = capsys.readouterr().out
-        found.append(step_of(said))
-    assert found[0] == found[1] == (found[0][0], True)
-    assert account(*flags) == 0
-    assert step_of(capsys.readouterr().out)[0] is None, "there is no data/ceilings here"
-    (tmp_path / "both").mkdir()
     for number, name in enumerate(("NVIDIA H200", "NVIDIA A30")):
-        ceilings_of(tmp_path / "both" / str(number), name)
-    assert account(*flags, "--ceilings", tmp_path / "both") == 0
+        ceilings_of(tmp_path / str(number), name)
+    assert account("--size", "tiny", "--mixed-precision", "--ceilings", tmp_path) == 0
     printed = capsys.readouterr()
-    assert step_of(printed.out)[0] is None, "which of the two is not said"
+    assert step_of(printed.out)[0] is None
     assert all(f'--device-name "{name}"' in printed.err for name in ("H200", "A30"))
 
 
@@ -297,19 +247,8 @@ def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
 
 def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a large model nothing but the matmuls counts, at the stated share of the peak."""
-    flags = [
-        "--size",
-        "8B",
-        "--batch-size",
-        "8",
-        "--mixed-precision",
-        "--attention",
-        "sdpa",
-        "--device-name",
-        "B200",
-        "--mode",
-        "forward-backward",
-    ]
+    flags = ["--size", "8B", "--batch-size", "8", "--mixed-precision", "--attention", "sdpa"]
+    flags += ["--device-name", "B200", "--mode", "forward-backward"]
     assert account(*flags) == 0
     said = capsys.readouterr().out
     step_s, is_measured = step_of(said)
@@ -318,3 +257,104 @@ def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(capsys: pyte
     assert "by its data sheet, with stated efficiencies" in " ".join(said.split())
     assert account("--size", "tiny", "--device-name", "B200") == 0
     assert step_of(capsys.readouterr().out)[0] is None, "its fp32 is in no data sheet"
+
+
+DAYS = ["--parameters", "70e9", "--tokens", "15e12", "--count", "1024", "--mfu", "0.5"]
+
+
+def values(said: str) -> dict[str, str]:
+    """The second column by the first, of all tables; of equal names the last."""
+    return dict(re.findall(r"^(\S.*?)  +(\S+)", said, re.MULTILINE))
+
+
+@pytest.mark.parametrize("device", [["--device-name", "H100"], ["--device-name=NVIDIA H100 80GB HBM3"]])
+def test_the_lectures_days_come_with_what_they_follow_from(
+    device: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert account(*DAYS, *device) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Training takes 143.9 days")
+    found = values(said)
+    assert found["FLOPs of the training"] == "6.3e24", "6 x 70e9 x 15e12"
+    assert found["peak of one device"] == "989.5e12"
+    assert float(found["FLOPs per second"]) == pytest.approx(1024 * 989.5e12 * 0.5, rel=1e-3)
+    assert "data sheet" in said
+
+
+def test_a_peak_may_be_given_and_scales_the_days(capsys: pytest.CaptureFixture[str]) -> None:
+    assert account(*DAYS, "--peak-tflops", "1979") == 0
+    assert capsys.readouterr().out.startswith("Training takes 71.96 days"), "half of 143.92"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "title", "times"),
+    [  # 6 x 1e9 x tokens over 0.5 x 1e15 FLOP/s
+        ("1e14", "13,889 days", [("1.2e9", "s"), ("13,889", "days")]),
+        ("7.2e9", "1.000 days", [("86,400", "s"), ("1.000", "days")]),
+        ("7e9", "23.33 hours", [("84,000", "s"), ("23.33", "hours")]),
+        ("1e7", "2.000 minutes", [("120.0", "s"), ("2.000", "minutes")]),
+        ("1e6", "12.00 s", [("12.00", "s")]),
+        ("1", "12e-6 s", [("12e-6", "s")]),
+    ],
+    ids=str,
+)
+def test_a_time_has_a_unit_that_can_be_read(
+    tokens: str, title: str, times: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert account("--parameters", "1e9", "--tokens", tokens, "--peak-tflops", "1000") == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"Training takes {title}\n")
+    assert re.findall(r"^time +(\S+) +(\S+)", said, re.MULTILINE) == times
+
+
+def test_the_precision_chooses_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    assert account(*DAYS, "--device-name", "H100 80GB HBM3", "--precision", "fp32") == 0
+    assert values(capsys.readouterr().out)["peak of one device"] == "67e12"
+
+
+NUMBERS = ("--parameters", "--tokens", "--peak-tflops", "--count", "--mfu")
+ALL_GIVEN = [*DAYS, "--peak-tflops", "1"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [*((flag, "0") for flag in NUMBERS), *(("--tokens", value) for value in ("-1", "nan", "inf", "1e300"))],
+)
+def test_numbers_that_cannot_be_meant_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = list(ALL_GIVEN)
+    words[words.index(flag) + 1] = value
+    assert account(*words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.fullmatch(rf"error: {flag} must be positive [^\n]{{10,150}}\n", said.err)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--count", "8"], "--parameters"),
+        (["--parameters", "7e9"], "--tokens"),
+        (["--tokens", "7e9"], "--parameters"),
+        ([*DAYS, "--size", "xl", "--fit"], "leave out --size, --fit"),
+        ([*DAYS, "--d-model", "8"], "leave out --d-model"),
+        ([*DAYS, "--device-name", "B200", "--precision", "fp32"], "give --peak-tflops"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else repr(value[-2:])[:40],
+)
+def test_training_that_cannot_be_told_is_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert account(*words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"error: [^\n\x1b]+\n", printed.err)
+    assert said in printed.err
+
+
+@pytest.mark.parametrize("gpus", [(), ("an H20, whose peak is not known",)], ids=["none", "unknown"])
+def test_without_a_known_gpu_the_device_must_be_named(
+    gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "visible_gpus", lambda: tuple(SimpleNamespace(name=name) for name in gpus))
+    assert account(*DAYS) == 2
+    assert "--device-name or --peak-tflops" in capsys.readouterr().err

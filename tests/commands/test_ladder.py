@@ -141,17 +141,6 @@ def gates(directory: Path) -> dict[str, str]:
         return {row["rung"]: row["gate"] for row in csv.DictReader(file)}
 
 
-def test_each_result_is_called_by_its_rung_as_in_the_tables(
-    fake: FakeSweep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ("fp32", "fused", "blocks")
-    assert ladder(*SMALL, "--name", "x", "--repeats", "2", "--rungs", *names) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(names)]
-    assert [line.partition(" ")[0] for line in lines] == [*names, *reversed(names), *names]
-    runs = [line.partition("  ")[0] for line in lines]
-    assert len(set(runs)) == len(runs), "a repeat, and a run under the profiler, are not taken for another"
-
-
 def test_a_crash_of_the_first_rung_calls_for_another_try_and_not_for_another_run(fake: FakeSweep) -> None:
     fake.first_fails = Status.CRASHED
     assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16") == 1

@@ -9,9 +9,8 @@ import pytest
 from cs336_systems.cli import main
 from cs336_systems.commands import account
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY
-from cs336_systems.costs.scale import FORMULAS, PARALLEL, Scheme
+from cs336_systems.costs.scale import PARALLEL, Scheme
 from cs336_systems.files import encode_json
-from cs336_systems.measure.nvml import Gpu
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.report.ceilings import CollectiveCell, lasting, make_ceilings, product_at, square, stream_at
 
@@ -51,22 +50,20 @@ def ceilings_at(directory: Path, spread: float = 0.0, **fields: object) -> Path:
     return directory
 
 
-def test_every_way_has_its_formula_and_what_is_measured_its_forecast(
+def test_every_way_has_its_most_ranks_and_what_is_measured_its_forecast(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = ceilings_at(tmp_path / "h200")
     assert scale(*GIVEN, "--ceilings", directory) == 0
     said = capsys.readouterr().out
     for scheme in Scheme:
-        assert all(formula in said for formula in FORMULAS[scheme])
+        assert re.search(rf"^{re.escape(scheme)}: .* [\d,]+$", said, re.MULTILINE)
     for scheme in PARALLEL:
         assert len(re.findall(rf"^{scheme} +[\d,]+ +[\d.]+ ", said, re.MULTILINE)) == 3
     assert "How to Scale Your Model" in said
 
 
-def test_the_numbers_of_the_inequalities_and_the_parts_of_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_most_ranks_and_the_parts_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: C / W is 800e12 / 200e9 = 4000 tokens in a node."""
     directory = ceilings_at(tmp_path / "h200")
     assert scale(*GIVEN, "--ceilings", directory, "--output", tmp_path) == 0
@@ -92,26 +89,6 @@ def test_times_from_ceilings_in_doubt_are_marked(
     assert row.count("?") == (4 if is_in_doubt else 0), "step, computing, slowed and exposed"
 
 
-def test_ceilings_that_are_asked_for_come_before_the_gpu_that_is_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu = Gpu(index=0, uuid="u", name="NVIDIA A30", memory_bytes=2**34, driver="1")
-    monkeypatch.setattr(account, "visible_gpus", lambda: (gpu,))
-    assert scale(*GIVEN, "--ceilings", ceilings_at(tmp_path / "h200")) == 0
-    said = capsys.readouterr().out
-    assert "H200" in said
-    assert "A30" not in said
-
-
-def test_files_hold_the_tables_their_values_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scale("--size", "small", "--device-name", "H200", "--output", tmp_path / "paper") == 0
-    capsys.readouterr()
-    assert [(row["way"], row["ranks"]) for row in written(tmp_path / "paper")] == [
-        (str(scheme), ranks) for scheme in PARALLEL for ranks in ("1", "2", "4", "8")
-    ]
-    assert "N < 1 + f / a" not in (tmp_path / "paper" / "scale.md").read_text(), "one node has no network"
-
-
 def test_a_data_sheet_is_marked_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     assert scale("--device-name", "B200") == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -132,21 +109,10 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {each["fits"] for each in written(tmp_path)} == {""}, "boards of that row differ in memory"
 
 
-def test_the_only_device_with_ceilings_needs_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not even one that no table has; without a peak there is no MFU."""
-    directory = ceilings_at(tmp_path / "own", device_name="Own GPU")
-    assert scale("--ceilings", directory) == 0
-    said = capsys.readouterr().out
-    assert "on many Own GPU" in said
-    assert "No MFU" in said
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "needed --device-name"),
-        (["--device-name", "Own GPU"], "is not known"),
-        (["--device-name", "A100"], "which differ"),
         (["--device-name", "4090"], "--node-gb-per-s"),
         (["--device-name", "B200", "--precision", "fp32"], "nothing is known of B200 at fp32"),
         (["--device-name", "H200", "--ranks", "16"], "--network-gb-per-s"),
@@ -157,7 +123,6 @@ def test_the_only_device_with_ceilings_needs_no_name(tmp_path: Path, capsys: pyt
         (["--device-name", "H200", "--node-gb-per-s", "-1"], "--node-gb-per-s"),
         (["--device-name", "H200", "--precision", "fp16"], "fp16"),
         (["--device-name", "H200", "--model", "a:b"], "model of your own"),
-        (["--device-name", "H200", "--ceilings", "nowhere"], "no directory with ceilings"),
         (["--device-name", "H200", "--size", "huge"], "unknown size"),
     ],
     ids=lambda value: repr(value)[-40:],

@@ -110,14 +110,6 @@ def test_segments_have_pytorchs_sizes(size_bytes, segment_bytes) -> None:
     assert allocator.reserved_bytes == segment_bytes == segment_size(size_bytes)
 
 
-@pytest.mark.parametrize(("asked_bytes", "block_bytes"), [(9 * MIB, 10 * MIB), (9 * MIB - 512, 9 * MIB - 512)])
-def test_a_rest_of_up_to_one_mebibyte_is_not_split_off(asked_bytes, block_bytes) -> None:
-    allocator = CachingAllocator()
-    free(allocator, allocate(allocator, 10 * MIB))
-    assert allocate(allocator, asked_bytes).size_bytes == block_bytes
-    assert allocator.reserved_bytes == 10 * MIB
-
-
 def test_a_full_device_gives_cached_segments_back_before_it_gives_up() -> None:
     allocator = CachingAllocator(capacity_bytes=64 * MIB)
     free(allocator, allocate(allocator, 40 * MIB))

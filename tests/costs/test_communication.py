@@ -15,7 +15,7 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.costs.communication import Call, Collective, calls, gradient_order
+from cs336_systems.costs.communication import Collective, calls, gradient_order
 from cs336_systems.costs.curves import time_s
 from cs336_systems.costs.shards import parameter_shapes
 from cs336_systems.measure.step import TrainingStep
@@ -62,20 +62,6 @@ def test_how_often_each_way_calls() -> None:
     assert small[Parallel.FSDP2] == 4 + 3 + 4
     # of each matrix on its own: 2 tables and 21 in blocks, these gathered twice, and all scattered
     assert small[Parallel.FSDP_PUSH] == 2 + 2 * 21 + 23 + 1 + 2
-
-
-def test_a_time_is_measured_or_between_measured_ones() -> None:
-    curves = {Collective.ALL_REDUCE: {MIB: 1e-4, 4 * MIB: 4e-4, 64 * MIB: 1e-3}}
-
-    def time_of(num_bytes: int) -> float:
-        return time_s({Call(collective=Collective.ALL_REDUCE, num_bytes=num_bytes): 2}, curves) / 2
-
-    assert time_of(4 * MIB) == pytest.approx(4e-4)
-    assert time_of(2 * MIB) == pytest.approx(2e-4)
-    assert time_of(16 * MIB) == pytest.approx((4e-4 * 1e-3) ** 0.5)
-    assert time_of(4) == 1e-4
-    assert time_of(256 * MIB) == pytest.approx(4e-3)
-    assert time_s({Call(collective=Collective.BROADCAST, num_bytes=MIB): 1}, curves) is None
 
 
 H200_S = {

@@ -1,4 +1,4 @@
-"""Oracles: peaks measured on an H200, live tensors of real steps on the CPU, and what autograd really saves."""
+"""Oracles: peaks measured on H200s, live tensors of real steps on the CPU, and what autograd really saves."""
 
 import re
 import subprocess
@@ -18,13 +18,12 @@ from cs336_systems.config import (
     ModelConfig,
     OptimizerKind,
     Parallel,
-    Phase,
     Precision,
     Profiler,
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.accounting import count_parameters
+from cs336_systems.costs.accounting import parameter_bytes, updated_parameters
 from cs336_systems.costs.memory import (
     CUDA_CONTEXT_BYTES,
     fits,
@@ -34,7 +33,8 @@ from cs336_systems.costs.memory import (
     predict_memory,
     predicted_peak_bytes,
 )
-from cs336_systems.costs.tape import Category
+from cs336_systems.costs.tape import Category, phases_of
+from cs336_systems.costs.traces import tape_of
 from cs336_systems.record import RunRecord, Status, read_record
 from tests.costs.live import real_bytes, tape_bytes, use_tensors_of_a_gpu
 
@@ -105,33 +105,6 @@ def test_runs_that_ran_out_of_memory_are_foretold_and_no_others(record) -> None:
 @pytest.mark.parametrize("record", H200[::7], ids=lambda record: record.config.label)
 def test_no_run_fits_in_less_than_its_measured_peak(record) -> None:
     assert not fits(record.config, CUDA_CONTEXT_BYTES + int(0.97 * record.memory.peak_allocated_bytes))
-
-
-@pytest.mark.parametrize("size", ["small", "xl"])
-@pytest.mark.parametrize(("optimizer", "workspace_bytes"), [(OptimizerKind.ADAMW, 0), (OptimizerKind.FOREACH, 4)])
-def test_training_holds_16_bytes_a_parameter(size, optimizer, workspace_bytes) -> None:
-    """A short context puts the peak where all gradients are there, in the optimizer; foreach copies one whole list."""
-    model = replace(SIZES[size], context_length=16)
-    peak = predict_memory(run_config(model, batch_size=1, optimizer=optimizer)).peak
-    parameters = count_parameters(model)
-    tensors = sum(part.count for part in peak.parts if part.category is Category.PARAMETERS)
-    assert peak.phase is Phase.OPTIMIZER
-    for category, per_parameter in (
-        (Category.PARAMETERS, 4),
-        (Category.GRADIENTS, 4),
-        (Category.OPTIMIZER_STATE, 8),
-        *([(Category.OPTIMIZER_WORKSPACE, workspace_bytes)] if workspace_bytes else []),
-    ):
-        assert 0 <= peak.bytes_of(category) - per_parameter * parameters < 512 * 2 * tensors
-
-
-def test_fused_adamw_has_its_step_counts_on_the_device() -> None:
-    model = replace(SIZES["small"], context_length=16)
-    peak = predict_memory(run_config(model, optimizer=OptimizerKind.FUSED)).peak
-    tensors = 2 + 12 * 9 + 1
-    rest = peak.bytes_of(Category.OPTIMIZER_STATE) - 8 * count_parameters(model)
-    assert 512 * tensors <= rest < 512 * 3 * tensors
-    assert peak.bytes_of(Category.OPTIMIZER_WORKSPACE) == 0
 
 
 @pytest.mark.parametrize("checkpoint_blocks", [0, 4])
@@ -245,3 +218,60 @@ def test_the_memory_of_a_user_s_own_model_on_a_cpu_is_not_known() -> None:
     shared = replace(plain, parallel=Parallel.DDP, ranks=3)
     found = predict_memory(shared)  # after which its tape is at hand
     assert host_bytes(shared) == 3 * found.peak.allocated_bytes
+
+
+FSDP = [Parallel.FSDP, Parallel.FSDP_PUSH, Parallel.FSDP2]
+SHARED = {"shard_optimizer": True}
+MEASURED_OF_RANKS = [
+    ("small", Parallel.DDP_NAIVE, {}, 3107313664, 2168655872, 3235905536),
+    ("small", Parallel.DDP_FLAT, {}, 3129710592, 2158530560, 3743416320),
+    ("small", Parallel.DDP, {}, 3636477440, 2541839360, 4282384384),
+    ("small", Parallel.DDP_NAIVE, SHARED, 2618960896, 2037998080, 2795503616),
+    ("xl", Parallel.DDP_NAIVE, {}, 37212602880, 32775364608, 41873833984),
+    ("xl", Parallel.DDP_FLAT, {}, 40589048320, 32584572928, 49675239424),
+    ("xl", Parallel.DDP, {}, 45343337984, 32563116032, 54377054208),
+    ("xl", Parallel.DDP_OVERLAP, {}, 37201232384, 32763502592, None),
+    ("xl", Parallel.FSDP, {}, 20967851520, 16223461376, None),
+    ("2.7B", Parallel.FSDP, {}, 30456024576, 27448338432, None),
+    ("small", Parallel.FSDP2, {}, 2051180544, 1479835136, 2531262464),
+    ("xl", Parallel.FSDP2, {}, 20391992832, 16262914560, 25444745216),
+]
+"""Size, way, settings; peak, peak of the first step and, if known, reserved bytes of the rank with the highest peak.
+
+On two H200 with torch 2.11: a whole step in bf16 with fused attention and AdamW, context 512, batch 4 a rank.
+"""
+
+
+def on_two(size: str, way: Parallel, **settings) -> RunConfig:
+    return RunConfig(
+        size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA), precision=Precision.BF16,
+        device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way, ranks=2, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "way", "settings", "peak", "first", "reserved"), MEASURED_OF_RANKS)
+def test_memory_of_a_rank_is_that_measured(size, way, settings, peak, first, reserved) -> None:
+    found = predict_memory(on_two(size, way, **settings))
+    assert found.peak.allocated_bytes == pytest.approx(peak, rel=0.01)
+    assert found.first_step_peak.allocated_bytes == pytest.approx(first, rel=0.01)
+    assert reserved is None or found.reserved_bytes == pytest.approx(reserved, rel=0.05)
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize(
+    ("way", "settings"), [(Parallel.DDP_NAIVE, SHARED), *((way, {}) for way in (Parallel.DDP_FLAT, *FSDP))]
+)
+def test_state_in_closed_form_is_that_of_the_rank_that_keeps_most(way, settings, arch) -> None:
+    """Of the tensors of the way's own code; each is rounded up to 512 bytes."""
+    model = ModelConfig(arch=arch, vocab_size=96, context_length=24, d_model=48, d_ff=96, num_layers=2, num_heads=2)
+    config = RunConfig(size="custom", model=model, optimizer=OptimizerKind.FOREACH, parallel=way, ranks=3, **settings)
+    tape = tape_of(config)
+    _, (begin, _), _ = phases_of(tape, -1)[-1]  # after the optimizer
+    freed = {~event for event in tape.events[:begin] if event < 0}
+    specs = [tape.spec(event) for event in tape.events[:begin] if event >= 0 and event not in freed]
+
+    def kept(category: Category) -> int:
+        return sum(spec.size_bytes for spec in specs if spec.category is category)
+
+    assert kept(Category.PARAMETERS) == pytest.approx(parameter_bytes(config), rel=0.02)  # parts are aligned
+    assert kept(Category.OPTIMIZER_STATE) == pytest.approx(8 * updated_parameters(config), rel=0.02)

@@ -13,7 +13,7 @@ from cs336_systems.cli import main
 from cs336_systems.config import SIZES, UNSIZED, Device, LossKind, Precision, RunConfig
 from cs336_systems.costs import traces
 from cs336_systems.costs.memory import largest_batch, largest_context, predict_memory
-from cs336_systems.costs.modules import costs_by_module
+from cs336_systems.costs.time import costs_by_module
 from cs336_systems.model.own import checkpoint_each_block
 
 D, V, LAYERS, LENGTH = 32, 70, 3, 64

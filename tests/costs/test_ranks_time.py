@@ -1,9 +1,10 @@
-"""Time of a step on several ranks, against closed forms, a simulation tick by tick, and the inequalities."""
+"""Time of a step on several ranks: closed forms, rings chunk by chunk, a simulation by ticks, and inequalities."""
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -20,12 +21,13 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.costs.communication import Collective, calls, gradient_groups, unit_bytes
-from cs336_systems.costs.curves import Curves, Matmul, time_s
-from cs336_systems.costs.links import Links
+from cs336_systems.costs.communication import Call, Collective, calls, gradient_calls, part_bytes
+from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.ranks_time import (
+    Links,
     RanksTime,
     compute_time,
+    fastest_bytes_per_s,
     predicted_time,
     ranks_step_time,
 )
@@ -79,17 +81,6 @@ def test_what_is_averaged_after_backward_is_exposed(way: Parallel, rate: float) 
     assert found.communication_s == pytest.approx(found.exposed_s)
 
 
-def test_joining_gradients_reads_and_writes_them() -> None:
-    slow = curves(bandwidth=1e6)
-    naive, flat = (
-        ranks_step_time(on(way), slow, links(1e9)) for way in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
-    )  # fmt: skip
-    assert naive is not None
-    assert flat is not None
-    elements = sum(parameter_elements(RUN).values())
-    assert flat.time.step_s - naive.time.step_s == pytest.approx(8 * elements / 1e6, rel=1e-6)
-
-
 class Part(NamedTuple):
     """What the kernels do: `work_s` alone, once as many sends have ended as `needs`; sends begin before and after."""
 
@@ -137,7 +128,7 @@ def test_buckets_are_averaged_while_backward_goes_on(way: Parallel, arch: Arch, 
     found, alone = predicted(config, rate), compute_time(config, curves())
     assert alone is not None
     backward_s = alone.phases_s[Phase.BACKWARD]
-    counts, groups = parameter_elements(config), gradient_groups(config)
+    counts, groups = parameter_elements(config), [names for names, _ in gradient_calls(config)]
     assert len(groups) > 3
     tables = {"positions"} if arch is Arch.GPT2 else {"embedding"}
     multiplied = {
@@ -175,9 +166,7 @@ def test_a_sharded_optimizer_sends_every_parameter() -> None:
 
 def sharded_parts(config: RunConfig, compute: Mapping[Phase, float], rate: float, ahead: int, once: bool) -> list[Part]:
     """What follows one another in a step whose parameters are sharded, with as many units gathered ahead."""
-    sizes = {
-        name: num_bytes * (config.ranks - 1) / config.ranks / rate for name, num_bytes in unit_bytes(config).items()
-    }
+    sizes = {name: sum(parts) * (config.ranks - 1) / rate for name, parts in part_bytes(config).items()}
     names = [LOOKUP, *map(str, range(config.model.num_layers)), HEAD]
     counts = parameter_elements(config)
     weights = {
@@ -231,15 +220,6 @@ def test_no_way_hides_more_than_there_is_or_waits_longer_than_it_sends(way: Para
             assert found.exposed_s <= found.communication_s * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("way", [Parallel.DDP_NAIVE, Parallel.DDP, Parallel.FSDP, Parallel.FSDP2])
-def test_communication_is_the_sum_of_measured_collectives(way: Parallel) -> None:
-    times = {kind: {2**10: 1e-5 * (number + 1), 2**20: 7e-5, 2**30: 3e-3} for number, kind in enumerate(Collective)}
-    config = on(way)
-    found = ranks_step_time(config, curves(), replace(links(1.0), times=times, measured_ranks=4))
-    assert found is not None
-    assert found.communication_s == pytest.approx(time_s(calls(config) or {}, times))
-
-
 def test_collectives_among_as_many_ranks_are_needed() -> None:
     config = on(Parallel.DDP_NAIVE, 4)
     times = {4: {Collective.ALL_REDUCE: {1: 1e-9, 2**30: 2**30 / 1e9}}}
@@ -251,13 +231,6 @@ def test_collectives_among_as_many_ranks_are_needed() -> None:
     assert found.step_s - alone.step_s == pytest.approx(sent_s, rel=1e-3)
     assert predicted_time(config, curves()) is None
     assert predicted_time(on(Parallel.DDP_NAIVE, 2), replace(curves(), collectives=times)) is None, "2 are less than 4"
-
-
-def test_what_is_not_predicted_of_one_rank_is_not_predicted_of_several() -> None:
-    assert ranks_step_time(on(Parallel.DDP, precision=Precision.FP16), curves(), links(1e9)) is None
-    assert ranks_step_time(on(Parallel.DDP_OVERLAP, fused_loss=True), curves(), links(1e9)) is None
-    empty = replace(curves(), matmuls={Precision.FP32: ()})
-    assert ranks_step_time(on(Parallel.DDP), empty, links(1e9)) is None
 
 
 # the inequalities against the forecast
@@ -310,3 +283,69 @@ def test_measured_steps_of_several_ranks_take_what_the_ceilings_let_expect() -> 
         pytest.skip("no such records")
     assert max(map(abs, errors.values())) <= 0.10
     assert statistics.median(map(abs, errors.values())) <= 0.03
+
+
+LINKS = Links(gpus_per_node=4, node_bytes_per_s=8.0, network_bytes_per_s=2.0)
+KINDS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+
+
+def sent_in_a_gather(in_node: int, nodes: int) -> tuple[int, int]:
+    """Chunks that a GPU sends to its node and to the network, if each rank begins with one; all end with all.
+
+    Rings go across the nodes first, one for each place in a node, and then within the nodes.
+    """
+    ranks = list(product(range(nodes), range(in_node)))
+    have = {rank: {rank} for rank in ranks}
+    sent: Counter[tuple[tuple[int, int], str]] = Counter()
+
+    def ring(members: list[tuple[int, int]], link: str) -> None:
+        passed = {rank: set(have[rank]) for rank in members}
+        for _ in range(len(members) - 1):
+            moved = {}
+            for here, there in zip(members, members[1:] + members[:1], strict=True):
+                sent[here, link] += len(passed[here])
+                have[there] |= passed[here]
+                moved[there] = passed[here]
+            passed = moved
+
+    for place in range(in_node):
+        ring([(node, place) for node in range(nodes)], "network")
+    for node in range(nodes):
+        ring([(node, place) for place in range(in_node)], "node")
+    assert all(found == set(ranks) for found in have.values())
+    by_link = [{sent[rank, link] for rank in ranks} for link in ("node", "network")]
+    (near,), (far,) = by_link
+    return near, far
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("in_node", "nodes"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 2), (4, 2), (4, 5)])
+def test_the_slower_link_decides_how_long_a_ring_takes(kind: Collective, in_node: int, nodes: int) -> None:
+    chunk_bytes, ranks = 96, in_node * nodes
+    links = replace(LINKS, gpus_per_node=in_node)
+    near, far = sent_in_a_gather(in_node, nodes)
+    passes = 2 if kind is Collective.ALL_REDUCE else 1
+    expected = passes * chunk_bytes * max(near / 8.0, far / 2.0)
+    assert links.call_s(Call(kind, chunk_bytes * ranks), ranks) == pytest.approx(expected)
+
+
+def test_a_push_goes_to_every_other_rank() -> None:
+    found = LINKS.call_s(Call(Collective.PUSH, 80), 12)
+    assert found == max(3 * 80 / 8.0, 8 * 80 / 2.0)
+
+
+def test_measured_times_count_within_a_node_and_scale_with_what_is_sent() -> None:
+    times = {Collective.ALL_REDUCE: {100: 7.0, 200: 9.0}}
+    links = replace(LINKS, times=times, measured_ranks=2)
+    call = Call(Collective.ALL_REDUCE, 100)
+    assert links.call_s(call, 2) == 7.0
+    assert links.call_s(call, 4) == pytest.approx(7.0 * (3 / 4) / (1 / 2))
+    assert links.call_s(Call(Collective.ALL_GATHER, 200), 2) == 4.5, "half of an all-reduce"
+    assert links.call_s(call, 1) == 0
+    assert links.call_s(Call(Collective.PUSH, 80), 2) == 80 / 8.0, "not measured"
+
+
+def test_the_fastest_rate_is_that_of_what_a_rank_sends() -> None:
+    times = {Collective.ALL_REDUCE: {100: 1.0}, Collective.ALL_GATHER: {100: 0.4}, Collective.PUSH: {100: 0.01}}
+    assert fastest_bytes_per_s(times, 4) == pytest.approx(0.75 * 100 / 0.4)
+    assert fastest_bytes_per_s({}, 4) is None

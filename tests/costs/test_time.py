@@ -1,5 +1,6 @@
-"""Prediction of a step's time, against closed forms, a simulation tick by tick, and PyTorch's own dispatcher."""
+"""Prediction of a step's time: closed forms, a simulation tick by tick, PyTorch's dispatcher, and a profile."""
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cs336_systems.config import (
+    SIZES,
     Arch,
     Attention,
     CompileMode,
@@ -27,19 +29,23 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.costs import traces
-from cs336_systems.costs.accounting import Component, component_flops, count_parameters
+from cs336_systems.costs.accounting import Component, component_flops, count_parameters, parameters_by_component
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.tape import MATMULS_OF
 from cs336_systems.costs.time import (
     Launch,
     Limit,
     TimePrediction,
+    is_fast_step,
     limited_by_launches,
     operations,
     replay,
     step_time,
 )
+from cs336_systems.model.fast.choose import fastest
 from cs336_systems.model.transformer import RMSNorm, TransformerLM
+from cs336_systems.record import read_record
+from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.operators import Calls
 
 MODEL = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=3, num_heads=4)
@@ -74,12 +80,6 @@ def test_steps_with_far_larger_matmuls_than_were_measured_have_no_time(factor: f
     larger = replace(RUN, batch_size=32 * 200)  # of sequences of 16
     found = step_time(larger, replace(curves(), matmuls={Precision.FP32: (measured,)}))
     assert (found is not None) is is_known
-
-
-def test_a_slow_host_hides_the_device() -> None:
-    found = replay({Phase.FORWARD: [Launch(host_s=5, kernel_s=2, count=10)]}, gap_s=1)
-    assert (found.step_s, found.host_phases_s, found.launch_s) == (10 * 5 + 2, {Phase.FORWARD: 50}, 50)
-    assert found.busy_share == pytest.approx(20 / 52)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,6 @@ def test_a_phase_counts_from_when_the_device_has_ended_the_one_before() -> None:
     found = replay({Phase.FORWARD: [forward], Phase.BACKWARD: [backward]})
     assert named(found) == pytest.approx({Phase.BACKWARD: 0.01 + 1000 * 1e-4 + 1e-5 - 0.06})
     assert found.limit is Limit.DEVICE
-
-
-def test_a_slow_device_hides_the_host_and_waits_between_kernels() -> None:
-    found = replay({Phase.FORWARD: [Launch(host_s=1, kernel_s=7, count=10)]}, gap_s=0.5)
-    assert found.step_s == 1 + 10 * 7 + 9 * 0.5
-    assert found.limit is Limit.DEVICE
-
-
-def test_a_phase_begins_when_the_one_before_ends_on_the_device() -> None:
-    found = replay({Phase.FORWARD: [Launch(host_s=1, kernel_s=30)], Phase.BACKWARD: [Launch(host_s=1, kernel_s=4)]})
-    assert found.phases_s == {Phase.FORWARD: 31, Phase.BACKWARD: 4}
-    assert found.kernels_s == {Phase.FORWARD: 30, Phase.BACKWARD: 4}
 
 
 def by_ticks(launches: list[tuple[int, int]], gap: int, depth: int) -> tuple[int, int]:
@@ -312,16 +300,6 @@ def test_what_is_not_predicted_is_none(change: dict[str, Any]) -> None:
     assert step_time(replace(RUN, **change), curves()) is None
 
 
-def test_the_fast_step_is_predicted() -> None:
-    assert step_time(replace(RUN, **FAST), curves()) is not None  # type: ignore[arg-type]
-
-
-def test_a_precision_that_was_not_measured_is_none() -> None:
-    known = curves()
-    without = replace(known, matmuls={Precision.FP32: known.matmuls[Precision.FP32]})
-    assert step_time(replace(RUN, precision=Precision.BF16), without) is None
-
-
 # CUDA graphs
 
 
@@ -337,3 +315,90 @@ def test_a_step_of_graphs_is_that_of_its_kernels_and_a_launch_for_each_phase() -
         slow_host_s = 3 * launch_s + graph.kernels_s[Phase.OPTIMIZER]
         slow_device_s = launch_s + sum(graph.kernels_s.values())
         assert graph.step_s == pytest.approx(max(slow_host_s, slow_device_s))
+
+
+DATA = Path(__file__).parents[2] / "data" / "published"
+PROFILES = DATA / "kineto_profiles/train_fast"
+KERNELS_OF_BACKWARD = 3
+"""Of cuDNN's attention, where other backends have one or two: a kernel before, and one after it."""
+
+
+def fast(model: ModelConfig = MODEL, **fields: Any) -> RunConfig:
+    return fastest(RunConfig(size="custom", model=model, batch_size=2, device=Device.CUDA, **fields), "NVIDIA H200")
+
+
+@pytest.mark.parametrize("size", ["small", "xl"])
+def test_each_phase_launches_what_a_profile_of_it_has(size: str) -> None:
+    (record,) = [read_record(path) for path in (PROFILES / "runs").glob(f"{size}_*") if "bf16" in path.name][:1]
+    (path,) = (PROFILES / "kernels").glob(f"{size}_*")
+    profile = json.loads(path.read_text())
+    counted: Counter[str] = Counter()
+    for kernel in profile["kernels"]:
+        if kernel["phase"] is not None:
+            counted[kernel["phase"]] += kernel["count"] / profile["num_steps"]
+    found = operations(record.config)
+    assert is_fast_step(record.config)
+    more = {Phase.BACKWARD: (KERNELS_OF_BACKWARD - 1) * SIZES[size].num_layers}
+    assert {phase: len(each) + more.get(phase, 0) for phase, each in found.items()} == counted
+
+
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("mode", [Mode.INFERENCE, Mode.TRAIN])
+def test_matmuls_have_the_flops_of_the_closed_form(arch: Arch, mode: Mode) -> None:
+    config = fast(replace(MODEL, arch=arch), mode=mode)
+    assert config.pad_vocabulary == 1, "else there are more FLOPs"
+    flops = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 0)
+    for phase, found in operations(config).items():
+        for each in found:
+            rows, inner, columns = each.sides
+            flops[phase] = flops.get(phase, 0) + MATMULS_OF.get(each.form, 1) * 2 * each.batch * rows * inner * columns
+    parts = component_flops(config)
+    scores = next(part.forward for part in parts if part.component is Component.SCORES)
+    assert flops[Phase.FORWARD] == sum(part.forward for part in parts)
+    # fused attention computes its scores again
+    assert flops[Phase.BACKWARD] == sum(part.backward for part in parts) + (scores if flops[Phase.BACKWARD] else 0)
+
+
+@pytest.mark.parametrize("arch", Arch)
+def test_the_optimizer_moves_26_or_28_bytes_a_parameter_and_a_second_gradient_of_a_tied_table(arch: Arch) -> None:
+    """26 of those whose master is split."""
+    model = replace(MODEL, arch=arch)
+    parts = parameters_by_component(model)
+    tied = parts[Component.HEAD] if arch is Arch.GPT2 else 0
+    split = count_parameters(model) - parts[Component.EMBEDDING] - parts[Component.NORMS] - tied
+    for config, saved in ((fast(model), 2 * split), (replace(fast(model), split_masters=False), 0)):
+        moved = sum(each.moved_bytes for each in operations(config)[Phase.OPTIMIZER]) - 8  # the count of steps
+        assert moved == 28 * count_parameters(model) + 4 * tied - saved
+
+
+@pytest.mark.parametrize("arch", Arch)
+def test_fused_activations_save_two_passes_a_block(arch: Arch) -> None:
+    """Of a hidden activation h: SwiGLU reads 2 h and writes h, backward reads 3 h and writes 2 h; GELU 2 h and 3 h."""
+    plain = fast(replace(MODEL, arch=arch))
+    fused = replace(plain, fused_activations=True)
+    hidden = 2 * plain.batch_size * MODEL.context_length * MODEL.d_ff
+    of_phase = (2, 3) if arch is Arch.GPT2 else (3, 5)
+    for phase, passes in zip((Phase.FORWARD, Phase.BACKWARD), of_phase, strict=True):
+        before, after = operations(plain)[phase], operations(fused)[phase]
+        assert len(before) - len(after) == MODEL.num_layers
+        saved = sum(each.moved_bytes for each in before) - sum(each.moved_bytes for each in after)
+        assert saved == pytest.approx(MODEL.num_layers * passes * hidden, rel=0.05)  # and the bias
+
+
+def test_a_padded_vocabulary_is_computed() -> None:
+    config = fast(replace(MODEL, vocab_size=81))
+    assert config.pad_vocabulary == 128
+    (head,) = [each for each in operations(config)[Phase.FORWARD] if each.sides[2] == 128]
+    assert head.sides == (32, 48, 128)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"checkpoint_blocks": 1}, {"fp8": True}, {"cuda_graph": False}, {"fused_blocks": False}, {"loss_chunks": 2}],
+    ids=str,
+)
+def test_a_part_of_it_is_not_predicted(change: dict[str, Any]) -> None:
+    curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
+    assert curves is not None
+    assert step_time(fast(), curves) is not None
+    assert step_time(replace(fast(), **change), curves) is None

@@ -17,7 +17,6 @@ from cs336_systems.config import (
     ModelConfig,
     OptimizerKind,
     Precision,
-    Profiler,
     RunConfig,
     SdpaBackend,
 )
@@ -34,7 +33,6 @@ from cs336_systems.sweep.ladder import (
     gate_learning_rate,
     judge,
     read_ladder,
-    reason_run,
     rungs,
     write_ladder,
 )
@@ -177,13 +175,6 @@ def test_chosen_rungs_keep_all_changes_below_them():
         chosen(ladder, ["bf16", "fp8"])
     with pytest.raises(ValueError, match=r"no rung 'fp9'; there are: fp32, tf32, bf16, "):
         chosen(ladder, ["fp9"])
-
-
-def test_the_run_under_the_profiler_is_short():
-    first = rungs(GPT2, H200)[0]
-    assert changed(first.config, reason_run(first)) == {"profiler": Profiler.KINETO, "measured_steps": 3}
-    short = replace(first, config=replace(first.config, measured_steps=2))
-    assert changed(short.config, reason_run(short)) == {"profiler": Profiler.KINETO}
 
 
 # The file

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.model.annotate import annotate
-from cs336_systems.model.fast.feed_forward import feed_forward
 from cs336_systems.model.fast.fp8 import Largest, Tag
 from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu, lookup, norm
-from cs336_systems.model.fast.packed import cut_heads, packed_attention, rope_heads, swiglu
+from cs336_systems.model.fast.packed import cut_heads, feed_forward, packed_attention, rope_heads, swiglu
 from cs336_systems.model.fast.weights import Copies, CopyMaker
 from cs336_systems.model.transformer import (
     Block,

@@ -83,6 +83,9 @@ def fastest(config: RunConfig, device_name: str | None, is_usable: Callable[[str
     common = replace(common, precision=precision)
     if own:
         return common if config.parallel.shards_parameters else replace(common, compile=compile_mode)
+    # the memory profiler cannot see inside a graph, and scaling fp16's gradients reads a value
+    can_replay = precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY
+    warms_up = config.warmup_steps > EAGER_STEPS_BEFORE_GRAPH
     has_copies = (
         precision is Precision.BF16 and config.parallel.takes_any_tensor and config.model.d_model % PACKED_MULTIPLE == 0
     )
@@ -108,14 +111,8 @@ def fastest(config: RunConfig, device_name: str | None, is_usable: Callable[[str
                 and can_pack_attention(config.model, device_name, is_usable)
             )
         ),
-        cuda_graph=_can_be_a_graph(config, precision),
+        cuda_graph=warms_up and can_replay and config.parallel.takes_any_tensor,
     )
-
-
-def _can_be_a_graph(config: RunConfig, precision: Precision) -> bool:
-    warms_up = config.warmup_steps > EAGER_STEPS_BEFORE_GRAPH
-    can_replay = precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY
-    return warms_up and can_replay and config.parallel.takes_any_tensor
 
 
 def has_bf16(device_name: str | None) -> bool:

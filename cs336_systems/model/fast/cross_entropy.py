@@ -83,7 +83,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool) -> Tensor:
     """The loss of each row; with `write_gradients` the logits become the gradient of their sum over `count`."""
-    if _has_kernel(logits):
+    if logits.is_cuda:
         from cs336_systems.model.fast import cross_entropy_kernel  # Triton, which only comes with PyTorch for GPUs
 
         found = cross_entropy_kernel.losses(logits, targets, vocab_size, count, write_gradients=write_gradients)
@@ -104,14 +104,10 @@ def _losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, wri
 
 def _scale(rows: Tensor, factor: Tensor) -> None:
     """Multiply in place."""
-    if _has_kernel(rows):
+    if rows.is_cuda:
         from cs336_systems.model.fast import cross_entropy_kernel
 
         cross_entropy_kernel.scale_rows(rows, factor)
         torch.autograd.graph.increment_version(rows)
     else:
         rows.mul_(factor)
-
-
-def _has_kernel(rows: Tensor) -> bool:
-    return rows.is_cuda

@@ -98,19 +98,15 @@ class MasterAdamW(EagerOptimizer):
                 )
                 kind = _Kind(bucket, has_copy, is_split, has_largest, types)
                 kinds.setdefault(kind, []).append(weight)
-                self._make_state(weight)
+                if not (state := self.state[weight.master]):
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state[name] = weight.master.new_zeros(weight.shape, dtype=self._moments)
         for kind, same in kinds.items():
             if self._steps.is_cuda:
                 self._launch(kind, same)
             else:
                 for weight in same:
                     self._update_one(weight)
-
-    def _make_state(self, weight: Weight) -> None:
-        state = self.state[weight.master]
-        if not state:
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = weight.master.new_zeros(weight.shape, dtype=self._moments)
 
     def _launch(self, kind: _Kind, weights: Sequence[Weight]) -> None:
         from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW  # Triton, which only comes with PyTorch for GPUs

@@ -100,8 +100,9 @@ class FastLM(nn.Module):
         x: Tensor | Deferred = self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
         del embedded  # else it stays allocated through all blocks
         backend = self.config.sdpa_backend
+        is_whole = self._settings.checkpoint_blocks and not self._settings.selective_checkpoints
         with attention_backend(backend):
-            if self._whole_checkpoints and torch.is_grad_enabled():
+            if is_whole and torch.is_grad_enabled():
                 for group in self._groups():
                     # nothing in a block is random
                     x = checkpoint(
@@ -113,11 +114,6 @@ class FastLM(nn.Module):
                         x = block(x, rotations, mask)
         normed = self.ln_final(x)
         return cast("Tensor", normed[1] if self._settings.fused_blocks else normed)
-
-    @property
-    def _whole_checkpoints(self) -> bool:
-        """Whether backward recomputes whole blocks; selective checkpoints recompute parts of them."""
-        return self._settings.checkpoint_blocks > 0 and not self._settings.selective_checkpoints
 
     def _groups(self) -> list[list[nn.Module]]:
         """The blocks of each checkpoint."""

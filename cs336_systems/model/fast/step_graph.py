@@ -1,7 +1,6 @@
 """A step as CUDA graphs, one for each phase; the host launches a graph by one call."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -32,13 +31,20 @@ class StepGraph:
         Phases of `joined` share the graph of the phase before.
         """
         self._phases = phases
-        self._groups = _graphs_of(order, joined)
+        self._groups: list[list[Phase]] = []
+        """The phases of each graph."""
+        for phase in order:
+            if phase in joined:
+                self._groups[-1].append(phase)
+            else:
+                self._groups.append([phase])
         self._captured = captured
         # kernels of the step have priority over those of other streams
         self._stream = torch.cuda.Stream(priority=-1)
         self._num_steps = 0
         self._batch: Batch | None = None
-        self._graphs: list[_Graph] = []
+        self._graphs: list[tuple[torch.cuda.CUDAGraph, list[Phase], list[torch.cuda.Event]]] = []
+        """Each with its phases, and an event at the end of each of them but the last."""
         self.peak_bytes: int | None = None
         """Peak of allocated memory during the capture, which replays need but do not report; None before it."""
 
@@ -54,16 +60,16 @@ class StepGraph:
         for static, fresh in zip(self._batch, batch, strict=True):
             if static is not fresh:
                 static.copy_(fresh)
-        for graph in self._graphs:
-            with annotate(graph.phases[0]):
-                graph.graph.replay()
-            for phase, end in zip(graph.phases, (*graph.ends, None), strict=True):
+        for graph, phases, ends in self._graphs:
+            with annotate(phases[0]):
+                graph.replay()
+            for phase, end in zip(phases, (*ends, None), strict=True):
                 lap(phase, end)
 
     def release(self) -> None:
         """Free the graphs: NCCL does not destroy its communicator until no graph holds a collective any more."""
-        for graph in self._graphs:
-            graph.graph.reset()
+        for graph, _, _ in self._graphs:
+            graph.reset()
         self._graphs.clear()
 
     def _eagerly(self, batch: Batch, lap: Lap) -> None:
@@ -89,26 +95,6 @@ class StepGraph:
                     if phase is not phases[-1]:
                         ends.append(torch.cuda.Event(enable_timing=True, external=True))
                         ends[-1].record()
-            self._graphs.append(_Graph(graph, phases, ends))
+            self._graphs.append((graph, phases, ends))
         self.peak_bytes = torch.cuda.max_memory_allocated()
         self._captured()
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """Phases that one graph holds, and an event at the end of each but the last."""
-
-    graph: torch.cuda.CUDAGraph
-    phases: Sequence[Phase]
-    ends: Sequence[torch.cuda.Event]
-
-
-def _graphs_of(order: Sequence[Phase], joined: Collection[Phase]) -> list[list[Phase]]:
-    """The phases of each graph."""
-    graphs: list[list[Phase]] = []
-    for phase in order:
-        if phase in joined:
-            graphs[-1].append(phase)
-        else:
-            graphs.append([phase])
-    return graphs

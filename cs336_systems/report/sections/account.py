@@ -20,6 +20,7 @@ from cs336_systems.costs.accounting import (
 )
 from cs336_systems.costs.communication import Call, Collective, calls, sent_share
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
+from cs336_systems.costs.curves import Curves as DeviceCurves
 from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.memory import (
     MemoryPrediction,
@@ -29,10 +30,10 @@ from cs336_systems.costs.memory import (
     predict_memory,
     residual_stream_bytes,
 )
-from cs336_systems.costs.modules import costs_by_module
+from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Category
-from cs336_systems.costs.time import Limit, TimePrediction
+from cs336_systems.costs.time import Limit, TimePrediction, costs_by_module
 from cs336_systems.report.columns import Row, column
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
@@ -62,16 +63,15 @@ class Account:
     """Memory that the step must fit into."""
     collective_times: Curves = field(default_factory=dict)
     """Measured times of collectives among such devices."""
-    time: TimePrediction | None = None
-    """The predicted time of the step."""
+    curves: DeviceCurves | None = None
+    """From which the time of the step is predicted."""
     device_name: str | None = None
     """The device of the predicted time."""
-    is_measured: bool = True
-    """Whether the time is predicted from measured ceilings of the device, not from its data sheet."""
-    is_in_doubt: bool = False
-    """Whether many of the times in these ceilings are in doubt."""
-    is_shipped: bool = False
-    """Whether these ceilings come with the program, and were not measured by its user."""
+
+    @property
+    def time(self) -> TimePrediction | None:
+        """The predicted time of the step."""
+        return None if self.curves is None else predicted_time(self.config, self.curves)
 
 
 def account_section(account: Account, top: int) -> Section:
@@ -79,7 +79,7 @@ def account_section(account: Account, top: int) -> Section:
 
     `top` is the most rows of the table of the peak.
     """
-    config, time, is_own = account.config, account.time, account.config.model_factory is not None
+    config, is_own = account.config, account.config.model_factory is not None
     prediction, parts = predict_memory(config), _parts(config)
     whole = parts[ALL]
     tables = [
@@ -88,7 +88,7 @@ def account_section(account: Account, top: int) -> Section:
         _flops_table(parts, is_own=is_own),
         *([_collectives_table(config, account.collective_times)] if not is_own and calls(config) else ()),
         *(() if is_own else [_least_table(config, account.device)]),
-        *([_time_table(account, time)] if time else ()),
+        *_time_tables(account),
     ]
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
@@ -106,7 +106,7 @@ def account_json(account: Account) -> dict[str, object]:
         "memory": predict_memory(config),
         "collectives": _collectives(config, account.collective_times) if calls(config) else None,
         "time": account.time,
-        "time_is_measured": None if account.time is None else account.is_measured,
+        "time_is_measured": account.curves.is_measured if account.curves and account.time else None,
         "device": account.device,
         "fit": None if memory_bytes is None else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
     }
@@ -251,11 +251,9 @@ def _collectives(config: RunConfig, curves: Curves) -> list[Row]:
 
 def _collectives_table(config: RunConfig, curves: Curves) -> Table:
     rows = _collectives(config, curves)
-    times = [row["time_s"] for row in rows]
-    whole = {"collective": ALL, "count": sum(row["count"] for row in rows), "num_bytes": None,
-             "sent_bytes": sum(row["sent_bytes"] for row in rows),
-             "time_s": sum(times) if None not in times else None}  # fmt: skip
-    has_times = whole["time_s"] is not None
+    has_times = all(row["time_s"] is not None for row in rows)
+    sums = {key: sum(row[key] for row in rows) for key in ("count", "sent_bytes", *(["time_s"] if has_times else []))}
+    whole = {"collective": ALL, "num_bytes": None, "time_s": None} | sums
     columns = [column(key) for key in ("collective", "calls", "call_mib", "calls_sent_mib")]
     notes = ["Tensors: those of one call together. Sent: by each rank, if all form a ring."]
     if has_times:
@@ -271,8 +269,11 @@ def _collectives_table(config: RunConfig, curves: Curves) -> Table:
     return make_table("Collectives of a step", columns, shown, notes)
 
 
-def _time_table(account: Account, time: TimePrediction) -> Table:
-    """The predicted time of each phase, and of its kernels alone."""
+def _time_tables(account: Account) -> Iterator[Table]:
+    """The predicted time of each phase, and of its kernels alone; no table if it is not predicted."""
+    curves, time = account.curves, account.time
+    if curves is None or time is None:
+        return
     rows = [
         *({"phase": phase, "predicted_ms": 1e3 * time_s, "kernels_ms": 1e3 * time.kernels_s[phase]}
           for phase, time_s in time.phases_s.items()),
@@ -285,17 +286,15 @@ def _time_table(account: Account, time: TimePrediction) -> Table:
     of_device = f"the ceilings of {account.device_name}" if account.device_name else "ceilings"
     notes = (
         f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step.",
-        *(
-            [f"From the configuration and {of_device} alone; cs336 report DIR says how far it is from measured steps."]
-            if account.is_measured or account.device is None
-            else [by_data_sheet(account.device.names[0])]
-        ),
-        *([SHIPPED] if account.is_measured and account.is_shipped else []),
-        *([DOUBTED_FORECAST] if account.is_in_doubt else []),
+        f"From the configuration and {of_device} alone; cs336 report DIR says how far it is from measured steps."
+        if curves.is_measured or account.device is None
+        else by_data_sheet(account.device.names[0]),
+        *([SHIPPED] if curves.is_shipped else []),
+        *([DOUBTED_FORECAST] if curves.is_in_doubt else []),
     )
-    doubt = {"prediction_is_doubted": account.is_in_doubt}
+    doubt = {"prediction_is_doubted": curves.is_in_doubt}
     keys = ("phase", "predicted_ms", "kernels_ms")
-    return make_table("Predicted time of a step", [column(key) for key in keys], [row | doubt for row in rows], notes)
+    yield make_table("Predicted time of a step", [column(key) for key in keys], [row | doubt for row in rows], notes)
 
 
 def by_data_sheet(device_name: str) -> str:
@@ -358,7 +357,9 @@ def days_table(
     """How many days training takes, or hours, minutes, seconds; `peak_source` says where the peak comes from."""
     flops, flops_per_s = rule_of_thumb_flops(parameters, tokens), count * peak_flops_per_s * mfu
     days = training_days(parameters=parameters, tokens=tokens, peak_flops_per_s=peak_flops_per_s, count=count, mfu=mfu)
-    unit, unit_s = _unit_of_time(days * SECONDS_PER_DAY)
+    # the largest unit of which the time is one or more, seconds for less than all
+    units = (("days", SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
+    unit, unit_s = next((unit for unit in units if days * SECONDS_PER_DAY >= unit[1]), ("s", 1))
     time = days * SECONDS_PER_DAY / unit_s
     backward = TRAINING_FLOPS - FORWARD_FLOPS
     rows = (
@@ -379,9 +380,3 @@ def days_table(
         "come on top, and so do restarts."
     )
     return quantity_table(f"Training takes {amount(time)} {unit}", rows, [note], QUANTITY_KEYS)
-
-
-def _unit_of_time(time_s: float) -> tuple[str, int]:
-    """The largest unit of which the time is one or more, seconds for less than all, and its seconds."""
-    units = (("days", SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
-    return next((unit for unit in units if time_s >= unit[1]), ("s", 1))

@@ -144,7 +144,7 @@ def _table(which: str, rows: Sequence[Row], *notes: str) -> Table:
     return make_table(
         f"Predicted times of steps {which}",
         [column(key) for key in (*ERROR_KEYS, "named_right")],
-        [_summary(name, some) | {"named_right": _named(some)} for name, some in _groups(rows) if some],
+        [_summary(name, some) for name, some in _groups(rows) if some],
         [
             *notes,
             "A step is limited by launches if its record says so. The forecast knows the configuration and the "
@@ -174,12 +174,8 @@ def _summary(name: str, rows: Sequence[Row]) -> Row:
         "error_of_nine": sizes[math.ceil(0.9 * len(sizes)) - 1],
         "largest_error": sizes[-1],
         "median_bias": statistics.median(errors),
+        "named_right": 100 * sum(row["limit"] is row["predicted_limit"] for row in rows) / len(rows),
     }
-
-
-def _named(rows: Sequence[Row]) -> float:
-    """Share of the steps that have the limit that the forecast names (percent)."""
-    return 100 * sum(row["limit"] is row["predicted_limit"] for row in rows) / len(rows)
 
 
 def write_forecast(

@@ -19,7 +19,7 @@ from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.report.sections.study import derived
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, ratio, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
-from cs336_systems.sweep.ladder import GATE_STEPS, Gate, Rung, judge, reason_run
+from cs336_systems.sweep.ladder import GATE_STEPS, Rung, judge, reason_run
 
 Rows = Sequence[Row]
 CONFIDENCE = 0.95
@@ -91,7 +91,12 @@ def ladder_rows(
             "processes": len(done),
             "is_credited": bool(done) and gate.passed is True,
             "last": credited[-1]["rung"] if credited else "",
-            **_gate(gate, bool(done)),
+            "gate": VERDICTS[gate.passed] if done else "",
+            "no_verdict": gate.missing,
+            f"loss_{GATE_STEPS}": gate.loss,
+            "distance_last": gate.last,
+            "distance_largest": gate.largest,
+            "bound": gate.bound,
             **_compiled(done),
             **_profiled(rung, profiles, frame["step_mean_ms"]),
         }
@@ -117,18 +122,6 @@ def _settings(rung: Rung) -> Row:
         "context_length": config.model.context_length,
         "vocab_size": config.model.vocab_size,
         "attention": None if config.model_factory else f"{config.model.attention}-{config.model.sdpa_backend}",
-    }
-
-
-def _gate(gate: Gate, has_run: bool) -> Row:
-    """Distances and the bound are shares of the fall of the reference's loss."""
-    return {
-        "gate": VERDICTS[gate.passed] if has_run else "",
-        "no_verdict": gate.missing,
-        f"loss_{GATE_STEPS}": gate.loss,
-        "distance_last": gate.last,
-        "distance_largest": gate.largest,
-        "bound": gate.bound,
     }
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cs336_systems.config import Arch, RunConfig
-from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Curves
-from cs336_systems.costs.scale import Bound, Paper, ScaleStep, Scheme, bounds, largest_ranks
+from cs336_systems.config import RunConfig
+from cs336_systems.costs.curves import MATMUL_EFFICIENCY, Curves
+from cs336_systems.costs.scale import Paper, ScaleStep, Scheme, largest_ranks
 from cs336_systems.report.columns import Row, column
-from cs336_systems.report.section import Section, Table, make_table, quantity_table
+from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.sections.account import by_data_sheet
-from cs336_systems.report.words import DOUBTED_FORECAST, GIB, SHIPPED, ratio
+from cs336_systems.report.words import DOUBTED_FORECAST, GIB, GIGA, SHIPPED, TERA, ratio
 
 WORDS = {
     Scheme.DATA: "data parallel",
@@ -35,8 +35,6 @@ class Scale:
     """What the inequalities are about: the tokens of a step on the most ranks."""
     curves: Curves
     device_name: str
-    is_measured: bool
-    """Whether the times of kernels are from measured ceilings of the device, not from its data sheet."""
     peak_flops_per_s: float | None
     memory_bytes: int | None
     """Of each GPU by its data sheet; None if it is not known."""
@@ -45,31 +43,28 @@ class Scale:
 
 
 def scale_section(found: Scale) -> Section:
-    """The forecast and the inequalities; the CSV has a row for each way and number of ranks."""
+    """The forecast, and the most ranks of each way; the CSV has a row for each way and number of ranks."""
     rows = list(scale_rows(found))
-    tables = (_steps_table(found, rows), _largest_table(found.paper), _bounds_table(found.paper), _symbols_table(found))
-    return Section(name="scale", tables=tables, rows=rows, keys=CSV_COLUMNS)
+    return Section(name="scale", tables=(_steps_table(found, rows), _largest_table(found)), rows=rows, keys=CSV_COLUMNS)
 
 
 def scale_rows(found: Scale) -> Iterator[Row]:
     """A row for each way and number of ranks; None for what is not known."""
     for scheme, ranks, step in found.steps:
-        values = {} if step is None else _values(step, found)
-        yield dict.fromkeys(CSV_COLUMNS) | {"way": scheme, "ranks": ranks} | values
-
-
-def _values(step: ScaleStep, found: Scale) -> Row:
-    times, memory_bytes = step.times, found.memory_bytes
-    return {
-        "step_ms": 1e3 * times.time.step_s,
-        "compute_ms": 1e3 * times.compute_s,
-        "communication_ms": 1e3 * times.communication_s,
-        "slowed_ms": 1e3 * times.slowed_s,
-        "exposed_ms": 1e3 * times.exposed_s,
-        "peak_gib": None if step.memory_bytes is None else step.memory_bytes / GIB,
-        "fits": None if step.memory_bytes is None or memory_bytes is None else step.memory_bytes <= memory_bytes,
-        "mfu": ratio(step.flops_per_s, found.peak_flops_per_s),
-    }
+        row: Row = dict.fromkeys(CSV_COLUMNS) | {"way": scheme, "ranks": ranks}
+        if step is not None:
+            times, needed_bytes, has_bytes = step.times, step.memory_bytes, found.memory_bytes
+            row |= {
+                "step_ms": 1e3 * times.time.step_s,
+                "compute_ms": 1e3 * times.compute_s,
+                "communication_ms": 1e3 * times.communication_s,
+                "slowed_ms": 1e3 * times.slowed_s,
+                "exposed_ms": 1e3 * times.exposed_s,
+                "peak_gib": ratio(needed_bytes, GIB),
+                "fits": None if needed_bytes is None or has_bytes is None else needed_bytes <= has_bytes,
+                "mfu": ratio(step.flops_per_s, found.peak_flops_per_s),
+            }
+        yield row
 
 
 def _steps_table(found: Scale, rows: list[Row]) -> Table:
@@ -101,7 +96,7 @@ def _step_notes(found: Scale) -> Iterator[str]:
         "A step takes the sum of computing, slowed and exposed: communication is exposed where kernels wait for it, "
         "and slows the kernels beside it."
     )
-    if not found.is_measured:
+    if not found.curves.is_measured:
         yield by_data_sheet(found.device_name)
     elif found.curves.is_shipped:
         yield SHIPPED
@@ -111,60 +106,21 @@ def _step_notes(found: Scale) -> Iterator[str]:
         yield "No MFU: the peak of this device is not known."
 
 
-def _largest_table(paper: Paper) -> Table:
+def _largest_table(found: Scale) -> Table:
+    paper, links = found.paper, found.paper.links
     rows: list[Row] = [
         {"way": f"{scheme}: {WORDS[scheme]}", "most_ranks": largest_ranks(paper, scheme), "no_limit": NO_LIMIT}
         for scheme in Scheme
     ]
     title = f"Largest number of ranks before communication limits, for {paper.tokens:,} tokens in a step"
-    note = "On more ranks communication takes longer than the matmuls of the blocks, with which it may overlap."
-    return make_table(title, [column(key) for key in ("way", "most_ranks")], rows, [note])
-
-
-def _bounds_table(paper: Paper) -> Table:
-    keys = ("way", "link", "inequality", "intensity", "least_tokens")
+    measured, promised = "its best matmul measured", f"{MATMUL_EFFICIENCY:g} of its peak by the data sheet"
+    within = f"Each GPU sends {links.node_bytes_per_s / GIGA:,.0f} GB/s to others of its node ({found.link_source})"
+    beyond = links.network_bytes_per_s
     notes = (
-        "Source: Austin et al. 2025, How to Scale Your Model, chapters 5 and 12. Each line is about one kind of links, "
-        "as if the others took no time; of N, X, Y ranks g, x, y are in one node. With many ranks the first lines are "
-        "the course's B / N > C / W, Y < F W / C and "
-        "B / N > (C / W)^2 / F. cs336_systems/costs/scale.py derives them.",
+        "On more ranks communication takes longer than the matmuls of the blocks, with which it may overlap.",
+        f"{within}, and {beyond / GIGA:,.0f} GB/s to other nodes." if beyond is not None else f"{within}.",
+        f"A GPU reaches {paper.flops_per_s / TERA:,.0f} TFLOP/s: {measured if found.curves.is_measured else promised}.",
+        "The inequalities are those of Austin et al. 2025, How to Scale Your Model, chapters 5 and 12; "
+        "cs336_systems/costs/scale.py derives them.",
     )
-    rows = [_bound_row(bound) for bound in bounds(paper)]
-    return make_table("The inequalities", [column(key) for key in keys], rows, notes)
-
-
-def _bound_row(bound: Bound) -> Row:
-    return {
-        "way": bound.scheme, "link": bound.link, "inequality": bound.formula, "intensity": bound.intensity,
-        "least_tokens": bound.least_tokens,
-    }  # fmt: skip
-
-
-def _symbols_table(found: Scale) -> Table:
-    paper, links = found.paper, found.paper.links
-    feed = "d_model + 3 d_ff / 4" if found.config.model.arch is Arch.CS336 else "d_model + d_ff / 2"
-    name, precision = found.device_name, found.config.precision
-    measured = f"best matmul measured on {name}, {precision}"
-    promised = f"{MATMUL_EFFICIENCY:g} of the peak of {name}, {precision}, by its data sheet"
-    rows = [
-        ("B", paper.tokens, "tokens", "of a step of all ranks"),
-        ("N = X Y", "", "ranks", "data ranks times tensor ranks"),
-        ("G", links.gpus_per_node, "GPUs", "of a node"),
-        ("C", paper.flops_per_s, "FLOP/s", measured if found.is_measured else promised),
-        ("W in a node", links.node_bytes_per_s, "byte/s", found.link_source),
-        *([("W of the network", links.network_bytes_per_s, "byte/s", "given")]
-          if links.network_bytes_per_s is not None else ()),
-        ("e of ddp", paper.gradient_bytes, "byte", "gradients, which are averaged in fp32"),
-        ("e of fsdp, tp", paper.element_bytes, "byte", "weights that are gathered, their gradients, and activations"),
-        ("f", paper.feed, "elements", f"elements of a block's matrices / 4 d_model = {feed}; "
-                                      "d_ff, if it had only two in its feed-forward network"),
-        ("a", "", "tokens", "e C / (2 W)"),
-    ]  # fmt: skip
-    return quantity_table("Symbols of the inequalities", rows, keys=("quantity", "amount", "unit", "how"))
-
-
-def link_source(measured_ranks: int | None) -> str:
-    """Where the rate within a node comes from; None: from the data sheet."""
-    if measured_ranks is not None:
-        return f"best collective measured among {measured_ranks} of them"
-    return f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
+    return make_table(title, [column(key) for key in ("way", "most_ranks")], rows, notes)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 
@@ -14,7 +14,6 @@ COPIED = RunConfig(
     size="custom", model=MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True,
     learning_rate=2e-4,
 )  # fmt: skip
-ARCHITECTURES = list(Arch)
 DRAWN = 0.08
 """Standard deviation of the parameters."""
 

@@ -22,7 +22,6 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.hardware import DEVICES
 from cs336_systems.model.fast import choose
 from cs336_systems.model.fast.choose import (
     FLASH_4,
@@ -33,7 +32,6 @@ from cs336_systems.model.fast.choose import (
     check_packages,
     describe_fast,
     fastest,
-    has_bf16,
     is_installed,
     missing_packages,
     why_unusable,
@@ -138,13 +136,6 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
         assert is_installed(package) is asked[package].contains(version, prereleases=True), version
 
 
-@pytest.mark.parametrize(("vocab_size", "multiple"), [(50_257, 128), (10_001, 128), (10_000, 1), (50_304, 1)])
-def test_only_an_awkward_vocabulary_is_padded(vocab_size, multiple):
-    config = replace(make(), model=model_with(vocab_size=vocab_size))
-    assert fastest(config, H200).pad_vocabulary == multiple
-    assert fastest(replace(config, pad_vocabulary=64), H200).pad_vocabulary == 64
-
-
 @pytest.mark.parametrize(
     ("device_name", "changes", "backend"),
     [
@@ -184,19 +175,6 @@ def test_a_gpu_without_bf16_keeps_its_precision():
     assert (fast.precision, fast.cast_once, fast.cuda_graph) == (Precision.FP16, False, False)
     assert fastest(make(), V100).precision is Precision.FP32
     assert fastest(make(precision=Precision.FP16), NEW).precision is Precision.BF16
-
-
-def test_bf16_is_known_from_the_data_sheets():
-    """Volta and Turing have none."""
-    without = {name for device in DEVICES for name in device.names if not has_bf16(f"NVIDIA {name}")}
-    assert without == {name for device in DEVICES for name in device.names if name.startswith(("V100", "T4"))}
-
-
-def test_a_users_own_model_gets_what_needs_no_knowledge_of_it():
-    own = make(model_factory="package:factory")
-    assert fastest(own, H200) == replace(
-        own, precision=Precision.BF16, compile=CompileMode.DEFAULT, optimizer=OptimizerKind.FUSED
-    )
 
 
 AUTOTUNED = CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS

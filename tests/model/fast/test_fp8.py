@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast import fp8
-from cs336_systems.model.fast.master_adamw import MasterAdamW
-from cs336_systems.model.transformer import TransformerLM
 from tests.operators import Calls
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -136,46 +133,6 @@ def test_any_strides_and_leading_axes() -> None:
     assert all(map(torch.equal, broadcast, results(fp8_linear, x, weight, bias, same.contiguous())))
 
 
-def test_fp32_activations_have_fp32_gradients() -> None:
-    """As under autocast."""
-    x, weight, _, gradient = factors()
-    _, of_x, of_weight = results(fp8_linear, x.float(), weight, None, gradient)
-    assert (of_x.dtype, of_weight.dtype) == (torch.float32, torch.bfloat16)
-
-
-def test_backward_keeps_half_the_bytes_of_bf16() -> None:
-    x, weight, _, _ = factors()
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        fp8_linear(x.requires_grad_(), weight.requires_grad_())
-    assert sum(tensor.nbytes for tensor in kept if tensor.dim()) == (x.nbytes + weight.nbytes) // 2
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_factors_are_transposed_for_backward_alone(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What eager layers ask of the casts, and what the compiler writes into its graphs."""
-    asked: set[bool] = set()
-
-    def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> torch.fx.GraphModule:
-        graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
-        calls = [node.args for graph in graphs for node in graph.nodes if "fp8_casts" in str(node.target)]
-        asked.update(transposes for _, _, transposes in calls)
-        return module
-
-    x, weight, _, _ = factors()
-    weight.requires_grad_()
-    torch._dynamo.reset()
-    layer = torch.compile(fp8_linear, fullgraph=True, backend=backend) if is_compiled else fp8_linear
-    casts = fp8._fp8_casts
-    if not is_compiled:
-        monkeypatch.setattr(fp8, "_fp8_casts", lambda *given: (asked.add(given[2]), casts(*given))[1])
-    for has_backward in (False, True):
-        asked.clear()
-        with torch.set_grad_enabled(has_backward):
-            layer(x, weight)
-        assert asked == {has_backward}
-
-
 # In a step
 
 
@@ -216,32 +173,6 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
         if checkpoints == "none":
             assert len(read) == backward * MODEL.num_layers
         step.update()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_largest_magnitude_of_each_weight_is_kept(device: str) -> None:
-    """Of one that is not trained too, beside others in one packed weight."""
-    torch.manual_seed(0)
-    model = TransformerLM(MODEL).to(device)
-    frozen = model.layers[1].attn.q_proj.weight.requires_grad_(False)
-    before = frozen.detach().clone()
-    step = TrainingStep(of(Arch.CS336, fp8=True, device=device, learning_rate=0.05), model)
-    step.optimizer = MasterAdamW(step.model.weights, lr=0.05)
-
-    def check() -> None:
-        kept = [weight for weight in step.model.weights if weight.largest is not None]
-        assert len(kept) == 7 * MODEL.num_layers
-        for weight in kept:
-            assert weight.copy is not None
-            assert weight.largest == weight.copy.values.abs().max()
-            assert torch.equal(weight.copy.values, weight.master.detach().bfloat16().view(-1))
-        assert any(weight.master is frozen for weight in kept)
-
-    check()
-    for _ in range(3):
-        step(HostClock())
-        check()
-    assert torch.equal(frozen, before)
 
 
 @pytest.mark.parametrize("arch", list(Arch))

@@ -86,12 +86,6 @@ def test_the_shown_parts_and_the_rest_are_the_peak() -> None:
     assert sum(sizes) + rest == pytest.approx(predict_memory(case).peak.allocated_bytes / 2**20, rel=1e-3)
 
 
-def test_a_part_is_a_row_of_its_own() -> None:
-    case = config("tiny")
-    peak = tables(case, top=1000)[-1]
-    assert len(peak.rows) == len(predict_memory(case).peak.parts)
-
-
 @pytest.mark.parametrize("way", [Parallel.DDP_NAIVE, Parallel.FSDP])
 def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
     shared = config("small", precision=Precision.BF16, parallel=way, ranks=4)

@@ -1,23 +1,20 @@
 """Errors of predicted times, by hand-made records and by those that are committed."""
 
 import csv
-import shutil
 import statistics
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
-from cs336_systems import record as record_module
-from cs336_systems.config import OptimizerKind, Phase, Precision
+from cs336_systems.config import Phase
 from cs336_systems.costs.tape import Kind
 from cs336_systems.costs.time import Limit, operations, step_time
 from cs336_systems.record import Measurement, WarningCode
 from cs336_systems.report.formats import texts_of
 from cs336_systems.report.sections.forecast import FOLDER, Shapes, forecast_section, scored
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings, load_ceilings
+from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.studies.ceilings_records import Shape
 from tests.committed import DATA
 from tests.report.ceilings import FP32, make_rates, product_at
@@ -89,27 +86,6 @@ def test_what_is_not_predicted_is_counted() -> None:
     assert scored({PLACE: elsewhere}, lambda _: CEILINGS) == ([], 1)
 
 
-def test_errors_are_also_those_of_each_device_if_there_are_several() -> None:
-    """Of two devices with the same ceilings, one takes a step as long as predicted, the other twice as long."""
-    names, exact = ("NVIDIA H200", "NVIDIA H100 80GB HBM3"), predicted_s(CONFIG)
-    both = Ceilings(tuple(make_rates(device_name=name) for name in names))
-    sweeps = {
-        Path(f"e2e_benchmark/{number}"): [make_record(CONFIG, [number * exact], device_name=name)]
-        for number, name in enumerate(names, 1)
-    }
-    rows, others = scored(sweeps, lambda _: both)
-    assert [(row["device_name"], row["step_error"]) for row in rows] == [
-        (names[0], pytest.approx(0)), (names[1], pytest.approx(-50)),
-    ]  # fmt: skip
-    (table, *_) = forecast_section(rows, others).tables
-    found = {row["scored"]: (row["num_scored"], row["median_bias"]) for row in table.values}
-    assert found["all"] == (2, pytest.approx(-25))
-    assert found["device NVIDIA H200"] == (1, pytest.approx(0))
-    assert found["device NVIDIA H100 80GB HBM3"] == (1, pytest.approx(-50))
-    (table, *_) = forecast_section(rows[:1], others).tables
-    assert not any("device" in row["scored"] for row in table.values)
-
-
 def committed_errors() -> list[dict[str, str]]:
     with (DATA / FOLDER / "errors.csv").open() as file:
         return list(csv.DictReader(file))
@@ -123,12 +99,6 @@ def errors_on(device: str, limit: Limit | None = None, shapes: Shapes | None = N
     rows = [row for row in committed_errors() if row["device_name"] == device]
     rows = [row for row in rows if limit is None or row["limit"] == limit]
     return [row for row in rows if shapes is None or row["shapes"] == shapes]
-
-
-def test_every_committed_error_has_a_key_of_its_own() -> None:
-    keys = [(row["directory"], row["key"], row["shapes"]) for row in committed_errors()]
-    assert len(set(keys)) == len(keys)
-    assert any(directory.startswith("ladder/") for directory, *_ in keys)
 
 
 def test_a_step_is_also_predicted_as_if_its_matmuls_had_not_been_measured() -> None:
@@ -180,46 +150,3 @@ def test_of_nine_in_ten_steps_the_limit_is_named_on_a_card_that_the_forecast_was
         own = [row for row in rows if row["limit"] == limit]
         assert len(own) > 15
         assert sum(row["predicted_limit"] == limit for row in own) >= 0.9 * len(own)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_committed_times_follow_from_configurations_and_ceilings_alone(device: str) -> None:
-    """Each is predicted again from the cells of its row; of the smallest model, which is quick."""
-    curves = load_ceilings(DATA / "ceilings").curves(device)
-    assert curves is not None
-    rows = errors_on(device, shapes=Shapes.MEASURED)
-    rows = [row for row in rows if row["size"] == "small" and row["fast"] == "False"]
-    assert len(rows) >= 6, "three contexts in two precisions"
-    for row in rows:
-        config = make_config(
-            "small", int(row["context_length"]), batch_size=int(row["batch_size"]), mode=row["mode"],
-            precision=Precision(row["precision"]), model={"attention": row["attention"]},
-            optimizer=OptimizerKind(row["optimizer"]), cuda_graph=row["cuda_graph"] == "True",
-        )  # fmt: skip
-        found = step_time(config, curves)
-        assert found is not None
-        assert float(row["predicted_step_ms"]) == pytest.approx(1e3 * found.step_s)
-        measured, error = float(row["step_ms"]), float(row["step_error"])
-        # of numbers that are written with nine digits
-        assert error == pytest.approx(100 * (float(row["predicted_step_ms"]) / measured - 1), abs=1e-6)
-        assert float(row["predicted_forward_ms"]) == pytest.approx(1e3 * found.phases_s[Phase.FORWARD])
-
-
-def test_the_forecast_needs_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a copy of the ceilings and nothing else, and no record that could be read, it is that of the table."""
-    shutil.copytree(DATA / "ceilings", tmp_path / "ceilings")
-    with (DATA / "e2e_benchmark/train/results.csv").open() as file:
-        committed = {(row["size"], row["context_length"], row["precision"]): row for row in csv.DictReader(file)}
-
-    def refuse(*_: object) -> NoReturn:
-        raise AssertionError("a record is read")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(record_module, "read_record", refuse)
-    monkeypatch.setattr(record_module, "load_records", refuse)
-    curves = load_ceilings(Path("ceilings")).curves("NVIDIA H200")
-    assert curves is not None
-    for size, length, precision in (("small", 128, "bf16"), ("medium", 512, "fp32")):
-        found = step_time(make_config(size, length, precision=Precision(precision)), curves)
-        assert found is not None
-        assert 1e3 * found.step_s == pytest.approx(float(committed[size, str(length), precision]["predicted_step_ms"]))
