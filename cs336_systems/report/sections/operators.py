@@ -273,27 +273,21 @@ def fusion_section(study: FusionStudy) -> Section:
     """A table for each precision and direction; the values have a row for each version and direction."""
     eager = {(row.op, row.precision, row.phase): row for row in study.rows if row.version is Version.EAGER}
     rows = [_fusion_row(study, row, eager[row.op, row.precision, row.phase]) for row in study.rows]
-    tables = []
-    precisions = list(dict.fromkeys(row["precision"] for row in rows))
-    for precision, phase in product(precisions, PHASES):
+    tables, grid = [], study.grid
+    shared = (
+        f"batch {grid.batch_size}, context {grid.context_length}, width {grid.width}, "
+        f"attention {grid.num_heads} heads of {grid.d_head}, {study.environment.identity.device_name}"
+    )
+    for precision, phase in product(dict.fromkeys(row["precision"] for row in rows), PHASES):
         own = [row for row in rows if (row["precision"], row["phase"]) == (precision, phase)]
         if not own:
             continue
         findings = list(_savings(own))
-        title = f"Fusion op by op, {phase}, {precision}, {fusion_settings(study)}"
+        title = f"Fusion op by op, {phase}, {precision}, {shared}"
         failures = [f"{row['op']} {row['version']}: {row['error']}" for row in own if row["error"] is not None]
         notes = [*_fusion_notes(study, own), *findings, *failures]
         tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes, has_failed, findings))
     return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS)
-
-
-def fusion_settings(study: FusionStudy) -> str:
-    """What all rows share, in words."""
-    grid = study.grid
-    return (
-        f"batch {grid.batch_size}, context {grid.context_length}, width {grid.width}, "
-        f"attention {grid.num_heads} heads of {grid.d_head}, {study.environment.identity.device_name}"
-    )
 
 
 def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
