@@ -36,7 +36,7 @@ from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.results import Study
-    from cs336_systems.studies.precision_records import PrecisionStudy
+    from cs336_systems.studies.records import PrecisionStudy
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
 StudyT = TypeVar("StudyT", bound="Study")

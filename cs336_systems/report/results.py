@@ -28,7 +28,7 @@ from cs336_systems.report.sections.study import precision_sections
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.studies.ceilings_records import CeilingsStudy
 from cs336_systems.studies.operators import AttentionStudy, FusionStudy
-from cs336_systems.studies.precision_records import PrecisionStudy
+from cs336_systems.studies.records import PrecisionStudy
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import permutations
 from multiprocessing.util import get_temp_dir
 from tempfile import TemporaryDirectory
 from time import perf_counter_ns
@@ -32,6 +33,7 @@ from cs336_systems.studies.ceilings_records import (
     MASK_SIDE,
     MIN_TIME_S,
     ONLY_ON_GPUS,
+    PASS_BYTES,
     QUEUED_BYTES,
     STREAM_BYTES,
     CacheRow,
@@ -199,7 +201,8 @@ def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], meetin
             os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank, gpus[:ranks], all_of_them=True)
         place = Rank(rank=rank, ranks=ranks, meeting=meeting, timeout_s=PATIENCE_S)
         with group_of(place, grid.device):
-            if kind is Collective.PUSH and not _can_push(ranks):
+            pairs = permutations(range(ranks), 2) if kind is Collective.PUSH else ()
+            if not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):  # alike in all processes
                 return _Answer(status=Status.UNAVAILABLE, failure=Failure(message=NO_ACCESS))
             brief, agree = replace(grid, loop_s=LOOP_SHARE * grid.loop_s), partial(_agreed, grid.device)
             made = partial(make_collective, grid.device, kind)
@@ -207,12 +210,6 @@ def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], meetin
     except Exception as error:
         status = classify(error)
         return _Answer(status=status, failure=describe(error, status, "collectives", grid.device))
-
-
-def _can_push(ranks: int) -> bool:
-    """Whether each of so many GPUs can write to the others' memory; all processes get the same answer."""
-    pairs = ((one, other) for one in range(ranks) for other in range(ranks) if one != other)
-    return all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
 
 
 def make_collective(device: Device, collective: Collective, num_bytes: int) -> Callable[[], object]:
@@ -423,7 +420,7 @@ def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: 
 def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:
     """One pass over this many elements."""
     generator = make_generator(grid)
-    source = torch.rand(row.elements, generator=generator, device=grid.device.value)
+    source = torch.rand(row.moved_bytes // PASS_BYTES[row.how], generator=generator, device=grid.device.value)
     if row.how is Pass.COPY:
         return source.clone
     if row.how is Pass.WIDEN:

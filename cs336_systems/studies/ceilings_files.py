@@ -11,22 +11,18 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-import msgspec
-
 import cs336_systems.costs.devices
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import Precision
 from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.hardware import bare_name
-from cs336_systems.files import CEILINGS, read_json, write_atomically
-from cs336_systems.record import RecordError
 from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision
-from cs336_systems.studies.records import FORMAT_VERSION, read_study
+from cs336_systems.studies.records import read_study
 
 FILE_NAME = "ceilings.json"
 SHIPPED = Path(cs336_systems.costs.devices.__file__).parent
-"""Folders of the devices whose ceilings come with the program, with a compressed study in each file."""
+"""Folders of the devices whose ceilings come with the program; each file is a study's, compressed by gzip."""
 SUFFIX = ".json.gz"
 DOUBTED_SHARE = 0.25
 """Share of the cells of a device's studies from which on forecasts are in doubt if these cells are."""
@@ -76,7 +72,8 @@ class Ceilings:
         wanted = ProductPrecision(precision)
 
         def best(studies: tuple[CeilingsStudy, ...]) -> float | None:
-            return max((rate for each in studies if (rate := each.product_ceiling(wanted)) is not None), default=None)
+            rates = (cell.flops_per_s for each in studies for cell in each.products if cell.precision is wanted)
+            return max((rate for rate in rates if rate is not None), default=None)
 
         return self._first(device_name, best)
 
@@ -151,21 +148,7 @@ def shipped(device_name: str) -> tuple[CeilingsStudy, ...]:
     """The studies of this device that come with the program, in the order of the folders that they were measured in."""
     found = (SHIPPED / bare_name(device_name).replace(" ", "-")).glob(f"*{SUFFIX}")
     files = sorted(found, key=lambda path: path.name.removesuffix(SUFFIX))
-    return tuple(
-        read_json(path, CeilingsStudy, CEILINGS, version=FORMAT_VERSION, error=RecordError,
-                  data=gzip.decompress(path.read_bytes()))
-        for path in files
-    )  # fmt: skip
-
-
-def ship(directory: Path, target: Path = SHIPPED) -> None:
-    """Write the studies in the folders of `directory` to where the program finds those that come with it."""
-    for path in ceilings_files(directory):
-        study = read_study(path, CeilingsStudy)
-        folder = target / bare_name(study.device_name).replace(" ", "-")
-        folder.mkdir(parents=True, exist_ok=True)
-        data = msgspec.json.encode(study)
-        write_atomically(folder / f"{path.parent.name}{SUFFIX}", gzip.compress(data, mtime=0))
+    return tuple(read_study(path, CeilingsStudy, gzip.decompress(path.read_bytes())) for path in files)
 
 
 def ceilings_files(directory: Path) -> list[Path]:

@@ -14,10 +14,10 @@ import msgspec
 
 from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
-from cs336_systems.costs.communication import Collective, sent_share
+from cs336_systems.costs.communication import Collective
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.shards import FP32_BYTES
-from cs336_systems.costs.tape import MATMULS_OF, Form, Kind, Pass
+from cs336_systems.costs.tape import Form, Kind, Pass
 from cs336_systems.costs.time import is_fast_step, operations, prepare_forecasts
 from cs336_systems.costs.traces import has_tape
 from cs336_systems.files import CEILINGS
@@ -217,11 +217,6 @@ class StreamCell(TimedRow):
     moved_bytes: Count
     timing: Timing
 
-    @property
-    def bytes_per_s(self) -> float | None:
-        """Bytes read plus bytes written, per second."""
-        return self.timing.rate(self.moved_bytes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCell(TimedRow):
@@ -240,16 +235,6 @@ class CollectiveCell(TimedRow):
     """Bytes of the whole tensor: of all parts together, if each process has a part."""
     world_size: Annotated[int, msgspec.Meta(ge=2, le=2**20)]
     timing: Timing
-
-    @property
-    def algorithm_bytes_per_s(self) -> float | None:
-        """Bytes of the tensor per second."""
-        return self.timing.rate(self.num_bytes)
-
-    @property
-    def bus_bytes_per_s(self) -> float | None:
-        """Bytes that each process sends in a ring, per second (as in nccl-tests, except for the broadcast)."""
-        return self.timing.rate(self.num_bytes * sent_share(self.collective, self.world_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +259,6 @@ class KernelCell(TimedRow):
     timing: Timing
 
     @property
-    def flops(self) -> int:
-        """A multiply-add counts as 2; causal attention counts in full."""
-        return MATMULS_OF.get(self.form, 1) * 2 * self.batch * self.rows * self.inner * self.columns
-
-    @property
     def label(self) -> str:
         """The kind of kernel and its sides."""
         batch = f"{self.batch} x " if self.batch > 1 else ""
@@ -292,10 +272,6 @@ class PassCell(TimedRow):
     how: Pass
     moved_bytes: Count
     timing: Timing
-
-    @property
-    def elements(self) -> int:
-        return self.moved_bytes // PASS_BYTES[self.how]
 
 
 def kernel_cells(
@@ -508,27 +484,6 @@ class CeilingsStudy:
     @property
     def statuses(self) -> list[Status]:
         return [timing.status for timing in self.timings]
-
-    def best_product(self, precision: ProductPrecision) -> ProductCell | None:
-        """The matmul of the highest rate, or None if none has a time."""
-        timed = [cell for cell in self.products if cell.precision is precision and cell.flops_per_s is not None]
-        return max(timed, key=lambda cell: cell.flops_per_s or 0.0, default=None)
-
-    def product_ceiling(self, precision: ProductPrecision) -> float | None:
-        """FLOP/s of the fastest matmul, or None if none has a time."""
-        best = self.best_product(precision)
-        return None if best is None else best.flops_per_s
-
-    @property
-    def product_ceilings(self) -> dict[ProductPrecision, float]:
-        """FLOP/s of the fastest matmul of each precision that has any."""
-        found = {precision: self.product_ceiling(precision) for precision in dict.fromkeys(self.grid.precisions)}
-        return {precision: ceiling for precision, ceiling in found.items() if ceiling is not None}
-
-    def bandwidth(self, stream: Stream = Stream.COPY) -> float | None:
-        """Bytes per second of the largest pass over memory, which caches help least, or None if none has a time."""
-        times_s = self._stream_times(stream)
-        return max(times_s) / times_s[max(times_s)] if times_s else None
 
     def collective_times(self) -> dict[tuple[int, Collective], dict[int, float]]:
         """Times by bytes, of each number of processes and kind of collective."""

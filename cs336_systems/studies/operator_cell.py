@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.measure.clock import Clock, EventClock, HostClock
@@ -150,22 +151,15 @@ def full_attention(
     return scores.softmax(dim=-1) @ v
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpSpec:
-    """One operation, written out and fused."""
-
-    written_out: OpFunction
-    fused: OpFunction
-
-
-OPS: Mapping[Op, OpSpec] = MappingProxyType(
+OPS: Mapping[Op, tuple[OpFunction, OpFunction]] = MappingProxyType(
     {
-        Op.GELU: OpSpec(written_out=gelu, fused=lambda x: F.gelu(x, approximate="tanh")),
-        Op.SOFTMAX: OpSpec(written_out=softmax, fused=lambda x: F.softmax(x, dim=-1)),
-        Op.RMS_NORM: OpSpec(written_out=rms_norm, fused=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
-        Op.ATTENTION: OpSpec(written_out=full_attention, fused=F.scaled_dot_product_attention),
+        Op.GELU: (gelu, lambda x: F.gelu(x, approximate="tanh")),
+        Op.SOFTMAX: (softmax, lambda x: F.softmax(x, dim=-1)),
+        Op.RMS_NORM: (rms_norm, lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
+        Op.ATTENTION: (full_attention, F.scaled_dot_product_attention),
     }
 )
+"""Each operation, written out and fused."""
 
 
 def compiled(function: OpFunction) -> OpFunction:
@@ -324,29 +318,23 @@ def _compared(grid: AttentionGrid, result: CellResult, passes: Passes) -> CellRe
     return replace(result, status=Status.INVALID, failure=Failure(message=message, where=cell.label))
 
 
-def exact_attention(inputs: Inputs, *, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def exact_attention(inputs: Inputs, *, causal: bool) -> tuple[Tensor, ...]:
     """The output and the gradients of queries, keys and values, each (batch, seq, d_head) in float64.
 
-    In blocks of queries; keys that no query of a block attends to are left out, which halves the work where it is
-    causal.
+    In blocks of queries, whose scores backward computes again; keys that no query of a block attends to are left out,
+    which halves the work where it is causal.
     """
-    q, k, v, upstream = (tensor.detach().double() for tensor in (*inputs.forward, inputs.upstream))
+    q, k, v = leaves = tuple(tensor.detach().double().requires_grad_() for tensor in inputs.forward)
     batch, length, _ = q.shape
-    rows = max(1, BLOCK_BYTES // (length * torch.float64.itemsize))
-    output, dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, q, k, v))
-    positions = torch.arange(length, device=q.device)
-    for sequence in range(batch):
-        for first in range(0, length, rows):
-            queries = slice(first, min(first + rows, length))
-            keys = slice(0, queries.stop if causal else length)
-            mask = positions[queries, None] >= positions[keys] if causal else torch.ones_like(positions[keys]).bool()
-            here = tuple(part.requires_grad_() for part in (q[sequence, queries], k[sequence, keys], v[sequence, keys]))
-            block = naive_attention(here[0], here[1], here[2], mask.expand(queries.stop - first, -1))
-            gradients = torch.autograd.grad(block, here, upstream[sequence, queries])
-            output[sequence, queries], dq[sequence, queries] = block.detach(), gradients[0]
-            dk[sequence, keys] += gradients[1]
-            dv[sequence, keys] += gradients[2]
-    return output, dq, dk, dv
+    positions, blocks = torch.arange(length, device=q.device), []
+    for queries in positions.split(max(1, BLOCK_BYTES // (batch * length * torch.float64.itemsize))):
+        first, last = int(queries[0]), int(queries[-1])
+        keys = positions[: last + 1 if causal else length]
+        mask = (queries[:, None] >= keys) if causal else torch.ones(len(queries), length, device=q.device).bool()
+        block = q[:, first : last + 1], k[:, : len(keys)], v[:, : len(keys)], mask
+        blocks.append(checkpoint(naive_attention, *block, use_reentrant=False))
+    output = torch.cat(blocks, dim=1)
+    return output.detach(), *torch.autograd.grad(output, leaves, inputs.upstream.double())
 
 
 def exact_errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[ExactError, ...]:
@@ -364,16 +352,16 @@ def distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
     return largest if math.isfinite(largest) else None
 
 
-def measure_fusion(grid: FusionGrid, rows: Sequence[FusionRow], spec: OpSpec | None = None) -> list[FusionRow]:
+def measure_fusion(grid: FusionGrid, rows: Sequence[FusionRow], fused: OpFunction | None = None) -> list[FusionRow]:
     """The rows of forward and backward of a version, with everything that is measured. Raises whatever running raises.
 
-    `spec` replaces the operation that the rows name.
+    `fused` replaces the fused operation that the rows name.
     """
     op, version, precision = rows[0].op, rows[0].version, rows[0].precision
     apply_math_mode(precision)
-    spec = spec or OPS[op]
-    functions = {Version.EAGER: spec.written_out, Version.FUSED: spec.fused}
-    passes = _taking_turns(grid, op, precision, functions.get(version) or compiled(spec.written_out))
+    written_out, kernel = OPS[op]
+    functions = {Version.EAGER: written_out, Version.FUSED: fused or kernel}
+    passes = _taking_turns(grid, op, precision, functions.get(version) or compiled(written_out))
     for turn in range(grid.warmup_passes):
         passes.backward(passes.forward(turn), turn)
     times_s = _timed_turns(passes, grid)
@@ -390,7 +378,7 @@ def measure_fusion(grid: FusionGrid, rows: Sequence[FusionRow], spec: OpSpec | N
             moved_bytes=None if moved is None else moved[index].num_bytes,
             max_error=max_error,
         )
-        for index, (row, max_error) in enumerate(zip(rows, _max_errors(passes, spec), strict=True))
+        for index, (row, max_error) in enumerate(zip(rows, _max_errors(passes, written_out), strict=True))
     ]
 
 
@@ -473,7 +461,7 @@ def _moved(passes: Passes) -> list[Watcher]:
     return [forward, backward]
 
 
-def _max_errors(passes: Passes, spec: OpSpec) -> list[float | None]:
+def _max_errors(passes: Passes, written_out: OpFunction) -> list[float | None]:
     """Largest distance of the output, and of the gradients, from those of the written-out form in float64.
 
     Only the first element of the batch counts, so the gradient of a weight, which sums over the batch, is left out.
@@ -481,7 +469,7 @@ def _max_errors(passes: Passes, spec: OpSpec) -> list[float | None]:
     inputs = passes.sets[0]
     output, *gradients = passes.both()
     exact_inputs = [_first(tensor).detach().double().requires_grad_() for tensor in inputs.forward]
-    exact_output = spec.written_out(*exact_inputs)
+    exact_output = written_out(*exact_inputs)
     exact_gradients = torch.autograd.grad(exact_output, exact_inputs, inputs.upstream[:1].double())
     batched = [(_first(a), b) for a, b in zip(gradients, exact_gradients, strict=True) if a.dim() > 1]
     return [distance([(_first(output), exact_output)]), distance(batched)]

@@ -11,9 +11,8 @@ from itertools import product
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
-from cs336_systems.analysis.warnings import PASSES, measurement_warnings
 from cs336_systems.config import Device, Phase, Precision, is_import_name
-from cs336_systems.record import Count, Environment, Failure, Input, Measurement, RunWarning, Seconds, Status
+from cs336_systems.record import Count, Environment, Failure, Input, Measurement, Seconds, Status
 from cs336_systems.settings import ByDevice, Rule, Setting, check
 from cs336_systems.studies.records import AT_LEAST_ONE, ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
 
@@ -228,15 +227,6 @@ class CellResult(Row):
             return Measurement(phase, tuple(map(sum, zip(*(m.times_s for m in self.measurements), strict=True))))
         return next((m for m in self.measurements if m.phase is phase), None)
 
-    def warnings(self, phase: Phase) -> tuple[RunWarning, ...]:
-        """Reasons to doubt the times of forward, backward or both together."""
-        return measurement_warnings(self.measurement(phase), PASSES)
-
-    @property
-    def compile_s(self) -> float | None:
-        """Time of the first pass if it compiles; None otherwise."""
-        return self.first_pass_s if self.cell.implementation is Implementation.COMPILED else None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStudy:
@@ -254,11 +244,6 @@ class AttentionStudy:
     @property
     def statuses(self) -> list[Status]:
         return [result.status for result in self.results]
-
-    @property
-    def precisions(self) -> list[Precision]:
-        """Precisions of the results so far."""
-        return list(dict.fromkeys(result.cell.precision for result in self.results))
 
     def available(self, precision: Precision) -> list[Implementation]:
         """Implementations with a kernel for at least one cell at this precision, in the order of the grid."""
@@ -388,18 +373,6 @@ class FusionRow(Row):
     max_error: float | None = None
     """Largest distance from the written-out form in float64, for the first of the batch; None if not finite."""
 
-    @property
-    def warnings(self) -> tuple[RunWarning, ...]:
-        """Reasons to doubt the times."""
-        return measurement_warnings(self.measurement, PASSES)
-
-    @property
-    def must_move_bytes_per_s(self) -> float | None:
-        """The bytes that must move, over the median time; None without a time."""
-        if self.measurement is None or not self.measurement.median_s:
-            return None
-        return self.must_move_bytes / self.measurement.median_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionStudy:
@@ -416,15 +389,6 @@ class FusionStudy:
     def statuses(self) -> list[Status]:
         return [row.status for row in self.rows]
 
-    def eager(self, row: FusionRow) -> FusionRow:
-        """The row of the same operation, precision and phase for the written-out version."""
-        return next(
-            other
-            for other in self.rows
-            if other.version is Version.EAGER
-            and (other.op, other.precision, other.phase) == (row.op, row.precision, row.phase)
-        )
-
 
 def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Version) -> tuple[FusionRow, ...]:
     """The rows of forward and backward of one version of an operation, with nothing measured."""
@@ -432,6 +396,9 @@ def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Versio
     inputs, output = sum(map(math.prod, shapes)), math.prod(shapes[0])
     # forward: inputs in, output out; backward: inputs and upstream gradient in, gradients out
     must_move_elements = {Phase.FORWARD: inputs + output, Phase.BACKWARD: 2 * inputs + output}
+    attention = 4 * grid.batch_size * grid.num_heads * grid.context_length**2 * grid.d_head
+    flops = attention if op is Op.ATTENTION else 0  # backward has a matmul for the gradient of each factor
+    matmul_flops = {Phase.FORWARD: flops, Phase.BACKWARD: 2 * flops}
     return tuple(
         FusionRow(
             op=op,
@@ -440,7 +407,7 @@ def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Versio
             phase=phase,
             status=Status.OK,
             must_move_bytes=ELEMENT_BYTES[precision] * must_move_elements[phase],
-            matmul_flops=fusion_flops(grid, op, phase),
+            matmul_flops=matmul_flops[phase],
         )
         for phase in PHASES
     )
@@ -457,11 +424,3 @@ def input_shapes(grid: FusionGrid, op: Op) -> list[tuple[int, ...]]:
         Op.ATTENTION: [heads, heads, heads],
     }
     return inputs[op]
-
-
-def fusion_flops(grid: FusionGrid, op: Op, phase: Phase) -> int:
-    """FLOPs of the matmuls of forward, or of backward, which has one for the gradient of each factor."""
-    if op is not Op.ATTENTION:
-        return 0
-    forward = 4 * grid.batch_size * grid.num_heads * grid.context_length**2 * grid.d_head
-    return forward if phase is Phase.FORWARD else 2 * forward

@@ -15,7 +15,7 @@ from cs336_systems.config import SIZES, Arch, Device, Precision
 from cs336_systems.measure.precision import autocast
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.studies.cell import OperationObserver
-from cs336_systems.studies.precision_records import (
+from cs336_systems.studies.records import (
     MIXED_PRECISIONS,
     NORM_INPUT,
     NORM_OUTPUT,

@@ -1,9 +1,9 @@
-"""What all studies share: a grid of cells to measure, the rows that come of a cell, and the file that keeps them."""
+"""What all studies share: a grid of cells, their rows, the file that keeps them; and the record of precision's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Annotated, ClassVar, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -80,6 +80,96 @@ class Grid(Generic[RowT, StudyT]):
         raise NotImplementedError
 
 
-def read_study(path: Path, kind: type[StudyT]) -> StudyT:
-    """Read and check a study; raise RecordError naming the file and the first thing wrong in it."""
-    return read_json(path, kind, kind.WHAT, version=FORMAT_VERSION, error=RecordError)
+def read_study(path: Path, kind: type[StudyT], data: bytes | None = None) -> StudyT:
+    """Read and check a study; raise RecordError naming the file and the first thing wrong in it.
+
+    `data` is the content of the file, if the file is compressed.
+    """
+    return read_json(path, kind, kind.WHAT, version=FORMAT_VERSION, error=RecordError, data=data)
+
+
+MIXED_PRECISIONS = (Precision.FP16, Precision.BF16)
+NORM_INPUT, NORM_OUTPUT = "layer norm's input", "layer norm's output (ln)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """A number added up `count` times, one addition after the other."""
+
+    sum_dtype: str
+    addend_dtype: str
+    cast: bool
+    """Whether each addend was cast to the sum's type before it was added."""
+    addend: float
+    count: int
+    total: float
+    stored_addend: float
+    """The addend as its type holds it."""
+    growing_additions: int
+    """Number of the last addition that changed the sum."""
+
+    @property
+    def exact(self) -> float:
+        return self.addend * self.count
+
+    @property
+    def error(self) -> float:
+        """The sum minus the exact sum."""
+        return self.total - self.exact
+
+    @property
+    def storage_error(self) -> float:
+        """The part of the error that an exact sum of the stored addends would have too."""
+        return self.stored_addend * self.count - self.exact
+
+    @property
+    def rounding_error(self) -> float:
+        """The part of the error that comes from rounding the sum after every addition."""
+        return self.error - self.storage_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedDtype:
+    """Data type of one quantity of a training step under autocast."""
+
+    model: str
+    device: Device
+    precision: Precision
+    quantity: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormalisedActivations:
+    """Activations `centre + scale` and `centre - scale`, in equal numbers, normalised in one data type throughout."""
+
+    centre: float
+    scale: float
+    dtype: str
+    variance: float | None
+    """Variance as computed in the data type, of activations rounded to it; None beyond its range."""
+    exact_variance: float
+    """Variance as computed in fp64."""
+    output: float | None
+    """Normalised value of `centre + scale`, as computed in the data type; None beyond its range."""
+    exact_output: float
+    """Normalised value as computed in fp64."""
+    library_output: float | None
+    """Normalised value from torch.nn.functional.layer_norm, for activations in the data type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionStudy:
+    """Everything kept of a study of precision."""
+
+    WHAT: ClassVar[str] = "a study of precision"
+
+    torch: str
+    """Version."""
+    gpu: str | None
+    """Name of the GPU on which autocast was observed, or None."""
+    accumulation: Annotated[tuple[Accumulation, ...], AT_LEAST_ONE]
+    dtypes: Annotated[tuple[ObservedDtype, ...], AT_LEAST_ONE]
+    layer_norm: tuple[NormalisedActivations, ...] = ()
+    """Empty in records of earlier versions."""
+    format_version: int = FORMAT_VERSION

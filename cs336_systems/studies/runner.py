@@ -57,14 +57,6 @@ def run_study(
     return grid.study(rows, environment)
 
 
-class _WorkerFailedError(Exception):
-    """The process ended or was killed before it answered."""
-
-    def __init__(self, status: Status, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.status, self.failure = status, failure
-
-
 class _CellWorker(Generic[RowT, StudyT]):
     """Measures cells in a process that starts with the next cell whenever there is none."""
 
@@ -74,26 +66,25 @@ class _CellWorker(Generic[RowT, StudyT]):
 
     def environment(self) -> Environment:
         """Where cells are measured. Raises SweepError if no worker can say so."""
-        try:
-            _, _, environment = self._ask(Cell(label="environment", rows=()))
-        except _WorkerFailedError as error:
-            last_line = (error.failure.log_tail or "").splitlines()[-1:]
-            reason = ": ".join(["no worker could start", error.failure.message, *last_line])
-            raise SweepError(reason) from None
-        return environment
+        answer = self._ask(Cell(label="environment", rows=()))
+        if len(answer) == 3:
+            return answer[2]
+        last_line = (answer[1].log_tail or "").splitlines()[-1:]
+        raise SweepError(": ".join(["no worker could start", answer[1].message, *last_line]))
 
     def measure(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], Environment | None]:
         """The rows of the cell, and where they were measured; rows of its failure if the process ends or hangs."""
-        try:
-            rows, is_fit, environment = self._ask(cell)
-        except _WorkerFailedError as error:
-            return cell.failed(error.status, replace(error.failure, where=cell.label)), None
+        answer = self._ask(cell)
+        if len(answer) == 2:
+            status, failure = answer
+            return cell.failed(status, replace(failure, where=cell.label)), None
+        rows, is_fit, environment = answer
         if not is_fit:
             self.close()
         return rows, environment
 
-    def _ask(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], bool, Environment]:
-        """Send the cell to the process, and return its answer."""
+    def _ask(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], bool, Environment] | tuple[Status, Failure]:
+        """Send the cell to the process, and return its answer, or how it ended or was killed without one."""
         process = self._process or self._start()
         with contextlib.suppress(ConnectionError):  # the process has already died; receiving will raise
             self._connection.send(cell)
@@ -104,9 +95,9 @@ class _CellWorker(Generic[RowT, StudyT]):
                 return answer
         else:
             process.kill()
-        status, failure = process.failure(process.reap(), None if is_in_time else self._grid.timeout_s)
+        end = process.failure(process.reap(), None if is_in_time else self._grid.timeout_s)
         self.close()
-        raise _WorkerFailedError(status, failure)
+        return end
 
     def _start(self) -> WorkerProcess:
         self._connection, theirs = fork_server().Pipe()

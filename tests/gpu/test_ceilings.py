@@ -125,7 +125,8 @@ def test_a_graph_runs_as_often_as_it_says() -> None:
 def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
     rows = [row for cell in GRID.cells() for row in cell.rows if isinstance(row, StreamCell)]
     sizes = [size for _ in Stream for size in GRID.stream_bytes]
-    rates = {(row.stream, size): row.bytes_per_s for row, size in zip(measure_rows(GRID, rows), sizes, strict=True)}
+    measured = measure_rows(GRID, rows)
+    rates = {(row.stream, size): row.timing.rate(size) for row, size in zip(measured, sizes, strict=True)}
     print({f"{stream} {size // MIB} MiB": f"{rate / 1e9:.0f} GB/s" for (stream, size), rate in rates.items()})
     spec = find_device(torch.cuda.get_device_name())
     if spec is None:
@@ -153,8 +154,9 @@ def test_gpus_exchange_tensors() -> None:
     rates = {}
     for cell in run_study(replace(GRID, shapes=(SMALL,), world_size=2, stream_bytes=(256 * MIB,))).reductions:
         assert cell.timing.status is Status.OK, cell.timing.failure
-        print(f"{cell.collective} of {cell.num_bytes / MIB} MiB: {cell.bus_bytes_per_s / 1e9:.1f} GB/s on the bus")
-        rates.setdefault(cell.collective, []).append(cell.bus_bytes_per_s)
+        rate = cell.timing.rate(cell.num_bytes)
+        print(f"{cell.collective} of {cell.num_bytes / MIB} MiB: {rate / 1e9:.1f} GB/s")
+        rates.setdefault(cell.collective, []).append(rate)
     assert len(rates) == len(Collective)
     for found in rates.values():
         assert found == sorted(found), "large tensors are exchanged at a higher rate"

@@ -142,6 +142,10 @@ def test_compiling_makes_one_kernel_of_many(forward: dict[tuple[Op, Version], Fu
         assert len(kernels[op, Version.FUSED]) == 1, kernels[op, Version.FUSED]
 
 
+def rate_of(row: FusionRow) -> float:
+    return row.must_move_bytes / row.measurement.median_s
+
+
 @pytest.mark.alone
 def test_fewer_bytes_take_less_time_and_none_move_faster_than_the_memory(
     forward: dict[tuple[Op, Version], FusionRow],
@@ -153,7 +157,7 @@ def test_fewer_bytes_take_less_time_and_none_move_faster_than_the_memory(
     if spec is None:
         pytest.skip("the bandwidth of this device is not known")
     for op in (Op.GELU, Op.SOFTMAX, Op.RMS_NORM):
-        share = forward[op, Version.FUSED].must_move_bytes_per_s / spec.memory_bandwidth_bytes_per_s
+        share = rate_of(forward[op, Version.FUSED]) / spec.memory_bandwidth_bytes_per_s
         print(f"{op}: {share:.1%} of the bandwidth")
         assert share < 1
-    assert compiled.must_move_bytes_per_s > 0.5 * spec.memory_bandwidth_bytes_per_s
+    assert rate_of(compiled) > 0.5 * spec.memory_bandwidth_bytes_per_s

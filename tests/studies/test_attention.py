@@ -252,7 +252,6 @@ def test_compiling_starts_afresh_for_every_shape(monkeypatch: pytest.MonkeyPatch
     for context_length in (8, 16):
         result = measure_cell(GRID, cell_of(Implementation.COMPILED, context_length=context_length))
         assert result.status is Status.OK
-        assert result.compile_s == result.first_pass_s > 0
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from cs336_systems.config import Device, Precision
+from cs336_systems.costs.hardware import bare_name
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, RecordError, Status
-from cs336_systems.studies.ceilings_files import SHIPPED, ceilings_beside, load_ceilings, ship, shipped
+from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings, shipped
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
@@ -99,11 +100,8 @@ def test_a_group_of_results_has_the_ceilings_beside_it_unless_it_has_its_own(tmp
 
 
 def test_shipped_ceilings_are_the_published_ones(tmp_path: Path) -> None:
-    ship(DATA / "ceilings", tmp_path)
-    made, there = ({path.relative_to(root): path.read_bytes() for path in root.rglob("*.json.gz")}
-                   for root in (tmp_path, SHIPPED))  # fmt: skip
-    assert made.keys() == there.keys()
     published = {study.device_name for study in load_ceilings(DATA / "ceilings").studies}
+    assert sorted(map(bare_name, published)) == load_ceilings(tmp_path).device_names
     for name in published:
         own = [study for study in load_ceilings(DATA / "ceilings").studies if study.device_name == name]
         assert [*map(encode_json, shipped(name))] == [*map(encode_json, own)], "in this order: the first one counts"

@@ -20,7 +20,7 @@ from cs336_systems.studies.precision import (
     normalise,
     observed_dtypes,
 )
-from cs336_systems.studies.precision_records import Accumulation
+from cs336_systems.studies.records import Accumulation
 
 DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -14,10 +15,8 @@ import pytest
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.record import Failure, RecordError, Status
-from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.operators import AttentionStudy, FusionStudy
-from cs336_systems.studies.records import Cell, Grid, Row, read_study
+from cs336_systems.record import Failure, Status
+from cs336_systems.studies.records import Cell, Grid, Row
 from cs336_systems.studies.runner import run_study
 from cs336_systems.sweep import isolation
 from cs336_systems.sweep.store import SweepError
@@ -40,12 +39,13 @@ class ProcessRow(Row):
 
 @dataclass(frozen=True)
 class ProcessGrid(Grid):
-    """Its study is the rows and the environment."""
+    """Its study is the rows and the environment; the fault happens in one cell."""
 
-    MEASURE: str
+    fault: Callable[[], object] = int
     numbers: tuple[tuple[int, ...], ...] = (tuple(range(CELLS)),)
     timeout_s: float | None = None
     device: Device = Device.CPU
+    MEASURE: str = f"{__name__}:measure"
 
     def groups(self):
         return [[Cell(label=f"cell {i}", rows=(ProcessRow(i),)) for i in numbers] for numbers in self.numbers]
@@ -54,59 +54,44 @@ class ProcessGrid(Grid):
         return rows, environment
 
 
-# Functions that measure in a worker, which finds them by their names.
+# What happens in a worker, which finds it by its name.
 def measure(grid, rows):
+    if rows[0].number == FAILING:
+        grid.fault()
     return [replace(row, pid=os.getpid()) for row in rows]
 
 
-def run_out_of_memory(grid, rows):
-    if rows[0].number == FAILING:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of")
-    return measure(grid, rows)
+def run_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of")
 
 
-def exit_at_once(grid, rows):
-    if rows[0].number == FAILING:
-        os._exit(3)
-    return measure(grid, rows)
+def exit_at_once():
+    os._exit(3)
 
 
-def fault(grid, rows):
-    if rows[0].number == FAILING:
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return measure(grid, rows)
+def fault():
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def be_killed(grid, rows):
-    if rows[0].number == FAILING:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return measure(grid, rows)
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang(grid, rows):
+def hang():
     """Hangs with a child in a session of its own, whose number it prints."""
-    if rows[0].number == FAILING:
-        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        print(child.pid, flush=True)
-        subprocess.run(HANGING)
-    return measure(grid, rows)
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print(child.pid, flush=True)
+    subprocess.run(HANGING)
 
 
-def print_much(grid, rows):
+def print_much():
     """More than a pipe holds."""
     print("x" * 2**20, flush=True)
-    return measure(grid, rows)
 
 
-def fail_on_the_device(grid, rows):
-    if rows[0].number == FAILING:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    return measure(grid, rows)
-
-
-def grid_of(function, **fields) -> ProcessGrid:
-    return ProcessGrid(f"{__name__}:{function.__name__}", **fields)
+def fail_on_the_device():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def wait_until_it_hangs(objects: list[object], timeout: float) -> list[object]:
@@ -135,7 +120,7 @@ def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
 ) -> None:
     if function is hang:
         monkeypatch.setattr(isolation, "wait", wait_until_it_hangs)
-    (before, failed, after), _ = run_study(grid_of(function, timeout_s=60.0))
+    (before, failed, after), _ = run_study(ProcessGrid(function, timeout_s=60.0))
     status, words = FAULTS[function]
     assert (before.status, failed.status, after.status) == (Status.OK, status, Status.OK)
     assert words in failed.failure.message
@@ -148,33 +133,31 @@ def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
 
 
 def test_a_study_whose_cells_all_crash_still_has_an_environment() -> None:
-    rows, environment = run_study(grid_of(exit_at_once, numbers=((FAILING,),)))
+    rows, environment = run_study(ProcessGrid(exit_at_once, numbers=((FAILING,),)))
     assert [row.status for row in rows] == [Status.CRASHED]
     assert environment.identity.torch == torch.__version__
 
 
 def test_a_study_whose_workers_cannot_start_is_refused_with_the_reason() -> None:
     with pytest.raises(SweepError, match=r"ended with status 1.*No module named 'nowhere'"):
-        run_study(ProcessGrid("nowhere:measure"))
+        run_study(ProcessGrid(MEASURE="nowhere:measure"))
     with pytest.raises(SweepError, match="raise --timeout-s"):
-        run_study(grid_of(measure, timeout_s=1e-9))
+        run_study(ProcessGrid(timeout_s=1e-9))
 
 
 def test_healthy_cells_of_a_group_share_a_process() -> None:
-    (first, second, other), _ = run_study(grid_of(measure, numbers=((0, 1), (2,))))
+    (first, second, other), _ = run_study(ProcessGrid(numbers=((0, 1), (2,))))
     assert first.pid == second.pid != other.pid
 
 
 def test_a_worker_that_prints_more_than_a_pipe_holds_is_not_held_up() -> None:
-    rows, _ = run_study(grid_of(print_much, timeout_s=60.0))
+    rows, _ = run_study(ProcessGrid(print_much, timeout_s=60.0))
     assert [row.status for row in rows] == [Status.OK] * CELLS
 
 
 def test_each_cell_is_announced_and_its_rows_are_handed_over_at_once() -> None:
     seen: list[object] = []
-    rows, _ = run_study(
-        grid_of(measure), lambda *words: seen.append(words), on_progress=lambda study: seen.append(len(study[0]))
-    )
+    rows, _ = run_study(ProcessGrid(), lambda *words: seen.append(words), lambda study: seen.append(len(study[0])))
     assert seen == [
         ("importing PyTorch", 0, 0),
         *(event for number in range(CELLS) for event in ((f"cell {number}", number, CELLS), number + 1)),
@@ -229,10 +212,3 @@ def test_the_parent_needs_no_torch_and_an_interrupted_study_leaves_nothing(tmp_p
     assert (done.returncode, done.stderr) == (0, "")
     name = (tmp_path / "semaphore").read_text().strip()
     assert not Path(f"/dev/shm/sem.{name.removeprefix('/')}").exists()
-
-
-@pytest.mark.parametrize("kind", [AttentionStudy, FusionStudy, CeilingsStudy])
-def test_a_file_that_is_no_study_is_refused(tmp_path: Path, kind) -> None:
-    (tmp_path / "study.json").write_bytes(b'{"grid": {}}')
-    with pytest.raises(RecordError, match="missing required field"):
-        read_study(tmp_path / "study.json", kind)

@@ -58,7 +58,7 @@ from cs336_systems.report.words import (
     significant,
     status_text,
 )
-from cs336_systems.studies.precision_records import PrecisionStudy
+from cs336_systems.studies.records import PrecisionStudy
 from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
 from cs336_systems.text import counted, shortened
 

@@ -1,10 +1,11 @@
 """What a machine reaches, for people: a summary beside the data sheet, and every cell."""
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
+from cs336_systems.costs.communication import sent_share
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.section import Section, Table, known, make_table
@@ -13,9 +14,13 @@ from cs336_systems.report.words import GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.ceilings_records import (
     QUEUED_BYTES,
     CeilingsStudy,
+    CollectiveCell,
     Launch,
+    LaunchCell,
     ProductCell,
     ProductPrecision,
+    Stream,
+    StreamCell,
     TimedRow,
 )
 
@@ -37,19 +42,19 @@ LAUNCHES, CLOCK = (column("launched"), column("median_us")), "By the host's cloc
 
 def ceilings_sections(study: CeilingsStudy) -> list[Section]:
     """All subjects in reading order; the section of a subject without values is empty."""
-    products, streams = product_rows(study), stream_rows(study)
-    launches, collectives = launch_rows(study), collective_rows(study)
-    return [
-        _section("results", [summary_table(study)], ceilings_of(study)),
-        _section("products", _product_tables(study, products), products),
-        _section("bandwidth", [_stream_table(study, streams)], streams),
-        _section("launches", [_table(study, "Launches", LAUNCHES, launches, CLOCK)], launches),
-        _section("collectives", _collective_tables(study, collectives), collectives),
-    ]
-
-
-def _section(name: str, tables: Sequence[Table], rows: Sequence[Row]) -> Section:
-    return Section(name=name, tables=tuple(tables), rows=rows, keys=CSV_COLUMNS[name])
+    products, streams = product_rows(study), [_stream(study, cell) for cell in study.streams]
+    launches = [_launch(study, cell) for cell in study.launches]
+    collectives = [_collective(study, cell) for cell in study.reductions]
+    ceilings = [*_best(products), *_best(streams, "moved_mib"), *_best(launches), *_best(collectives)]
+    found = {
+        "results": ([_summary_table(study, ceilings)], ceilings),
+        "products": (_product_tables(study, products), products),
+        "bandwidth": ([_stream_table(study, streams)], streams),
+        "launches": ([_table(study, "Launches", LAUNCHES, launches, CLOCK)], launches),
+        "collectives": (_collective_tables(study, collectives), collectives),
+    }
+    return [Section(name=name, tables=tuple(tables), rows=rows, keys=CSV_COLUMNS[name])
+            for name, (tables, rows) in found.items()]  # fmt: skip
 
 
 def _row(study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per_s: float = 1e3) -> Row:
@@ -68,30 +73,52 @@ def _row(study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per
     }
 
 
-def timed(rows: Sequence[Row]) -> list[Row]:
+def _as_ceiling(row: Row, ceiling: str, key: str, unit: str, reached_at: str = "") -> Row:
+    """The row with the columns of the summary, which shows it if it is the best of its ceiling; `key` is its rate's."""
+    measured, cv = row[key], row["cv"]
+    unknown = dict.fromkeys(("data_sheet", "data_sheet_share", "data_sheet_share_std", "data_sheet_share_is_doubted"))
+    return unknown | row | {
+        "ceiling": ceiling, "measured": measured, "unit": unit, "reached_at": reached_at,
+        "measured_std": None if measured is None or cv is None else measured * cv,
+    }  # fmt: skip
+
+
+def _timed(rows: Sequence[Row]) -> list[Row]:
     """The rows that have a time."""
     return [row for row in rows if row["loop_spread"] is not None]
 
 
+def _best(rows: Sequence[Row], key: str = "measured") -> list[Row]:
+    """Of the rows with a time, the one with the largest value under `key` for each ceiling."""
+    found: dict[str, Row] = {}
+    for row in _timed(rows):
+        found[row["ceiling"]] = max(found.get(row["ceiling"], row), row, key=itemgetter(key))
+    return list(found.values())
+
+
 def product_rows(study: CeilingsStudy) -> list[Row]:
-    """A row for each matrix product."""
-    return [_product(study, cell) for cell in study.products]
+    """A row for each matmul. Its share of the best is in doubt if either time is, but not for the best itself."""
+    rows = [_product(study, cell) for cell in study.products]
+    best = {row["ceiling"]: row for row in _best(rows)}
+    for row in rows:
+        other = best.get(row["ceiling"], row)
+        pair = () if other is row else (row, other)
+        row |= derived("best_share", ratio(row["flops_per_s"], other["flops_per_s"]), *pair)
+    return rows
 
 
 def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
-    """Row of one matmul. Its share of the best is in doubt if either time is, but not for the best itself (100 %)."""
-    shape, best, own = cell.shape, study.best_product(cell.precision), _row(study, cell, cell.shape.label)
+    shape, rate, own = cell.shape, cell.flops_per_s, _row(study, cell, cell.shape.label)
     promised = promised_flops(find_device(study.device_name), cell.precision)
-    pair = () if best is None or best is cell else (own, _row(study, best, ""))
     moved_bytes = shape.moved_bytes(cell.precision)
-    return {
-        "precision": cell.precision, "name": shape.name, "shape": shape.label,
+    row = {
+        "precision": cell.precision, "name": shape.name, "shape": shape.label, "flops_per_s": rate,
         "rows": shape.rows, "inner": shape.inner, "columns": shape.columns, **own,
         "flops": shape.flops, "moved_mib": moved_bytes / MIB, "flops_per_byte": shape.flops / moved_bytes,
-        **derived("tflops_per_s", ratio(cell.flops_per_s, TERA), own),
-        "data_sheet": ratio(promised, TERA), **derived("data_sheet_share", ratio(cell.flops_per_s, promised), own),
-        **derived("best_share", ratio(cell.flops_per_s, study.product_ceiling(cell.precision)), *pair),
+        **derived("tflops_per_s", ratio(rate, TERA), own),
+        "data_sheet": ratio(promised, TERA), **derived("data_sheet_share", ratio(rate, promised), own),
     }  # fmt: skip
+    return _as_ceiling(row, f"{cell.precision} product", "tflops_per_s", "TFLOP/s", shape.label)
 
 
 def promised_flops(spec: DeviceSpec | None, precision: ProductPrecision) -> float | None:
@@ -103,27 +130,20 @@ def promised_flops(spec: DeviceSpec | None, precision: ProductPrecision) -> floa
     return spec.peak_flops_per_s.get(Precision(precision))
 
 
-def stream_rows(study: CeilingsStudy) -> list[Row]:
-    """A row for each pass over memory."""
-    promised, rows = promised_bandwidth(study.device_name), []
-    for cell in study.streams:
-        own = _row(study, cell, f"{cell.stream} of {cell.moved_bytes} bytes")
-        rows.append({
-            "stream": cell.stream, "moved_mib": cell.moved_bytes / MIB, **own,
-            **derived("gb_per_s", ratio(cell.bytes_per_s, GIGA), own),
-            "data_sheet": ratio(promised, GIGA),
-            **derived("data_sheet_share", ratio(cell.bytes_per_s, promised), own),
-        })  # fmt: skip
-    return rows
+def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:
+    promised, rate = promised_bandwidth(study.device_name), cell.timing.rate(cell.moved_bytes)
+    own = _row(study, cell, f"{cell.stream} of {cell.moved_bytes} bytes")
+    row = {
+        "stream": cell.stream, "moved_mib": cell.moved_bytes / MIB, **own,
+        **derived("gb_per_s", ratio(rate, GIGA), own),
+        "data_sheet": ratio(promised, GIGA), **derived("data_sheet_share", ratio(rate, promised), own),
+    }  # fmt: skip
+    return _as_ceiling(row, f"{cell.stream} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"]))
 
 
-def launch_rows(study: CeilingsStudy) -> list[Row]:
-    """A row for each kind of launch."""
-    return [
-        {"launch": cell.launch, "launched": launch_words(study, cell.launch),
-         **_row(study, cell, str(cell.launch), "us", 1e6)}
-        for cell in study.launches
-    ]  # fmt: skip
+def _launch(study: CeilingsStudy, cell: LaunchCell) -> Row:
+    launched, own = launch_words(study, cell.launch), _row(study, cell, str(cell.launch), "us", 1e6)
+    return _as_ceiling({"launch": cell.launch, "launched": launched, **own}, launched, "median_us", "µs")
 
 
 def launch_words(study: CeilingsStudy, launch: Launch) -> str:
@@ -138,17 +158,21 @@ def launch_words(study: CeilingsStudy, launch: Launch) -> str:
     }[launch]
 
 
-def collective_rows(study: CeilingsStudy) -> list[Row]:
-    """A row for each collective."""
-    rows = []
-    for cell in study.reductions:
-        own = _row(study, cell, f"{cell.collective} of {cell.num_bytes} bytes")
-        rows.append({
-            "collective": cell.collective, "tensor_mib": cell.num_bytes / MIB, "world_size": cell.world_size, **own,
-            **derived("algorithm_gb_per_s", ratio(cell.algorithm_bytes_per_s, GIGA), own),
-            **derived("bus_gb_per_s", ratio(cell.bus_bytes_per_s, GIGA), own),
-        })  # fmt: skip
-    return rows
+def _collective(study: CeilingsStudy, cell: CollectiveCell) -> Row:
+    own = _row(study, cell, f"{cell.collective} of {cell.num_bytes} bytes")
+    # what each process of a ring sends, as in nccl-tests, except for the broadcast
+    sent_bytes = cell.num_bytes * sent_share(cell.collective, cell.world_size)
+    row = {
+        "collective": cell.collective, "tensor_mib": cell.num_bytes / MIB, "world_size": cell.world_size, **own,
+        **derived("algorithm_gb_per_s", ratio(cell.timing.rate(cell.num_bytes), GIGA), own),
+        **derived("bus_gb_per_s", ratio(cell.timing.rate(sent_bytes), GIGA), own),
+    }  # fmt: skip
+    ceiling = f"{cell.collective} among {cell.world_size} (bus)"
+    return _as_ceiling(row, ceiling, "bus_gb_per_s", "GB/s", _mib(row["tensor_mib"]))
+
+
+def _mib(size_mib: float) -> str:
+    return f"{significant(size_mib)} MiB"
 
 
 def _table(study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Sequence[Row], *notes: str) -> Table:
@@ -159,7 +183,7 @@ def _table(study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Se
             reasons.setdefault(row["error"].rstrip("."), []).append(row["label"])
     failures = [f"{labels[0]}{f' and {len(labels) - 1} more' if labels[1:] else ''}: {reason}."
                 for reason, labels in reasons.items()]  # fmt: skip
-    doubts = doubt_notes([row["warnings"] for row in timed(rows)], "rows", LOOPS)
+    doubts = doubt_notes([row["warnings"] for row in _timed(rows)], "rows", LOOPS)
     title = f"{title}, {study.device_name}"
     return make_table(title, known(columns, rows), rows, [*notes, *doubts, *failures], has_failed)
 
@@ -174,10 +198,8 @@ def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
         f"{study.grid.loops} loops of {study.grid.loop_s:g} s or more. The matrices are the same each time, so that "
         "small ones stay in caches."
     )
-    return [
-        _table(study, f"Matrix products, {name}", columns, [row for row in rows if row["precision"] is name], note)
-        for name in study.grid.precisions
-    ]
+    by_precision = {name: [row for row in rows if row["precision"] is name] for name in study.grid.precisions}
+    return [_table(study, f"Matrix products, {name}", columns, own, note) for name, own in by_precision.items()]
 
 
 def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
@@ -200,64 +222,26 @@ def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]
         "all-gather and a reduce-scatter. algorithm: its bytes over the time; bus: what each process of a ring has to "
         "send, (n - 1) / n of it, and twice that for an all-reduce."
     )
-    return [
-        _table(study, f"Collectives among {ranks} processes", columns, [*own], note)
-        for ranks, own in groupby(rows, lambda row: row["world_size"])
-    ]
+    by_ranks = {ranks: [row for row in rows if row["world_size"] == ranks]
+                for ranks in dict.fromkeys(row["world_size"] for row in rows)}  # fmt: skip
+    return [_table(study, f"Collectives among {ranks} processes", columns, own, note)
+            for ranks, own in by_ranks.items()]  # fmt: skip
 
 
-def ceilings_of(study: CeilingsStudy) -> list[Row]:
-    """The fastest cell of each kind that has a time; of passes over memory the largest, which fits no cache."""
-    best = _largest(product_rows(study), "tflops_per_s", "precision")
-    streams = _largest(stream_rows(study), "moved_mib", "stream")
-    collectives = _largest(collective_rows(study), "bus_gb_per_s", "world_size", "collective")
-    return [
-        *(_ceiling(row, f"{row['precision']} product", "tflops_per_s", "TFLOP/s", row["shape"]) for row in best),
-        *(_ceiling(row, f"{row['stream']} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"])) for row in streams),
-        *(_ceiling(row, row["launched"], "median_us", "µs") for row in timed(launch_rows(study))),
-        *(
-            _ceiling(row, f"{row['collective']} among {row['world_size']} (bus)", "bus_gb_per_s", "GB/s",
-                     _mib(row["tensor_mib"]))
-            for row in collectives
-        ),
-    ]  # fmt: skip
-
-
-def _largest(rows: Sequence[Row], key: str, *group: str) -> list[Row]:
-    """Of the rows with a time, the one with the largest value under `key` for each combination of values of `group`."""
-    found: dict[tuple[object, ...], Row] = {}
-    for row in timed(rows):
-        kind = tuple(row[name] for name in group)
-        if kind not in found or row[key] > found[kind][key]:
-            found[kind] = row
-    return list(found.values())
-
-
-def _ceiling(row: Row, name: str, key: str, unit: str, reached_at: str = "") -> Row:
-    """The row of the cell that sets a ceiling, by the columns of the summary; `key` is that of the ceiling."""
-    std = None if row["cv"] is None else row[key] * row["cv"]
-    unknown = dict.fromkeys(("data_sheet", "data_sheet_share", "data_sheet_share_std", "data_sheet_share_is_doubted"))
-    measured = {"measured": row[key], "measured_std": std, "unit": unit}
-    return unknown | row | measured | {"ceiling": name, "reached_at": reached_at}
-
-
-def _mib(size_mib: float) -> str:
-    return f"{significant(size_mib)} MiB"
-
-
-def summary_table(study: CeilingsStudy) -> Table:
+def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:
     """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
-    rows, findings = ceilings_of(study), list(_findings(study))
-    columns = known([column(key) for key in SUMMARY], rows)
-    notes = [*findings, *doubt_notes([row["warnings"] for row in rows], "ceilings", LOOPS)]
-    return make_table(f"Ceilings of {study.device_name}", columns, rows, notes, findings=findings)
+    findings = list(_findings(study, {row["ceiling"]: row for row in ceilings}))
+    columns = known([column(key) for key in SUMMARY], ceilings)
+    notes = [*findings, *doubt_notes([row["warnings"] for row in ceilings], "ceilings", LOOPS)]
+    return make_table(f"Ceilings of {study.device_name}", columns, ceilings, notes, findings=findings)
 
 
-def _findings(study: CeilingsStudy) -> Iterator[str]:
+def _findings(study: CeilingsStudy, ceilings: Mapping[str, Row]) -> Iterator[str]:
     """What the ceilings mean for a step."""
-    rates, bandwidth, launch_s = study.product_ceilings, study.bandwidth(), study.launch_s(Launch.EAGER)
-    if rates and bandwidth is not None:
-        texts = [f"{name} {significant(rate / bandwidth, 3)}" for name, rate in rates.items()]
+    rates = {row["precision"]: row["flops_per_s"] for row in ceilings.values() if "flops_per_s" in row}
+    copy, launch_s = ceilings.get(f"{Stream.COPY} (memory)"), study.launch_s(Launch.EAGER)
+    if rates and copy is not None:
+        texts = [f"{name} {significant(rate / (copy['gb_per_s'] * GIGA), 3)}" for name, rate in rates.items()]
         yield f"FLOPs per byte below which memory, not arithmetic, is the limit: {', '.join(texts)}."
     if rates and launch_s is not None and study.grid.device is Device.CUDA:
         texts = [f"{name} {(launch_s * rate / 2) ** (1 / 3):,.0f}" for name, rate in rates.items()]

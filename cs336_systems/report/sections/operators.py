@@ -60,11 +60,8 @@ FUSION_COLUMNS = (
 )  # fmt: skip
 SHAPE = ("d_head", "context_length")
 TIMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "together": Phase.STEP}
-TITLES = {
-    "forward": "Forward pass of attention",
-    "backward": "Backward pass of attention",
-    "together": "Forward and backward pass of attention together",
-}
+TITLES = {"forward": "Forward pass of attention", "backward": "Backward pass of attention",
+          "together": "Forward and backward pass of attention together"}  # fmt: skip
 
 
 def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
@@ -83,10 +80,11 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
         "saved_mib": memory and memory.saved_bytes / MIB, "peak_mib": memory and memory.peak_bytes / MIB,
         "naive_saved_closed_form_mib": closed_form if cell.implementation is Implementation.NAIVE else None,
         "closed_form_mib": closed_form, "matrix_mib": weights_bytes(grid, cell) / MIB,
-        "queries_mib": rows_bytes(grid, cell) / MIB, "compile_s": result.compile_s,
+        "queries_mib": rows_bytes(grid, cell) / MIB,
+        "compile_s": result.first_pass_s if cell.implementation is Implementation.COMPILED else None,
     }  # fmt: skip
     for timed, phase in TIMED.items():
-        row |= times_ms(result.measurement(phase), result.warnings(phase), f"{timed}_")
+        row |= times_ms(result.measurement(phase), f"{timed}_")
         rate = ratio(attention_flops(grid, cell, phase) / TERA * 1e3, row[f"{timed}_mean_ms"])
         row |= derived(f"{timed}_tflops_per_s", rate, row, prefix=f"{timed}_")
     errors = {error.quantity: error for error in result.errors}
@@ -112,7 +110,7 @@ def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
 def attention_section(study: AttentionStudy) -> Section:
     """For each precision tables of forward, of backward, of both, of memory and of errors, if these two are known."""
     rows, tables = [_attention_row(study, result) for result in study.results], []
-    for precision in study.precisions:
+    for precision in dict.fromkeys(row["precision"] for row in rows):
         own = sorted((row for row in rows if row["precision"] is precision), key=_shape)
         tables += [_time_table(study, own, timed) for timed in TIMED]
         if any(row["saved_mib"] is not None for row in own):
@@ -273,35 +271,30 @@ def _gib(size_mib: float) -> str:
 
 def fusion_section(study: FusionStudy) -> Section:
     """A table for each precision and direction; the values have a row for each version and direction."""
-    rows, tables = [_fusion_row(study, row) for row in study.rows], []
-    precisions = list(dict.fromkeys(row["precision"] for row in rows))
-    for precision, phase in product(precisions, PHASES):
+    eager = {(row.op, row.precision, row.phase): row for row in study.rows if row.version is Version.EAGER}
+    rows = [_fusion_row(study, row, eager[row.op, row.precision, row.phase]) for row in study.rows]
+    tables, grid = [], study.grid
+    shared = (
+        f"batch {grid.batch_size}, context {grid.context_length}, width {grid.width}, "
+        f"attention {grid.num_heads} heads of {grid.d_head}, {study.environment.identity.device_name}"
+    )
+    for precision, phase in product(dict.fromkeys(row["precision"] for row in rows), PHASES):
         own = [row for row in rows if (row["precision"], row["phase"]) == (precision, phase)]
         if not own:
             continue
         findings = list(_savings(own))
-        title = f"Fusion op by op, {phase}, {precision}, {fusion_settings(study)}"
+        title = f"Fusion op by op, {phase}, {precision}, {shared}"
         failures = [f"{row['op']} {row['version']}: {row['error']}" for row in own if row["error"] is not None]
         notes = [*_fusion_notes(study, own), *findings, *failures]
         tables.append(make_table(title, known(FUSION_COLUMNS, own), own, notes, has_failed, findings))
     return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS)
 
 
-def fusion_settings(study: FusionStudy) -> str:
-    """What all rows share, in words."""
-    grid = study.grid
-    return (
-        f"batch {grid.batch_size}, context {grid.context_length}, width {grid.width}, "
-        f"attention {grid.num_heads} heads of {grid.d_head}, {study.environment.identity.device_name}"
-    )
-
-
-def _fusion_row(study: FusionStudy, row: FusionRow) -> Row:
+def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
     """The values of one version and direction; None for what is not known."""
-    eager = study.eager(row)
     device_name = study.environment.identity.device_name
-    rate, is_ok = row.must_move_bytes_per_s, row.status is Status.OK
-    own, slow = times_ms(row.measurement, row.warnings), times_ms(eager.measurement, eager.warnings)
+    rate = ratio(row.must_move_bytes, row.measurement.median_s if row.measurement else None)
+    own, slow = times_ms(row.measurement), times_ms(eager.measurement)
     pair = () if row is eager else (slow, own)
     return {
         "op": row.op, "precision": row.precision, "version": row.version, "phase": row.phase,
@@ -314,7 +307,7 @@ def _fusion_row(study: FusionStudy, row: FusionRow) -> Row:
         **derived("bandwidth_share", ratio(rate, promised_bandwidth(device_name)), own),
         **derived("speed_up", ratio(slow["median_ms"], own["median_ms"]), *pair),
         "tflops_per_s": ratio(row.matmul_flops / GIGA or None, own["median_ms"]),
-        "max_error": row.max_error, "error_words": "not finite" if is_ok else "",
+        "max_error": row.max_error, "error_words": "not finite" if row.status is Status.OK else "",
     }  # fmt: skip
 
 

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from cs336_systems.analysis.statistics import quotient_stdev
-from cs336_systems.analysis.warnings import Repeated, in_doubt
+from cs336_systems.analysis.warnings import PASSES, Repeated, in_doubt, measurement_warnings
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, warning_counts
-from cs336_systems.studies.precision_records import (
+from cs336_systems.studies.records import (
     Accumulation,
     NormalisedActivations,
     ObservedDtype,
@@ -35,8 +35,8 @@ def doubts_of(warnings: Sequence[RunWarning], prefix: str = "") -> Row:
     return {f"{prefix}warnings": ";".join(codes) or None, f"{prefix}is_doubted": in_doubt(codes)}
 
 
-def times_ms(measured: Measurement | None, warnings: Sequence[RunWarning], prefix: str = "") -> Row:
-    """Median, mean and deviation of the times in milliseconds, their cv, and their doubts; None if there are no times.
+def times_ms(measured: Measurement | None, prefix: str = "") -> Row:
+    """Median, mean and deviation of times of passes in milliseconds, their cv and doubts; None if there are no times.
 
     The keys begin with `prefix`.
     """
@@ -45,7 +45,7 @@ def times_ms(measured: Measurement | None, warnings: Sequence[RunWarning], prefi
     return {
         **{f"{prefix}{name}_ms": None if time_s is None else time_s * 1e3 for name, time_s in values},
         f"{prefix}cv": None if measured is None else measured.cv,
-        **doubts_of(warnings, prefix),
+        **doubts_of(measurement_warnings(measured, PASSES), prefix),
     }
 
 

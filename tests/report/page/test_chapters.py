@@ -16,8 +16,7 @@ from cs336_systems.report.results import Results, StudyResults
 from cs336_systems.report.sections.ladder import ladder_rows
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.studies.operators import Implementation, Version
-from cs336_systems.studies.precision_records import PrecisionStudy
-from cs336_systems.studies.records import read_study
+from cs336_systems.studies.records import PrecisionStudy, read_study
 from tests.committed import DATA
 from tests.report import ceilings
 from tests.report.ladders import make_ladder, make_records, shifted

@@ -1,16 +1,12 @@
 """Tables and files of ceilings that were made by hand."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from cs336_systems.config import Device
-from cs336_systems.report.results import StudyResults
 from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.study import all_tables
-from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, LaunchCell, ProductCell
-from cs336_systems.studies.records import read_study
+from cs336_systems.studies.ceilings_records import Launch, LaunchCell, ProductCell
 from tests.report.ceilings import (
     FP32,
     lasting,
@@ -113,16 +109,3 @@ def test_without_times_there_are_no_ceilings():
     empty = make_ceilings([ProductCell(precision=FP32, shape=square(8), timing=lost())])
     (table, *_) = all_tables(ceilings_sections(empty))
     assert (table.rows, table.notes) == ((), ())
-
-
-def test_everything_is_written_and_read_back(study, tmp_path):
-    directory = tmp_path / "deep" / "er"
-    written = StudyResults(study).write(directory)
-    assert read_study(directory / "ceilings.json", CeilingsStudy) == study
-    tables = ("results", "products", "bandwidth", "launches", "collectives")
-    expected = {f"{name}.{ending}" for name in tables for ending in ("csv", "md", "tex", "typ")}
-    expected |= {"ceilings.json"}
-    assert {path.name for path in written} == expected
-    assert {path.name for path in directory.rglob("*.*")} == expected
-    StudyResults(replace(study, reductions=())).write(directory)
-    assert not (directory / "collectives.md").exists()

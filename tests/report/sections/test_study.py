@@ -5,7 +5,7 @@ import torch
 from cs336_systems.config import Device, Precision
 from cs336_systems.report.sections.study import dtype_section, layer_norm_section, precision_sections
 from cs336_systems.studies.precision import accumulation_study, normalise
-from cs336_systems.studies.precision_records import NORM_INPUT, NORM_OUTPUT, ObservedDtype, PrecisionStudy
+from cs336_systems.studies.records import NORM_INPUT, NORM_OUTPUT, ObservedDtype, PrecisionStudy
 
 
 def observed(quantity: str, device: Device, precision: Precision, dtype: str) -> ObservedDtype:
