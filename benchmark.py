@@ -8,7 +8,7 @@ python benchmark.py --help
 
 import sys
 
-from cs336_systems.start import benchmark
+from cs336_systems.start import main
 
 if __name__ == "__main__":
-    sys.exit(benchmark())
+    sys.exit(main("benchmark"))

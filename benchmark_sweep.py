@@ -8,7 +8,7 @@ python benchmark_sweep.py --help
 
 import sys
 
-from cs336_systems.start import sweep
+from cs336_systems.start import main
 
 if __name__ == "__main__":
-    sys.exit(sweep())
+    sys.exit(main("sweep"))

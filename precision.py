@@ -17,7 +17,7 @@ gradients themselves say what they are.
 
 import sys
 
-from cs336_systems.start import precision
+from cs336_systems.start import main
 
 if __name__ == "__main__":
-    sys.exit(precision())
+    sys.exit(main("precision"))

@@ -5,6 +5,7 @@ import something and go on without it.
 """
 
 import signal
+from collections.abc import Callable
 
 from cs336_systems.interrupt import end_at_once
 
@@ -13,29 +14,9 @@ for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, end_at_once)
 
 
-def main() -> int:
-    """Entry point of `cs336`."""
+def main(command: str = "main") -> int:
+    """Entry point of `cs336`, or of the script that is named after its command; returns the exit status."""
     from cs336_systems import cli
 
-    return cli.main()
-
-
-def benchmark() -> int:
-    """Entry point of `benchmark.py`."""
-    from cs336_systems import cli
-
-    return cli.benchmark()
-
-
-def sweep() -> int:
-    """Entry point of `benchmark_sweep.py`."""
-    from cs336_systems import cli
-
-    return cli.sweep()
-
-
-def precision() -> int:
-    """Entry point of `precision.py`."""
-    from cs336_systems import cli
-
-    return cli.precision()
+    run: Callable[[], int] = getattr(cli, command)
+    return run()

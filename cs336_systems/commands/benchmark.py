@@ -36,8 +36,8 @@ from cs336_systems.files import encode_json
 from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import RunRecord, write_record
-from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
+from cs336_systems.sweep.store import exclusive, gpu_lock_path
 from cs336_systems.text import counted, print_aside, print_line
 
 if TYPE_CHECKING:

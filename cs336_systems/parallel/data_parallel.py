@@ -6,6 +6,7 @@ parameter without a gradient must have none on any rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -113,15 +114,17 @@ class OverlapDDP(NaiveDDP):
             raise RuntimeError(OTHER_GRADIENTS)
         self._bucket_of[number].num_missing -= 1
         while self._num_started < len(self._buckets) and not self._buckets[self._num_started].num_missing:
-            self._buckets[self._num_started].start()
+            bucket = self._buckets[self._num_started]
+            bucket.averaging = _averaging(bucket.leaves)
             self._num_started += 1
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
         if self._buckets:
-            if self._num_started < len(self._buckets):
-                raise RuntimeError(OTHER_GRADIENTS)
             for bucket in self._buckets:
-                bucket.finish()
+                if bucket.averaging is None:
+                    raise RuntimeError(OTHER_GRADIENTS)
+                bucket.averaging.wait()
+                bucket.averaging, bucket.num_missing = None, len(bucket.leaves)
         else:
             super()._average(leaves)
             self._agree()
@@ -133,7 +136,7 @@ class OverlapDDP(NaiveDDP):
         agreed = [list(self._ready)]
         dist.broadcast_object_list(agreed, src=0)
         for numbers in _split(agreed[0], self._leaves, self._bucket_bytes):
-            bucket = _Bucket([self._leaves[number] for number in numbers])
+            bucket = _Bucket([self._leaves[number] for number in numbers], len(numbers))
             self._buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(numbers, bucket)
 
@@ -207,23 +210,14 @@ def _own(leaf: Leaf, tensor: Tensor) -> Tensor:
     return own_part(flat[: leaf.shared_elements]) if leaf.shared_elements else flat
 
 
+@dataclass(slots=True, eq=False)
 class _Bucket:
     """Leaves whose gradients are averaged together."""
 
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._leaves = leaves
-        self.num_missing = len(leaves)
-        self._averaging: Averaging | None = None
-
-    def start(self) -> None:
-        """Start to average; the gradients must be there."""
-        self._averaging = _averaging(self._leaves)
-
-    def finish(self) -> None:
-        """Wait for the averages."""
-        assert self._averaging is not None
-        self._averaging.wait()
-        self._averaging, self.num_missing = None, len(self._leaves)
+    leaves: Sequence[Leaf]
+    num_missing: int
+    """How many gradients this backward has still to compute."""
+    averaging: Averaging | None = None
 
 
 def _averaging(leaves: Sequence[Leaf]) -> Averaging:

@@ -27,35 +27,58 @@ from cs336_systems.parallel.collectives import divide_gradients, graded, take_fr
 from cs336_systems.parallel.exchange import CollectiveExchange, Exchange, PeerCopies, Started, start_gather
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ParameterSlot:
-    """Where a module holds a parameter."""
-
-    owner: nn.Module
-    name: str
-
-
 @dataclass(slots=True, eq=False)
 class ShardedParameter:
-    """A parameter of a module, and every slot that holds it; a tied parameter has several.
+    """A parameter of which this rank keeps one part, padded with zeros so that all parts have one length.
 
-    It can also be another leaf tensor that the module computes with, which has no slot.
+    It can also be another leaf tensor that the module computes with.
     """
 
     name: str
-    parameter: Tensor
-    slots: list[ParameterSlot] = field(default_factory=list)
+    full: Tensor
+    """The parameter as the module computes with it, which is there only while it is gathered."""
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Modules that hold the parameter, and its name there: several for a tied one, none for another leaf tensor."""
     least_elements: int = 0
     """Least length to which the parameter is padded before it is divided among ranks."""
+    shard: nn.Parameter = field(init=False)
 
     def part_length(self, ranks: int) -> int:
         """Elements of one rank's part, the last of which are padded with zeros."""
-        return -(-max(self.parameter.numel(), self.least_elements) // ranks)
+        return -(-max(self.full.numel(), self.least_elements) // ranks)
 
     @property
     def is_of_embedding(self) -> bool:
         """Whether an embedding lookup reads the parameter; autocast does not cast those."""
-        return any(isinstance(slot.owner, Embedding | nn.Embedding) for slot in self.slots)
+        return any(isinstance(owner, Embedding | nn.Embedding) for owner, _ in self.slots)
+
+    def shard_into(self, part: Tensor, whole: Tensor) -> None:
+        """Keep this rank's part in the memory `part`; `whole` is that of all ranks' parts once they are gathered."""
+        part.copy_(padded_part(self.full.detach(), len(part)))
+        self.shard = nn.Parameter(part, requires_grad=self.full.requires_grad)
+        # `data` has a version counter of its own, so to autograd another gather is no change of saved tensors
+        self.full.data = self.shaped(whole.data)
+        self.put(self.shard)
+
+    def shaped(self, whole: Tensor) -> Tensor:
+        """The parts of all ranks in the parameter's shape."""
+        return whole[: self.full.numel()].view(self.full.shape)
+
+    def put(self, parameter: Tensor) -> None:
+        """Set the modules' parameter to the shard or to the whole parameter."""
+        for owner, name in self.slots:
+            owner._parameters[name] = cast("nn.Parameter", parameter)
+
+    def take_whole_gradient(self, length: int) -> Tensor:
+        """Return and clear the gradient of the whole parameter, padded to this length."""
+        gradient, self.full.grad = self.full.grad, None
+        assert gradient is not None
+        flat = gradient.contiguous().view(-1)
+        return flat if len(flat) == length else torch.cat([flat, flat.new_zeros(length - len(flat))])
+
+    def add_gradient(self, mean: Tensor) -> None:
+        """Add to the gradient of the shard."""
+        self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -75,7 +98,7 @@ def parameters_of(module: nn.Module) -> list[ShardedParameter]:
     for prefix, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             path = f"{prefix}.{name}" if prefix else name
-            found.setdefault(parameter, ShardedParameter(path, parameter)).slots.append(ParameterSlot(owner, name))
+            found.setdefault(parameter, ShardedParameter(path, parameter)).slots.append((owner, name))
     return list(found.values())
 
 
@@ -92,7 +115,7 @@ def units_of(module: nn.Module) -> list[UnitParameters]:
     shared: list[ShardedParameter] = []
     members: dict[int, list[ShardedParameter]] = {}
     for each in parameters_of(module):
-        using = Counter(id(owners.get(id(slot.owner), module)) for slot in each.slots)
+        using = Counter(id(owners.get(id(owner), module)) for owner, _ in each.slots)
         (target, *others) = using
         if others or target == id(module):
             shared.append(each)
@@ -132,8 +155,8 @@ class FSDP(nn.Module):
         self.module = module
         take_from_rank_0(module)
         every = units_of(module) if units is None else units
-        matrices = [replace(unit, found=[each for each in unit.found if each.parameter.ndim > 1]) for unit in every]
-        self._replicated = [each.parameter for unit in every for each in unit.found if each.parameter.ndim <= 1]
+        matrices = [replace(unit, found=[each for each in unit.found if each.full.ndim > 1]) for unit in every]
+        self._replicated = [each.full for unit in every for each in unit.found if each.full.ndim <= 1]
         device = next(module.parameters()).device
         self._exchange = exchange = PeerCopies(device, adds=adds) if copies else CollectiveExchange()
         kept = (unit for unit in matrices if unit.found or unit.module is None)
@@ -281,47 +304,12 @@ class FSDP(nn.Module):
             unit.free()
 
 
-class _Sharded:
-    """A parameter of which this rank keeps one part, padded with zeros so that all parts have one length."""
-
-    def __init__(self, found: ShardedParameter, part: Tensor, whole: Tensor) -> None:
-        """`part` is the memory of this rank's part, and `whole` that of all ranks' parts once they are gathered."""
-        self._slots, parameter = found.slots, found.parameter
-        self._count, self._shape = parameter.numel(), parameter.shape
-        part.copy_(padded_part(parameter.detach(), len(part)))
-        self.shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
-        self.full = parameter
-        # `data` has a version counter of its own, so to autograd another gather is no change of saved tensors
-        self.full.data = self.shaped(whole.data)
-        self.put(self.shard)
-
-    def shaped(self, whole: Tensor) -> Tensor:
-        """The parts of all ranks in the parameter's shape."""
-        return whole[: self._count].view(self._shape)
-
-    def put(self, parameter: Tensor) -> None:
-        """Set the modules' parameter to the shard or to the whole parameter."""
-        for slot in self._slots:
-            slot.owner._parameters[slot.name] = cast("nn.Parameter", parameter)
-
-    def take_whole_gradient(self, length: int) -> Tensor:
-        """Return and clear the gradient of the whole parameter, padded to this length."""
-        gradient, self.full.grad = self.full.grad, None
-        assert gradient is not None
-        flat = gradient.contiguous().view(-1)
-        return flat if len(flat) == length else torch.cat([flat, flat.new_zeros(length - len(flat))])
-
-    def add_gradient(self, mean: Tensor) -> None:
-        """Add to the gradient of the shard."""
-        self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
-
-
 class _Flat:
     """Parameters of one type: this rank's parts are in one tensor, and all ranks' are gathered into another."""
 
     def __init__(self, found: Sequence[ShardedParameter], dtype: torch.dtype, exchange: Exchange) -> None:
         self.dtype, self._exchange, ranks = dtype, exchange, dist.get_world_size()
-        like = found[0].parameter.detach()
+        like = found[0].full.detach()
         lengths = [each.part_length(ranks) for each in found]
         self._cuts = aligned(lengths, like.dtype.itemsize)
         self.masters = exchange.zeros(like, sum(self._cuts))
@@ -330,9 +318,11 @@ class _Flat:
         self.gathered = like.new_empty(sum(whole_cuts), dtype=dtype)
         self._bytes = self.gathered.untyped_storage().nbytes()
         self.wholes = list(self.gathered.split(whole_cuts)[::2])
-        self.sharded = [_Sharded(*each) for each in zip(found, self._parts, self.wholes, strict=True)]
+        self.sharded = found
+        for each, part, whole in zip(found, self._parts, self.wholes, strict=True):
+            each.shard_into(part, whole)
         self.free()
-        self._graded: list[_Sharded] = []
+        self._graded: list[ShardedParameter] = []
         """Parameters whose gradients are being averaged."""
         self._means: Tensor | None = None
 
@@ -392,7 +382,7 @@ class _ShardedUnit:
         self._gather_range, self._wait_range, self._scatter_range = f"gather {name}", f"wait {name}", f"scatter {name}"
         types: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = {}
         for each in unit.found:
-            own = each.parameter.dtype
+            own = each.full.dtype
             gathered = own if compute_dtype is None or each.is_of_embedding else compute_dtype
             types.setdefault((own, gathered), []).append(each)
         self.flats = [_Flat(found, gathered, exchange) for (_, gathered), found in types.items()]

@@ -289,9 +289,9 @@ def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[UnitParameters]
     pack_of = {weight.master: pack for pack in packs for weight in pack.weights}
     for unit in units_of(module):
         found: list[ShardedParameter] = []
-        for pack in dict.fromkeys(pack_of[each.parameter] for each in unit.found):
+        for pack in dict.fromkeys(pack_of[each.full] for each in unit.found):
             elements = max(leaf.numel() for leaf in pack.leaves)
-            own = {each.parameter: each for each in unit.found}
+            own = {each.full: each for each in unit.found}
             for leaf in pack.leaves:
                 slots = own[leaf].slots if leaf in own else []
                 found.append(ShardedParameter(" + ".join(pack.names), leaf, slots, elements))

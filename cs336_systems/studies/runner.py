@@ -16,9 +16,8 @@ from cs336_systems.measure.nvml import Gpu, visible_gpus
 from cs336_systems.record import Environment, Failure, Status
 from cs336_systems.studies.records import Cell, Grid, RowT, StudyT
 from cs336_systems.sweep.isolation import WorkerProcess, fork_server, preload, wait_for_workers
-from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, begin_worker
-from cs336_systems.sweep.store import SweepError
+from cs336_systems.sweep.store import SweepError, exclusive, gpu_lock_path
 
 Announce: TypeAlias = Callable[[str, int, int], object]
 """Called before each cell with its label, how many cells are done, and how many there are."""

@@ -8,10 +8,8 @@ does, in a fresh process that a fork server starts; that process does not load R
 import atexit
 import contextlib
 import functools
-import itertools
 import logging
 import os
-import platform
 import socket
 import sys
 import threading
@@ -42,22 +40,20 @@ from cs336_systems.analysis.kernels.nsys import has_nsys
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import error_in_words, write_atomically
 from cs336_systems.measure.environment import identity
-from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import Failure, Identity, RunRecord, Status
-from cs336_systems.sweep.isolation import (
-    Interrupts,
-    ensure_fork_server,
-    fork_server,
-    preload,
-    preload_to_explain,
-    spare_children,
-)
+from cs336_systems.sweep.isolation import Interrupts, fork_server, preload_to_explain, spare_children
 from cs336_systems.sweep.keep import Keeper, Listener, resume
-from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import adopt_orphans, when_it_ends
-from cs336_systems.sweep.run import Loop, Outcome, measure_one, modules_of, num_slots, outcome
-from cs336_systems.sweep.store import SweepError, fresh_profile_path, make_writable, raw_profile_paths, refuse_to_mix
+from cs336_systems.sweep.run import Loop, Outcome, measure_one, num_slots, outcome
+from cs336_systems.sweep.store import (
+    SweepError,
+    exclusive,
+    fresh_profile_path,
+    gpu_lock_path,
+    make_writable,
+    raw_profile_paths,
+)
 from cs336_systems.text import counted
 
 T = TypeVar("T")
@@ -74,16 +70,11 @@ _SPARE_S = 60.0
 """How much longer than its time limit a run may take, with all that Ray does for it."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What a client of gRPC sends first; a server, such as Ray, sends such settings too (RFC 9113, 3.4)."""
-_SHUTDOWN_S = 5.0
-"""How long the end of the connection may take; it would not end if the head hangs."""
-_MOST_EXPLAINERS = 4
-"""How many profiles are explained at a time at most, of which each can take gigabytes of memory."""
 
 
 class Node(msgspec.Struct, frozen=True):
     """A machine's description of itself."""
 
-    host: str
     identity: Identity
     has_nsys: bool
     """Whether Nsight Systems is installed."""
@@ -99,16 +90,14 @@ class Needs(msgspec.Struct, frozen=True):
     nsys: bool = False
     """Whether a run is to be profiled by Nsight Systems."""
 
-    def why_unable(self, node: Node) -> str | None:
-        """Why the machine could not measure what is wanted, whatever the other machines are like; None if it could."""
-        if (self.require_device or "").casefold() not in node.identity.device_name.casefold():
-            return f"it has {node.identity.device_name}, needed {self.require_device}"
-        return "it has no nsys on the PATH, which --nsys needs" if self.nsys and not node.has_nsys else None
-
     def why_left_out(self, node: Node) -> str | None:
         """Why the sweep does not use the machine; None if it does."""
-        if (why := self.why_unable(node)) is not None or self.identity is None:
-            return why
+        if (self.require_device or "").casefold() not in node.identity.device_name.casefold():
+            return f"it has {node.identity.device_name}, needed {self.require_device}"
+        if self.nsys and not node.has_nsys:
+            return "it has no nsys on the PATH, which --nsys needs"
+        if self.identity is None:
+            return None
         needed, present = msgspec.to_builtins(self.identity), msgspec.to_builtins(node.identity)
         different = [
             f"{name} is {present[name]}, needed {needed[name]}" for name in needed if present[name] != needed[name]
@@ -122,8 +111,6 @@ class Request(msgspec.Struct, frozen=True):
     config: RunConfig
     timeout_s: float
     needs: Needs
-    modules: tuple[str, ...]
-    """Modules for the fork server to import once for all runs."""
     key: str
     """Where the task notes in Ray's store on which machine it runs."""
 
@@ -141,24 +128,34 @@ def describe(device: str) -> bytes:
     """The task that describes its machine for runs on the device: a `Node` in JSON; `null` without such a device."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # so some Rays hide GPUs from a task that asks for none
         del os.environ["CUDA_VISIBLE_DEVICES"]
-    gpus = alike(visible_gpus()) if device == Device.CUDA else ()
-    if device == Device.CUDA and not gpus:
+    gpu = next(iter(visible_gpus()), None) if device == Device.CUDA else None
+    if device == Device.CUDA and gpu is None:
         return b"null"
-    return msgspec.json.encode(Node(platform.node(), identity(Device(device), next(iter(gpus), None)), has_nsys()))
+    return msgspec.json.encode(Node(identity(Device(device), gpu), has_nsys()))
 
 
 def measure(request: bytes) -> bytes:
     """The task of a `Request`: measure the run on this machine, on the GPUs that Ray has chosen."""
     asked = msgspec.json.decode(request, type=Request)
+    config, needs = asked.config, asked.needs
     place = ray.get_runtime_context().get_node_id()
     ray.experimental.internal_kv._internal_kv_put(asked.key, place.encode(), overwrite=True)
     _prepare()
     try:
-        with _threads_of_this_machine(), TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
-            runs = Path(scratch) / "runs"
-            runs.mkdir()
-            _measure(asked, runs)
-            paths = [path for path in _paths(asked.config, runs) if path.is_file()]
+        if "OMP_NUM_THREADS" not in psutil.Process().environ():  # Ray has set it; a local run has PyTorch's own number
+            os.environ.pop("OMP_NUM_THREADS", None)
+        gpus = alike(visible_gpus()) if config.device is Device.CUDA else ()
+        if len(gpus) < (width := num_slots(config)) and config.device is Device.CUDA:
+            raise SweepError(f"it has {len(gpus)} GPUs of one kind that Ray gives to the run, needed {width}")
+        node = Node(identity(config.device, next(iter(gpus), None)), not needs.nsys or has_nsys())
+        if (why := needs.why_left_out(node)) is not None:
+            raise SweepError(why)
+        with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch, contextlib.ExitStack() as stack:
+            for gpu in gpus:
+                stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+            (runs := Path(scratch) / "runs").mkdir()
+            measure_one(config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False)
+            paths = [path for path in _paths(config, runs) if path.is_file()]
             reply = Reply(files=tuple((path.name, path.stat().st_size) for path in paths))
             return b"".join([msgspec.json.encode(reply), b"\n", *(path.read_bytes() for path in paths)])
     except KeyboardInterrupt:
@@ -186,34 +183,6 @@ def _paths(config: RunConfig, runs: Path) -> list[Path]:
     return [*raw_profile_paths(config, runs), runs / f"{config.key}.json"]
 
 
-def _measure(asked: Request, runs: Path) -> None:
-    config, needs = asked.config, asked.needs
-    gpus = alike(visible_gpus()) if config.device is Device.CUDA else ()
-    if len(gpus) < num_slots(config) and config.device is Device.CUDA:
-        raise SweepError(f"it has {len(gpus)} GPUs of one kind that Ray gives to the run, needed {num_slots(config)}")
-    node = Node(platform.node(), identity(config.device, next(iter(gpus), None)), not needs.nsys or has_nsys())
-    if (why := needs.why_left_out(node)) is not None:
-        raise SweepError(why)
-    preload(*asked.modules)
-    ensure_fork_server()
-    with contextlib.ExitStack() as stack:
-        for gpu in gpus:
-            stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        measure_one(config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False)
-
-
-@contextlib.contextmanager
-def _threads_of_this_machine() -> Iterator[None]:
-    """Take away OMP_NUM_THREADS if Ray has set it: a local run has PyTorch's own number of threads."""
-    chosen = "OMP_NUM_THREADS" in psutil.Process().environ()  # the environment with which this process began
-    threads = None if chosen else os.environ.pop("OMP_NUM_THREADS", None)
-    try:
-        yield
-    finally:
-        if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = threads
-
-
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
     """Be the driver of the cluster at `address`; "auto" is the cluster that this machine belongs to.
@@ -223,21 +192,18 @@ def connected(address: str) -> Iterator[None]:
     """
     hint = ""
     try:
-        if address == "auto":
-            address = _address_of_this_machine()
-        _check_address(address)
-        environment = {"py_modules": [str(Path(cs336_systems.__file__).parent)]}
+        address = _checked(address)
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
             hint = " (if it asks for a token: RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN)"
-            settings = {"configure_logging": False, "log_to_driver": False, "runtime_env": environment}
+            package = {"py_modules": [str(Path(cs336_systems.__file__).parent)]}
             logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it sets no handler of signals in a thread
-            _promptly(functools.partial(ray.init, address, **settings))
+            _promptly(ray.init, address, configure_logging=False, log_to_driver=False, runtime_env=package)
             hint = ""
             try:
                 yield
             finally:
                 with contextlib.suppress(OSError):
-                    _promptly(ray.shutdown, _SHUTDOWN_S)
+                    _within(_HEAD_S, ray.shutdown)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if isinstance(error, SweepError):
             raise
@@ -247,52 +213,47 @@ def connected(address: str) -> Iterator[None]:
         ) from error
 
 
-def _promptly(call: Callable[[], T], patience_s: float = _RAY_S) -> T:
-    """What `call` returns, which asks Ray; raise OSError if it takes longer, as it does if a process of Ray hangs."""
+def _promptly(call: Callable[..., T], *arguments: Any, **options: Any) -> T:  # noqa: ANN401
+    """What the call returns, in which Ray waits for its own processes alone; raise OSError if one of them hangs."""
+    return _within(_RAY_S, call, *arguments, **options)
+
+
+def _within(patience_s: float, call: Callable[..., T], *arguments: Any, **options: Any) -> T:  # noqa: ANN401
     future: Future[T] = Future()
 
     def answer() -> None:
         try:
-            future.set_result(call())
+            future.set_result(call(*arguments, **options))
         except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=answer, daemon=True).start()
     if not wait([future], patience_s).done:
-        atexit.register(_end_at_once)  # Ray's own end would wait too
+        atexit.register(os._exit, 1)  # Ray's own end would wait too, and Python's crash, as threads of Ray still wait
+        atexit.register(print, end="", flush=True)
         raise OSError(f"Ray did not answer here within {patience_s:g} s")
     return future.result()
 
 
-def _end_at_once() -> None:
-    """End this process after an error. Python's own way would crash, as threads of Ray still wait."""
-    sys.stdout.flush()
-    os._exit(1)
-
-
-def _address_of_this_machine() -> str:
-    """The address of the cluster that this machine belongs to; it may have died, as Ray keeps its last address."""
-    try:
-        return str(canonicalize_bootstrap_address_or_die("auto"))
-    except ConnectionError:
-        raise OSError("this machine belongs to none; `ray start` makes it part of one") from None
-
-
-def _check_address(address: str) -> None:
-    """Raise OSError if nothing listens at HOST:PORT, or not Ray, for which Ray itself would wait for minutes."""
+def _checked(address: str) -> str:
+    """The address as HOST:PORT; raise OSError if nothing listens there, or not Ray, for which Ray would wait long."""
+    if address == "auto":  # the cluster that this machine belongs to; it may have died, as Ray keeps its last address
+        try:
+            address = str(canonicalize_bootstrap_address_or_die("auto"))
+        except ConnectionError:
+            raise OSError("this machine belongs to none; `ray start` makes it part of one") from None
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), _HEAD_S)
     except OSError as error:
         raise OSError(f"nothing listens at {address} ({error.strerror or error})") from error
-    with connection:
-        try:
-            connection.sendall(_HELLO)
-            is_grpc = connection.recv(9)[3:4] == b"\4"
-        except OSError:
-            is_grpc = False
+    is_grpc = False
+    with connection, contextlib.suppress(OSError):
+        connection.sendall(_HELLO)
+        is_grpc = connection.recv(9)[3:4] == b"\4"
     if not is_grpc and not os.environ.get("RAY_USE_TLS"):
         raise OSError(f"what listens at {address} does not answer as Ray does")
+    return address
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -324,38 +285,34 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
     """
     alive = _alive()
     task = ray.remote(max_calls=1)(describe)
-    pinned = {name: NodeAffinitySchedulingStrategy(name, soft=False) for name in alive}
     answers = {
-        name: task.options(num_cpus=0, max_retries=0, scheduling_strategy=only).remote(device.value)
-        for name, only in pinned.items()
+        name: task.options(
+            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)
+        ).remote(device.value)
+        for name in alive
     }
-    _, late = _ready([*answers.values()], _ANSWER_S)
-    described = {name: _described(answer) for name, answer in answers.items()}
-    counts = {name: _count(found, device) for name, found in alive.items()}
-    if needs.identity is None and not allow_mixed:
-        slots: Counter[Identity] = Counter()
-        for name, (node, _) in described.items():
-            if node and counts[name] and needs.why_unable(node) is None:
-                slots[node.identity] += int(counts[name]) if device is Device.CUDA else 1
-        most = next(iter(slots.most_common(1)), (None, 0))[0]
-        needs = msgspec.structs.replace(needs, identity=most)
-    machines = (
-        Machine(
-            id=name, host=str(found["NodeManagerHostname"]), address=str(found["NodeManagerAddress"]),
-            count=counts[name], node=described[name][0],
-            refused=_why_refused(*described[name], counts[name], device, needs),
-        )
-        for name, found in alive.items()
-    )  # fmt: skip
-    in_order = sorted(machines, key=lambda each: (each.host, each.address, each.id))
-    return in_order, needs, {name: answer for name, answer in answers.items() if answer in late}
+    ready = _ready([*answers.values()], _ANSWER_S)
+
+    def found(needs: Needs) -> list[Machine]:
+        return [_machine(name, alive[name], answer, device, needs) for name, answer in answers.items()]
+
+    slots: Counter[Identity] = Counter()
+    for machine in found(needs):
+        if machine.node is not None and machine.refused is None:
+            slots[machine.node.identity] += machine.runs_at_once(device)
+    if needs.identity is None and not allow_mixed and slots:
+        needs = msgspec.structs.replace(needs, identity=slots.most_common(1)[0][0])
+    in_order = sorted(found(needs), key=lambda each: (each.host, each.address, each.id))
+    return in_order, needs, {name: answer for name, answer in answers.items() if answer not in ready}
 
 
-def _ready(references: list[Any], patience_s: float) -> tuple[list[Any], list[Any]]:
-    """What tasks have returned and Ray has brought here, after this time or once all is here; and the rest."""
-    find = functools.partial(ray.wait, references, num_returns=len(references), timeout=patience_s)
-    ready, others = _promptly(find, patience_s + _RAY_S) if references else ([], [])
-    return ready, others
+def _ready(references: list[Any], patience_s: float, least: int | None = None) -> list[Any]:
+    """What tasks have returned and Ray has brought here, after this time or once so many are here, which may be all."""
+    if not references:
+        time.sleep(patience_s)
+        return []
+    options = {"num_returns": least or len(references), "timeout": patience_s}
+    return [*_within(patience_s + _RAY_S, ray.wait, references, **options)[0]]
 
 
 def _alive() -> dict[str, dict[str, Any]]:
@@ -363,34 +320,36 @@ def _alive() -> dict[str, dict[str, Any]]:
 
     def find() -> dict[str, dict[str, Any]]:
         context = ray.get_runtime_context()
-        _check_address(context.gcs_address)
+        _checked(context.gcs_address)
         alive = {found["NodeID"]: found for found in ray.nodes() if found["Alive"]}
         if (here := alive.get(context.get_node_id())) is None:
             raise OSError("Ray has died on this machine, and takes along what was started from here")
-        _check_address(f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}")
+        _checked(f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}")
         return alive
 
     return _promptly(find)
 
 
+def _machine(name: str, found: dict[str, Any], answer: Any, device: Device, needs: Needs) -> Machine:  # noqa: ANN401
+    """The machine that Ray has `found`, with its answer to `describe`, and whether the sweep uses it."""
+    node, count = None, _count(found, device)
+    try:
+        node = msgspec.json.decode(ray.get(answer, timeout=0), type=Node | None)
+        refused = "it has no NVIDIA GPU" if node is None else needs.why_left_out(node)
+    except ray.exceptions.GetTimeoutError:
+        refused = f"it did not answer within {_ANSWER_S:g} s"
+    except (RayError, msgspec.DecodeError, TypeError, RecursionError) as error:
+        refused = _in_a_line(error)
+    if not count:
+        refused = f"Ray counts none of its {'GPUs' if device is Device.CUDA else 'cores'}"
+    return Machine(
+        id=name, host=str(found["NodeManagerHostname"]), address=str(found["NodeManagerAddress"]), count=count,
+        node=node, refused=refused,
+    )  # fmt: skip
+
+
 def _count(found: dict[str, Any], device: Device) -> float:
     return float(found["Resources"].get("GPU" if device is Device.CUDA else "CPU", 0))
-
-
-def _why_refused(node: Node | None, failure: str, count: float, device: Device, needs: Needs) -> str | None:
-    if not count:
-        return f"Ray counts none of its {'GPUs' if device is Device.CUDA else 'cores'}"
-    return failure if node is None else needs.why_left_out(node)
-
-
-def _described(answer: "ray.ObjectRef[bytes]") -> tuple[Node | None, str]:
-    """The description that a machine gives, or why there is none."""
-    try:
-        return msgspec.json.decode(ray.get(answer, timeout=0), type=Node | None), "it has no NVIDIA GPU"
-    except ray.exceptions.GetTimeoutError:
-        return None, f"it did not answer within {_ANSWER_S:g} s"
-    except (RayError, msgspec.DecodeError, TypeError, RecursionError) as error:
-        return None, _in_a_line(error)
 
 
 def sweep_on_cluster(
@@ -412,33 +371,19 @@ def sweep_on_cluster(
     runs = make_writable(directory / "runs")
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
-        kept, todo, unexplained, problems = resume(configs, runs, fresh=fresh)
-        inputs = () if allow_mixed else all_inputs(configs)
-        present = next((record.environment.identity for record in kept if record.environment), None)
-        if present is not None and not allow_mixed:
-            refuse_to_mix(kept, present, inputs, directory)
-        listener.planned(kept, todo, problems)
-        profiled = any(config.profiler is not Profiler.NONE for config in todo)
-        if unexplained or profiled:
-            adopt_orphans()
-            preload_to_explain()
-        keeper = Keeper(runs, listener, inputs)
-        explainers = (None,) * min(_MOST_EXPLAINERS, max(1, (os.cpu_count() or 1) // 2))
-        with contextlib.ExitStack() as connection:
-            if todo:
-                connection.enter_context(connected(address))
+        keeper, todo, unexplained, present = resume(configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed)
+        adopt_orphans()
+        preload_to_explain()
+        interrupts = stack.enter_context(Interrupts(at_once=True))
+        explainer = Loop(keeper, (None,), timeout_s, interrupts, deque(unexplained))
+        stack.callback(explainer.end)
+        if todo:
+            with connected(address):
                 spare_children()
-            interrupts = stack.enter_context(Interrupts())
-            explainer = Loop(keeper, explainers, timeout_s, interrupts, deque(unexplained))
-            stack.callback(explainer.end)
-            if todo:
-                needs = Needs(
-                    identity=None if allow_mixed else present,
-                    require_device=require_device,
-                    nsys=any(config.profiler is Profiler.NSYS for config in todo),
-                )
-                driver = _Driver(keeper, explainer, todo, timeout_s, wait_nodes_s, interrupts, needs)
-                driver.run(allow_mixed=allow_mixed)
+                interrupts.at_once = False
+                nsys = any(config.profiler is Profiler.NSYS for config in todo)
+                needs = Needs(identity=present, require_device=require_device, nsys=nsys)
+                _Driver(keeper, explainer, todo, timeout_s, wait_nodes_s, interrupts, needs, allow_mixed).run()
         explainer.run(())  # what is left; the machines are free for others
         return outcome(keeper, interrupted=interrupts.count > 0)
 
@@ -455,6 +400,7 @@ class _Driver:
     wait_nodes_s: float
     interrupts: Interrupts
     needs: Needs
+    allow_mixed: bool
     _waiting: deque[RunConfig] = field(default_factory=deque)
     """The widest first, because the GPUs that they need would otherwise never be free at the same time."""
     _running: dict[Any, tuple[RunConfig, float, str]] = field(default_factory=dict)
@@ -469,69 +415,56 @@ class _Driver:
     """When machines were lost whose runs Ray may not have started elsewhere yet, by id."""
     _late: dict[str, Any] = field(default_factory=dict)
     """Descriptions that are still to come, by the id of the machine, which is not used until then."""
+    _worked_s: float = field(default_factory=monotonic)
+    """When a machine was last there that had slots for a run."""
     _cores: float = 0.0
     """How many cores a run on a CPU takes: all of its machine."""
 
-    def run(self, *, allow_mixed: bool) -> None:
+    def run(self) -> None:
         """Measure all; raise SweepError if there is no usable machine for too long."""
         self._waiting.extend(sorted(self.todo, key=num_slots, reverse=True))
-        device = self.todo[0].device
-        worked_s = monotonic()
-        while not (used := self._begin(device, allow_mixed)):
-            self._check_patience(worked_s, 0)
-            time.sleep(_TICK_S)
-            if self.interrupts.count:
-                return
-        self._cores = Counter(machine.count for machine in used).most_common(1)[0][0]
+        used: list[Machine] = []
+        while not used and not self.interrupts.count:
+            machines, self.needs, self._late = look(self._device, self.needs, allow_mixed=self.allow_mixed)
+            used = [machine for machine in machines if self._is_used(machine)]
+            self._check_patience(max((machine.runs_at_once(self._device) for machine in used), default=0))
+            if not used:
+                time.sleep(_TICK_S)
+        self._cores = max(Counter(machine.count for machine in used).most_common(1), default=(0.0, 0))[0]
         measure_task = ray.remote(max_calls=0, max_retries=MAX_TRIES - 1)(measure)
-        modules = tuple(modules_of(self.todo))
         while (self._waiting or self._running) and not self.interrupts.count:
             alive = _alive()
-            self._hear(alive, device)
-            slots = self._slots(alive, device)
-            self._submit(measure_task, modules, slots, device)
-            for reference in self._ended():
+            self._hear(alive)
+            slots = self._slots(alive)
+            self._submit(measure_task, slots)
+            for reference in _ready([*self._running], _TICK_S, least=1):
                 self._take(reference, *self._running.pop(reference))
             self._ask_again()
-            if self.explainer.is_busy and device is Device.CUDA:
+            if self.explainer.is_busy and self._device is Device.CUDA:
                 self.explainer.step(0.0)
-            most = max(slots.values(), default=0)
-            if any(num_slots(config) <= most for config in self._left()):
-                worked_s = monotonic()
-            elif self._waiting or self._running:
-                self._check_patience(worked_s, most)
+            self._check_patience(max(slots.values(), default=0))
             self.keeper.listener.tick()
-        _promptly(functools.partial(ray.experimental.internal_kv._internal_kv_del, self._keys, del_by_prefix=True))
+        _promptly(ray.experimental.internal_kv._internal_kv_del, self._keys, del_by_prefix=True)
 
-    def _ended(self) -> list[Any]:
-        """What Ray has returned since the last call, brought to this machine; waits for something, but not for long."""
-        if not self._running:
-            time.sleep(_TICK_S)
-            return []
-        find = functools.partial(ray.wait, [*self._running], timeout=_TICK_S)
-        return [*_promptly(find)[0]]
+    @property
+    def _device(self) -> Device:
+        return self.todo[0].device
 
-    def _left(self) -> Iterator[RunConfig]:
-        return itertools.chain(self._waiting, (config for config, *_ in self._running.values()))
-
-    def _begin(self, device: Device, allow_mixed: bool) -> list[Machine]:
-        """Look at all machines, and return those that the sweep uses; the others are named."""
-        machines, self.needs, self._late = look(device, self.needs, allow_mixed=allow_mixed)
-        for machine in machines:
-            if machine.refused is not None:
-                self._leave_out(machine.id, machine.host, machine.refused)
-        used = [machine for machine in machines if machine.refused is None]
-        self._left_out -= {machine.id for machine in used}  # those that could not be used at an earlier look
-        return used
-
-    def _hear(self, alive: dict[str, dict[str, Any]], device: Device) -> None:
+    def _hear(self, alive: dict[str, dict[str, Any]]) -> None:
         """Use the machines that have described themselves since the last call, or say why not."""
-        answered, _ = _ready([*self._late.values()], 0.0)
+        answered = _ready([*self._late.values()], 0.0)
         for name in [name for name, answer in self._late.items() if answer in answered]:
-            node, failure = _described(self._late.pop(name))
+            answer = self._late.pop(name)
             self._left_out.discard(name)
-            if name in alive and (why := _why_refused(node, failure, _count(alive[name], device), device, self.needs)):
-                self._leave_out(name, str(alive[name]["NodeManagerHostname"]), why)
+            if name in alive:
+                self._is_used(_machine(name, alive[name], answer, self._device, self.needs))
+
+    def _is_used(self, machine: Machine) -> bool:
+        if machine.refused is None:
+            self._left_out.discard(machine.id)  # where an earlier look found that it could not be used
+        else:
+            self._leave_out(machine.id, machine.host, machine.refused)
+        return machine.refused is None
 
     def _leave_out(self, name: str, host: str, why: str) -> None:
         if name not in self._left_out:
@@ -541,8 +474,7 @@ class _Driver:
 
     def _place(self, key: str) -> str:
         """Id of the machine where the run with this key has begun; empty if it waits."""
-        find = functools.partial(ray.experimental.internal_kv._internal_kv_get, key)
-        return (_promptly(find) or b"").decode()
+        return (_promptly(ray.experimental.internal_kv._internal_kv_get, key) or b"").decode()
 
     def _ask_again(self) -> None:
         """Give Ray again what does not end, although its machine was lost a while ago, or it must have ended long ago.
@@ -564,17 +496,16 @@ class _Driver:
         for name in gone:
             del self._lost_s[name]
 
-    def _slots(self, alive: dict[str, dict[str, Any]], device: Device) -> dict[str, int]:
+    def _slots(self, alive: dict[str, dict[str, Any]]) -> dict[str, int]:
         """How many ranks each machine in use can run at once; notes the machines that join and that are lost."""
-        slots = {}
+        slots, on_gpu = {}, self._device is Device.CUDA
         for name, found in alive.items():
-            host, count = str(found["NodeManagerHostname"]), _count(found, device)
-            if device is Device.CPU and count not in (0, self._cores):
-                self._leave_out(
-                    name, host, f"Ray counts {count:g} of its cores, needed {self._cores:g} as of the others"
-                )
+            host, count = str(found["NodeManagerHostname"]), _count(found, self._device)
+            if not on_gpu and count not in (0, self._cores):
+                why = f"Ray counts {count:g} of its cores, needed {self._cores:g} as of the others"
+                self._leave_out(name, host, why)
             if count and name not in self._left_out:
-                slots[name] = int(count) if device is Device.CUDA else 1
+                slots[name] = int(count) if on_gpu else 1
                 if name not in self._there:
                     self._there[name] = host
                     self.keeper.listener.noted(f"{host} joins: {counted(slots[name], 'run')} at a time")
@@ -583,7 +514,7 @@ class _Driver:
             self.keeper.listener.noted(f"{self._there.pop(name)} is lost; Ray starts what ran there elsewhere")
         return slots
 
-    def _submit(self, task: Any, modules: tuple[str, ...], slots: dict[str, int], device: Device) -> None:  # noqa: ANN401
+    def _submit(self, task: Any, slots: dict[str, int]) -> None:  # noqa: ANN401
         """Give Ray as many runs as the machines have slots for, so that runs which Ray has are in progress."""
         free = sum(slots.values()) - sum(num_slots(config) for config, *_ in self._running.values())
         most = max(slots.values(), default=0)
@@ -593,39 +524,37 @@ class _Driver:
                 continue  # a narrower run may fit, and the machine for this one may be held by another job
             free -= width
             self._waiting.remove(config)
-            needed = {"num_cpus": 0, "num_gpus": width} if device is Device.CUDA else {"num_cpus": self._cores}
+            on_cpu = self._device is Device.CPU
+            needed = {"num_cpus": self._cores} if on_cpu else {"num_cpus": 0, "num_gpus": width}
             key = f"{self._keys}{uuid4()}"
-            request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, modules, key))
+            request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, key))
             reference = task.options(**needed, label_selector=selector).remote(request)
             self._running[reference] = config, monotonic(), key
             self.keeper.listener.started(config, None)
 
     def _take(self, reference: Any, config: RunConfig, started_s: float, key: str) -> None:  # noqa: ANN401
         """Keep the record and the profile of a run that has ended, or give the run to another machine."""
+        elapsed_s = monotonic() - started_s
         try:
-            data = _promptly(functools.partial(ray.get, reference))
+            reply, contents = _decoded(_promptly(ray.get, reference), config, self.keeper.runs)
+            why = reply.refused
         except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError):
             raise
         except RayError as error:
             message = f"given up by Ray, which starts a run {MAX_TRIES} times at most: {_in_a_line(error)}"
-            elapsed_s = monotonic() - started_s
             self.keeper.finish(self.keeper.fail(config, Status.KILLED, Failure(message=message), elapsed_s))
             return
-        try:
-            reply, contents = _decoded(data, config, self.keeper.runs)
-            why = reply.refused
         except (ValueError, RecursionError) as error:
             why = f"no reply of a run: {error}"
-        if why is not None and (place := self._place(key)):
+        if why is None:
+            record = self._kept(config, contents, elapsed_s)
+            self.keeper.finish(record)
+            self.explainer.explain_later(record)
+        elif place := self._place(key):
             self._leave_out(place, self._there.get(place, place), why)
             self._waiting.appendleft(config)
-            return
-        if why is not None:
-            self.keeper.finish(self.keeper.refuse(config, why, monotonic() - started_s))
-            return
-        record = self._kept(config, contents, monotonic() - started_s)
-        self.keeper.finish(record)
-        self.explainer.explain_later(record)
+        else:
+            self.keeper.finish(self.keeper.refuse(config, why, elapsed_s))
 
     def _kept(self, config: RunConfig, contents: dict[Path, memoryview], elapsed_s: float) -> RunRecord:
         """Write what the run has left, and check its record."""
@@ -638,13 +567,16 @@ class _Driver:
             raise SweepError(error_in_words(error)) from error
         return self.keeper.read(config, elapsed_s)
 
-    def _check_patience(self, worked_s: float, most: int) -> None:
-        if monotonic() - worked_s >= self.wait_nodes_s:
-            left = [*self._left()]
+    def _check_patience(self, most: int) -> None:
+        """Raise SweepError if for too long no machine has had slots for any run; `most` is how many one has now."""
+        left = [*self._waiting, *(config for config, *_ in self._running.values())]
+        needed = min(map(num_slots, left), default=0)
+        if needed <= most:
+            self._worked_s = monotonic()
+        elif monotonic() - self._worked_s >= self.wait_nodes_s:
             raise SweepError(
-                f"no machine for the {counted(len(left), 'run')} left within {self.wait_nodes_s:g} s: needed "
-                f"{min(map(num_slots, left))} slot(s) on one, found {most}; finished runs are kept, "
-                "and the same command goes on"
+                f"no machine for the {counted(len(left), 'run')} left within {self.wait_nodes_s:g} s: needed {needed} "
+                f"slot(s) on one, found {most}; finished runs are kept, and the same command goes on"
             )
 
 

@@ -18,8 +18,19 @@ from typing import NamedTuple
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import FileError, error_in_words, in_one_line
 from cs336_systems.measure.environment import host_memory_bytes
+from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import Gpu
-from cs336_systems.record import Failure, Input, RecordError, RunRecord, Status, load_records, read_record, write_record
+from cs336_systems.record import (
+    Failure,
+    Identity,
+    Input,
+    RecordError,
+    RunRecord,
+    Status,
+    load_records,
+    read_record,
+    write_record,
+)
 from cs336_systems.sweep.process import NOT_EXPLAINED, begin_worker
 from cs336_systems.sweep.store import (
     SweepError,
@@ -27,6 +38,7 @@ from cs336_systems.sweep.store import (
     explanation_path,
     quarantine,
     raw_profile_path,
+    refuse_to_mix,
     remove_temporary_files,
     set_aside,
     set_aside_unreadable,
@@ -60,34 +72,6 @@ class Listener:
 
     def tick(self) -> None:
         """A second has passed."""
-
-
-class Resumed(NamedTuple):
-    """Contents of a sweep's directory when it begins."""
-
-    kept: list[RunRecord]
-    """Records that stay: those of other runs, and results of the wanted runs."""
-    todo: list[RunConfig]
-    """Wanted runs without a result, in their order."""
-    unexplained: list[RunConfig]
-    """Wanted runs with a result whose raw profiles are to be explained."""
-    problems: list[RecordError]
-    """Files that were not readable, and are set aside."""
-
-
-def resume(configs: Sequence[RunConfig], runs: Path, *, fresh: bool) -> Resumed:
-    """Clean up `runs`, whose lock this process holds, and find what is left to do; `fresh` sets all records aside."""
-    if fresh:
-        set_aside(runs)
-    remove_temporary_files(runs)
-    records, problems = load_records(runs)
-    set_aside_unreadable(problems)
-    wanted = {config.key for config in configs}
-    kept = [record for record in records if record.key not in wanted or record.status.is_result]
-    done = {record.key for record in kept}
-    todo = [config for config in configs if config.key not in done]
-    unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
-    return Resumed(kept, todo, unexplained, problems)
 
 
 @dataclass(slots=True)
@@ -138,6 +122,52 @@ class Keeper:
         except OSError as error:
             raise SweepError(error_in_words(error)) from error
         return record
+
+
+class Resumed(NamedTuple):
+    """Contents of a sweep's directory when it begins."""
+
+    keeper: Keeper
+    todo: list[RunConfig]
+    """Wanted runs without a result, in their order."""
+    unexplained: list[RunConfig]
+    """Wanted runs with a result whose raw profiles are to be explained."""
+    present: Identity | None
+    """Conditions that all records must share; None if there are none yet, or if they may differ."""
+
+
+def resume(
+    configs: Sequence[RunConfig],
+    runs: Path,
+    listener: Listener,
+    *,
+    fresh: bool,
+    allow_mixed: bool,
+    present: Identity | None = None,
+) -> Resumed:
+    """Clean up `runs`, whose lock this process holds, and find what is left to do; `fresh` sets all records aside.
+
+    Raises SweepError for records that were not made under the `present` conditions (those of the first record if they
+    are not known), unless these may be mixed.
+    """
+    if fresh:
+        set_aside(runs)
+    remove_temporary_files(runs)
+    records, problems = load_records(runs)
+    set_aside_unreadable(problems)
+    wanted = {config.key for config in configs}
+    kept = [record for record in records if record.key not in wanted or record.status.is_result]
+    done = {record.key for record in kept}
+    todo = [config for config in configs if config.key not in done]
+    unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
+    inputs: tuple[Input, ...] = ()
+    if not allow_mixed:
+        inputs = all_inputs(configs)
+        present = present or next((record.environment.identity for record in kept if record.environment), None)
+        if present is not None:
+            refuse_to_mix(kept, present, inputs, runs.parent)
+    listener.planned(kept, todo, problems)
+    return Resumed(Keeper(runs, listener, inputs), todo, unexplained, None if allow_mixed else present)
 
 
 def lacks_explanation(record: RunRecord, runs: Path) -> bool:

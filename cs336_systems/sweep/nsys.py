@@ -3,6 +3,7 @@
 Ranks are processes that this process forks. All are in one report, in which a range names the rank of each process.
 """
 
+import functools
 import os
 import signal
 import subprocess
@@ -48,10 +49,7 @@ def run_under_nsys(config: RunConfig, report: Path, runs: Path, gpu_uuids: Seque
         *(sys.executable, "-m", "cs336_systems.sweep.worker"),
         *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid()), *gpu_uuids),
     ]
-    done = subprocess.run(command, env=child_environment(), stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    die_with_parent = functools.partial(die_with_forker, signal.SIGKILL)
+    done = subprocess.run(command, env=child_environment(), stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     if not (runs / f"{config.key}.json").is_file():
         raise NsysError(f"nsys ended with status {done.returncode}, and the run left no record")
-
-
-def _die_with_parent() -> None:
-    die_with_forker(signal.SIGKILL)

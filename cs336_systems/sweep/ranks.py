@@ -29,12 +29,10 @@ from cs336_systems.parallel.collectives import Rank, devices_of
 from cs336_systems.record import (
     Failure,
     Measurement,
-    Memory,
     RankRecord,
     RunRecord,
     RunWarning,
     Status,
-    Traffic,
     WarningCode,
 )
 from cs336_systems.sweep.isolation import end_in_words, signal_name
@@ -45,7 +43,7 @@ _GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, because their errors may show the cause."""
 _LOOK_S = 2.0
 """Time between two looks for stopped ranks: long, because timed steps share the host."""
-_STOPPED_S = 10.0
+_STOPPED_S = 4.0
 """How long a rank may be stopped before it counts as failed; the others wait for it."""
 _COLLECTIVE_S = 7 * 24 * 3600.0
 """How long a collective may take: longer than any run, whose own time limit ends it."""
@@ -239,8 +237,16 @@ def merge(records: Sequence[RunRecord]) -> RunRecord:
         host_times_s=tuple(map(max, zip(*(record.host_times_s for record in records), strict=True))),
         host_phases=_slowest(records, [record.host_phases for record in records]),
         losses=tuple(map(_mean, zip(*(record.losses for record in records), strict=False))),
-        memory=max((record.memory for record in records if record.memory), key=_peak, default=None),
-        traffic=max((record.traffic for record in records if record.traffic is not None), key=_sent, default=None),
+        memory=max(
+            (record.memory for record in records if record.memory),
+            key=lambda memory: memory.peak_allocated_bytes,
+            default=None,
+        ),
+        traffic=max(
+            (record.traffic for record in records if record.traffic is not None),
+            key=lambda traffic: sum(each.sent_bytes for each in traffic),
+            default=None,
+        ),
         warnings=(*_warnings(records), *_uneven(records)),
         ranks=tuple(_of_rank(rank, record) for rank, record in enumerate(records)),
     )
@@ -265,14 +271,6 @@ def _mean(losses: Sequence[float | None]) -> float | None:
     """The loss of the whole batch, as all ranks have batches of one size; None if one of them is not finite."""
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if len(known) == len(losses) else None
-
-
-def _peak(memory: Memory) -> int:
-    return memory.peak_allocated_bytes
-
-
-def _sent(traffic: Sequence[Traffic]) -> int:
-    return sum(each.sent_bytes for each in traffic)
 
 
 def _warnings(records: Sequence[RunRecord]) -> list[RunWarning]:

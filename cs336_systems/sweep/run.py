@@ -17,7 +17,6 @@ from time import monotonic
 
 from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profiler, RunConfig
 from cs336_systems.measure.environment import identity
-from cs336_systems.measure.inputs import all_inputs
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.sweep.isolation import (
@@ -42,9 +41,8 @@ from cs336_systems.sweep.keep import (
     lacks_explanation,
     resume,
 )
-from cs336_systems.sweep.locks import exclusive, gpu_lock_path
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
-from cs336_systems.sweep.store import SweepError, make_writable, refuse_to_mix, write_environment
+from cs336_systems.sweep.store import SweepError, exclusive, gpu_lock_path, make_writable, write_environment
 
 _TICK_S = 1.0
 """Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share the host."""
@@ -88,21 +86,18 @@ def run_sweep(
         for gpu in gpus:
             if gpu is not None:
                 stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        kept, todo, unexplained, problems = resume(configs, runs, fresh=fresh)
         present = identity(configs[0].device, gpus[0]) if configs else None
-        inputs = () if allow_mixed else all_inputs(configs)
-        if present and not allow_mixed:
-            refuse_to_mix(kept, present, inputs, directory)
+        keeper, todo, unexplained, _ = resume(
+            configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed, present=present
+        )
         if todo:
             preload(*modules_of([*todo, *unexplained]))
         elif unexplained:
             preload_to_explain()
-        listener.planned(kept, todo, problems)
         interrupts = stack.enter_context(Interrupts(at_once=True))
         if todo:
             ensure_fork_server()
             listener.importing()
-        keeper = Keeper(runs, listener, inputs)
         Loop(keeper, gpus, timeout_s, interrupts, deque(unexplained)).run(todo)
         return outcome(keeper, interrupted=interrupts.count > 0)
 
@@ -185,10 +180,7 @@ class Loop:
             if len(self.free) < count:
                 break
             gpus, self.free = self.free[:count], self.free[count:]
-            if self.unexplained:
-                self.working[self._explain(self.unexplained.popleft())] = gpus
-            else:
-                self.working[self._measure(self.waiting.popleft(), gpus)] = gpus
+            self.working[self._start(gpus)] = gpus
         for worker in self._ended(list(self.working), patience_s):
             # sorted, so that each of several runs on the same ranks gets the same GPUs in the same order
             self.free = sorted([*self.free, *self.working.pop(worker)], key=self.gpus.index)
@@ -201,23 +193,22 @@ class Loop:
             left.reap()
         kill_orphans()
 
-    def _measure(self, config: RunConfig, gpus: Sequence[Gpu | None]) -> Worker:
-        (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
-        uuids = [gpu.uuid for gpu in gpus if gpu]
-        worker = self._start(config, functools.partial(measure_in_worker, gpu_uuids=uuids))
-        self.keeper.listener.started(config, gpus[0])
-        return worker
-
-    def _explain(self, config: RunConfig) -> Worker:
-        worker = self._start(config, explain_in_worker)
-        self.explaining.add(worker)
-        self.keeper.listener.explaining(config)
-        return worker
-
-    def _start(self, config: RunConfig, entry: Entry) -> Worker:
-        worker = Worker(config, self.keeper.runs, entry)
+    def _start(self, gpus: Sequence[Gpu | None]) -> Worker:
+        """Start to explain the first run that waits for it; if none does, to measure the first on these GPUs."""
+        explains, runs = bool(self.unexplained), self.keeper.runs
+        config = (self.unexplained if explains else self.waiting).popleft()
+        entry: Entry = explain_in_worker
+        if not explains:
+            (runs / f"{config.key}.json").unlink(missing_ok=True)
+            entry = functools.partial(measure_in_worker, gpu_uuids=[gpu.uuid for gpu in gpus if gpu])
+        worker = Worker(config, runs, entry)
         self.interrupts.workers.append(worker)
         self.interrupts.at_once = False
+        if explains:
+            self.explaining.add(worker)
+            self.keeper.listener.explaining(config)
+        else:
+            self.keeper.listener.started(config, gpus[0])
         return worker
 
     def _ended(self, working: Sequence[Worker], patience_s: float) -> Iterator[Worker]:
@@ -232,20 +223,16 @@ class Loop:
                 timed_out = timed_out and worker.process.is_alive()
                 if timed_out:
                     worker.kill()
+                exit_code = worker.reap()
                 if worker in self.explaining:
-                    self.keeper.listener.explained(
-                        worker.config, self._why_unexplained(worker, worker.reap(), timed_out)
-                    )
+                    why = self._why_unexplained(worker, exit_code, timed_out)
+                    self.keeper.listener.explained(worker.config, why)
                 else:
-                    self._finish(worker, worker.reap(), timed_out)
+                    record = self._collect(worker, exit_code, timed_out)
+                    self.keeper.finish(record)
+                    if self.explains:
+                        self.explain_later(record)
                 yield worker
-
-    def _finish(self, worker: Worker, exit_code: int, timed_out: bool) -> None:
-        """Keep the record of a worker that has measured, and queue its raw profile to be explained."""
-        record = self._collect(worker, exit_code, timed_out)
-        self.keeper.finish(record)
-        if self.explains:
-            self.explain_later(record)
 
     def explain_later(self, record: RunRecord) -> None:
         """Queue the raw profile of a run that has ended to be explained, if there is one."""

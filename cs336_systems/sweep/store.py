@@ -1,10 +1,18 @@
-"""The directory of a sweep's results: its paths, checks before writing, and refusal to mix unlike records."""
+"""The directory of a sweep's results: its paths, checks before writing, and refusal to mix unlike records.
 
+Also locks: one sweep at a time on a directory and on a GPU. The kernel releases a lock when its holder ends, so no lock
+is ever stale.
+"""
+
+import contextlib
 import datetime
+import fcntl
 import os
+import platform
 import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +20,7 @@ import msgspec
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import encode_json, remedy, write_atomically
 from cs336_systems.record import Identity, Input, RecordError, RunRecord
-from cs336_systems.text import LONGEST_PART, shortened
+from cs336_systems.text import LONGEST_PART, shorten, shortened
 
 _PROBE_BYTES = 2**16
 """Size of a large record, so that the probe also finds a full disk."""
@@ -43,6 +51,10 @@ VIEWERS = {
 
 class SweepError(RuntimeError):
     """The sweep cannot start or continue; the message says why and what to do. Finished records are kept."""
+
+
+class LockedError(RuntimeError):
+    """Another process holds the lock."""
 
 
 def make_writable(runs: Path) -> Path:
@@ -218,3 +230,40 @@ class _Argv(msgspec.Struct):
     """What this module reads of environment.json."""
 
     argv: list[str]
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock file `path` during the context; raise LockedError, which names the holder, if it is taken."""
+    descriptor = _open(path)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "another process"
+            raise LockedError(f"{what} is in use by {shorten(holder, LONGEST_PART)}; wait for it or end it") from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}: {shlex.join(sys.argv)}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """Open the lock file, which every user may lock, because users share GPUs and may share directories.
+
+    O_CREAT is only used if the file is missing: in a shared directory such as /tmp, Linux refuses it for another
+    user's file.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+        os.fchmod(descriptor, 0o666)
+        return descriptor
+
+
+def gpu_lock_path(uuid: str) -> Path:
+    """Lock file of a GPU, the same for all users of this machine. Older drivers put slashes into UUIDs of slices."""
+    return Path(tempfile.gettempdir()) / f"cs336-systems-{uuid.replace('/', '-')}.lock"

@@ -15,8 +15,8 @@ from cs336_systems.record import load_records
 from cs336_systems.studies import runner
 from cs336_systems.sweep import run as sweep
 from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.locks import exclusive
 from cs336_systems.sweep.run import gpus_left_out, run_sweep
+from cs336_systems.sweep.store import exclusive
 from tests.fake_nvml import Slice, fake_driver
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

@@ -219,20 +219,16 @@ def fails_where_context_is_8(vocab_size, d_model, context_length):
 
 
 def fails_by_context(vocab_size, d_model, context_length):
+    """Where the context is 24, kill the process that a task of Ray runs in, which has started the fork server."""
     faults = {8: segfault, 12: asks_for_a_pebibyte, 16: lambda: os.kill(os.getpid(), signal.SIGKILL)}
     while context_length == 20 and not RELEASED.exists():
         time.sleep(0.02)
-    return AtSecondStep(faults.get(context_length, time.time), vocab_size, d_model)
-
-
-def kills_ray_where_context_is_8(vocab_size, d_model, context_length):
-    """Kill the process that a task of Ray runs in, which has started the fork server."""
-    if context_length == 8:
+    if context_length == 24:
         with NOTES.open("a") as notes:
             notes.write("x")
         psutil.Process(os.getppid()).parent().kill()
         time.sleep(NEVER_S)
-    return good(vocab_size, d_model)
+    return AtSecondStep(faults.get(context_length, time.time), vocab_size, d_model)
 
 
 def takes_a_while(vocab_size, d_model):
@@ -248,12 +244,6 @@ def fills_the_disk(vocab_size, d_model, context_length):
         with contextlib.suppress(OSError), (runs.parent / "ballast").open("wb", buffering=0) as ballast:
             while ballast.write(b"x" * 4096):
                 pass
-    return good(vocab_size, d_model)
-
-
-def hangs_where_context_is_8(vocab_size, d_model, context_length):
-    if context_length == 8:
-        time.sleep(NEVER_S)
     return good(vocab_size, d_model)
 
 

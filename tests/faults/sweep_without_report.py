@@ -1,4 +1,7 @@
-"""The command of a sweep without its tables and pictures, which take longer than the runs and are beside the point."""
+"""The command of a sweep without its tables and pictures, which take longer than the runs and are beside the point.
+
+On a cluster, its patience with processes of Ray that hang is shorter.
+"""
 
 import sys
 from unittest.mock import patch
@@ -6,5 +9,9 @@ from unittest.mock import patch
 from cs336_systems import cli
 
 if __name__ == "__main__":
+    if "--cluster" in sys.argv:
+        from cs336_systems.sweep import cluster
+
+        cluster._HEAD_S, cluster._RAY_S = 4.0, 8.0
     with patch("cs336_systems.commands.sweep.show_results"):
         sys.exit(cli.sweep())

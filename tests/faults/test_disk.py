@@ -77,43 +77,6 @@ def test_death_at_a_stage_of_writing_leaves_the_old_record_or_the_new(measured, 
     assert set(contents(place / "runs")) == set(earlier)  # what the dead writer left is swept up
 
 
-HAMMER = """
-import os, random, signal, sys, time
-from dataclasses import replace
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from cs336_systems.sweep.process import die_with_forker
-from cs336_systems.record import load_records, read_record, write_record
-
-path = Path(sys.argv[1])
-record = read_record(path)
-chance = random.Random(0)
-seen, life = set(), 0
-while life < 40 or len(seen) < 10:
-    life += 1
-    writer = os.fork()
-    if writer == 0:
-        die_with_forker(signal.SIGKILL)
-        for turn in range(1_000_000):
-            write_record(replace(record, started_at=f"{{life}}-{{turn}}"), path.parent)
-    time.sleep(chance.uniform(0, 0.03))
-    os.kill(writer, signal.SIGKILL)
-    os.waitpid(writer, 0)
-    records, problems = load_records(path.parent)
-    assert not problems, problems
-    assert [r.config for r in records] == [record.config]
-    seen.add(records[0].started_at)
-"""
-
-
-def test_death_at_random_moments_of_writing(place):
-    """Where the test is ended before its time, the script dies with it, and the writer with the script."""
-    sweep(place, config())
-    script = HAMMER.format(root=str(ROOT))
-    done = subprocess.run([sys.executable, "-c", script, path_of(config(), place)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def halve(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 

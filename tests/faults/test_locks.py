@@ -9,14 +9,14 @@ import uuid
 import pytest
 
 from cs336_systems.record import Status
-from cs336_systems.sweep.locks import LockedError, exclusive, gpu_lock_path
+from cs336_systems.sweep.store import LockedError, exclusive, gpu_lock_path
 from tests.faults.harness import ROOT, SWEEP, command, config, contents, results, runs, sweep
 from tests.faults.models import PAUSED
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from cs336_systems.sweep.locks import LockedError, exclusive
+from cs336_systems.sweep.store import LockedError, exclusive
 if len(sys.argv) > 2:
     os.setgroups([])
     os.setuid(int(sys.argv[2]))

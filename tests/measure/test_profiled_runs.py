@@ -8,15 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Work, decode_profile
-from cs336_systems.config import SIZES, CompileMode, Mode, Phase, Profiler, RunConfig
+from cs336_systems.config import SIZES, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measure.run import measure
-from cs336_systems.model.annotate import Annotator, annotate, set_annotator
+from cs336_systems.model.annotate import Annotator, set_annotator
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.keep import explain_run
 from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
@@ -52,33 +50,6 @@ def test_the_trace_holds_the_measured_steps_and_one_of_warm_up(tmp_path: Path) -
     # each of two layers' attention, forward and backward, in four steps
     assert found["attention"] == 2 * 2 * 4
     assert not list(tmp_path.glob(".*"))
-
-
-class Annotated(nn.Module):
-    """A model in one range, without the shape checks of our own, which do not compile."""
-
-    range = "attention"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(MODEL.vocab_size, MODEL.vocab_size)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        with annotate(self.range):
-            return self.table(tokens).sin()
-
-
-@pytest.mark.parametrize(("compiled", "num_ranges"), [(CompileMode.NONE, 2 * 4), (CompileMode.DEFAULT, 0)])
-def test_ranges_of_modules_vanish_where_they_are_compiled_and_phases_stay(
-    compiled: CompileMode, num_ranges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode: real(model, backend="aot_eager"))
-    record = measure(replace(CONFIG, compile=compiled), Annotated(), profile=tmp_path / "t.json.gz")
-    assert record.status is Status.OK, record.failure
-    found = ranges(tmp_path / "t.json.gz")
-    assert found["backward"] == found["step"] == 4
-    assert found["attention"] == num_ranges
 
 
 @pytest.mark.parametrize("mode", Mode)

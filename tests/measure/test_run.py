@@ -1,18 +1,14 @@
 """A record holds what was measured, says what puts it in doubt, and is made whatever a run dies of."""
 
-import copy
 import datetime
 import gc
 import itertools
 import os
-import shutil
 import signal
 import sys
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 
@@ -279,27 +275,6 @@ def test_what_is_compiled_while_timing_is_a_warning(monkeypatch: pytest.MonkeyPa
     assert MAX_EXTRA_WARMUP_STEPS == 20
 
 
-def compiled_and_eager() -> list[RunRecord]:
-    model = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
-    return [measure(replace(each, seed=7), copy.deepcopy(model)) for each in (COMPILED, CONFIG)]
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_a_step_is_compiled_for_real() -> None:
-    """With the C++ compiler, the losses are those of the eager step.
-
-    In a fresh process, as runs of a sweep are: not all that other tests have compiled is forgotten in a reset.
-    """
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        compiled, eager = process.submit(compiled_and_eager).result()
-    assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
-    assert not codes(compiled)
-    found = compiled.compilation
-    assert (found.graphs, found.graph_breaks, found.recompiles) == (1, 0, 0)
-    assert 0.1 * compiled.warmup_times_s[0] < compiled.compilation.seconds < compiled.warmup_times_s[0]
-    assert eager.compilation is None
-
-
 # Tokens from a file
 
 
@@ -398,19 +373,6 @@ def test_what_a_run_died_of_is_read_from_its_exception(error: Exception, status:
 
 
 # A user's own model
-
-
-@pytest.mark.parametrize(
-    ("factory", "mode"), [("bigram", Mode.INFERENCE), ("bigram", Mode.TRAIN), ("BasicsTransformerLM", Mode.TRAIN)]
-)
-def test_a_model_of_the_user_s_own_is_measured_like_ours(mode: Mode, factory: str) -> None:
-    record = measure(replace(CONFIG, mode=mode, model_factory=f"tests.own_models:{factory}"))
-    assert not codes(record)
-    assert [m.phase for m in record.measurements] == [*record.config.phases, Phase.STEP]
-    block = 4 * 8 * 8 + 3 * 8 * 12 + 2 * 8  # attention, feed-forward with a gate, two norms
-    assert record.num_parameters == {"bigram": 11 * 11, "BasicsTransformerLM": 2 * 11 * 8 + 2 * block + 8}[factory]
-    if mode is Mode.TRAIN:
-        assert record.losses[-1] < record.losses[0]
 
 
 def test_a_model_that_sets_a_mode_of_its_own_is_measured_in_the_one_asked_for() -> None:

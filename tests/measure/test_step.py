@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.measure.clock import HostClock
@@ -108,36 +107,6 @@ def test_training_is_the_textbook_s_loop_with_pytorch_s_adamw(optimizer: Optimiz
         assert (mine - first).abs().max() > 1e-3, "three steps of lr 1e-3 each"
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance / 10)
     assert losses[2] < losses[0], "on one batch over and over, the loss falls"
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [(Precision.BF16, torch.bfloat16), (Precision.FP16, torch.float16)])
-def test_autocast_spans_the_model_and_the_loss_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, precision: Precision, dtype: torch.dtype
-) -> None:
-    where: dict[str, bool] = {}
-    logits_types: list[torch.dtype] = []
-    cross_entropy = F.cross_entropy
-
-    def watch(name: str) -> None:
-        where[name] = torch.is_autocast_enabled("cpu")
-
-    def watched_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        watch("loss")
-        logits_types.append(logits.dtype)
-        return cross_entropy(logits, targets)
-
-    model = TransformerLM(MODEL)
-    model.register_forward_hook(lambda *_: watch("model"))
-    model.ln_final.weight.register_hook(lambda _: watch("backward"))
-    hook = register_optimizer_step_pre_hook(lambda *_: watch("optimizer"))
-    monkeypatch.setattr(F, "cross_entropy", watched_loss)
-    try:
-        run(replace(CONFIG, precision=precision), model)
-    finally:
-        hook.remove()
-    assert where == {"model": True, "loss": True, "backward": False, "optimizer": False}
-    assert logits_types == [dtype]
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_fp16_scales_the_loss_and_undoes_it() -> None:

@@ -177,6 +177,24 @@ def test_backward_ranges(arch, is_fused, recording) -> None:
         assert innermost(prof.events(), "cs336_systems::lookup_backward") == {"embedding": 1}
 
 
+def test_backward_operators_are_in_their_ranges(recording) -> None:
+    """Backward of a linear layer is two matmuls, of attention's scores and values two batched ones each."""
+    model, tokens = make(Arch.CS336)
+    with backward_ranges(own_names(model)):
+        loss = loss_of(model, tokens)
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            loss.backward()
+    events = prof.events()
+    assert innermost(events, "aten::mm") == {"lm_head": 2, "ffn": 6 * LAYERS, "attention": 8 * LAYERS}
+    assert innermost(events, "aten::bmm") == {"attention": 4 * LAYERS}
+    assert innermost(events, "aten::_softmax_backward_data") == {"attention": LAYERS}
+    assert innermost(events, "aten::silu_backward") == {"ffn": LAYERS}
+    assert innermost(events, "aten::embedding_dense_backward") == {"embedding": 1}
+    assert set(innermost(events, "torch::autograd::AccumulateGrad")) == {
+        "lm_head", "norm", "ffn", "attention", "embedding",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("arch", list(Arch))
 def test_gradients_are_the_same_to_the_bit(arch, recording) -> None:
     gradients = []

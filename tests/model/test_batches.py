@@ -93,7 +93,7 @@ def test_a_file_is_mapped_and_not_read(tmp_path: Path) -> None:
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
 
 
-def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled(tmp_path: Path) -> None:
+def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(tmp_path: Path) -> None:
     whole, objects = tmp_path / "whole.npy", tmp_path / "objects.npy"
     np.save(whole, np.arange(100, dtype=np.uint16))
     np.save(objects, np.array([{}], dtype=object), allow_pickle=True)
@@ -109,6 +109,13 @@ def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled(tmp_path: Path
         with pytest.raises(ValueError, match=str(path)) as caught:
             open_tokens(path, context_length=4)
         assert "\n" not in str(caught.value), name
+    os.mkfifo(tmp_path / "fifo.npy")
+    (tmp_path / "directory.npy").mkdir()
+    for path in (*(tmp_path / f"{name}.npy" for name in ("fifo", "directory", "missing", "nul\0")), Path("/dev/zero")):
+        with pytest.raises(ValueError, match=f"{path}: "):
+            open_tokens(path, context_length=4)
+    with pytest.raises(ValueError, match=r"whole\.npy: needed more than context_length = 100 tokens, found 100"):
+        open_tokens(whole, context_length=100)
 
 
 @pytest.mark.parametrize(
@@ -132,31 +139,11 @@ def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
         exec(str(caught.value).partition("converted by ")[2], {"numpy": np})
         [converted] = (other for other in tmp_path.iterdir() if other != path)
         assert open_tokens(converted, context_length=4).tolist() == array.ravel().astype(int).tolist()
-
-
-def test_raw_tokens_come_with_the_line_that_converts_them(tmp_path: Path) -> None:
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(ValueError, match=r"not a \.npy file") as caught:
         open_tokens(tmp_path / "train.bin", context_length=4)
     exec(str(caught.value).partition("converted by ")[2], {"numpy": np})
     assert open_tokens(tmp_path / "train.bin.npy", context_length=4).tolist() == list(range(100))
-
-
-@pytest.mark.parametrize("length", [0, 1, 8])
-def test_a_file_too_short_for_one_sequence_says_how_long_it_is(tmp_path: Path, length: int) -> None:
-    config = token_file(tmp_path / "x.npy", range(length))
-    with pytest.raises(ValueError, match=rf"x\.npy: needed more than context_length = 8 tokens, found {length}"):
-        make_batches(config)
-
-
-def test_what_is_no_file_is_an_error_and_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo.npy")
-    (tmp_path / "directory.npy").mkdir()
-    for name in ("fifo.npy", "directory.npy", "missing.npy", "nul\0.npy"):
-        with pytest.raises(ValueError, match=f"{name}: "):
-            open_tokens(tmp_path / name, context_length=4)
-    with pytest.raises(ValueError, match="/dev/zero: "):
-        open_tokens(Path("/dev/zero"), context_length=4)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import SIZES, Arch, Attention, ModelConfig, RunConfig, SdpaBackend
@@ -142,52 +141,6 @@ def test_norms_are_torchs(ours, torchs) -> None:
 # whole models
 
 
-def cs336_reference(state: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
-    """The course's model, token by token and head by head, straight from its formulas."""
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        d = config.d_head
-        angles = [[t * config.rope_theta ** (-2 * i / d) for i in range(d // 2)] for t in range(len(q))]
-        turn = torch.polar(torch.ones(len(q), d // 2, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
-        q, k = (torch.view_as_real(torch.view_as_complex(x.reshape(len(x), -1, 2)) * turn).flatten(1) for x in (q, k))
-        rows = [torch.softmax(k[: t + 1] @ q[t] / math.sqrt(d), 0) @ v[: t + 1] for t in range(len(q))]
-        return torch.stack(rows)
-
-    def logits(row: Tensor) -> Tensor:
-        x = state["token_embeddings.weight"][row]
-        for i in range(config.num_layers):
-            w = {name.removeprefix(f"layers.{i}."): value for name, value in state.items()}
-            y = norm(x, w["ln1.weight"])
-            q, k, v = (y @ w[f"attn.{name}_proj.weight"].T for name in "qkv")
-            heads = [attend(*parts) for parts in zip(*(z.split(config.d_head, 1) for z in (q, k, v)), strict=True)]
-            x = x + torch.cat(heads, 1) @ w["attn.output_proj.weight"].T
-            y = norm(x, w["ln2.weight"])
-            gate = y @ w["ffn.w1.weight"].T
-            x = x + (gate * torch.sigmoid(gate) * (y @ w["ffn.w3.weight"].T)) @ w["ffn.w2.weight"].T
-        return norm(x, state["ln_final.weight"]) @ state["lm_head.weight"].T
-
-    return torch.stack([logits(row) for row in tokens])
-
-
-@pytest.mark.parametrize("attention", list(Attention))
-def test_cs336_and_its_gradients_follow_a_reference(attention) -> None:
-    config = replace(CONFIG, attention=attention, rope_theta=50.0)
-    model, tokens = make(config), tokens_for(config)
-    state = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    expected = cs336_reference(state, config, tokens)
-    loss_of(expected.double(), tokens).backward()
-    logits = model(tokens)
-    loss_of(logits, tokens).backward()
-    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(
-            p.grad.double(), state[name].grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 @pytest.mark.parametrize("attention", list(Attention))
 def test_gpt2_follows_torchs_encoder_layers(attention) -> None:
     config = replace(GPT2, attention=attention)
@@ -245,6 +198,24 @@ def test_a_long_sequence_is_refused() -> None:
             model(tokens_for(CONFIG, 9))
 
 
+@pytest.mark.parametrize("attention", list(Attention))
+def test_cs336_computes_what_the_course_s_model_computes_with_its_state_and_with_ours(attention) -> None:
+    config = replace(CONFIG, attention=attention, rope_theta=50.0)
+    ours, tokens = make(config), tokens_for(config)
+    theirs, other = (call_factory(BasicsTransformerLM, config).double() for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    for model in (ours, theirs):
+        loss_of(model(tokens), tokens).backward()
+    torch.testing.assert_close(ours(tokens).double(), theirs(tokens), rtol=1e-4, atol=1e-4)
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(
+            p.grad.double(), expected[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    ours.load_state_dict(other.state_dict())
+    torch.testing.assert_close(ours(tokens).double(), other(tokens), rtol=1e-4, atol=1e-4)
+
+
 # parameters
 
 
@@ -267,18 +238,6 @@ def test_presets_hold_the_published_figures(size, figure) -> None:
         assert f"{count / {'M': 1e6, 'B': 1e9}[unit]:.{decimals}f}{unit}" == figure
     else:
         assert count == int(figure)
-
-
-@pytest.mark.parametrize("attention", list(Attention))
-def test_a_state_dict_goes_to_the_course_s_model_and_back(attention) -> None:
-    config = replace(CONFIG, attention=attention, rope_theta=50.0)
-    ours, tokens = make(config), tokens_for(config)
-    theirs = call_factory(BasicsTransformerLM, config)
-    theirs.load_state_dict(ours.state_dict())
-    torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=0, atol=1e-5)
-    other = call_factory(BasicsTransformerLM, config)
-    ours.load_state_dict(other.state_dict())
-    torch.testing.assert_close(ours(tokens), other(tokens), rtol=0, atol=1e-5)
 
 
 def std_of_cut_normal(cut: float) -> float:
@@ -332,41 +291,6 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls(config: ModelConfig, autocast: torch.dtype | None = None) -> tuple[Counter[str], Counter[str]]:
-    """Operators of one forward pass, and of its backward."""
-    model, tokens = make(config), tokens_for(config)
-    with Count() as forward, torch.autocast("cpu", autocast, enabled=autocast is not None):
-        logits = model(tokens)
-    gradient = torch.ones_like(logits)
-    with Count() as backward:
-        logits.backward(gradient)
-    return forward.calls, backward.calls
-
-
-@pytest.mark.parametrize(
-    ("config", "autocast", "forward_kernels", "backward_kernels"),
-    [
-        pytest.param(CONFIG, None, 25, 33, id="cs336-naive"),
-        pytest.param(CONFIG, torch.bfloat16, 36, 46, id="cs336-naive-bf16"),
-        pytest.param(replace(CONFIG, attention=Attention.SDPA), None, 16, 26, id="cs336-sdpa"),
-    ],
-)
-def test_kernels_per_layer(config, autocast, forward_kernels, backward_kernels) -> None:
-    """A guard: the host launches each of these. RMSNorm, which is fused on a GPU, is taken as one each way."""
-    fewer = calls(replace(config, num_layers=1), autocast)
-    more = calls(replace(config, num_layers=2), autocast)
-    norm = RMSNorm(12)
-    x = torch.randn(5, 7, 12, requires_grad=True)
-    with Count() as norm_forward:
-        y = norm(x)
-    with Count() as norm_backward:
-        y.backward(torch.ones_like(y))
-    per_layer = [(b - a).total() for a, b in zip(fewer, more, strict=True)]
-    per_layer[0] -= 2 * (norm_forward.calls.total() - 1)
-    per_layer[1] -= 2 * (norm_backward.calls.total() - 1)
-    assert per_layer == [forward_kernels, backward_kernels]
-
-
 # precision and compilation
 
 
@@ -395,7 +319,7 @@ def plain():
     return plain_model()
 
 
-@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize("config", [VARIANTS[0], VARIANTS[-1]])
 def test_compiles_without_a_break(plain, config) -> None:
     """The closer comparison, in fp32, by block, and the casts of bf16 in the whole model."""
     by_block = config.attention is Attention.NAIVE
@@ -424,32 +348,13 @@ ATEN_OF_BACKEND = {
 }
 
 
-@pytest.mark.parametrize("how", ["eager", "by-block"])
 @pytest.mark.parametrize("backend", list(ATEN_OF_BACKEND))
-def test_the_sdpa_backend_is_in_force(plain, backend, how) -> None:
+def test_the_sdpa_backend_is_in_force(plain, backend) -> None:
     config = replace(CONFIG, attention=Attention.SDPA, sdpa_backend=backend, num_layers=2)
     model = plain.TransformerLM(config)
-    seen: Counter[str] = Counter()
-
-    def count(graph: torch.fx.GraphModule, _inputs: object) -> object:
-        seen.update(
-            node.target._schema.name.removeprefix("aten::")
-            for node in graph.graph.nodes
-            if node.op == "call_function" and hasattr(node.target, "_schema")
-        )
-        return graph
-
-    if how == "eager":
-        with Count() as counted:
-            model(tokens_for(config))
-        seen = counted.calls
-    else:
-        torch._dynamo.reset()
-        counting = aot_autograd(fw_compiler=count)
-        for module in model.layers:
-            module.compile(fullgraph=True, backend=counting)
+    with Count() as counted:
         model(tokens_for(config))
-    assert [name for name in ATEN_OF_BACKEND.values() if seen[name]] == [ATEN_OF_BACKEND[backend]]
+    assert [name for name in ATEN_OF_BACKEND.values() if counted.calls[name]] == [ATEN_OF_BACKEND[backend]]
 
 
 @pytest.mark.gpu

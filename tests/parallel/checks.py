@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.measure.allocator import make_up_allocator
 from tests.parallel.fast import config_of, sent_by
 
 SHAPE = {"vocab_size": 37, "context_length": 8, "d_model": 24, "d_ff": 40, "num_layers": 3, "num_heads": 2}
-STEPS, BATCH = 10, 6
+STEPS, BATCH = 6, 6
 """A batch that 2 and 3 ranks can share."""
 WAYS = {
     "ddp-naive": NaiveDDP,
@@ -86,78 +87,52 @@ def weights_of(model):
     return {name: (each.full_tensor() if hasattr(each, "full_tensor") else each).cpu().clone() for name, each in named}
 
 
-def train_alone(kind, optimizer, dtype, seed=0):
-    """The weights after training in one process with the whole batch."""
-    model = make_model(kind, seed, dtype).to(device())
-    opt = OPTIMIZERS[optimizer](model.parameters())
-    for tokens in batches():
-        loss_of(model, tokens).backward()
-        opt.step()
-        opt.zero_grad()
-    return weights_of(model)
+class Trained(NamedTuple):
+    """What training gives: the weights whole, and of the last step the loss and the types of gradients and weights."""
+
+    weights: dict[str, torch.Tensor]
+    loss: float
+    gradients: set[torch.dtype]
+    in_forward: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """By module, type and shape of its weight in forward."""
 
 
-def train(way, kind, optimizer, dtype, shard=False, compiled=False):
-    """The weights after training on this rank with its part of each batch; rank 0's seed is 0.
+def train(way, kind, optimizer="sgd", dtype=torch.float32, *, shard=False, compiled=False, in_bf16=False, backwards=1):
+    """Train on this rank with its part of each batch, or without a way with the whole batches; rank 0's seed is 0.
 
-    If `compiled`, each block is, in one graph for all blocks and steps.
+    If `compiled`, each block is, in one graph for all blocks and steps. `backwards` is the number of batches of a step.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if way else (0, 1)
     model = make_model(kind, rank, dtype).to(device())
     if compiled:
         torch._dynamo.reset()
         torch._dynamo.config.error_on_recompile = True
         for block in model.layers:
             block.compile(backend="aot_eager", fullgraph=True)
-    wrapped = WAYS[way](model)
-    make = OPTIMIZERS[optimizer]
-    opt = ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())
-    own = BATCH // ranks
-    for tokens in batches():
-        loss_of(wrapped, tokens[rank * own : (rank + 1) * own]).backward()
-        wrapped.finish_gradient_synchronization()
-        opt.step()
-        opt.zero_grad()
-    if not hasattr(wrapped, "gather_full_parameters"):
-        return weights_of(model)
-    return {name: each.cpu() for name, each in wrapped.gather_full_parameters().items()}
-
-
-def train_in_bf16(way):
-    """As `train`, in bf16 as far as the way says; the types of the weights in forward, and of the gradients."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = make_model("cs336", rank, torch.float32)
+    low = [torch.bfloat16] if in_bf16 else []
+    wrapped = WAYS[way](model, *low) if way else model
     seen = {}
-    wrapped = WAYS[way](model, torch.bfloat16)
-    for name in ("token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head"):
+    for name in ("token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head") if in_bf16 else ():
         model.get_submodule(name).register_forward_pre_hook(
             lambda module, _, name=name: seen.__setitem__(name, (module.weight.dtype, tuple(module.weight.shape)))
         )
-    opt = OPTIMIZERS["sgd"](wrapped.parameters())
+    make = OPTIMIZERS[optimizer]
+    opt = ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())
     own = BATCH // ranks
-    for tokens in batches():
-        with torch.autocast("cpu", torch.bfloat16):
+    for number, tokens in enumerate(batches(), start=1):
+        with torch.autocast(device(), *low, enabled=in_bf16):
             loss = loss_of(wrapped, tokens[rank * own : (rank + 1) * own])
         loss.backward()
-        wrapped.finish_gradient_synchronization()
-        types = {each.grad.dtype for each in wrapped.parameters()}
+        if number % backwards:
+            continue
+        if way:
+            wrapped.finish_gradient_synchronization()
+        gradients = {each.grad.dtype for each in wrapped.parameters() if each.grad is not None}
         opt.step()
         opt.zero_grad()
-    masters = wrapped.gather_full_parameters() if hasattr(wrapped, "gather_full_parameters") else weights_of(model)
-    return seen, types, {name: each.dtype for name, each in masters.items()}, loss.item()
-
-
-def train_alone_in_bf16():
-    """The last loss of the same in one process with the whole batch."""
-    model = make_model("cs336", 0, torch.float32)
-    opt = OPTIMIZERS["sgd"](model.parameters())
-    for tokens in batches():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, tokens)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-    return loss.item()
+    gather = getattr(wrapped, "gather_full_parameters", None)
+    weights = {name: each.cpu() for name, each in gather().items()} if gather else weights_of(model)
+    return Trained(weights, loss.item(), gradients, seen)
 
 
 def traffic_of(way, kind):
@@ -216,47 +191,12 @@ def shared_states():
     return elements, [group["lr"] for group in opt.param_groups], weights_of(model)
 
 
-def gradient_on_rank_0_only(way):
-    """The error of a way whose ranks use different parameters."""
+def train_different_parts(way):
+    """Ranks use different parameters."""
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     wrapped = WAYS[way](model)
     model["a" if dist.get_rank() else "b"](torch.ones(2)).sum().backward()
-    try:
-        wrapped.finish_gradient_synchronization()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def accumulated(way):
-    """Weights after two steps whose gradients are those of two backwards on this rank; or what the way says to that."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = make_model("cs336", rank, torch.float64)
-    wrapped = WAYS[way](model)
-    opt = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    own = BATCH // ranks
-    try:
-        for start in (0, 2):
-            for tokens in batches()[start : start + 2]:
-                loss_of(wrapped, tokens[rank * own : (rank + 1) * own]).backward()
-            wrapped.finish_gradient_synchronization()
-            opt.step()
-            opt.zero_grad()
-    except RuntimeError as error:
-        return str(error)
-    return wrapped.gather_full_parameters() if hasattr(wrapped, "gather_full_parameters") else weights_of(model)
-
-
-def accumulated_alone():
-    """The weights in one process with the whole batches."""
-    model = make_model("cs336", 0, torch.float64)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for start in (0, 2):
-        for tokens in batches()[start : start + 2]:
-            loss_of(model, tokens).backward()
-        opt.step()
-        opt.zero_grad()
-    return weights_of(model)
+    wrapped.finish_gradient_synchronization()
 
 
 def recorded(settings, folder):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pynvml
 import pytest
-import torch
 
 from cs336_systems.config import Device, Parallel
 from cs336_systems.measure.nvml import visible_gpus
@@ -16,9 +15,9 @@ from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
 from tests.faults.harness import eventually, processes_in
 from tests.parallel.checks import WAYS
-from tests.parallel.ranks import ranks_of
+from tests.parallel.conftest import ranks_of
 from tests.parallel.test_runs import FAULTS, SHARED
-from tests.parallel.test_ways import DDP_WAYS, distance
+from tests.parallel.test_ways import DDP_WAYS, check_trained_as_alone, distance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 ON_GPUS = replace(SHARED, device=Device.CUDA)
@@ -42,12 +41,10 @@ def two(two_gpus):
 
 
 @pytest.mark.parametrize("kind", ["cs336", "gpt2"])
-def test_ten_steps_on_two_gpus_are_ten_with_the_whole_batch(two, kind):
-    expected = two.call("tests.parallel.checks:train_alone", kind, "adamw", torch.float32)[0]
+def test_steps_on_two_gpus_are_those_with_the_whole_batch(two, kind):
     for way in WAYS:
         for shard in (False, True) if way in DDP_WAYS else (False,):
-            for found in two.call("tests.parallel.checks:train", way, kind, "adamw", torch.float32, shard):
-                assert distance(found, expected) < 1e-5, (way, shard)
+            check_trained_as_alone(two, way, kind, "adamw", shard=shard, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,19 @@
-"""A user's own way to share a step, and own optimizer, train as ours do, on two ranks."""
+"""A user's own way to share a step, and own optimizer, train as ours do, on two ranks; flags of runs on ranks."""
 
 from dataclasses import replace
 
 import pytest
 
-from cs336_systems.cli import main
+from cs336_systems.cli import benchmark, main
 from cs336_systems.commands.flags import config_of
 from cs336_systems.config import SIZES, Device, OptimizerKind, Parallel, RunConfig
-from tests.parallel.ranks import ranks_of
+from cs336_systems.measure.nvml import Gpu
 
 PARTS = "tests.parallel.own_parts"
 MODEL = replace(SIZES["tiny"], vocab_size=50, context_length=8, d_model=16, d_ff=32, num_heads=2)
 OURS = RunConfig(
     size="custom", model=MODEL, parallel=Parallel.DDP_FLAT, ranks=2, optimizer=OptimizerKind.FOREACH
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(
@@ -48,10 +42,19 @@ def test_own_parts_train_as_ours_do(two, parts):
 
 def test_a_class_without_the_interface_is_refused(two):
     config = replace(OURS, parallel=Parallel.OWN, own_ddp=f"{PARTS}:WithoutInterface")
-    with pytest.raises(
-        pytest.fail.Exception if False else AssertionError, match="needed a module with finish_gradient"
-    ):
+    with pytest.raises(AssertionError, match="needed a module with finish_gradient"):
         two.call(f"{PARTS}:losses", config)
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, capsys, tmp_path):
+    gpu = Gpu(index=0, uuid="GPU-1", name="NVIDIA H200", memory_bytes=2**37, driver="580")
+    other = replace(gpu, index=1, uuid="GPU-2", name="NVIDIA L4")
+    monkeypatch.setattr("cs336_systems.commands.flags.visible_gpus", lambda: (gpu, other))
+    monkeypatch.setattr("cs336_systems.commands.benchmark.resolve_device", lambda asked: Device.CUDA)
+    words = ["--parallel", "ddp", "--ranks", "2", "--output", str(tmp_path)]
+    assert benchmark(words) == 2
+    assert "--ranks 2 needs as many GPUs of one kind" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_sweep_has_own_parts_beside_ours(capsys):

@@ -127,7 +127,7 @@ def run(monkeypatch, tmp_path):
     def start(fake, configs, **options):
         monkeypatch.setattr(cluster, "ray", fake)
         monkeypatch.setattr(cluster, "connected", lambda _: contextlib.nullcontext())
-        monkeypatch.setattr(cluster, "_check_address", lambda _: None)
+        monkeypatch.setattr(cluster, "_checked", lambda _: None)
         monkeypatch.setattr(cluster, "_TICK_S", 0.01)
         witness = Witness()
         outcome = sweep_on_cluster(configs, tmp_path, witness, address="auto", wait_nodes_s=0.5, **options)
@@ -140,12 +140,12 @@ def on_gpus(count, ranks=1):
     return grid(count, device=Device.CUDA, ranks=ranks, parallel=Parallel.DDP if ranks > 1 else Parallel.NONE)
 
 
-def node(number, identity=IDENTITY, has_nsys=True):
-    return Node(f"host-{number}", identity, has_nsys)
+def node(identity=IDENTITY, has_nsys=True):
+    return Node(identity, has_nsys)
 
 
 def test_wide_runs_start_first_narrow_ones_take_what_is_left_and_ray_never_has_more_than_there_are_gpus(run):
-    fake = FakeRay((4, node(0)), (2, node(1)))
+    fake = FakeRay((4, node()), (2, node()))
     outcome, witness = run(fake, [*on_gpus(9), *on_gpus(3, ranks=4)])
     assert [config.ranks for config in witness.started_runs][:3] == [4, 1, 1]
     assert [record.status for record in outcome.records] == [Status.OK] * 12
@@ -154,8 +154,8 @@ def test_wide_runs_start_first_narrow_ones_take_what_is_left_and_ray_never_has_m
 
 @pytest.mark.parametrize("allow_mixed", [False, True])
 def test_a_machine_unlike_most_is_named_and_left_out_unless_mixed_also_if_it_joins_late(run, allow_mixed):
-    fake = FakeRay((1, node(0, OTHER)), (4, node(1)))
-    fake.late = [(1, node(2, OTHER))]
+    fake = FakeRay((1, node(OTHER)), (4, node()))
+    fake.late = [(1, node(OTHER))]
     outcome, witness = run(fake, on_gpus(12), allow_mixed=allow_mixed)
     assert len(outcome.records) == 12
     torches = {record.environment.identity.torch for record in outcome.records}
@@ -170,7 +170,7 @@ def test_a_machine_that_cannot_be_used_at_the_first_look_is_used_when_it_can_be(
 
         def nodes(self):
             self.looks += 1
-            self.machines[0] = (1, node(0) if self.looks > 2 else None)
+            self.machines[0] = (1, node() if self.looks > 2 else None)
             return super().nodes()
 
     outcome, witness = run(Recovering((1, None)), on_gpus(2))
@@ -180,35 +180,35 @@ def test_a_machine_that_cannot_be_used_at_the_first_look_is_used_when_it_can_be(
 
 def test_records_of_an_earlier_sweep_decide_which_machines_go_on(run):
     configs = on_gpus(4)
-    run(FakeRay((1, node(0, OTHER))), configs[:2])
-    outcome, witness = run(FakeRay((4, node(0)), (1, node(1, OTHER))), configs)
+    run(FakeRay((1, node(OTHER))), configs[:2])
+    outcome, witness = run(FakeRay((4, node()), (1, node(OTHER))), configs)
     assert {record.environment.identity for record in outcome.records} == {OTHER}
     assert len(witness.started_runs) == 2
 
 
 def test_machines_that_lack_what_the_sweep_needs():
     needs = Needs(require_device="h100", nsys=True)
-    assert "H200, needed h100" in needs.why_left_out(node(0))
+    assert "H200, needed h100" in needs.why_left_out(node())
     fitting = replace(IDENTITY, device_name="NVIDIA H100")
-    assert "nsys" in needs.why_left_out(node(0, fitting, has_nsys=False))
-    assert needs.why_left_out(node(0, fitting)) is None
+    assert "nsys" in needs.why_left_out(node(fitting, has_nsys=False))
+    assert needs.why_left_out(node(fitting)) is None
 
 
 def test_machines_with_other_numbers_of_cores_do_not_share_them_among_runs(run):
-    fake = FakeRay((8, node(0)), (8, node(1)), (16, node(2)), (0, node(3)))
+    fake = FakeRay((8, node()), (8, node()), (16, node()), (0, node()))
     _, witness = run(fake, grid(4))
     assert any("host-2 is not used: Ray counts 16 of its cores, needed 8" in line for line in witness.notes)
 
 
 def test_without_a_machine_that_has_the_gpus_the_sweep_ends_and_keeps_what_is_done(run, tmp_path):
     with pytest.raises(SweepError, match=r"the 1 run left .* needed 4 slot"):
-        run(FakeRay((2, node(0))), [*on_gpus(3), *on_gpus(1, ranks=4)])
+        run(FakeRay((2, node())), [*on_gpus(3), *on_gpus(1, ranks=4)])
     assert len([*(tmp_path / "runs").glob("*.json")]) == 3
 
 
 def test_a_run_whose_machines_die_and_one_for_which_ray_fails_have_rows_that_say_so(run):
     errors = deque([ray.exceptions.NodeDiedError("the node is dead"), ray.exceptions.OutOfMemoryError("no memory")])
-    fake = FakeRay((1, node(0)), answer=lambda config, node: errors.popleft() if errors else good(config, node))
+    fake = FakeRay((1, node()), answer=lambda config, node: errors.popleft() if errors else good(config, node))
     outcome, _ = run(fake, on_gpus(3))
     assert sorted(record.status for record in outcome.records) == [Status.KILLED, Status.KILLED, Status.OK]
     assert "the node is dead" in outcome.measured[0].failure.message
@@ -228,8 +228,8 @@ def test_a_run_whose_machines_die_and_one_for_which_ray_fails_have_rows_that_say
     ],
 )
 def test_an_odd_answer_loses_its_machine_and_no_run(run, tmp_path, answer):
-    fake = FakeRay((1, node(0)), (1, node(1)))
-    fake.answer = lambda config, at: good(config, at) if at.host == "host-0" else answer(config)
+    fake = FakeRay((1, node()), (1, node(has_nsys=False)))
+    fake.answer = lambda config, at: good(config, at) if at.has_nsys else answer(config)
     outcome, witness = run(fake, on_gpus(4))
     assert [record.status for record in outcome.records] == [Status.OK] * 4
     assert any("host-1 is not used: no reply of a run" in line for line in witness.notes)
@@ -238,7 +238,7 @@ def test_an_odd_answer_loses_its_machine_and_no_run(run, tmp_path, answer):
 
 def test_a_run_that_does_not_end_is_given_to_ray_again(run, monkeypatch):
     monkeypatch.setattr(cluster, "_SPARE_S", 0.0)
-    fake = FakeRay((1, node(0)), (1, node(1)))
+    fake = FakeRay((1, node()), (1, node()))
     fake.hanging = (2,)  # the first run, after two descriptions
     outcome, witness = run(fake, on_gpus(3), timeout_s=0.2)
     assert [record.status for record in outcome.records] == [Status.OK] * 3
@@ -251,7 +251,7 @@ def test_a_task_returns_the_profiles_of_two_ranks(monkeypatch, tmp_path):
     fake = FakeRay()
     monkeypatch.setattr(cluster, "ray", fake)
     config = replace(grid(1)[0], profiler=Profiler.KINETO, parallel=Parallel.DDP_FLAT, ranks=2)
-    data = cluster.measure(msgspec.json.encode(Request(config, 60.0, Needs(), ("torch._dynamo",), "")))
+    data = cluster.measure(msgspec.json.encode(Request(config, 60.0, Needs(), "")))
     reply, contents = cluster._decoded(data, config, tmp_path / "out" / "runs")
     assert reply.refused is None
     for path, content in contents.items():

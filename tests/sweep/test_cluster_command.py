@@ -66,8 +66,8 @@ def test_a_dry_run_shows_the_machines_and_fails_if_none_is_used(monkeypatch, cap
     from cs336_systems.sweep import cluster
 
     def machine(number, refused):
-        node = cluster.Node(f"host-{number}", replace(IDENTITY, torch=f"2.{number}"), has_nsys=True)
-        return cluster.Machine(id=str(number), host=node.host, address="a", count=8, node=node, refused=refused)
+        node = cluster.Node(replace(IDENTITY, torch=f"2.{number}"), has_nsys=True)
+        return cluster.Machine(id=str(number), host=f"host-{number}", address="a", count=8, node=node, refused=refused)
 
     monkeypatch.setattr(cluster, "connected", lambda _: contextlib.nullcontext())
     machines = [machine(1, None), machine(2, "torch is 2.2,\nneeded 2.1")]

@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that are started once for a module of tests and run many checks, each on all ranks."""
+"""Ranks for tests: processes that are started once for a file of tests and run many checks, each on all ranks."""
 
 import importlib
 import os
@@ -28,24 +28,37 @@ class Ranks:
         """`processes` are those of the ranks, by the pipe to each."""
         self._processes, self._pipes = processes, list(processes)
 
-    def call(self, name, *arguments):
+    def call(self, name, *arguments, **options):
         ended = [process.exitcode for process in self._processes.values() if process.exitcode is not None]
         assert not ended, f"ranks have ended with exit codes {ended} before {name}{arguments}"
         for pipe in self._pipes:
-            pipe.send((name, arguments))
+            pipe.send((name, arguments, options))
         found = {}
         while len(found) < len(self._pipes):
             ready = wait([pipe for pipe in self._pipes if pipe not in found], PATIENCE_S)
             assert ready, f"no answer of {len(self._pipes) - len(found)} ranks to {name}{arguments}"
             for pipe in ready:
                 try:
-                    is_good, found[pipe] = pipe.recv()
+                    found[pipe] = pipe.recv()
                 except EOFError:
                     process = self._processes[pipe]
                     process.join()
                     pytest.fail(f"a rank ended with exit code {process.exitcode} in {name}{arguments}")
-                assert is_good, found[pipe]
-        return [found[pipe] for pipe in self._pipes]
+        failed = [said for is_good, said in found.values() if not is_good]
+        assert not failed, "\n".join(failed)
+        return [found[pipe][1] for pipe in self._pipes]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks_of(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three():
+    with ranks_of(3) as ranks:
+        yield ranks
 
 
 @contextmanager
@@ -83,11 +96,11 @@ def _serve(place, gpu, pipe):
     with group_of(place, Device.CPU if gpu is None else Device.CUDA):
         while True:
             try:
-                name, arguments = pipe.recv()
+                name, arguments, options = pipe.recv()
             except EOFError:
                 os._exit(0)
             module, _, function = name.partition(":")
             try:
-                pipe.send((True, getattr(importlib.import_module(module), function)(*arguments)))
+                pipe.send((True, getattr(importlib.import_module(module), function)(*arguments, **options)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
