@@ -44,7 +44,8 @@ class MemoryRecorder:
         self._known = {_address(weight): name for _, name, weight in self._weights}
         self._names = {id(weight.master): name for name, weight in _named_weights(step)}
         self._names |= {id(weight): name for _, name, weight in self._weights}
-        self._checkpoint_blocks = _checkpoint_blocks(step)
+        self._checkpoint_blocks = step.config.checkpoint_blocks if step.config.compile is CompileMode.NONE else 0
+        """Blocks in a checkpoint; 0 without checkpoints, and for a compiled model, whose blocks run no hooks."""
         self._gathered: list[Tensor] = []
         """Tensors into which a fully sharded model gathers its whole parameters."""
         if isinstance(step.way, FSDP):
@@ -244,11 +245,6 @@ def _named_weights(step: TrainingStep) -> Iterable[tuple[str, Weight]]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in step.model.named_parameters()}
     weights = step.model.weights if isinstance(step.model, FastLM) else ()
     return [(names[weight.master], weight) for weight in weights]
-
-
-def _checkpoint_blocks(step: TrainingStep) -> int:
-    """Blocks in a checkpoint; 0 without checkpoints, and for a compiled model, whose blocks run no hooks."""
-    return step.config.checkpoint_blocks if step.config.compile is CompileMode.NONE else 0
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Precision of a step: the mode of fp32 matmuls, autocast, loss scaling."""
+"""Precision of a step: the mode of fp32 matmuls, autocast, types of tensors."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -81,8 +81,3 @@ def check_dtypes(precision: Precision, found: Iterable[tuple[str, torch.dtype]])
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def make_grad_scaler(precision: Precision, device: Device) -> torch.amp.GradScaler | None:
-    """Loss scaling for fp16, in which small gradients would underflow; None for precisions with the range of fp32."""
-    return torch.amp.GradScaler(device.value) if precision is Precision.FP16 else None

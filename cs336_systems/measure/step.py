@@ -13,9 +13,9 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.config import SIZES, CompileMode, Device, Mode, Phase, RunConfig
+from cs336_systems.config import SIZES, CompileMode, Device, Mode, Phase, Precision, RunConfig
 from cs336_systems.measure.clock import Clock, StepTimes
-from cs336_systems.measure.precision import autocast, check_dtypes, make_grad_scaler
+from cs336_systems.measure.precision import autocast, check_dtypes
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.batches import Batch, make_batches
 from cs336_systems.model.own import vocabulary_of
@@ -43,7 +43,8 @@ class TrainingStep:
         parameters = ((f"parameter {name}", parameter.dtype) for name, parameter in model.named_parameters())
         check_dtypes(config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters])
         self.batches = make_batches(config, rank)
-        self.scaler = make_grad_scaler(config.precision, config.device)
+        # small gradients would underflow in fp16; other precisions have the range of fp32
+        self.scaler = torch.amp.GradScaler(config.device.value) if config.precision is Precision.FP16 else None
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = _make_trainable(model, config)
         self.model = self.trainable.model
@@ -88,16 +89,13 @@ class TrainingStep:
             if self.graph:
                 self.graph(batch, clock.lap)
             else:
-                self._run(batch, clock)
+                for phase in self._phases(batch):
+                    clock.lap(phase)
             times = clock.stop()
         # for graphs too: if an earlier step's gradients were left, the capture would record additions to them
         if self.config.mode is Mode.FORWARD_BACKWARD:
             self.model.zero_grad(set_to_none=True)
         return times, self.loss
-
-    def _run(self, batch: Batch, clock: Clock) -> None:
-        for phase in self._phases(batch):
-            clock.lap(phase)
 
     def _phases(self, batch: Batch) -> Iterator[Phase]:
         """Launch the phases that the mode asks for, one after the other."""
