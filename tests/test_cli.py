@@ -24,12 +24,7 @@ from cs336_systems.analysis.memory.profile import write_memory_profile
 from cs336_systems.commands import compare as compare_command
 from cs336_systems.commands.flags import MeasuringArguments
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.record import (
-    RunRecord,
-    Status,
-    read_record,
-    write_record,
-)
+from cs336_systems.record import RunRecord, Status, read_record, write_record
 from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile

@@ -158,18 +158,12 @@ REFUSED: tuple[tuple[dict[str, object], str], ...] = (
     ({"warmup_steps": 3}, "at least --warmup-steps 4: it records the step after 3 others, got 3"),
     ({"device": "cpu"}, "--cuda-graph needs --device cuda, got --device cpu"),
     ({"profiler": "memory"}, "--cuda-graph cannot be combined with --memory"),
-    (
-        {**NO_COPIES, "cast_once": False, "precision": "fp16"},
-        "whose loss is not scaled, got --precision fp16",
-    ),
+    ({**NO_COPIES, "cast_once": False, "precision": "fp16"}, "whose loss is not scaled, got --precision fp16"),
     ({"compile": "reduce-overhead"}, "a mode of --compile without graphs of its own, got --compile reduce-overhead"),
     ({"shard_optimizer": True}, "--shard-optimizer needs a way that leaves all gradients to each rank"),
     ({"ranks": 2}, "--ranks needs a way to share a step"),
     ({"parallel": "ddp"}, "--parallel ddp cannot be combined with --cuda-graph yet"),
-    (
-        {"parallel": "ddp-push", "cuda_graph": False, "expandable_segments": True},
-        "ranks open each other's memory",
-    ),
+    ({"parallel": "ddp-push", "cuda_graph": False, "expandable_segments": True}, "ranks open each other's memory"),
     (
         {"parallel": "ddp-flat", "cuda_graph": False, "split_masters": False, "bf16_moments": False, "mode": "forward"},
         "--parallel needs gradients, so --mode forward-backward or train, got --mode forward",

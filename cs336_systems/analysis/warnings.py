@@ -78,10 +78,7 @@ class Repeated:
 
 
 STEPS = Repeated(
-    name="step",
-    plural="steps",
-    warmup="more --warmup-steps",
-    more="more --warmup-steps and --measured-steps",
+    name="step", plural="steps", warmup="more --warmup-steps", more="more --warmup-steps and --measured-steps"
 )
 PASSES = Repeated(name="pass", plural="passes", warmup="more --warmup-passes", more="more --warmup-passes and --passes")
 LOOPS = Repeated(name="loop", plural="loops", warmup="a longer --loop-s", more="more --loops and a longer --loop-s")

@@ -384,12 +384,7 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
 
 
 def config_of(
-    device: Device,
-    given: Mapping[str, Any],
-    point: Mapping[str, Any],
-    *,
-    fast: bool,
-    many: bool = False,
+    device: Device, given: Mapping[str, Any], point: Mapping[str, Any], *, fast: bool, many: bool = False
 ) -> RunConfig:
     """The run of the settings `given` by the user, by the flags of a sweep if `many`, and of those of `point` first."""
     settings = {**given, **point}

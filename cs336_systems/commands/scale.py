@@ -8,14 +8,7 @@ from typing import Annotated
 import tyro
 
 from cs336_systems.commands.account import ceilings_in, check_ceilings, curves_meant, machine_meant
-from cs336_systems.commands.flags import (
-    Flags,
-    Flat,
-    ModelArguments,
-    make_config,
-    unset,
-    with_flags,
-)
+from cs336_systems.commands.flags import Flags, Flat, ModelArguments, make_config, unset, with_flags
 from cs336_systems.commands.outcome import OK, checked, show
 from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
 from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, data_sheet_link

@@ -7,10 +7,7 @@ held throughout, what forward saves, and what the fullest moments of backward ne
 from dataclasses import replace
 
 from cs336_systems.config import Arch, Attention, Device, Mode, Profiler, RunConfig
-from cs336_systems.costs.accounting import (
-    Component,
-    parameters_by_component,
-)
+from cs336_systems.costs.accounting import Component, parameters_by_component
 from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES
 

@@ -244,11 +244,7 @@ def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) ->
     if operation.kind is Kind.PASS:
         return curves.pass_s(operation.moved_bytes, operation.how)
     matmul_s = curves.matmul_s(
-        precision,
-        *operation.sides,
-        batch=operation.batch,
-        form=operation.form,
-        moved_bytes=operation.moved_bytes,
+        precision, *operation.sides, batch=operation.batch, form=operation.form, moved_bytes=operation.moved_bytes
     )
     assert matmul_s is not None
     return matmul_s

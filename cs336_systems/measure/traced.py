@@ -18,17 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.config import (
-    SIZES,
-    Attention,
-    Device,
-    Mode,
-    OptimizerKind,
-    Parallel,
-    Phase,
-    Precision,
-    RunConfig,
-)
+from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Parallel, Phase, Precision, RunConfig
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.shards import largest_rank
 from cs336_systems.costs.tape import Category, Form, Tape, TraceError

@@ -42,9 +42,7 @@ class AdamW(EagerOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        **hyperparameters: Unpack[Hyperparameters],
+        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **hyperparameters: Unpack[Hyperparameters]
     ) -> None:
         super().__init__(params, {**DEFAULTS, **hyperparameters})
 

@@ -145,10 +145,7 @@ class SelfAttention(nn.Module):
 
 
 def naive_attention(
-    q: Float[Tensor, "... queries d_k"],
-    k: Float[Tensor, "... keys d_k"],
-    v: Float[Tensor, "... keys d_v"],
-    mask: Mask,
+    q: Float[Tensor, "... queries d_k"], k: Float[Tensor, "... keys d_k"], v: Float[Tensor, "... keys d_v"], mask: Mask
 ) -> Float[Tensor, "... queries d_v"]:
     """Attend to the keys that `mask` allows, one operation at a time (Vaswani et al. 2017, eq. 1).
 

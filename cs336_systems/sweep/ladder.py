@@ -37,13 +37,7 @@ MIN_FP8_PARAMETERS = 10**9
 """Least parameter count for fp8: in smaller models casts cost what matmuls gain (measurements of torchao's fp8)."""
 MIN_FALL = 1e-3
 """Least fall of the reference's loss, as a share of the first loss; with a smaller fall there is no verdict."""
-BOUNDS: Mapping[Precision, float] = MappingProxyType(
-    {
-        Precision.FP32: 1e-3,
-        Precision.TF32: 2e-3,
-        Precision.BF16: 5e-3,
-    }
-)
+BOUNDS: Mapping[Precision, float] = MappingProxyType({Precision.FP32: 1e-3, Precision.TF32: 2e-3, Precision.BF16: 5e-3})
 """By precision, the largest distance from the reference's losses that passes, as a share of how far these fall.
 
 In fp32 losses differ by the order of sums, by 5e-6 at most, and repeats on a GPU are not all alike. In bf16, which has

@@ -26,15 +26,7 @@ import psutil
 
 from cs336_systems.config import Device, Phase, RunConfig
 from cs336_systems.parallel.collectives import Rank, devices_of
-from cs336_systems.record import (
-    Failure,
-    Measurement,
-    RankRecord,
-    RunRecord,
-    RunWarning,
-    Status,
-    WarningCode,
-)
+from cs336_systems.record import Failure, Measurement, RankRecord, RunRecord, RunWarning, Status, WarningCode
 from cs336_systems.sweep.isolation import end_in_words, signal_name
 from cs336_systems.sweep.process import die_with_forker
 from cs336_systems.sweep.store import path_of_rank

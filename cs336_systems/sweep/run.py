@@ -305,12 +305,7 @@ def _uses_dynamo(config: RunConfig) -> bool:
 
 
 def measure_one(
-    config: RunConfig,
-    runs: Path,
-    *,
-    timeout_s: float = 600.0,
-    gpus: Sequence[Gpu | None] = (),
-    explains: bool = True,
+    config: RunConfig, runs: Path, *, timeout_s: float = 600.0, gpus: Sequence[Gpu | None] = (), explains: bool = True
 ) -> RunRecord:
     """Measure one run in a worker, as a sweep does; write its record to `runs` and return it.
 

@@ -19,21 +19,9 @@ from cs336_systems.commands import flags as flags_module
 from cs336_systems.commands import sweep as sweep_module
 from cs336_systems.commands.account import AccountArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.flags import (
-    FIELDS,
-    MAX_NAME_LENGTH,
-)
+from cs336_systems.commands.flags import FIELDS, MAX_NAME_LENGTH
 from cs336_systems.commands.sweep import SweepArguments, default_name
-from cs336_systems.config import (
-    SIZES,
-    Device,
-    Mode,
-    ModelConfig,
-    Phase,
-    Precision,
-    Profiler,
-    RunConfig,
-)
+from cs336_systems.config import SIZES, Device, Mode, ModelConfig, Phase, Precision, Profiler, RunConfig
 from cs336_systems.costs.time import step_time
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu

@@ -66,10 +66,7 @@ def test_an_account_has_every_number_of_its_tables(results: Callable[..., dict])
 
 
 def test_a_number_of_parameters_has_seconds_and_parameters(results: Callable[..., dict]) -> None:
-    found = results(
-        *("account", "--parameters", "1e9", "--tokens", "1e12"),
-        *("--peak-tflops", "1000", "--count", "2"),
-    )
+    found = results(*("account", "--parameters", "1e9", "--tokens", "1e12"), *("--peak-tflops", "1000", "--count", "2"))
     assert found["training_s"] == pytest.approx(6e21 / (2 * 1e15 * 0.5))
     assert found["peak_flops_per_s"] == pytest.approx(1e15)
 

@@ -11,21 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-)
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from cs336_systems.config import (
-    SIZES,
-    Arch,
-    Attention,
-    Mode,
-    ModelConfig,
-    OptimizerKind,
-    Precision,
-    RunConfig,
-)
+from cs336_systems.config import SIZES, Arch, Attention, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.costs.accounting import (
     ADAMW_BYTES,
     ADAMW_FLOPS,

@@ -22,12 +22,7 @@ def made_elsewhere(place, record, **identity):
     return contents(place / "runs")
 
 
-CHANGES = [
-    ("torch", "1.0"),
-    ("driver", "450.80.02"),
-    ("device_name", "Voodoo2"),
-    ("code", "0123456789abcdef"),
-]
+CHANGES = [("torch", "1.0"), ("driver", "450.80.02"), ("device_name", "Voodoo2"), ("code", "0123456789abcdef")]
 
 
 def test_other_conditions_are_refused_by_name_and_mixed_when_told_to(place):

@@ -76,8 +76,7 @@ def statuses(directory):
 
 
 @pytest.mark.parametrize(
-    ("closed", "names"),
-    [(closed_pipe, ["stdout"]), (closed_terminal, ["stderr"]), (closed_pipe, ["stdout", "stderr"])],
+    ("closed", "names"), [(closed_pipe, ["stdout"]), (closed_terminal, ["stderr"]), (closed_pipe, ["stdout", "stderr"])]
 )
 def test_a_sweep_that_nobody_reads_is_done_all_the_same(place, streams, closed, names):
     streams(**{name: closed() if name in names else None for name in ("stdout", "stderr")})

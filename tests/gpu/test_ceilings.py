@@ -12,13 +12,7 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.sections.ceilings import promised_flops
-from cs336_systems.studies.ceilings_cell import (
-    NARROW,
-    measure,
-    measure_rows,
-    replayed,
-    why_unavailable,
-)
+from cs336_systems.studies.ceilings_cell import NARROW, measure, measure_rows, replayed, why_unavailable
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     ProductCell,

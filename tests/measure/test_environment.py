@@ -10,14 +10,7 @@ import torch
 
 from cs336_systems.config import Device
 from cs336_systems.measure import environment as module
-from cs336_systems.measure.environment import (
-    PACKAGE,
-    code_digest,
-    cpu_name,
-    git_state,
-    identity,
-    measuring_files,
-)
+from cs336_systems.measure.environment import PACKAGE, code_digest, cpu_name, git_state, identity, measuring_files
 from cs336_systems.measure.nvml import Gpu
 
 GPU = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")

@@ -10,14 +10,7 @@ import pytest
 
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure import nvml
-from cs336_systems.measure.nvml import (
-    Gpu,
-    GpuMonitor,
-    select,
-    usable_gpu_bytes,
-    visible_gpus,
-    why_none_visible,
-)
+from cs336_systems.measure.nvml import Gpu, GpuMonitor, select, usable_gpu_bytes, visible_gpus, why_none_visible
 from tests.fake_nvml import WHOLE_BYTES, Slice, fake_driver, unsupported
 
 GPUS = [

@@ -20,15 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import clear_compilation_metrics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cs336_systems.config import (
-    CompileMode,
-    Device,
-    Mode,
-    ModelConfig,
-    Phase,
-    Precision,
-    RunConfig,
-)
+from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, Phase, Precision, RunConfig
 from cs336_systems.measure import run as measurement
 from cs336_systems.measure.clock import HostClock, StepTimes
 from cs336_systems.measure.failure import classify, requested_bytes

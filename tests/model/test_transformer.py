@@ -342,10 +342,7 @@ def test_compiles_without_a_break(plain, config) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
 
 
-ATEN_OF_BACKEND = {
-    SdpaBackend.MATH: "bmm",
-    SdpaBackend.FLASH: "_scaled_dot_product_flash_attention_for_cpu",
-}
+ATEN_OF_BACKEND = {SdpaBackend.MATH: "bmm", SdpaBackend.FLASH: "_scaled_dot_product_flash_attention_for_cpu"}
 
 
 @pytest.mark.parametrize("backend", list(ATEN_OF_BACKEND))

@@ -49,10 +49,7 @@ def test_steps_on_two_gpus_are_those_with_the_whole_batch(two, kind):
 
 @pytest.mark.parametrize(
     "packed",
-    [
-        False,
-        pytest.param(True, marks=pytest.mark.skipif(not is_installed(FLASH_4), reason="needs FlashAttention 4")),
-    ],
+    [False, pytest.param(True, marks=pytest.mark.skipif(not is_installed(FLASH_4), reason="needs FlashAttention 4"))],
 )
 @pytest.mark.parametrize("arch", ["cs336", "gpt2"])
 def test_steps_in_graphs_are_those_of_data_parallelism(two, arch, packed):

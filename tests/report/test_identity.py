@@ -66,9 +66,7 @@ def neighbours(where, name, **fixed):
 
 def kernel_entry(config, **changes):
     record = make_record(config, (0.03, 0.03))
-    of_ranks = {
-        "ranks": make_ranks((0, 0), (1, 3)),
-    }
+    of_ranks = {"ranks": make_ranks((0, 0), (1, 3))}
     profile = make_shared(**of_ranks | changes)
     plain = make_record(config, (0.02,))
     return Profiled(config=config, profile=profile, plain=plain, profiled=record)

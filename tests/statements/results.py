@@ -20,17 +20,7 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord, Status, load_records, read_record
 from cs336_systems.sweep.plan import make_plan
 from tests.committed import committed_runs
-from tests.statements.documents import (
-    ROOT,
-    Row,
-    Value,
-    claim,
-    linked,
-    one,
-    some,
-    table,
-    table_claim,
-)
+from tests.statements.documents import ROOT, Row, Value, claim, linked, one, some, table, table_claim
 
 README, METHOD, RESULTS = "README.md", "docs/METHOD.md", "docs/RESULTS.md"
 GIB, MIB = 2**30, 2**20

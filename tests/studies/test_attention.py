@@ -21,12 +21,7 @@ from cs336_systems.record import Status
 from cs336_systems.report.sections.operators import attention_section
 from cs336_systems.studies import operator_cell
 from cs336_systems.studies.cell import make_generator
-from cs336_systems.studies.operator_cell import (
-    exact_attention,
-    make_attention,
-    make_inputs,
-    measure_cell,
-)
+from cs336_systems.studies.operator_cell import exact_attention, make_attention, make_inputs, measure_cell
 from cs336_systems.studies.operators import (
     AttentionCell,
     AttentionGrid,

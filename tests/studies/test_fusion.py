@@ -86,10 +86,7 @@ def test_bytes_that_the_written_out_form_moves_are_those_counted_by_hand(op: Op)
     inputs = inputs_of(op)
     with Watcher() as watcher:
         OPS[op][0](*inputs)
-    assert (len(watcher.operations), watcher.num_bytes) == (
-        WRITTEN_OUT_MOVES[op][0],
-        4 * WRITTEN_OUT_MOVES[op][1],
-    )
+    assert (len(watcher.operations), watcher.num_bytes) == (WRITTEN_OUT_MOVES[op][0], 4 * WRITTEN_OUT_MOVES[op][1])
 
 
 @pytest.mark.parametrize("op", [Op.GELU, Op.SOFTMAX])

@@ -24,13 +24,7 @@ from cs336_systems.analysis.columns import (
     what_it_is,
 )
 from cs336_systems.analysis.kernels import communication, device_time, modules
-from cs336_systems.analysis.kernels.attribution import (
-    Attribution,
-    attribute,
-    by_step,
-    frame_of,
-    select,
-)
+from cs336_systems.analysis.kernels.attribution import Attribution, attribute, by_step, frame_of, select
 from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, DeviceWindows
 from cs336_systems.analysis.kernels.host_calls import Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
@@ -73,11 +67,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def summarise(
-    attribution: Attribution,
-    *,
-    source: str,
-    model: ModelConfig | None = None,
-    batch_size: int | None = None,
+    attribution: Attribution, *, source: str, model: ModelConfig | None = None, batch_size: int | None = None
 ) -> StepProfile:
     """The profile of the steps in a trace of the file `source`; with `model` and `batch_size`, attention has FLOPs.
 
@@ -173,11 +163,7 @@ def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_hos
 REPORT_ENDING = ".nsys-rep"
 
 
-def explain(
-    path: Path,
-    config: RunConfig | None = None,
-    phases: PhaseNames | None = None,
-) -> StepProfile:
+def explain(path: Path, config: RunConfig | None = None, phases: PhaseNames | None = None) -> StepProfile:
     """Explain the profile at `path`; with the run's `config`, attention has its FLOPs too.
 
     Of a run on several ranks, the profile is of the first, with the times of all. A report of nsys is first exported by

@@ -217,12 +217,7 @@ class _Export:
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
         self._durations(RANGES, start, end)
         ranges = Ranges(
-            name=name,
-            process=_process(thread),
-            thread=thread,
-            start_ns=start,
-            end_ns=end,
-            is_nested=kind == push_pop,
+            name=name, process=_process(thread), thread=thread, start_ns=start, end_ns=end, is_nested=kind == push_pop
         )
         is_wrapper = name == self._strings.id(_CALL_OF_MODULE)
         return chosen(ranges, ((kind == push_pop) | (kind == start_end)) & ~is_wrapper)

@@ -56,10 +56,7 @@ class MasterAdamW(EagerOptimizer):
     """
 
     def __init__(
-        self,
-        weights: Sequence[Weight],
-        storage: Storage = IN_FP32,
-        **hyperparameters: Unpack[Hyperparameters],
+        self, weights: Sequence[Weight], storage: Storage = IN_FP32, **hyperparameters: Unpack[Hyperparameters]
     ) -> None:
         for weight in weights if storage.splits else ():
             if weight.read is None:

@@ -94,12 +94,7 @@ def _rows(
         yield _row(directory, config, records, again) | {"shapes": Shapes.UNMEASURED}
 
 
-def _row(
-    directory: Path,
-    config: RunConfig,
-    records: Sequence[RunRecord],
-    found: TimePrediction,
-) -> Row:
+def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction) -> Row:
     codes = {warning.code for record in records for warning in record.warnings}
     limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
     row: Row = {"directory": directory.as_posix(), "key": config.key, "device_name": records[0].device_name}
@@ -112,11 +107,7 @@ def _row(
         row[f"predicted_{phase}_ms"] = None if predicted_s is None else 1e3 * predicted_s
         row[f"{phase}_error"] = None if not measured_s or predicted_s is None else 100 * (predicted_s / measured_s - 1)
     limit_of = attrgetter("limit" if any(record.host_phases for record in records) else "limit_of_whole")
-    row |= {
-        "limit": limit,
-        "predicted_limit": limit_of(found),
-        "predicted_busy_share": found.busy_share,
-    }
+    row |= {"limit": limit, "predicted_limit": limit_of(found), "predicted_busy_share": found.busy_share}
     return row | {"warnings": ";".join(sorted(codes))}
 
 

@@ -59,10 +59,7 @@ STYLES = {PASSED: Style(colour="#0072B2"), UNCREDITED: Style(colour="#BBBBBB", p
 
 
 def ladder_rows(
-    ladder: Sequence[Rung],
-    records: Sequence[RunRecord],
-    profiles: Sequence[Profiled],
-    ceilings: Ceilings = NO_CEILINGS,
+    ladder: Sequence[Rung], records: Sequence[RunRecord], profiles: Sequence[Profiled], ceilings: Ceilings = NO_CEILINGS
 ) -> list[Row]:
     """One row for each rung, in order, by the records of its configuration among `records`.
 

@@ -14,14 +14,7 @@ from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import SETTINGS, UNSIZED, Mode, Phase, RunConfig
 from cs336_systems.record import RunRecord, Status, WarningCode
-from cs336_systems.report.charts import (
-    PHASE_COLOURS,
-    REST_COLOUR,
-    Bar,
-    Chart,
-    Panel,
-    Style,
-)
+from cs336_systems.report.charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
 from cs336_systems.report.columns import Row, column, three_digits
 from cs336_systems.report.frame import (
     RESULTS,
@@ -210,10 +203,7 @@ def warning_notes(codes: Sequence[str | None], rows: str = "rows") -> list[str]:
 CONTEXT, WARMUP = "context_length", "warmup_steps"
 AXES = ("size", *SHAPE, CONTEXT)
 """Settings that tell the panels and bars of a picture apart; all else is equal within one picture."""
-ALONG = {
-    **{name: setting.axis for name, setting in SETTINGS.items() if setting.axis},
-    WARMUP: "warm-up steps",
-}
+ALONG = {**{name: setting.axis for name, setting in SETTINGS.items() if setting.axis}, WARMUP: "warm-up steps"}
 """Settings with a picture of their own where they vary, and what its title calls them."""
 CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer", "bucket_mib"}
 """Settings with named values; tables list them in the order in which they are declared."""

@@ -10,12 +10,7 @@ from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, warning_counts
-from cs336_systems.studies.records import (
-    Accumulation,
-    NormalisedActivations,
-    ObservedDtype,
-    PrecisionStudy,
-)
+from cs336_systems.studies.records import Accumulation, NormalisedActivations, ObservedDtype, PrecisionStudy
 
 
 def end_of(status: Status, failure: Failure | None) -> Row:

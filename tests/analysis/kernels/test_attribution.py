@@ -5,10 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.kernels.attribution import (
-    Attribution,
-    attribute,
-)
+from cs336_systems.analysis.kernels.attribution import Attribution, attribute
 from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,

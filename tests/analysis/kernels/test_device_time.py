@@ -12,17 +12,7 @@ from cs336_systems.analysis.kernels.classes import call_name
 from cs336_systems.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
 from cs336_systems.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
 from cs336_systems.analysis.kernels.trace import Union
-from tests.analysis.kernels.tracing import (
-    AUTOGRAD,
-    MAIN,
-    Call,
-    Kernel,
-    Recording,
-    Span,
-    each_ns,
-    ints,
-    profile,
-)
+from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Call, Kernel, Recording, Span, each_ns, ints, profile
 
 US = 1_000
 LAUNCH_NS = 4 * US

@@ -11,15 +11,7 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.memory.allocations import BEFORE, Replay, replay
 from cs336_systems.analysis.memory.snapshot import read_snapshot
-from tests.analysis.memory.snapshots import (
-    MIB,
-    SETTINGS,
-    Allocator,
-    frame,
-    snapshot_of,
-    use_at_random,
-    write,
-)
+from tests.analysis.memory.snapshots import MIB, SETTINGS, Allocator, frame, snapshot_of, use_at_random, write
 
 GUESSED = "of a size that the file does not say"
 

@@ -21,14 +21,7 @@ from cs336_systems.analysis.memory.notes import (
     notes_path,
     write_notes,
 )
-from cs336_systems.analysis.memory.profile import (
-    OPTIONAL,
-    Category,
-    LikeAllocations,
-    MemoryProfile,
-    Moment,
-    Place,
-)
+from cs336_systems.analysis.memory.profile import OPTIONAL, Category, LikeAllocations, MemoryProfile, Moment, Place
 from cs336_systems.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.programs import BEFORE, STACK, Program, Training
 from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write

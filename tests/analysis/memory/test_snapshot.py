@@ -18,15 +18,7 @@ import pytest
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.snapshot import Action, BlockState, Frame, Snapshot, read_snapshot
-from tests.analysis.memory.snapshots import (
-    MIB,
-    Allocator,
-    frame,
-    snapshot_of,
-    some_stacks,
-    use_at_random,
-    write,
-)
+from tests.analysis.memory.snapshots import MIB, Allocator, frame, snapshot_of, some_stacks, use_at_random, write
 
 EVENT = {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 7, "frames": [frame("f", 3)]}
 BLOCK = {"address": 4096, "size": 512, "requested_size": 500, "state": "active_allocated", "frames": [frame("g", 4)]}

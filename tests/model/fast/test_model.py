@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import (
-    Arch,
-    Attention,
-    Device,
-    ModelConfig,
-    RunConfig,
-    SdpaBackend,
-)
+from cs336_systems.config import Arch, Attention, Device, ModelConfig, RunConfig, SdpaBackend
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.model.fast.choose import IMPORTED_BY
 from cs336_systems.model.fast.model import FastLM, check_device

@@ -259,8 +259,7 @@ def arguments(device, d_model, d_ff, tokens, gelu):
 @pytest.mark.parametrize("device", QUACK_DEVICES)
 @pytest.mark.parametrize("gelu", [True, False])
 @pytest.mark.parametrize(
-    ("d_model", "d_ff", "tokens"),
-    [(64, 256, 32), (72, 200, 77), (256, 1024, 300), (64, 640, 4096), (64, 384, 4000)],
+    ("d_model", "d_ff", "tokens"), [(64, 256, 32), (72, 200, 77), (256, 1024, 300), (64, 640, 4096), (64, 384, 4000)]
 )
 def test_feed_forward_and_its_gradients_are_those_of_fp64(device, gelu, d_model, d_ff, tokens):
     """With the last two the GPU's tiles have 160 and 192 columns, else 128."""

@@ -19,13 +19,7 @@ from cs336_systems.report.sections.ladder import (
     speed_up,
 )
 from tests.report.drawn import overlaps, texts
-from tests.report.ladders import (
-    make_entry,
-    make_ladder,
-    make_process,
-    make_records,
-    shifted,
-)
+from tests.report.ladders import make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.making import make_failure
 from tests.report.reading import column
 from tests.report.sections.kernels.profiles import make_profile

@@ -6,12 +6,7 @@ import pytest
 
 from cs336_systems.config import Device, Phase
 from cs336_systems.record import Failure, Input, Status
-from cs336_systems.report.sections.operators import (
-    CSV_COLUMNS,
-    ERROR_COLUMNS,
-    attention_section,
-    fusion_section,
-)
+from cs336_systems.report.sections.operators import CSV_COLUMNS, ERROR_COLUMNS, attention_section, fusion_section
 from cs336_systems.studies.operators import ExactError, Implementation, Quantity, Version
 from tests.report.reading import column, csv_rows
 from tests.report.studies import (

@@ -43,8 +43,5 @@ def test_sums_are_first_and_a_study_of_an_earlier_version_has_no_layer_norm() ->
 
 
 def test_a_quantity_that_one_model_lacks_is_an_empty_cell() -> None:
-    rows = [
-        observed("a", Device.CPU, Precision.FP16, "fp16"),
-        observed("b", Device.CPU, Precision.BF16, "bf16"),
-    ]
+    rows = [observed("a", Device.CPU, Precision.FP16, "fp16"), observed("b", Device.CPU, Precision.BF16, "bf16")]
     assert dtype_section(rows).tables[0].rows == (("ToyModel", "a", "fp16", ""), ("ToyModel", "b", "", "bf16"))

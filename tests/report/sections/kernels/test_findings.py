@@ -281,11 +281,7 @@ def test_a_rank_for_which_the_others_wait_is_named_if_it_is_always_the_same() ->
 
 @pytest.mark.parametrize(
     ("kernel_ms", "exposed_ms", "limit"),
-    [
-        (9, 0.5, "The GPU is the limit"),
-        (9, 5, "Communication is a limit"),
-        (5, 0.5, "Copies limit the step: for 4"),
-    ],
+    [(9, 0.5, "The GPU is the limit"), (9, 5, "Communication is a limit"), (5, 0.5, "Copies limit the step: for 4")],
 )
 def test_a_gpu_that_waits_in_collectives_or_copies_is_busy_and_not_the_limit(kernel_ms, exposed_ms, limit) -> None:
     """Busy for 9 of the 10 ms of a phase, without idle times that another cause would explain."""

@@ -28,12 +28,7 @@ from cs336_systems.report.sections.kernels.plots import (
 )
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
-from tests.report.sections.kernels.profiles import (
-    make_cpu_profile,
-    make_piece,
-    make_profile,
-    make_shared,
-)
+from tests.report.sections.kernels.profiles import make_cpu_profile, make_piece, make_profile, make_shared
 
 PRODUCT, SOFTMAX, ELEMENT_WISE, COPY, OTHER = (
     KernelClass.MATMUL, KernelClass.SOFTMAX, KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL,

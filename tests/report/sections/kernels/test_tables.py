@@ -11,14 +11,7 @@ from cs336_systems.record import Measurement
 from cs336_systems.report.formats import csv_of
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.entries import Explained, load_profiled
-from cs336_systems.report.sections.kernels.tables import (
-    attention,
-    classes,
-    communication,
-    phases,
-    ranks,
-    top_kernels,
-)
+from cs336_systems.report.sections.kernels.tables import attention, classes, communication, phases, ranks, top_kernels
 from cs336_systems.sweep.store import kernel_profile_path
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column, csv_rows

@@ -15,12 +15,7 @@ from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
 from tests.report.drawn import overlaps, texts
 from tests.report.making import make_config
 from tests.report.sections.kernels.test_plots import SIGHT, lab
-from tests.report.sections.memory.profiles import (
-    make_bare,
-    make_inference,
-    make_memory,
-    make_oom,
-)
+from tests.report.sections.memory.profiles import make_bare, make_inference, make_memory, make_oom
 
 MAKERS = (make_memory, make_inference, make_bare, make_oom)
 
