@@ -7,6 +7,7 @@ the tables below say so, each entry with its place in PyTorch's source (2.11).
 """
 
 import re
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -672,8 +673,13 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
     def never(*_: object) -> bool:
         return False
 
-    def is_in_module() -> bool:
-        return bool(trace.place)
+    def is_capturing() -> bool:
+        """What transformers asks before it looks at values: yes, unless it asks whether to mask without any padding.
+
+        Outside of modules no: optimizers of torch 2.11 would refuse to run.
+        """
+        asks = sys._getframe(3).f_locals  # is_cuda_stream_capturing and is_tracing are between
+        return bool(trace.place) and asks.get("padding_mask", trace) is not None
 
     resize_storage = torch.UntypedStorage.resize_
 
@@ -696,8 +702,7 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
         mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_copies),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
         mock.patch.multiple(torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream),
-        # else transformers asks for values; an optimizer of torch 2.11 would refuse to run
-        mock.patch("torch.cuda.is_current_stream_capturing", is_in_module),
+        mock.patch("torch.cuda.is_current_stream_capturing", is_capturing),
         mock.patch("torch.compile", lambda model=None, **_: (lambda it: it) if model is None else model),
         mock.patch("torch.UntypedStorage.resize_", resize),
         # places differ between what runs in this mode and what runs below it
