@@ -49,9 +49,10 @@ def run(model: ModelConfig | None = None, **changes: object) -> RunConfig:
     return RunConfig(**{"size": "custom", "model": model or shape(), **changes})
 
 
-def test_the_presets_are_the_published_ones() -> None:
-    assert {n: (m.d_model, m.d_ff, m.num_layers, m.num_heads) for n, m in SIZES.items()} == PUBLISHED
-    for name, model in SIZES.items():
+def test_published_presets_are_as_published() -> None:
+    assert {n: (m.d_model, m.d_ff, m.num_layers, m.num_heads) for n, m in SIZES.items()}.items() >= PUBLISHED.items()
+    for name in PUBLISHED:
+        model = SIZES[name]
         gpt2 = name.startswith("gpt2")
         assert model.arch is (Arch.GPT2 if gpt2 else Arch.CS336)
         vocab_size = 50_257 if gpt2 else 151_936 if name == "8B" else 10_000

@@ -7,6 +7,7 @@ segments. No constant is fitted; assumptions are stated where they are used.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -182,10 +183,16 @@ def _largest(config: RunConfig, axis: str, config_of: Callable[[int], RunConfig]
     if not one:
         return 0
     room_bytes = memory_bytes - outside_bytes(config_of(1))
+
+    def have_room(number: int) -> bool:
+        with suppress(ValueError):  # of a step that no configuration may have
+            return _tensor_bytes(config_of(number)) <= room_bytes
+        return False
+
     below = 1
-    while _tensor_bytes(config_of(2 * below)) <= room_bytes:
+    while have_room(2 * below):
         below *= 2
-    above = _last_before(below, 2 * below, lambda number: _tensor_bytes(config_of(number)) <= room_bytes) + 1
+    above = _last_before(below, 2 * below, have_room) + 1
     below, step = above - 1, 1
     while not fits(config_of(below), memory_bytes):
         above, below, step = below, max(1, below - step), 2 * step

@@ -113,6 +113,7 @@ CLASS_COLOURS = {
     KernelClass.COMMUNICATION: "#222222",
     KernelClass.OTHER: "#CC79A7",
 }
+CLASS_COLOURS |= dict.fromkeys(set(KernelClass) - set(CLASS_COLOURS), "#B8B8B8")
 """Colours in the order of drawing; neighbours differ in grey too."""
 CATEGORY_COLOURS = {
     Category.HELD: "#BBBBBB",

@@ -124,6 +124,15 @@ def test_largest_batch_and_context_are_the_last_that_fit(checkpoint_blocks) -> N
     assert largest_context(config, CUDA_CONTEXT_BYTES + 2**30) == 0
 
 
+def test_where_memory_limits_nothing_the_configuration_does() -> None:
+    config = run_config(SIZES["tiny"])
+    most = largest_batch(config, 2**60)
+    assert most is not None
+    replace(config, batch_size=most)
+    with pytest.raises(ValueError, match="one tensor of the step"):
+        replace(config, batch_size=most + 1)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -27,7 +27,7 @@ from cs336_systems.model.fast.fp8 import update_scales
 from cs336_systems.model.fast.master_adamw import MasterAdamW, storage_of
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
 from cs336_systems.model.own import Loss
-from cs336_systems.model.trainable import Trainable, cross_entropy, mode_of
+from cs336_systems.model.trainable import Trainable, mode_of
 from cs336_systems.model.transformer import Block, Mask, Rotations, TransformerLM, attention_backend
 from cs336_systems.ranges import Range, block_range
 
@@ -194,7 +194,7 @@ class FastTrainable(Trainable):
         if config.fused_loss:
             self.criterion = fused_cross_entropy
         elif config.compile_blocks:
-            self.criterion = torch.compile(cross_entropy)
+            self.criterion = torch.compile(self.criterion)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self.config.loss_chunks > 1:

@@ -338,7 +338,8 @@ def _of_profiles(results: Results) -> Glance:
     else:
         slow = [name for name, entry in zip(labels(entries), entries, strict=True) if is_launch_bound(entry.profile)]
         named = f" ({', '.join(slow[:MOST_NAMED])}{', ...' * (len(slow) > MOST_NAMED)})" if slow else ""
-        limit = f"The CPU limits {len(slow)} of" if slow else "The GPU limits all"
+        is_on_gpu = entries[0].profile.work is Work.KERNELS
+        limit = f"The CPU limits {len(slow)} of" if slow else f"The {'GPU' if is_on_gpu else 'CPU'} limits all"
         answer, more = f"{limit} {len(entries)} profiled steps{named}.", ""
     slowed = [row for entry in entries for row in list(phase_rows(entry))[-1:] if row["slowdown"]]
     worst = max((row["slowdown"] for row in slowed), default=1.0)

@@ -120,7 +120,7 @@ def _largest_table(found: Scale) -> Table:
         "On more ranks communication takes longer than the matmuls of the blocks, with which it may overlap.",
         f"{within}, and {beyond / GIGA:,.0f} GB/s to other nodes." if beyond is not None else f"{within}.",
         f"A GPU reaches {paper.flops_per_s / TERA:,.0f} TFLOP/s: {measured if found.curves.is_measured else promised}.",
-        "The inequalities are those of Austin et al. 2025, How to Scale Your Model, chapters 5 and 12; "
+        "These limits follow from the inequalities of Austin et al. 2025, How to Scale Your Model, chapters 5 and 12; "
         "cs336_systems/costs/scale.py derives them.",
     )
     return make_table(title, [column(key) for key in ("way", "most_ranks")], rows, notes)

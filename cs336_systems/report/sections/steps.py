@@ -221,7 +221,7 @@ PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.ite
 def step_charts(frame: pd.DataFrame) -> Iterator[Chart]:
     """The charts that the results support, each with a name of its own."""
     taken: Counter[str] = Counter()
-    for chart in chain(_by_phase(steady(frame)), *(_over(frame, setting) for setting in ALONG)):
+    for chart in chain(_by_phase(steady(frame)), *(_over(frame, setting) for setting in ALONG if setting in frame)):
         taken[chart.name.casefold()] += 1
         count = taken[chart.name.casefold()]
         yield chart if count == 1 else replace(chart, name=f"{chart.name}_no{count}")
