@@ -170,11 +170,12 @@ def _chapters(
     told += [f"{lost[0].upper()}{lost[1:]}."] if results is not None and (lost := results.lost) else []
     if told:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=told)])
-    shown = {bars.title for bars in glance.bars} if glance is not None else set()
+    shown = [bar.parts for bars in glance.bars for bar in bars.bars] if glance is not None else []
     notes = Counter(note for own in tables for note in own.notes)
     repeated = {note for note, count in notes.items() if count > 1}
     for number, (title, own) in enumerate(sections.items()):
-        blocks = [block for block in _blocks(title, own, repeated) if getattr(block, "title", "") not in shown]
+        blocks = [block for block in _blocks(title, own, repeated)
+                  if not isinstance(block, Bars) or any(bar.parts not in shown for bar in block.bars)]  # fmt: skip
         yield Chapter(id=f"part-{number}", title=title, blocks=blocks)
     if results is not None and results.records:
         yield Chapter(id="runs", title="Runs", blocks=list(_runs(results.records)))
