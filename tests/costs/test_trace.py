@@ -61,6 +61,26 @@ def test_modules_alone_are_told_that_a_graph_is_captured() -> None:
     assert seen == [True, False]
 
 
+def test_no_mask_is_made_where_no_token_is_padded() -> None:
+    """As transformers before 5.24 asks; a mask of its own, made where a graph is captured, would rule out kernels."""
+    seen = []
+
+    def is_cuda_stream_capturing() -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def is_tracing() -> bool:
+        return is_cuda_stream_capturing()
+
+    def makes_mask(padding_mask: Tensor | None) -> bool:
+        return is_tracing()
+
+    model = nn.Linear(4, 4)
+    model.register_forward_pre_hook(lambda _, inputs: seen.extend(map(makes_mask, (None, *inputs))))
+    with tracing({}):
+        model(torch.zeros(2, 4))
+    assert seen == [False, True]
+
+
 def test_matmuls_of_a_foreign_model_have_the_flops_that_pytorch_counts() -> None:
     """PyTorch's counter does not know the CPU's fused attention, whose matmuls are counted by hand."""
     flops = dict.fromkeys(Kind, 0)
