@@ -184,7 +184,7 @@ class ModelConfig:
         int,
         Setting(
             "Entries of the vocabulary (tokens).", default=_PRESET, least=1, heading="vocab_size",
-            note="vocabulary of {}", axis="size of the vocabulary",
+            note="vocabulary of {}",
         ),
     ] = 10_000
     context_length: Annotated[
@@ -224,7 +224,7 @@ class ModelConfig:
         Attention,
         Setting(
             "naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention.", plural="attention",
-            chosen_by_fast=True, word="", label=1, note="{} attention", axis="attention",
+            chosen_by_fast=True, word="", label=1, note="{} attention",
         ),
     ] = Attention.NAIVE
     sdpa_backend: Annotated[
@@ -360,9 +360,7 @@ class RunConfig:
     model: ModelConfig
     batch_size: Annotated[
         int,
-        Setting(
-            "Sequences in a batch.", plural="batch_size", least=1, heading="batch", note="batch {}", axis="batch size"
-        ),
+        Setting("Sequences in a batch.", plural="batch_size", least=1, heading="batch", note="batch {}"),
     ] = 4
     mode: Annotated[
         Mode,
@@ -396,7 +394,7 @@ class RunConfig:
         OptimizerKind,
         Setting(
             "adamw: written out, one tensor at a time. foreach, fused: PyTorch's. own: that of --own-optimizer.",
-            plural="optimizer", chosen_by_fast=True, word="", label=1, note="{} optimizer", axis="optimizer",
+            plural="optimizer", chosen_by_fast=True, word="", label=1, note="{} optimizer",
             rules=(
                 _needs(
                     "--own-optimizer", lambda run: run.optimizer is not OptimizerKind.OWN or run.own_optimizer, "none"
@@ -421,7 +419,7 @@ class RunConfig:
         CompileMode,
         Setting(
             "Mode of torch.compile; none is eager.", plural="compile", chosen_by_fast=True, is_shortcut=True, label=1,
-            note="compile {}", axis="mode of torch.compile",
+            note="compile {}",
         ),
     ] = CompileMode.NONE
     compile_blocks: Annotated[
@@ -505,8 +503,7 @@ class RunConfig:
             "Activation checkpointing: save only the input of each group of this many blocks (with --fused-blocks, the "
             "residual stream and the branch), and recompute the rest in backward; 0 saves everything.",
             plural="checkpoint_blocks", several="Several make a study of what it costs and saves.", least=0,
-            default="0, and with --fast 1 where the step does not fit",
-            word="checkpoint", label=1, axis="blocks per checkpoint",
+            default="0, and with --fast 1 where the step does not fit", word="checkpoint", label=1,
             rules=(
                 _needs(
                     "1 for your own model, as what it does between its blocks is not known",
@@ -556,7 +553,6 @@ class RunConfig:
             "Compute logits for a vocabulary rounded up to a multiple of this; the loss leaves the added logits out.",
             chosen_by_fast=True, is_shortcut=True, least=1, most=MAX_PADDING, rules=(_OUR_MODEL,), word="padded to",
             label=1, note="vocabulary padded to a multiple of {}", notes={1: "vocabulary not padded"},
-            axis="multiple that the vocabulary is padded to",
         ),
     ] = 1
     cast_once: Annotated[
@@ -746,7 +742,7 @@ class RunConfig:
             "backward, by copies to the other GPUs, which slow computing less than all-reduces do), fsdp (parameters "
             "sharded, gathered ahead of use), fsdp-push (the same by copies from and to the other GPUs). PyTorch's: "
             "ddp (DistributedDataParallel), fsdp2 (fully_shard). own: that of --own-ddp.",
-            plural="parallel", word="", label=1, note="{}", axis="way to share a step",
+            plural="parallel", word="", label=1, note="{}",
             rules=(
                 _needs(
                     "gradients, so --mode forward-backward or train",
@@ -783,8 +779,7 @@ class RunConfig:
         Setting(
             "Processes that share a step, each with a GPU of its own, or all on the CPU. The batch size is that of "
             "each. In a sweep of several ways, none is one process. One rank exchanges with itself.",
-            default="1, to be given with --parallel", plural="ranks", least=1, most=MAX_RANKS, label=1,
-            note="{} ranks", axis="ranks",
+            default="1, to be given with --parallel", plural="ranks", least=1, most=MAX_RANKS, label=1, note="{} ranks",
             rules=(
                 _needs(
                     "a way to share a step, as in --parallel ddp-overlap",
@@ -807,7 +802,7 @@ class RunConfig:
         int,
         Setting(
             "MiB of gradients that ddp-overlap averages together, or an own way that asks; 0: each parameter alone.",
-            plural="bucket_mib", least=0, most=2**20, label=1, note="buckets of {} MiB", axis="MiB per bucket",
+            plural="bucket_mib", least=0, most=2**20, label=1, note="buckets of {} MiB",
         ),
     ] = BUCKET_MIB
     shard_optimizer: Annotated[

@@ -75,8 +75,6 @@ class Setting:
     """Phrase in notes below tables, with `{}` for the value; by default as in labels."""
     notes: Mapping[Any, str] = field(default_factory=dict)
     """Phrases for single values."""
-    axis: str = ""
-    """Axis label of the picture that is drawn where a sweep varies the setting; empty for no picture."""
 
 
 _DECLARED: dict[type, tuple[tuple[Field[Any], Setting], ...]] = {}

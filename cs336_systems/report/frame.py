@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ from cs336_systems.report.identity import SHAPE, SHORTCUTS, identities, identity
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from pandas.core.groupby.generic import SeriesGroupBy
 
 RESULTS = (
@@ -131,12 +129,8 @@ def steady(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _warmup_steps(frame: pd.DataFrame) -> "SeriesGroupBy[Any, Any]":
     """The numbers of warm-up steps, grouped by all other settings."""
-    return frame["warmup_steps"].groupby(numbered(apart_from(config, "warmup_steps") for config in frame.index))
-
-
-def numbered(keys: Iterable[Hashable]) -> "NDArray[np.intp]":
-    """A number for each key, equal for equal keys, in the order of their first occurrence; pandas groups by it."""
-    return pd.factorize(pd.Series(list(keys), dtype="object"))[0]
+    others = pd.Series([apart_from(config, "warmup_steps") for config in frame.index], dtype="object")
+    return frame["warmup_steps"].groupby(pd.factorize(others)[0])
 
 
 def codes_of(row: Mapping[str, Any]) -> list[str]:

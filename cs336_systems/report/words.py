@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from cs336_systems.config import Mode
 from cs336_systems.record import Failure, RunRecord, Status
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
@@ -29,12 +28,6 @@ STATUS_WORDS = {
     Status.KILLED: "killed",
     Status.CUDA_ERROR: "CUDA error",
     Status.INVALID: "invalid record",
-}
-STEP_WORDS = {
-    Mode.INFERENCE: "inference step",
-    Mode.FORWARD: "forward pass",
-    Mode.FORWARD_BACKWARD: "forward and backward pass",
-    Mode.TRAIN: "training step",
 }
 SHIPPED = (
     "These ceilings come with this program: they were measured on another machine, whose CPU and power limit may "

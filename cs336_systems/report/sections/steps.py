@@ -1,10 +1,7 @@
 """A sweep's step times: the tables that people read, results.csv with every column, and their pictures."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
-from itertools import chain
 from operator import itemgetter
 from types import MappingProxyType
 
@@ -12,41 +9,17 @@ import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
-from cs336_systems.config import SETTINGS, UNSIZED, Mode, Phase, RunConfig
+from cs336_systems.config import UNSIZED, Phase, RunConfig
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
 from cs336_systems.report.columns import Row, column, three_digits
-from cs336_systems.report.frame import (
-    RESULTS,
-    SHARED,
-    SPEED_UPS,
-    apart_from,
-    codes_of,
-    describe,
-    numbered,
-    over_warmup,
-    rows_of,
-    steady,
-)
-from cs336_systems.report.identity import (
-    SHAPE,
-    UNLISTED,
-    by_name,
-    distinguishing,
-    file_name,
-    identities,
-    identity_columns,
-    names_of,
-    rows_without,
-    settings_of,
-    trailing,
-)
+from cs336_systems.report.frame import RESULTS, SHARED, SPEED_UPS, codes_of, describe, over_warmup, rows_of, steady
+from cs336_systems.report.identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
 from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.words import (
     DOUBT,
     DOUBTED_FORECAST,
     SHIPPED,
-    STEP_WORDS,
     between,
     significant,
     status_text,
@@ -200,13 +173,6 @@ def warning_notes(codes: Sequence[str | None], rows: str = "rows") -> list[str]:
     return [f"Warnings, named by row in the CSV: {counted}."] if counted else []
 
 
-CONTEXT, WARMUP = "context_length", "warmup_steps"
-AXES = ("size", *SHAPE, CONTEXT)
-"""Settings that tell the panels and bars of a picture apart; all else is equal within one picture."""
-ALONG = {**{name: setting.axis for name, setting in SETTINGS.items() if setting.axis}, WARMUP: "warm-up steps"}
-"""Settings with a picture of their own where they vary, and what its title calls them."""
-CHOICES = {name for settings in SPEED_UPS.values() for name in settings} - {"ranks", "shard_optimizer", "bucket_mib"}
-"""Settings with named values; tables list them in the order in which they are declared."""
 MAX_BARS = 60
 """Most configurations in one picture by phase."""
 LEAST_REST = 0.02
@@ -219,29 +185,20 @@ PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.ite
 
 
 def step_charts(frame: pd.DataFrame) -> Iterator[Chart]:
-    """The charts that the results support, each with a name of its own."""
-    taken: Counter[str] = Counter()
-    for chart in chain(_by_phase(steady(frame)), *(_over(frame, setting) for setting in ALONG if setting in frame)):
-        taken[chart.name.casefold()] += 1
-        count = taken[chart.name.casefold()]
-        yield chart if count == 1 else replace(chart, name=f"{chart.name}_no{count}")
-
-
-def _by_phase(frame: pd.DataFrame) -> Iterator[Chart]:
     """Lying bars of several configurations, as many in one picture as can be read."""
-    if len(frame) > 1 and frame["step_mean_ms"].notna().any():
-        for bars in _batches(phase_bars(rows_of(frame)), MAX_BARS):
-            yield _chart("step_time", BY_PHASE, describe(frame), bars)
-
-
-def _chart(name: str, title: str, settings: str, bars: Sequence[Bar]) -> Chart:
-    panel = Panel(label="time (ms)", bars=bars)
-    return Chart(name=name, title=title, settings=settings, panels=[panel], legend=5, styles=PARTS)
+    bars = phase_bars(rows_of(frame)) if len(frame) > 1 and frame["step_mean_ms"].notna().any() else []
+    for number, first in enumerate(range(0, len(bars), MAX_BARS), 1):
+        panel = Panel(label="time (ms)", bars=bars[first : first + MAX_BARS])
+        name, shared = f"step_time{f'_no{number}' if number > 1 else ''}", describe(frame)
+        yield Chart(name=name, title=BY_PHASE, settings=shared, panels=[panel], legend=5, styles=PARTS)
 
 
 def phase_bars(rows: Sequence[Row]) -> list[Bar]:
-    """A bar for each row of results, with its time in words: its phases, and the rest of the step if noticeable."""
-    bars = []
+    """A bar for each row of results: its phases, and the rest of the step if noticeable.
+
+    Its words are the time of the step with the deviation and, on a line of its own, the peak of memory.
+    """
+    bars, told = [], [column("step_mean_ms", doubt="is_doubted"), column("peak_allocated_gib")]
     for name, row in zip(names_of([row["identity"] for row in rows]), rows, strict=True):
         step_ms = row["step_mean_ms"]
         parts = {str(phase): row[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
@@ -249,65 +206,8 @@ def phase_bars(rows: Sequence[Row]) -> list[Bar]:
         rest_ms = (step_ms or 0.0) - sum(parts.values())
         if step_ms is not None and rest_ms > LEAST_REST * step_ms:
             parts[REST] = rest_ms
-        doubt = f" {DOUBT}" if in_doubt(codes_of(row)) else ""
-        words = "" if step_ms is None else f"{significant(step_ms, 3)} ms{doubt}"
-        bars.append(Bar(name=name, parts=parts, words=words, failure=_failure(row) or ""))
+        judged = row | {"is_doubted": in_doubt(codes_of(row))}
+        words = "\n".join(f"{own.cell(judged)} {own.unit}" for own in told if row[own.key])
+        failure = "" if row["status"] == Status.OK else status_text(row["status"])
+        bars.append(Bar(name=name, parts=parts, words=words, failure=failure))
     return bars
-
-
-def _failure(row: Row) -> str | None:
-    """How the run ended, if it failed."""
-    return None if row["status"] == Status.OK else status_text(row["status"])
-
-
-def _over(frame: pd.DataFrame, setting: str) -> Iterator[Chart]:
-    """The charts over one setting, where it varies: one for each context."""
-    frame = over_warmup(frame) if setting == WARMUP else steady(frame)
-    frame = frame if setting in CHOICES else frame.sort_values(setting, kind="stable")
-    for part, name, also in _parts(frame, setting, "precision"):
-        mode = part["mode"].iloc[0]
-        for context, own in part.groupby(CONTEXT, sort=False):
-            studies: dict[tuple[object, ...], list[Row]] = {}
-            for row in rows_of(own):
-                studies.setdefault(tuple(row[key] for key in ("precision", *AXES)), []).append(row)
-            if any(len({row[setting] for row in rows if row["step_mean_ms"]}) > 1 for rows in studies.values()):
-                stem = f"{setting}_{mode}_ctx{context}{name}"
-                title = f"One {STEP_WORDS[Mode(mode)]} by {ALONG[setting]}"
-                for bars in _batches(_study_bars([row for rows in studies.values() for row in rows]), MAX_BARS):
-                    yield _chart(stem, title, f"context {context}, {describe(part, also)}", bars)
-
-
-def _study_bars(rows: Sequence[Row]) -> list[Bar]:
-    """The bars of these rows, with the step's deviation and, on a line of its own, the peak of memory in words."""
-    columns = [column("step_mean_ms"), column("peak_allocated_gib")]
-    words = ["\n".join(f"{own.cell(row)} {own.unit}" for own in columns if row[own.key]) for row in rows]
-    return [replace(bar, words=text) for bar, text in zip(phase_bars(rows), words, strict=True)]
-
-
-def split(frame: pd.DataFrame, *across: str) -> Iterator[pd.DataFrame]:
-    """Parts of the frame that agree in all but AXES and `across`, each fit for one picture.
-
-    A failed row that names no device goes to the device of the rest, where there is only one.
-    """
-    devices = frame["device_name"].dropna().unique()
-    named = frame["device_name"].fillna(devices[0]) if len(devices) == 1 else frame["device_name"]
-    keys = (
-        (None if pd.isna(device) else device, *apart_from(config, *AXES, *across))
-        for config, device in zip(frame.index, named, strict=True)
-    )
-    return (part for _, part in frame.groupby(numbered(keys)))
-
-
-def _parts(frame: pd.DataFrame, *across: str) -> Iterator[tuple[pd.DataFrame, str, Sequence[str]]]:
-    """The parts of `split`, with what tells each from the others: as the end of a file's name that begins with mode and
-    precision, and as names of settings for the text below the title."""
-    parts = list(split(frame, *across))
-    runs = [(part.index[0], next(iter(part["device_name"].dropna()), None)) for part in parts]
-    rows = rows_without(identities(runs), (*AXES, *across))
-    names = names_of(rows, always=(), without=("mode", "precision"))
-    for part, name in zip(parts, names, strict=True):
-        yield part, f"_{file_name(name)}" if name else "", distinguishing(rows, always=())
-
-
-def _batches(bars: Sequence[Bar], size: int) -> Iterator[Sequence[Bar]]:
-    return (bars[start : start + size] for start in range(0, len(bars), size))
