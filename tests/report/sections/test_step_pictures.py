@@ -31,7 +31,7 @@ def test_bars_hold_the_phases_and_the_rest_of_the_step_and_name_failures(grid, f
     assert lengths["small ctx 128 fp32"] == pytest.approx([25, 50, 12.5, 12.5])
     assert lengths["xl ctx 128 fp32"] == pytest.approx([150, 300, 75, 75])
     assert lengths["xl ctx 512 fp32"] == []
-    assert {"out of memory", "100 ± 10 ms", "Time of a step by phase"} <= set(texts(figure))
+    assert {"out of memory", "100 ± 10 ms\n1.00 GiB", "Time of a step by phase"} <= set(texts(figure))
     assert overlaps(figure) == []
 
 
