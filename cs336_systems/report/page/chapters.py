@@ -17,7 +17,6 @@ from cs336_systems.report.charts import Bar, Chart
 from cs336_systems.report.columns import Column, Row, column
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.draw import svg_of
-from cs336_systems.report.formats import csv_of
 from cs336_systems.report.frame import codes_of, order, rows_of, to_frame
 from cs336_systems.report.identity import by_name
 from cs336_systems.report.page.write import (
@@ -213,10 +212,8 @@ def _blocks(title: str, sections: Sequence[Section], repeated: Collection[str]) 
             yield PictureBlock(id=f"picture-{picture.name}", svg=svg_of(picture, picture.name))
     for section in sections:
         for number, table in enumerate(section.tables):
-            csv = "" if number else csv_of(section)
-            notes = tuple(note for note in table.notes if note not in repeated)
-            shown = replace(table, notes=notes)
-            yield TableBlock(id=f"{prefix}{section.name}{number or ''}", table=shown, csv=csv)
+            shown = replace(table, notes=tuple(note for note in table.notes if note not in repeated))
+            yield TableBlock(id=f"{prefix}{section.name}{number or ''}", table=shown)
 
 
 def _runs(records: Sequence[RunRecord]) -> Iterator[Block]:

@@ -13,17 +13,8 @@ async function load(id) { // a library that the page carries with it
 
 const once = (make) => { let made; return () => (made ??= make()); };
 const hasTables = document.getElementById("packed-tables") !== null;
-const copies = once(async () => JSON.parse(await unpack("copies")));
 
-function say(text) {
-  const place = document.getElementById("page-message");
-  place.textContent = text;
-  place.classList.add("shown");
-  clearTimeout(say.timer);
-  say.timer = setTimeout(() => place.classList.remove("shown"), 2500);
-}
-
-// Tables sort, filter and are copied; one that is wider than its box shows so.
+// Tables sort and filter; one that is wider than its box shows so.
 
 const known = (text) => text !== "" && text !== null && text !== undefined;
 const byValue = (sign) => (a, b) => known(a) && known(b) ? sign * (a - b) : known(b) - known(a); // what is not known comes last
@@ -44,45 +35,15 @@ async function makeTable(block) {
     columnDefs: heads.map((head, i) => ({ targets: i, type: head.classList.contains("number") ? "value" : "words" })),
     language: { zeroRecords: "No row has this text.", emptyTable: "There are no rows." },
   });
-  const tools = document.getElementById("page-tools").content.firstElementChild.cloneNode(true), filter = tools.querySelector("input");
+  const filter = Object.assign(document.createElement("input"), { type: "search", placeholder: "Filter rows" });
   filter.ariaLabel = `Filter the rows of: ${block.querySelector("h3").textContent}`;
-  filter.addEventListener("input", (event) => table.search(event.target.value).draw());
-  for (const button of tools.querySelectorAll("[data-copy]")) {
-    button.addEventListener("click", async () => {
-      const name = button.dataset.copy, copied = await copy((await copies())[block.id][name]);
-      button.closest("details").open = false;
-      say(copied ? `Copied the whole table as ${name}.` : "The browser does not let this page copy.");
-    });
-  }
-  block.querySelector(".head").append(tools);
+  filter.addEventListener("input", () => table.search(filter.value).draw());
+  block.querySelector(".head").append(filter);
 }
 
-async function copy(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch { // a page that was opened from disk may not be allowed to
-    const area = document.createElement("textarea");
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    const copied = document.execCommand("copy");
-    area.remove();
-    return copied;
-  }
-}
+// Headings explain themselves to the mouse and to the keyboard.
 
-// Menus close on Escape and on a click elsewhere; headings explain themselves to the mouse and to the keyboard.
-
-addEventListener("click", (event) => {
-  for (const menu of document.querySelectorAll(".menu[open]")) if (!menu.contains(event.target)) menu.open = false;
-});
-addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
-  explain(null);
-  const menu = document.querySelector(".menu[open]");
-  if (menu) { menu.open = false; menu.querySelector("summary").focus(); }
-});
+addEventListener("keydown", (event) => { if (event.key === "Escape") explain(null); });
 
 for (const head of document.querySelectorAll("th[title]")) {
   head.dataset.about = head.title;

@@ -1,6 +1,6 @@
-"""A report as one HTML file: findings, sortable tables to copy, pictures; it makes no network requests.
+"""A report as one HTML file: findings, sortable tables, pictures; it makes no network requests.
 
-All but sorting and copying works without a script. With the extra `report` the page embeds DataTables (from itables),
+All but sorting and filtering works without a script. With the extra `report` the page embeds DataTables (from itables),
 compressed. Every text is escaped, and the Content-Security-Policy allows only the script whose hash it names. Equal
 pages are written as equal bytes.
 """
@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import importlib.resources
 import importlib.util
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from markupsafe import Markup
 from cs336_systems.files import write_atomically
 from cs336_systems.report.charts import Bar, Chart, Style, visible
 from cs336_systems.report.columns import Column
-from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
 from cs336_systems.report.section import Table
 from cs336_systems.report.words import in_percent, significant
 from cs336_systems.text import inert_line
@@ -51,16 +49,7 @@ class TableBlock:
 
     id: str
     table: Table
-    csv: str = ""
-    """The CSV file of the subject, for copying; the cells as they are shown where it is empty."""
     kind: str = "table"
-
-    @property
-    def copies(self) -> dict[str, str]:
-        """What a reader copies, by the name of its format."""
-        shown = self.csv or to_csv([heading.label for heading in self.table.headings], self.table.rows)
-        readable = {"Markdown": to_markdown, "LaTeX": to_latex, "Typst": to_typst}
-        return {"CSV": shown, **{name: write(self.table) for name, write in readable.items()}}
 
     @property
     def notes(self) -> list[str]:
@@ -233,9 +222,7 @@ def to_html(page: Page) -> str:
     if len(set(named)) < len(named):
         twice = next(name for place, name in enumerate(named) if name in named[:place])
         raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
-    written = {block.id: block.copies for block in blocks if isinstance(block, TableBlock)}
-    copies = _packed(json.dumps(written, allow_nan=False, separators=(",", ":")).encode())
-    packed = {"copies": copies, **_library()} if written else {}
+    has_tables = any(isinstance(block, TableBlock) for block in blocks)
     script = _read("page.js")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_visible
@@ -245,7 +232,7 @@ def to_html(page: Page) -> str:
         hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup(_read("page.css")),
         script=Markup(script),
-        packed=packed,
+        packed=_library() if has_tables else {},
     )
 
 

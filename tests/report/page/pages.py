@@ -3,7 +3,6 @@
 from cs336_systems.report.charts import Bar, Chart, Panel, Style
 from cs336_systems.report.columns import Column
 from cs336_systems.report.draw import svg_of
-from cs336_systems.report.formats import to_csv
 from cs336_systems.report.page.write import (
     Bars,
     Chapter,
@@ -50,11 +49,6 @@ def make_steps(note="", about="Time of one step.", names=TIMES):
     return make_table("Steps", columns, rows, [note] if note else [], lambda row: row["step_mean_ms"] is None)
 
 
-def csv_of(rows, keys=("device", "size", "step_mean_ms")):
-    """A CSV file with a column that the table does not have, and without one that it has."""
-    return to_csv(keys, ([{"device": "a, b", **row}[key] for key in keys] for row in rows))
-
-
 def make_page(*blocks):
     return Page(title="A report", chapters=[Chapter(id="first", title="First", blocks=blocks)])
 
@@ -71,7 +65,7 @@ def table_page(note=""):
     table = make_steps(note)
     return make_page(
         Prose(paragraphs=["Step of xl: 10 ms."]),
-        TableBlock(id="steps", table=table, csv=csv_of(table.values)),
+        TableBlock(id="steps", table=table),
         make_picture(),
         Closed(title="Closed", text="line 1\nline 2"),
     )

@@ -73,7 +73,7 @@ def test_without_the_extra_the_page_has_plain_tables_and_its_pictures(monkeypatc
     write._library.cache_clear()
     text = to_html(table_page())
     write._library.cache_clear()
-    assert set(Parsed(text).scripts) == {"", "packed-copies"}
+    assert set(Parsed(text).scripts) == {""}
     assert Cells(text).cells["steps.1.0"][0] == "medium"
     assert "Bars of small</text>" in text
 
