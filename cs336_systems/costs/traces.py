@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from cs336_systems.settings import non_defaults
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
-"""Tapes of the published steps; `python -m cs336_systems.measure.traced --ship data/published` rewrites them."""
+"""Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
 TRACER = "cs336_systems.measure.traced"
 PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "T+1": 1014, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
 """Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
@@ -191,16 +191,3 @@ def prepare(configs: Iterable[RunConfig]) -> None:
 
 Asked = dict[str, tuple[RunConfig, dict[str, int]]]
 """What is to be traced, by the name of its tape: the configuration, and the axes that can be told apart in it."""
-
-
-def ship(configs: Sequence[RunConfig]) -> None:
-    """Write the archive of these steps' tapes, all traced anew."""
-    _shipped.cache_clear()
-    SHIPPED.unlink(missing_ok=True)
-    prepare(configs)
-    names = sorted({_name(traced_as(config)[0]) for config in configs})
-    with zipfile.ZipFile(SHIPPED, "w") as archive:
-        for name in names:
-            data = _kept(name)
-            assert data is not None
-            archive.writestr(zipfile.ZipInfo(name), data)

@@ -1,7 +1,4 @@
-"""Traces the real step of a configuration; as a process of its own it reads what is asked and prints the tapes.
-
-`python -m cs336_systems.measure.traced --ship data/published` rewrites the tapes that come with the program.
-"""
+"""Traces the real step of a configuration; as a process of its own it reads what is asked and prints the tapes."""
 
 import itertools
 import sys
@@ -9,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,18 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Parallel, Phase, Precision, RunConfig
-from cs336_systems.costs.memory import is_predictable
+from cs336_systems.config import Parallel, Phase, RunConfig
 from cs336_systems.costs.shards import largest_rank
 from cs336_systems.costs.tape import Category, Form, Tape, TraceError
-from cs336_systems.costs.time import is_fast_step
 from cs336_systems.costs.trace import Call, Trace, path_of, tracing
-from cs336_systems.costs.traces import Asked, encoded, ship
+from cs336_systems.costs.traces import Asked, encoded
 from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.own import load_factory
 from cs336_systems.model.trainable import make_model
-from cs336_systems.record import read_record
 
 PARTIAL_ROWS = 264
 """Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (`num_programs`)."""
@@ -307,46 +300,6 @@ def _say_why(config: RunConfig, error: Exception) -> None:
     print(f"{config.model_factory or config.label}: no forecast: {reason}", file=sys.stderr)
 
 
-def _shipped(published: Path) -> Iterator[RunConfig]:
-    """Steps whose tapes come with the program: measured ones, alone and shared; and those of the smallest presets."""
-    for path in sorted(published.glob("*/**/runs/*.json")):
-        config = read_record(path).config
-        yield config
-        yield config.alone
-    for size, attention, precision, mode in itertools.product(
-        ("tiny", "small"), Attention, (Precision.FP32, Precision.BF16), Mode
-    ):
-        yield RunConfig(
-            size=size, model=replace(SIZES[size], attention=attention), precision=precision, mode=mode,
-            device=Device.CUDA,
-        )  # fmt: skip
-    ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
-    alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,)}
-    for size, ways in alone.items():
-        for way, shards in itertools.product(ways, (False, True)):
-            if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):
-                yield RunConfig(
-                    size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA),
-                    precision=Precision.BF16, device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way,
-                    ranks=2, shard_optimizer=shards,
-                )  # fmt: skip
-
-
-def main() -> None:
-    """Print the tapes that are asked for, or rewrite those that are shipped."""
-    if "--ship" in sys.argv:
-        every = _shipped(Path(sys.argv[-1]))
-        ship(
-            [
-                config
-                for config in every
-                if is_predictable(config) or (config.model_factory is None and is_fast_step(config))
-            ]
-        )
-    else:
-        asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
-        sys.stdout.buffer.write(msgspec.json.encode(trace_all(asked)))
-
-
 if __name__ == "__main__":
-    main()
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+    sys.stdout.buffer.write(msgspec.json.encode(trace_all(asked)))

@@ -157,7 +157,7 @@ def test_a_kept_tape_is_the_same_tape() -> None:
 
 @pytest.mark.parametrize("attention", Attention)
 def test_shipped_tapes_are_those_of_this_code(attention: Attention) -> None:
-    """Run `python -m cs336_systems.measure.traced --ship data/published` after a change of the step."""
+    """Run `python -m tests.ship_traces` after a change of the step."""
     config = RunConfig(size="tiny", model=replace(SIZES["tiny"], attention=attention), device=Device.CUDA)
     shipped, fresh = traces.tape_of(config), traced(*traces.traced_as(config))
     fresh.repeat()

@@ -1,0 +1,56 @@
+"""Rewrites the tapes that come with the program: `python -m tests.ship_traces`, after a change of the step."""
+
+import itertools
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Parallel, Precision, RunConfig
+from cs336_systems.costs import traces
+from cs336_systems.costs.memory import is_predictable
+from cs336_systems.costs.time import is_fast_step
+from cs336_systems.record import read_record
+from tests.committed import DATA
+
+
+def shipped() -> Iterator[RunConfig]:
+    """Steps whose tapes come with the program: measured ones, alone and shared; and those of the smallest presets."""
+    for path in sorted(DATA.glob("*/**/runs/*.json")):
+        config = read_record(path).config
+        yield config
+        yield config.alone
+    for size, attention, precision, mode in itertools.product(
+        ("tiny", "small"), Attention, (Precision.FP32, Precision.BF16), Mode
+    ):
+        yield RunConfig(
+            size=size, model=replace(SIZES[size], attention=attention), precision=precision, mode=mode,
+            device=Device.CUDA,
+        )  # fmt: skip
+    ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
+    alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,)}
+    for size, ways in alone.items():
+        for way, shards in itertools.product(ways, (False, True)):
+            if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):
+                yield RunConfig(
+                    size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA),
+                    precision=Precision.BF16, device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way,
+                    ranks=2, shard_optimizer=shards,
+                )  # fmt: skip
+
+
+def main() -> None:
+    """Trace all of these steps anew, and write the archive."""
+    traces._shipped.cache_clear()
+    traces.SHIPPED.unlink(missing_ok=True)
+    own = [each for each in shipped() if each.model_factory is None]
+    configs = [each for each in own if is_predictable(each) or is_fast_step(each)]
+    traces.prepare(configs)
+    with zipfile.ZipFile(traces.SHIPPED, "w") as archive:
+        for name in sorted({traces._name(traces.traced_as(config)[0]) for config in configs}):
+            data = traces._kept(name)
+            assert data is not None
+            archive.writestr(zipfile.ZipInfo(name), data)
+
+
+if __name__ == "__main__":
+    main()
