@@ -17,17 +17,14 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from cs336_systems.config import (
-    BUCKET_MIB,
-    MODULE_DEPTH,
     SETTINGS,
     SIZES,
     UNSIZED,
     WATCHED,
     Attention,
     CompileMode,
-    LossKind,
     Mode,
-    Parallel,
+    ModelConfig,
     RunConfig,
     SdpaBackend,
 )
@@ -50,24 +47,14 @@ LEADING = (
     "optimizer", "device_name", *SHORTCUTS, "profiler", "repeat",
 )  # fmt: skip
 """First columns of the CSV files of profiles; all other settings are the last columns."""
-PARALLEL: Mapping[str, object] = MappingProxyType({"parallel": Parallel.NONE, "ranks": 1, "shard_optimizer": False})
-"""Columns of how ranks share a step, with their values for a step that is not shared."""
-OPTIONAL: tuple[Mapping[str, object], ...] = (
-    PARALLEL,
-    MappingProxyType({"selective_checkpoints": False, "keep_hidden": 0, "expandable_segments": False}),
-    MappingProxyType({"loss_chunks": 1}),
-    MappingProxyType({"bucket_mib": BUCKET_MIB}),
-    MappingProxyType({"update_in_backward": False}),
-    MappingProxyType({"bf16_moments": False}),
-    MappingProxyType({"split_masters": False}),
-    MappingProxyType({"fused_activations": False}),
-    MappingProxyType({"packed_attention": False}),
-    MappingProxyType({"loss": LossKind.CROSS_ENTROPY.value}),
-    MappingProxyType({"module_depth": MODULE_DEPTH}),
-)
-"""Groups of columns that CSV files have only if a run differs from these values in one of the group."""
 UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
 """Settings that results.csv has after the columns of RESULTS."""
+LISTED = (*LEADING, *UNLISTED, "device", "warmup_steps", "measured_steps", "digest")
+"""Columns that CSV files always have; any other setting has one if a run differs from its default."""
+PARALLEL = ("parallel", "ranks", "shard_optimizer")
+TOGETHER = (PARALLEL, ("selective_checkpoints", "keep_hidden", "expandable_segments"))
+"""Groups of settings that have columns if one of the group has."""
+_DEFAULTS = {field.name: field.default for part in (ModelConfig, RunConfig) for field in fields(part)}
 NOT_OF_A_LOOP = ("optimizer", "learning_rate", "compile", "seed")
 """Settings that are not known of a watched loop."""
 MUST_KEEP = ("context_length", "vocab_size")
@@ -195,12 +182,11 @@ def trailing(rows: Sequence[Identity]) -> list[str]:
 
 
 def without_unused(rows: Sequence[Identity]) -> list[str]:
-    """All columns, those of each group of OPTIONAL only if one of the runs uses it."""
-    unused = {
-        name for group in OPTIONAL for name in group
-        if all(row.get(column, value) == value for row in rows for column, value in group.items())
-    }  # fmt: skip
-    return [name for name in (rows[0] if rows else ()) if name not in unused]
+    """All columns, but of the settings that are not LISTED only those that one of the runs uses."""
+    names = list(rows[0]) if rows else []
+    used = {name for name in names if name in LISTED or any(row.get(name) != _DEFAULTS.get(name) for row in rows)}
+    used.update(*(group for group in TOGETHER if not used.isdisjoint(group)))
+    return [name for name in names if name in used]
 
 
 def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:

@@ -5,7 +5,6 @@ The settings are found in the classes of the configuration, among them ones that
 
 import csv
 import itertools
-import re
 import string
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,7 +12,6 @@ from functools import cache
 import pytest
 
 from cs336_systems.config import Arch, Mode, ModelConfig, Profiler, RunConfig
-from cs336_systems.report import draw
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
 from cs336_systems.report.section import labels
@@ -21,14 +19,14 @@ from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
-from cs336_systems.report.sections.steps import AXES, results_table
+from cs336_systems.report.sections.steps import results_table
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
 from tests.report.making import make_record
 from tests.report.reading import csv_rows
 from tests.report.sections.kernels.profiles import make_ranks, make_shared
 from tests.report.sections.memory.profiles import make_memory
-from tests.report.writing import write_plots, write_tables
+from tests.report.writing import write_tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,24 +122,6 @@ def test_runs_that_differ_in_one_setting_have_rows_of_their_own(where, field, tm
     write_tables(records, tmp_path)
     one, other = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
     assert one != other
-
-
-@each_setting(*AXES, "repeat", "profiler", "warmup_steps", "precision")
-def test_pictures_of_runs_that_differ_in_one_setting_have_names_and_titles_of_their_own(
-    where, field, tmp_path, monkeypatch
-) -> None:
-    """Here each file holds what its picture says of the settings, in the place of the picture.
-
-    Each was run after two numbers of warm-up steps. Sizes and precisions share a picture.
-    """
-    monkeypatch.setattr(draw, "png_of", lambda chart: chart.settings.encode())
-    pair, *_ = neighbours(where, field.name)
-    configs = [replace(config, warmup_steps=steps) for config in pair for steps in (5, 10)]
-    device = {"device_name": None} if field.name == "device" else {}
-    paths = write_plots([make_record(config, (0.1, 0.1), **device) for config in configs], tmp_path)
-    own = [path for path in paths if path.name.startswith("warmup_steps")]
-    assert len({path.name.casefold() for path in own}) == len({path.read_text() for path in own}) == 2
-    assert not any(re.search(r"_no\d", path.name) for path in own)
 
 
 def test_all_neighbours_together_are_told_apart() -> None:
