@@ -26,7 +26,7 @@ assert status(cli.main, ["account", "--parameters", "7e9", "--tokens", "1e9", "-
 assert status(cli.main, ["--help"]) == 0  # which imports the flags of every command
 for command in (cli.benchmark, cli.sweep, cli.precision):
     assert status(command, ["--help"]) == 0
-found = {"torch", "pandas", "matplotlib", "scipy", "typeguard"} & set(sys.modules)
+found = {"torch", "pandas", "matplotlib", "scipy"} & set(sys.modules)
 assert not found, found
 """
     passes(code, tmp_path)

@@ -3,7 +3,6 @@
 Flags of settings are made from the declarations in config.py.
 """
 
-import contextlib
 import difflib
 import inspect
 import os
@@ -76,9 +75,8 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
         kind = _with_common_flags(kind)
         description = f"{description or inspect.getdoc(kind)}\n\n{prog} {HELP_ALL} shows {len(names)} flags."
     try:
-        with _defaults_not_checked():
-            args = [_as_declared(word, names) for word in words]
-            return tyro.cli(kind, prog=prog, args=args, description=description, config=config)
+        args = [_as_declared(word, names) for word in words]
+        return tyro.cli(kind, prog=prog, args=args, description=description, config=config)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -118,23 +116,6 @@ def _with_common_flags(kind: Any) -> Any:  # noqa: ANN401 (a class of arguments)
             own["__annotations__"][each.name] = Annotated[each.type, tyro.conf.Suppress]
             own[each.name] = each.default
     return dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), own))
-
-
-@contextlib.contextmanager
-def _defaults_not_checked() -> Iterator[None]:
-    """Make the parser assume that each default has its field's type, which mypy has checked.
-
-    To check types such as `int | None`, the parser would import typeguard, which takes longer than parsing all flags.
-    """
-    resolver: Any = sys.modules.get("tyro._resolver")
-    if (check := getattr(resolver, "is_instance", None)) is None:  # in another version of the parser
-        yield
-        return
-    resolver.is_instance = lambda *_: True
-    try:
-        yield
-    finally:
-        resolver.is_instance = check
 
 
 def unset(metavar: str | None, default: object, text: str | None = None) -> object:
