@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.analysis.memory.notes import notes_path
+from cs336_systems.analysis.memory.profile import notes_path
 from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336_systems.config import (
     MODULE_DEPTH,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems import watch
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.analysis.memory.notes import Kind, notes_path, read_notes
+from cs336_systems.analysis.memory.profile import Kind, notes_path, read_notes
 from cs336_systems.config import Device, Mode, Phase
 from cs336_systems.model.annotate import annotate
 from cs336_systems.record import WarningCode, load_records, read_record

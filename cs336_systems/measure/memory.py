@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from cs336_systems.analysis.memory.notes import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
+from cs336_systems.analysis.memory.profile import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
 from cs336_systems.config import CompileMode, Phase
 from cs336_systems.measure.clock import Clock, ObservedClock
 from cs336_systems.measure.step import TrainingStep

@@ -18,8 +18,7 @@ from cs336_systems.measure.clock import Clock, StepTimes
 from cs336_systems.measure.precision import autocast, check_dtypes
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.batches import Batch, make_batches
-from cs336_systems.model.own import vocabulary_of
-from cs336_systems.model.trainable import Trainable, make_model
+from cs336_systems.model.trainable import Trainable, make_model, vocabulary_of
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
 from cs336_systems.record import Compilation, Memory, MemoryMoment, MomentName

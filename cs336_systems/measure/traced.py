@@ -21,8 +21,7 @@ from cs336_systems.costs.trace import Call, Trace, path_of, tracing
 from cs336_systems.costs.traces import Asked, encoded
 from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.own import load_factory
-from cs336_systems.model.trainable import make_model
+from cs336_systems.model.trainable import load_factory, make_model
 
 PARTIAL_ROWS = 264
 """Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (`num_programs`)."""

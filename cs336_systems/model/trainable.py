@@ -1,26 +1,212 @@
-"""A model as a training step uses it: its loss and its optimizer; and the model that a configuration names."""
+"""A model as a training step uses it, with its loss and its optimizer: this project's, or one that a user wrote.
 
-from collections.abc import Callable
-from typing import cast
+What a user's model, DDP and optimizer must be is checked here, so that an error names what was needed."""
+
+import functools
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.config import CompileMode, LossKind, RunConfig
+from cs336_systems import find_modules_of_the_user
+from cs336_systems.config import CompileMode, LossKind, ModelConfig, RunConfig
+from cs336_systems.costs.tape import TraceError
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.optimizer import make_optimizer
-from cs336_systems.model.own import (
-    Loss,
-    call_factory,
-    check_logits,
-    checkpoint_each_block,
-    load_factory,
-    own_loss,
-    own_optimizer,
-)
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.ranges import Range
+
+BUCKET_SIZE = "bucket_size_mb"
+"""Parameter of the course's data parallelism with buckets."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The mean loss of a batch, from its tokens and its targets."""
+TARGETS = ("targets", "labels")
+"""Parameters of `forward` by which models take what they are to predict: nanoGPT's, and that of transformers.
+
+`targets` are the next tokens; `labels` are the tokens themselves, which such a model shifts.
+"""
+
+
+def load_factory(name: str) -> Callable[..., nn.Module]:
+    """The factory that --model names; raise ValueError where it is not there."""
+    return load_callable(name, "--model", "a callable that makes a model")
+
+
+def load_callable(name: str, flag: str, needed: str) -> Callable[..., Any]:
+    """Import `package.module:name`, looking in the current directory too; raise ValueError where it is not there.
+
+    Messages name the flag, and say what was needed.
+    """
+    module_name, _, attribute = name.partition(":")
+    find_modules_of_the_user()
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{flag} {name}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{flag} {name}: needed {needed}, got {type(found).__name__}")
+    return found
+
+
+def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Module:
+    """Call the factory with the fields of `model` that its signature names."""
+    known = {field.name: getattr(model, field.name) for field in fields(model)}
+    parameters = inspect.signature(factory).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in required if p.name not in known]
+    if missing:
+        raise ValueError(f"the model factory needs {', '.join(missing)}; it can have: {', '.join(known)}")
+    made = factory(**{p.name: known[p.name] for p in parameters if p.name in known})
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"the model factory must return a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the outermost ModuleLists in the module, such as the blocks of a Transformer."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from blocks_of(child)
+
+
+def checkpoint_each_block(model: nn.Module) -> None:
+    """Let each block save its inputs alone, and compute the rest again in backward; raise ValueError without blocks."""
+    blocks = list(blocks_of(model))
+    if not blocks:
+        raise ValueError(
+            "--checkpoint-blocks needs blocks in a torch.nn.ModuleList, and the model has none; leave the flag out"
+        )
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def own_way(name: str, module: nn.Module, bucket_mib: int) -> Any:  # noqa: ANN401 (a class of the user)
+    """The module in the user's way to share a step; raise ValueError where that has not the course's interface."""
+    made = load_callable(name, "--own-ddp", "a class that is made with a module")
+    way = made(module, bucket_mib) if BUCKET_SIZE in inspect.signature(made).parameters else made(module)
+    if not callable(way) or not hasattr(way, "finish_gradient_synchronization"):
+        came = type(way).__name__
+        raise ValueError(f"--own-ddp {name}: needed a module with finish_gradient_synchronization(), got {came}")
+    return way
+
+
+def own_optimizer(name: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """The user's optimizer of these parameters, or sharded one, which is given the class of the optimizer."""
+    made = load_callable(name, "--own-optimizer", "an optimizer")
+    _, *others = inspect.signature(made).parameters.values()
+    is_sharded = any(each.name == "optimizer_cls" for each in others)
+    takes_lr = any(each.name == "lr" or each.kind is each.VAR_KEYWORD for each in others)
+    optimizer = made(parameters, *([torch.optim.AdamW] if is_sharded else []), **({"lr": lr} if takes_lr else {}))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"--own-optimizer {name}: needed a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def logits_of(output: object) -> Tensor | None:
+    """The logits in what a model returned: itself, its `logits`, or the first element of a tuple; None without any."""
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("logits")
+    elif isinstance(output, tuple | list):
+        found = output[0] if output else None
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def check_logits(output: object, targets: Tensor, vocab_size: int | None) -> Tensor:
+    """The logits in what a model returned; raise ValueError, with the lines that mend it, for anything else.
+
+    They may have more entries than the vocabulary; the rest is padding.
+    """
+    logits = logits_of(output)
+    if logits is not None and logits.shape[:-1] == targets.shape and logits.shape[-1] >= (vocab_size or 1):
+        return logits
+    came = type(output).__name__ if logits is None else f"logits of shape {tuple(logits.shape)}"
+    needed = ", ".join(map(str, (*targets.shape, vocab_size or "vocabulary")))
+    raise ValueError(
+        f"the model must return logits of shape ({needed}), an object or dict with `logits`, or a tuple that begins "
+        f"with them, and it returned {came}; wrap it so that forward(tokens) returns them, or, if forward takes "
+        "targets and returns a loss, use --loss model"
+    )
+
+
+def own_loss(model: nn.Module) -> Loss:
+    """The loss that the model computes itself when it is given what to predict; raise ValueError if it cannot.
+
+    The call raises ValueError where no loss (a tensor without axes) is in what the model returns.
+    """
+    names = inspect.signature(model.forward).parameters
+    name = next((each for each in TARGETS if each in names), None)
+    if name is None:
+        raise ValueError(
+            f"--loss model needs a model whose forward takes {' or '.join(TARGETS)}, got forward({', '.join(names)})"
+        )
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        output = model(tokens, **{name: targets if name == "targets" else tokens})
+        parts: list[Any] = [output.get("loss")] if isinstance(output, Mapping) else []
+        parts += [*output] if isinstance(output, tuple | list) else [output, getattr(output, "loss", None)]
+        for part in parts:
+            if isinstance(part, Tensor) and part.ndim == 0:
+                return part
+        raise ValueError(
+            f"--loss model needs a loss (a tensor without axes, in a tuple or as `loss`) when forward is given {name}, "
+            f"and it returned {type(output).__name__} without one"
+        )
+
+    return loss
+
+
+def vocabulary_of(model: nn.Module, tokens: Tensor, precision: AbstractContextManager[None], asked: int | None) -> int:
+    """Tokens that the model knows: the last axis of its logits, or the entries of its token embedding if fewer.
+
+    The model runs once, without gradients, on `tokens` (all 0), which show the form of a batch. `asked` is the
+    vocabulary that the user wants. Raise ValueError if the model does not take tokens, or knows fewer than asked for.
+    """
+    entries: list[int] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, nn.Embedding) and inputs and inputs[0] is tokens:
+            entries.append(module.num_embeddings)
+
+    handles = [each.register_forward_pre_hook(note) for each in model.modules() if isinstance(each, nn.Embedding)]
+    try:
+        with torch.no_grad(), precision:
+            output = model(tokens)
+    except (torch.OutOfMemoryError, TraceError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((each for each in reversed(frames) if "site-packages" not in each.filename), frames[-1])
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"the model must take int64 tokens of shape {tuple(tokens.shape)}; given these it raised "
+            f"{type(error).__name__}: {reason} ({Path(place.filename).name}, line {place.lineno})"
+        ) from None
+    finally:
+        for handle in handles:
+            handle.remove()
+    if (logits := logits_of(output)) is None:
+        logits = check_logits(output, tokens, asked)  # which raises
+    found = min([*entries, logits.shape[-1]])
+    if asked is not None and asked > found:
+        raise ValueError(f"--vocab-size {asked}: the model knows {found} tokens; ask for at most these")
+    return asked or found
+
 
 Criterion = Callable[[Tensor, Tensor, int], Tensor]
 """The mean loss, from logits, targets and the size of the vocabulary; logits beyond that size are padding."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cs336_systems.costs.shards import AHEAD, REST, aligned
 from cs336_systems.model.annotate import annotate
-from cs336_systems.model.own import blocks_of
+from cs336_systems.model.trainable import blocks_of
 from cs336_systems.model.transformer import Embedding
 from cs336_systems.parallel.collectives import divide_gradients, graded, take_from_rank_0
 from cs336_systems.parallel.exchange import CollectiveExchange, Exchange, PeerCopies, Started, start_gather

@@ -12,8 +12,7 @@ from cs336_systems.config import Mode, Parallel, Precision, RunConfig
 from cs336_systems.model.fast.master_adamw import storage_of
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.optimizer import make_optimizer
-from cs336_systems.model.own import blocks_of, own_way
-from cs336_systems.model.trainable import Trainable
+from cs336_systems.model.trainable import Trainable, blocks_of, own_way
 from cs336_systems.parallel.collectives import take_from_rank_0
 from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
 from cs336_systems.parallel.fully_sharded import FSDP

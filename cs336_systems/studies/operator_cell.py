@@ -27,7 +27,7 @@ from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.measure.clock import Clock, EventClock, HostClock
 from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.precision import apply_math_mode
-from cs336_systems.model.own import load_callable
+from cs336_systems.model.trainable import load_callable
 from cs336_systems.model.transformer import naive_attention
 from cs336_systems.record import Failure, Measurement, Status
 from cs336_systems.studies.cell import DTYPES, OperationObserver, make_generator

@@ -95,7 +95,7 @@ def raw_profile_paths(config: RunConfig, runs: Path) -> tuple[Path, ...]:
     """Paths of all files that this run's profiler may leave: of every rank, and notes beside a memory snapshot."""
     if config.profiler is Profiler.NONE:
         return ()
-    from cs336_systems.analysis.memory.notes import notes_path
+    from cs336_systems.analysis.memory.profile import notes_path
 
     raw = raw_profile_path(config, runs)
     ranks = 1 if config.profiler is Profiler.NSYS else config.ranks

@@ -18,8 +18,7 @@ from matplotlib.text import Text
 
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.analysis.memory.notes import notes_path, read_notes, write_notes
-from cs336_systems.analysis.memory.profile import write_memory_profile
+from cs336_systems.analysis.memory.profile import notes_path, read_notes, write_memory_profile, write_notes
 from cs336_systems.config import Profiler
 from cs336_systems.files import encode_json
 from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record

@@ -14,7 +14,7 @@ from cs336_systems.config import SIZES, UNSIZED, Device, LossKind, Precision, Ru
 from cs336_systems.costs import traces
 from cs336_systems.costs.memory import largest_batch, largest_context, predict_memory
 from cs336_systems.costs.time import costs_by_module
-from cs336_systems.model.own import checkpoint_each_block
+from cs336_systems.model.trainable import checkpoint_each_block
 
 D, V, LAYERS, LENGTH = 32, 70, 3, 64
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.analysis.memory.notes import (
+from cs336_systems.analysis.memory.profile import (
     Kind,
     MemoryNotes,
     Sighting,

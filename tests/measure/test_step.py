@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.own import call_factory
+from cs336_systems.model.trainable import call_factory
 from cs336_systems.model.transformer import TransformerLM
 from tests.conftest import HostTime
 

@@ -12,7 +12,7 @@ from cs336_systems.cli import main
 from cs336_systems.config import SIZES, LossKind, Mode, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.own import check_logits, own_loss, vocabulary_of
+from cs336_systems.model.trainable import check_logits, own_loss, vocabulary_of
 
 KNOWN, PADDED = 37, 40
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import SIZES, Arch, Attention, ModelConfig, RunConfig, SdpaBackend
 from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.own import call_factory
+from cs336_systems.model.trainable import call_factory
 from cs336_systems.model.transformer import (
     LayerNorm,
     RMSNorm,

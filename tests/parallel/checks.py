@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.analysis.memory.notes import notes_path, read_notes
+from cs336_systems.analysis.memory.profile import notes_path, read_notes
 from cs336_systems.config import Arch, ModelConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.memory import MemoryRecorder

@@ -29,13 +29,114 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
-from cs336_systems.analysis.kernels.attribution import HostWindows, Jobs, Selection, frame_of, totals
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, TO_HOST, Call, short_name
-from cs336_systems.analysis.kernels.host_calls import Host
+from cs336_systems.analysis.kernels.attribution import HostWindows, Jobs, Selection, frame_of, phase_at, totals
+from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, TO_HOST, Call, call_name, short_name
 from cs336_systems.analysis.kernels.modules import RangeParts
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase, Steps
-from cs336_systems.analysis.kernels.step_profile import CopyTimes, Gap, IdleCause, IdleTimes
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, DeviceWork, Trace, Union, of_names
+from cs336_systems.analysis.kernels.step_profile import CopyTimes, Gap, HostCalls, IdleCause, IdleTimes
+from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, DeviceWork, Nesting, Strings, Trace, Union, of_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls(Columns):
+    """The CUDA calls of a trace."""
+
+    name: Ints
+    """Index into `Host.names`."""
+    thread: Ints
+    start_ns: Ints
+    end_ns: Ints
+    is_launch: Mask
+    is_kernel: Mask
+    """The call launches a kernel or a CUDA graph."""
+    is_wait: Mask
+    """The call makes the host wait for the device: a synchronisation, or a copy to the host followed by one.
+
+    PyTorch does this for `.item()`, whose copy itself may take until the device has reached it.
+    """
+    is_of_copy: Mask
+    """The call waits for a copy to the host only."""
+
+
+class Host:
+    """Looks up CUDA calls."""
+
+    def __init__(self, trace: Trace) -> None:
+        api = trace.api_calls
+        called = Strings()
+        names = of_names(api.name, trace.strings, lambda name: called.id(call_name(name)), np.int64)
+        self.names = called.all
+        launches, waits, kernels = (
+            call.among(api.name, trace.strings) for call in (Call.LAUNCH, Call.WAIT, Call.KERNELS)
+        )
+        copies, their_waits = _copies_awaited(trace, launches, waits)
+        of_copy = waits & launches
+        of_copy[copies] = of_copy[their_waits] = waits[copies] = True
+        self.calls = Calls(
+            name=names,
+            thread=api.thread,
+            start_ns=api.start_ns,
+            end_ns=api.start_ns + api.duration_ns,
+            is_launch=launches,
+            is_kernel=kernels,
+            is_wait=waits,
+            is_of_copy=of_copy,
+        )
+
+    def returned(self, call: Ints, launch_ns: Ints) -> Ints:
+        """When each launching call returned; its start if the call waits itself or is not in the trace."""
+        end = np.where(self.calls.is_wait, self.calls.start_ns, self.calls.end_ns)
+        returned: Ints = np.where(call < 0, launch_ns, np.append(end, 0)[call])
+        return returned
+
+    def longest_call(self, start_ns: int, end_ns: int) -> str:
+        """The function in which the host spent most of the interval, on any thread; empty if there is none."""
+        calls = self.calls
+        rows = np.flatnonzero((calls.start_ns < end_ns) & (calls.end_ns > start_ns))
+        time = np.minimum(calls.end_ns[rows], end_ns) - np.maximum(calls.start_ns[rows], start_ns)
+        total = np.bincount(calls.name[rows], time, minlength=1)
+        return self.names[int(total.argmax())] if len(rows) else ""
+
+
+def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
+    """Copies to the host whose thread waits before it launches anything else, and the calls that wait."""
+    api, copies = trace.api_calls, trace.copies
+    to_host = [index for index, name in enumerate(trace.strings) if TO_HOST.search(name)]
+    is_copy = np.isin(np.arange(len(api)), copies.call[np.isin(copies.name, to_host)])
+    # of two calls with one start the longer comes first: a profiler may show a call around its own
+    by_thread = np.lexsort((-api.duration_ns, api.start_ns, api.thread))
+    by_thread = by_thread[(launches | waits)[by_thread]]
+    call, following = by_thread[:-1], by_thread[1:]
+    is_awaited = is_copy[call] & waits[following] & (api.thread[call] == api.thread[following])
+    return call[is_awaited], following[is_awaited]
+
+
+def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
+    """Calls by function, phase and whether they wait, the longest total first.
+
+    A call that waits after the last kernel launch of a step is in no phase, since it belongs to the benchmark's clock
+    or to the next batch. A copy to the host, and the wait for it, stay in their phase.
+    """
+    calls = host.calls
+    phase = phase_at(selection.windows, calls.start_ns)
+    step = Nesting(selection.steps.start_ns, selection.steps.end_ns).at(calls.start_ns)
+    last = np.full(len(selection.steps) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, step[calls.is_kernel], calls.start_ns[calls.is_kernel])
+    is_of_end = calls.is_wait & ~calls.is_of_copy & (calls.start_ns > last[step])
+    phase[is_of_end] = CODES[LaunchPhase.UNATTRIBUTED]
+    placed = frame_of(calls).assign(phase=phase, step=step)
+    return tuple(
+        HostCalls(
+            name=host.names[row.name],
+            phase=PHASES[row.phase],
+            count=row.count,
+            total_s=row.total_ns / 1e9,
+            is_launch=row.is_launch,
+            is_wait=row.is_wait,
+        )
+        for row in totals(placed[step >= 0], "name", "phase", "is_wait", "is_launch")
+    )
+
 
 Floats = NDArray[np.float64]
 

@@ -25,8 +25,7 @@ from cs336_systems.analysis.columns import (
 )
 from cs336_systems.analysis.kernels import communication, device_time, modules
 from cs336_systems.analysis.kernels.attribution import Attribution, attribute, by_step, frame_of, select
-from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, DeviceWindows
-from cs336_systems.analysis.kernels.host_calls import Host, host_calls
+from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, DeviceWindows, Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
 from cs336_systems.analysis.kernels.kineto import read_kineto
 from cs336_systems.analysis.kernels.modules import CLASSES

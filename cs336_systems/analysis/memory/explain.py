@@ -14,28 +14,26 @@ from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.memory import groups
 from cs336_systems.analysis.memory.allocations import replay
 from cs336_systems.analysis.memory.groups import LiveSums
-from cs336_systems.analysis.memory.notes import (
+from cs336_systems.analysis.memory.profile import (
+    CODES,
     NO_PHASES,
     NOWHERE,
     START,
+    AllocatorWork,
+    Category,
+    FailedRequest,
     Mark,
     MemoryNotes,
+    MemoryProfile,
+    Moment,
+    PhaseMemory,
+    Timeline,
     find_phases,
     moments_of,
     notes_on_positions,
     notes_path,
     read_notes,
     times_s,
-)
-from cs336_systems.analysis.memory.profile import (
-    CODES,
-    AllocatorWork,
-    Category,
-    FailedRequest,
-    MemoryProfile,
-    Moment,
-    PhaseMemory,
-    Timeline,
 )
 from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Action, DeviceMemory, Snapshot, read_snapshot
 from cs336_systems.text import counted, inert_line

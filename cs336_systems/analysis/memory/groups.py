@@ -10,16 +10,6 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Ints, Mask
 from cs336_systems.analysis.memory.allocations import BEFORE, NONE, Allocations, Replay, nearest
-from cs336_systems.analysis.memory.notes import (
-    Kind,
-    Phases,
-    Sighting,
-    block_of_parameter,
-    block_of_ranges,
-    like_name,
-    short_name,
-    within_block,
-)
 from cs336_systems.analysis.memory.profile import (
     CATEGORIES,
     CODES,
@@ -27,9 +17,17 @@ from cs336_systems.analysis.memory.profile import (
     BlockMemory,
     Category,
     CategoryBytes,
+    Kind,
     LikeAllocations,
+    Phases,
     Place,
     SavedTensor,
+    Sighting,
+    block_of_parameter,
+    block_of_ranges,
+    like_name,
+    short_name,
+    within_block,
 )
 from cs336_systems.analysis.memory.snapshot import NO_STACK, Action, Frame, Stack
 from cs336_systems.config import Phase

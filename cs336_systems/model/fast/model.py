@@ -26,8 +26,7 @@ from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_
 from cs336_systems.model.fast.fp8 import update_scales
 from cs336_systems.model.fast.master_adamw import MasterAdamW, storage_of
 from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
-from cs336_systems.model.own import Loss
-from cs336_systems.model.trainable import Trainable, mode_of
+from cs336_systems.model.trainable import Loss, Trainable, mode_of
 from cs336_systems.model.transformer import Block, Mask, Rotations, TransformerLM, attention_backend
 from cs336_systems.ranges import Range, block_range
 

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from cs336_systems.analysis.memory.notes import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
+from cs336_systems.analysis.memory.profile import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
 from cs336_systems.config import ModelConfig
 from tests.analysis.memory.snapshots import MIB, NOTHING, Allocator, snapshot_of, write
 

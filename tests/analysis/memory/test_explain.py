@@ -12,16 +12,21 @@ from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.memory.allocations import replay
 from cs336_systems.analysis.memory.explain import MAX_POINTS, explain_memory
 from cs336_systems.analysis.memory.groups import NOT_SIGHTED, resolve
-from cs336_systems.analysis.memory.notes import (
+from cs336_systems.analysis.memory.profile import (
     NOWHERE,
+    OPTIONAL,
+    Category,
     Kind,
+    LikeAllocations,
     MemoryNotes,
+    MemoryProfile,
+    Moment,
+    Place,
     Position,
     moments_of,
     notes_path,
     write_notes,
 )
-from cs336_systems.analysis.memory.profile import OPTIONAL, Category, LikeAllocations, MemoryProfile, Moment, Place
 from cs336_systems.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.programs import BEFORE, STACK, Program, Training
 from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write
