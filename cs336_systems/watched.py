@@ -96,17 +96,8 @@ class WatchedStep:
     """Elements of the first integer tensor that the model was given, summed over the step's forward passes."""
 
 
-def watch(
-    model: nn.Module,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
-    *,
-    name: str = "mine",
-    warmup_steps: int = 5,
-    profile: bool = False,
-    memory: bool = False,
-    output: Path | str = "data",
-) -> "Watched":
-    """Watch the steps of a loop: put `with watched.step():` around each, and print the result.
+class Watched:
+    """Watches the steps of a loop: put `with watched.step():` around each, and print the result.
 
     `model` is what the loop calls (the wrapper, if there is one: DistributedDataParallel, torch.compile), `optimizers`
     one or several. The first `warmup_steps` are not counted. The record goes to `output`/e2e_benchmark/`name`/runs/.
@@ -116,33 +107,30 @@ def watch(
     With `memory`, on a GPU, the allocator's history is recorded instead, and the report says what the memory holds, by
     which tensor it is; the record goes to memory_profiles.
     """
-    if not name.isidentifier():
-        raise ValueError(f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}")
-    if warmup_steps < 0:
-        raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
-    if profile and memory:
-        raise ValueError("watch: profile and memory record different steps: give one of them")
-    several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-    several = tuple(getattr(each, "optimizer", each) for each in several)  # in the wrappers of Accelerate and Lightning
-    profiler = Profiler.KINETO if profile else Profiler.MEMORY if memory else Profiler.NONE
-    return Watched(model, several, name=name, warmup_steps=warmup_steps, profiler=profiler, output=Path(output))
-
-
-class Watched:
-    """The hooks on a model and its optimizers, and the times of the steps so far."""
 
     def __init__(
         self,
         model: nn.Module,
-        optimizers: tuple[torch.optim.Optimizer, ...],
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         *,
-        name: str,
-        warmup_steps: int,
-        profiler: Profiler,
-        output: Path,
+        name: str = "mine",
+        warmup_steps: int = 5,
+        profile: bool = False,
+        memory: bool = False,
+        output: Path | str = "data",
     ) -> None:
+        if not name.isidentifier():
+            raise ValueError(f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}")
+        if warmup_steps < 0:
+            raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
+        if profile and memory:
+            raise ValueError("watch: profile and memory record different steps: give one of them")
+        several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+        # in the wrappers of Accelerate and Lightning
+        several = tuple(getattr(each, "optimizer", each) for each in several)
+        profiler = Profiler.KINETO if profile else Profiler.MEMORY if memory else Profiler.NONE
         self.model, self.name, self.warmup_steps = model, name, warmup_steps
-        self.directory = output / PROFILE_DIRECTORIES[profiler] / name
+        self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
         found = next((each.device.type for each in model.parameters() if each.device.type != "meta"), "cpu")
         self.device = Device.CUDA if found == "cuda" else Device.CPU
         self.warmup: list[WatchedStep] = []
@@ -168,10 +156,10 @@ class Watched:
         )  # fmt: skip
         self._profiled: _Profiled | None = None
         if profiler is not Profiler.NONE:
-            self._profiled = _Profiled(model, optimizers, self._config, self.directory)
+            self._profiled = _Profiled(model, several, self._config, self.directory)
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
-            *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in optimizers),
+            *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in several),
         ]
 
     @contextlib.contextmanager
@@ -358,6 +346,9 @@ class Watched:
             explain_run(record.config, runs)
         print_measured(record, runs)
         return self._written
+
+
+watch = Watched
 
 
 def _precision(model: nn.Module, device: Device) -> Precision:
