@@ -50,7 +50,7 @@ from cs336_systems.studies.ceilings_records import (
     Stream,
     StreamCell,
 )
-from cs336_systems.studies.cell import DTYPES, make_generator
+from cs336_systems.studies.cell import DTYPES, make_generator, normal
 from cs336_systems.studies.records import Row
 from cs336_systems.sweep.ranks import first_failed, run_ranks
 
@@ -307,13 +307,9 @@ def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -
 
 def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:
     """The matmul of a (rows, inner) matrix with the transpose of a (columns, inner) one, as in a linear layer."""
-    generator = make_generator(grid)
-    dtype = PRODUCT_DTYPES[precision]
-    drawn = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
-    left, right = (
-        torch.randn(rows, shape.inner, generator=generator, device=grid.device.value, dtype=drawn).to(dtype)
-        for rows in (shape.rows, shape.columns)
-    )
+    dtype, sides = PRODUCT_DTYPES[precision], [(shape.rows, shape.inner), (shape.columns, shape.inner)]
+    drawn = normal(make_generator(grid), sides, torch.bfloat16 if precision is ProductPrecision.FP8 else dtype)
+    left, right = (each.to(dtype) for each in drawn)
     if precision is ProductPrecision.FP8:
         one = torch.ones((), device=grid.device.value)
         return lambda: torch._scaled_mm(
@@ -399,18 +395,14 @@ def _random(grid: CeilingsGrid, row: KernelCell, rows: int, columns: int, is_tra
     """Random matrices of this shape, row-major, or column-major if `is_transposed`."""
     sides = (columns, rows) if is_transposed else (rows, columns)
     shape = sides if row.batch == 1 else (row.batch, *sides)
-    generator, dtype = make_generator(grid), DTYPES[row.precision]
-    made = torch.randn(shape, generator=generator, device=grid.device.value, dtype=dtype)
+    (made,) = normal(make_generator(grid), [shape], DTYPES[row.precision])
     return made.transpose(-2, -1) if is_transposed else made
 
 
 def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: bool) -> Run:
     """Causal attention of all heads by the kernel that PyTorch chooses."""
-    generator, dtype = make_generator(grid), DTYPES[row.precision]
     shape = (1, row.batch, row.rows, row.inner)
-    q, k, v, upstream = (
-        torch.randn(shape, generator=generator, device=grid.device.value, dtype=dtype) for _ in range(4)
-    )
+    q, k, v, upstream = normal(make_generator(grid), [shape] * 4, DTYPES[row.precision])
     if not with_backward:
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
     inputs = tuple(each.requires_grad_() for each in (q, k, v))
