@@ -36,10 +36,10 @@ class Rank:
     """How long a collective waits for the other ranks."""
 
 
-def devices_of(rank: int, gpu_uuids: Sequence[str], *, all_of_them: bool) -> str:
-    """Value of CUDA_VISIBLE_DEVICES for a rank: its own GPU, which comes first, and the others if it writes to them."""
-    own = gpu_uuids[rank]
-    return ",".join([own, *(uuid for uuid in gpu_uuids if uuid != own)]) if all_of_them else own
+def devices_of(gpu_uuids: Sequence[str], *, all_of_them: bool) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each rank: its own GPU, which comes first, and the others if it writes to them."""
+    others = gpu_uuids if all_of_them else ()
+    return [",".join(dict.fromkeys([own, *others])) for own in gpu_uuids]
 
 
 @contextlib.contextmanager

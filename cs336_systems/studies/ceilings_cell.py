@@ -1,13 +1,10 @@
 """One cell of the ceilings: a matmul, a pass over memory, a launch, a kernel of a step, or collectives of processes."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
-from multiprocessing.util import get_temp_dir
-from tempfile import TemporaryDirectory
 from time import perf_counter_ns
 
 import torch
@@ -182,26 +179,22 @@ def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> l
     """Time collectives of one kind, by the slowest process; if a process fails, all rows get the failure."""
     assert not torch.cuda.is_initialized(), "forked processes could not use CUDA"
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
-    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
-        meeting = f"file://{scratch}/rendezvous"
-        calls = [partial(_serve, rank, grid, rows, meeting, gpus) for rank in range(rows[0].world_size)]
-        first, *_ = ends = run_ranks(calls, _Answer)
-        if (failed := first_failed(ends)) is not None:
-            return [row.failed(failed.status, failed.failure) for row in rows]
-        assert first.answer is not None
-        return [row.with_loops(loops) for row, loops in zip(rows, first.answer.loops, strict=True)]
+    ranks = rows[0].world_size
+    devices = devices_of(gpus[:ranks], all_of_them=True)
+    first, *_ = ends = run_ranks(partial(_serve, grid, rows), _Answer, ranks, devices, PATIENCE_S)
+    if (failed := first_failed(ends)) is not None:
+        return [row.failed(failed.status, failed.failure) for row in rows]
+    assert first.answer is not None
+    return [row.with_loops(loops) for row, loops in zip(rows, first.answer.loops, strict=True)]
 
 
-def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], meeting: str, gpus: Sequence[str]) -> _Answer:
+def _serve(grid: CeilingsGrid, rows: Sequence[CollectiveCell], rank: Rank) -> _Answer:
     """What one process does."""
-    ranks, kind = rows[0].world_size, rows[0].collective
+    kind = rows[0].collective
     torch.set_num_threads(1)  # the processes share the cores, and OpenMP's threads do not survive a fork
     try:
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank, gpus[:ranks], all_of_them=True)
-        place = Rank(rank=rank, ranks=ranks, meeting=meeting, timeout_s=PATIENCE_S)
-        with group_of(place, grid.device):
-            pairs = permutations(range(ranks), 2) if kind is Collective.PUSH else ()
+        with group_of(rank, grid.device):
+            pairs = permutations(range(rank.ranks), 2) if kind is Collective.PUSH else ()
             if not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):  # alike in all processes
                 return _Answer(status=Status.UNAVAILABLE, failure=Failure(message=NO_ACCESS))
             brief, agree = replace(grid, loop_s=LOOP_SHARE * grid.loop_s), partial(_agreed, grid.device)
