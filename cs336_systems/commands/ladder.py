@@ -24,7 +24,7 @@ from cs336_systems.commands.flags import (
     value_or,
     with_flags,
 )
-from cs336_systems.commands.outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn
+from cs336_systems.commands.outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.measure.nvml import visible_gpus
@@ -191,18 +191,12 @@ def _report(_records: Sequence[RunRecord], directory: Path, status: StatusLine) 
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from cs336_systems.report.page.chapters import Directory, write_page_of
     from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
-    from cs336_systems.report.terminal import print_table
 
     status("reading records and profiles")
-    beside = load_ceilings_or_warn(ceilings_beside(directory))
-    climbed = load(directory, beside)
-    rows = climbed.rows
+    climbed = load(directory, load_ceilings_or_warn(ceilings_beside(directory)))
     status("drawing and writing")
-    write_ladder_report(rows, directory)
+    write_ladder_report(climbed.rows, directory)
     page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)
     status.end()
-    for table in ladder_section(rows).tables:
-        print_table(table, directory)
-        print()
-    print_line(f"results: {directory}")
+    show(ladder_section(climbed.rows).tables, directory)
     print_line(f"page: {page}")
