@@ -32,9 +32,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.analysis.memory.profile import notes_path
-from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
+from cs336_systems.analysis.warnings import launched_phases, timing_warnings
 from cs336_systems.config import (
-    MODULE_DEPTH,
     SIZES,
     UNSIZED,
     WATCHED,
@@ -47,40 +46,19 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.measure.clock import StepTimes
-from cs336_systems.measure.environment import environment
 from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
-from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS
+from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS, Progress
 from cs336_systems.measure.step import memory_since
-from cs336_systems.model.annotate import (
-    Annotator,
-    annotate,
-    backward_ranges,
-    forward_ranges,
-    kineto_trace,
-    module_names,
-    set_annotator,
-)
+from cs336_systems.measure.watchers import Watch, annotator_of
+from cs336_systems.model.annotate import Annotator, annotate, set_annotator
 from cs336_systems.ranges import Range
-from cs336_systems.record import (
-    Durations,
-    GpuState,
-    Measurement,
-    Memory,
-    RunRecord,
-    RunWarning,
-    Status,
-    Telemetry,
-    WarningCode,
-    read_record,
-    write_record,
-)
+from cs336_systems.record import GpuState, Memory, RunRecord, Telemetry, WarningCode, read_record, write_record
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 
 MAX_KEPT_STEPS = 10_000
 """Most measured steps whose times are kept; of a longer loop, the last ones."""
 PROFILED_STEPS = 3
 """Steps that torch.profiler records, after one more that warms it up."""
-PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
 @dataclass(slots=True)
@@ -118,17 +96,8 @@ class WatchedStep:
     """Elements of the first integer tensor that the model was given, summed over the step's forward passes."""
 
 
-def watch(
-    model: nn.Module,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
-    *,
-    name: str = "mine",
-    warmup_steps: int = 5,
-    profile: bool = False,
-    memory: bool = False,
-    output: Path | str = "data",
-) -> "Watched":
-    """Watch the steps of a loop: put `with watched.step():` around each, and print the result.
+class Watched:
+    """Watches the steps of a loop: put `with watched.step():` around each, and print the result.
 
     `model` is what the loop calls (the wrapper, if there is one: DistributedDataParallel, torch.compile), `optimizers`
     one or several. The first `warmup_steps` are not counted. The record goes to `output`/e2e_benchmark/`name`/runs/.
@@ -138,34 +107,30 @@ def watch(
     With `memory`, on a GPU, the allocator's history is recorded instead, and the report says what the memory holds, by
     which tensor it is; the record goes to memory_profiles.
     """
-    if not name.isidentifier():
-        raise ValueError(f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}")
-    if warmup_steps < 0:
-        raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
-    if profile and memory:
-        raise ValueError("watch: profile and memory record different steps: give one of them")
-    several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-    several = tuple(getattr(each, "optimizer", each) for each in several)  # in the wrappers of Accelerate and Lightning
-    profiler = Profiler.KINETO if profile else Profiler.MEMORY if memory else Profiler.NONE
-    return Watched(model, several, name=name, warmup_steps=warmup_steps, profiler=profiler, output=Path(output))
-
-
-class Watched:
-    """The hooks on a model and its optimizers, and the times of the steps so far."""
 
     def __init__(
         self,
         model: nn.Module,
-        optimizers: tuple[torch.optim.Optimizer, ...],
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         *,
-        name: str,
-        warmup_steps: int,
-        profiler: Profiler,
-        output: Path,
+        name: str = "mine",
+        warmup_steps: int = 5,
+        profile: bool = False,
+        memory: bool = False,
+        output: Path | str = "data",
     ) -> None:
+        if not name.isidentifier():
+            raise ValueError(f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}")
+        if warmup_steps < 0:
+            raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
+        if profile and memory:
+            raise ValueError("watch: profile and memory record different steps: give one of them")
+        several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+        # in the wrappers of Accelerate and Lightning
+        several = tuple(getattr(each, "optimizer", each) for each in several)
+        profiler = Profiler.KINETO if profile else Profiler.MEMORY if memory else Profiler.NONE
         self.model, self.name, self.warmup_steps = model, name, warmup_steps
-        self._profiler = profiler
-        self.directory = output / PROFILE_DIRECTORIES[profiler] / name
+        self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
         found = next((each.device.type for each in model.parameters() if each.device.type != "meta"), "cpu")
         self.device = Device.CUDA if found == "cuda" else Device.CPU
         self.warmup: list[WatchedStep] = []
@@ -185,14 +150,16 @@ class Watched:
         self._gpu = _Gpu() if self.device is Device.CUDA else None
         if profiler is Profiler.MEMORY and self.device is Device.CPU:
             raise ValueError("watch: memory=True needs the model on a GPU, whose allocator it records; got the CPU")
+        self._config = RunConfig(
+            size=UNSIZED, model=SIZES["tiny"], model_factory=f"{WATCHED}:{name}", device=self.device,
+            warmup_steps=warmup_steps, profiler=profiler,
+        )  # fmt: skip
         self._profiled: _Profiled | None = None
-        if profiler is Profiler.KINETO:
-            self._profiled = _Profiled(model, self.device, self.directory)
-        elif profiler is Profiler.MEMORY:
-            self._profiled = _Recorded(model, self.device, self.directory, optimizers)
+        if profiler is not Profiler.NONE:
+            self._profiled = _Profiled(model, several, self._config, self.directory)
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
-            *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in optimizers),
+            *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in several),
         ]
 
     @contextlib.contextmanager
@@ -295,67 +262,53 @@ class Watched:
                 f"watch: no step to report: {len(self.warmup)} of {self.warmup_steps} warm-up steps are done; "
                 "watch more steps, or give watch(..., warmup_steps=0)"
             )
-        seen = [phase for phase in PHASES if any(step.times.phases_s.get(phase) for step in steps)]
-        phases = [Measurement(phase, tuple(step.times.phases_s.get(phase, 0.0) for step in steps)) for phase in seen]
-        measurements = (*phases, Measurement(Phase.STEP, tuple(step.times.step_s for step in steps)))
-        on_host = tuple(
-            Measurement(phase, tuple(step.times.host_phases_s.get(phase, 0.0) for step in steps))
-            for phase in (seen if self.device is Device.CUDA else ())
-        )
-        between_s = tuple(step.between_s for step in steps if step.between_s is not None)
         gpu = self._gpu
-        return RunRecord(
-            config=self._config(steps, seen),
-            status=Status.OK,
+        progress = Progress(
+            config=self._config,
             started_at=self._started_at,
-            measurements=measurements,
-            warmup_times_s=tuple(step.times.step_s for step in self.warmup),
-            host_times_s=tuple(step.times.host_s for step in steps),
-            host_phases=on_host,
-            between_s=between_s,
+            started=self._started,
             num_parameters=sum(each.numel() for each in self.model.parameters()),
+            gpu=gpu.gpu if gpu else None,
+            warmup=[step.times for step in self.warmup],
+            measured=[step.times for step in steps],
+        )
+        telemetry = gpu.telemetry() if gpu else None
+        self._judge(progress, telemetry)
+        record = progress.finished()
+        return replace(
+            record,
+            config=self._config_of(steps, {each.phase for each in record.measurements}),
+            between_s=tuple(step.between_s for step in steps if step.between_s is not None),
             memory=gpu.memory() if gpu else None,
-            telemetry=gpu.telemetry() if gpu else None,
-            environment=environment(self.device, gpu.gpu if gpu else None),
-            durations=Durations(
-                setup_s=0.0,
-                warmup_s=sum(step.times.step_s for step in self.warmup),
-                measured_s=sum(step.times.step_s for step in steps),
-                total_s=perf_counter() - self._started,
-            ),
-            warnings=self._warnings(measurements, on_host),
+            telemetry=telemetry,
         )
 
-    def _config(self, steps: list[WatchedStep], seen: list[Phase]) -> RunConfig:
+    def _config_of(self, steps: list[WatchedStep], seen: set[Phase]) -> RunConfig:
         """What is known of the loop; of its model's shape, the batch and the context alone."""
         tokens = statistics.median_low([step.tokens for step in steps])
         mode = (
             Mode.TRAIN if Phase.OPTIMIZER in seen else Mode.FORWARD_BACKWARD if Phase.BACKWARD in seen else Mode.FORWARD
         )
-        return RunConfig(
-            size=UNSIZED,
-            model=replace(SIZES["tiny"], context_length=self._context_length),
-            model_factory=f"{WATCHED}:{self.name}",
+        return replace(
+            self._config,
+            model=replace(self._config.model, context_length=self._context_length),
             batch_size=max(1, tokens // self._context_length),
             mode=mode,
             precision=self._precision,
-            device=self.device,
-            warmup_steps=self.warmup_steps,
             measured_steps=len(steps),
-            profiler=self._profiler,
         )
 
-    def _warnings(self, measured: tuple[Measurement, ...], on_host: tuple[Measurement, ...]) -> tuple[RunWarning, ...]:
-        found = list(timing_warnings(measured[-1].times_s, launched_phases(measured, on_host)))
+    def _judge(self, progress: Progress, telemetry: Telemetry | None) -> None:
+        """Add the warnings that follow from the times and the telemetry."""
+        measured = progress.measurements()
+        progress.warnings += timing_warnings(measured[-1].times_s, launched_phases(measured, progress.host_phases()))
         if len(self.warmup) < LEAST_TRAIN_WARMUP_STEPS and measured[-2:-1] and measured[-2].phase is Phase.OPTIMIZER:
-            message = (
-                f"{len(self.warmup)} warm-up step(s): the measured ones include the making of the optimizer's state"
+            progress.warn(
+                WarningCode.FEW_WARMUP_STEPS,
+                f"{len(self.warmup)} warm-up step(s): the measured ones include the making of the optimizer's state",
             )
-            found.append(RunWarning(code=WarningCode.FEW_WARMUP_STEPS, message=message))
-        telemetry = self._gpu.telemetry() if self._gpu else None
-        if telemetry is not None and (slowed := throttled(telemetry)) is not None:
-            found.append(RunWarning(code=WarningCode.THROTTLED, message=slowed))
-        return tuple(found)
+        if telemetry is not None:
+            progress.warn_if_throttled(telemetry)
 
     def __str__(self) -> str:
         """The table of the steps so far, with its warnings, as benchmark.py prints it."""
@@ -395,6 +348,9 @@ class Watched:
         return self._written
 
 
+watch = Watched
+
+
 def _precision(model: nn.Module, device: Device) -> Precision:
     """The precision of the model's matmuls, from autocast, else from its parameters, else from the mode of fp32."""
     kind = device.value
@@ -406,13 +362,19 @@ def _precision(model: nn.Module, device: Device) -> Precision:
 
 
 class _Profiled:
-    """Records some steps with torch.profiler, with ranges of the phases and of the model's modules."""
+    """Has some steps recorded by the profiler of a run, with ranges of the phases and of the model's modules."""
 
-    _annotator = Annotator.RECORD_FUNCTION
-
-    def __init__(self, model: nn.Module, device: Device, directory: Path) -> None:
-        self._model, self._device = model, device
+    def __init__(
+        self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], config: RunConfig, directory: Path
+    ) -> None:
+        if hasattr(model, "_orig_mod"):  # torch.compile's wrapper, whose modules have no ranges
+            config = replace(config, compile=CompileMode.DEFAULT)
+        state = ChainMap(*(each.state for each in optimizers))
+        self._step = SimpleNamespace(
+            model=model, optimizer=SimpleNamespace(state=state), way=None, phase=None, config=config
+        )
         self.trace = directory / "traces" / f".{os.getpid()}.json.gz"
+        self._watch: Watch
         self._session: contextlib.ExitStack | None = None
         """What is open while steps are recorded: the profiler, the hooks of the modules."""
         self._ranges: list[contextlib.AbstractContextManager[None]] = []
@@ -433,6 +395,10 @@ class _Profiled:
         """Begin the range of a phase, in that of its step, and end the one before; None ends the step."""
         if self._session is None:
             return
+        ended = self._step.phase
+        if ended not in (Phase.DATA, phase):
+            self._watch.mark(ended)
+        self._step.phase = phase
         self._leave(1 if phase is None else 2)
         if phase is not None and len(self._ranges) == 1:
             self._enter(Range.STEP)
@@ -442,7 +408,7 @@ class _Profiled:
     def finish(self) -> None:
         """Write the trace, if steps are being recorded."""
         if self._session is not None:
-            if self._device is Device.CUDA:
+            if self._step.config.device is Device.CUDA:
                 torch.cuda.synchronize()
             self._leave(0)
             self._session.close()
@@ -451,21 +417,17 @@ class _Profiled:
     def move(self, target: Path) -> None:
         """Move what was recorded to where the analysis looks for it."""
         self.trace.replace(target)
+        if self._step.config.profiler is Profiler.MEMORY:
+            notes_path(self.trace).replace(notes_path(target))
 
     def _begin(self) -> None:
         self.trace.parent.mkdir(parents=True, exist_ok=True)
         self._session = session = contextlib.ExitStack()
-        set_annotator(self._annotator)
+        set_annotator(annotator_of(self._step.config))
         session.callback(set_annotator, Annotator.NONE)
-        self._record(session)
-        if not hasattr(self._model, "_orig_mod"):  # torch.compile's wrapper, whose modules have no ranges
-            names = module_names(self._model, MODULE_DEPTH)
-            session.enter_context(forward_ranges(names))
-            if self._annotator is not Annotator.PATH:
-                session.enter_context(backward_ranges(names))
-
-    def _record(self, session: contextlib.ExitStack) -> None:
-        session.enter_context(kineto_trace(self.trace, self._device is Device.CUDA))
+        self._watch = Watch(self._step, self.trace)
+        session.enter_context(self._watch.whole_run())
+        session.enter_context(self._watch.recording())
 
     def _enter(self, name: str) -> None:
         self._ranges.append(opened := annotate(name))
@@ -475,43 +437,6 @@ class _Profiled:
         """Close the innermost ranges until `depth` are open."""
         while len(self._ranges) > depth:
             self._ranges.pop().__exit__(None, None, None)
-
-
-class _Recorded(_Profiled):
-    """Records the allocator's history in some steps, and which tensor is at which address."""
-
-    _annotator = Annotator.PATH
-
-    def __init__(
-        self, model: nn.Module, device: Device, directory: Path, optimizers: tuple[torch.optim.Optimizer, ...]
-    ) -> None:
-        super().__init__(model, device, directory)
-        state = ChainMap(*(each.state for each in optimizers))
-        self._step = SimpleNamespace(
-            model=model, optimizer=SimpleNamespace(state=state), way=None, phase=None,
-            config=SimpleNamespace(device=device, compile=CompileMode.NONE, checkpoint_blocks=0),
-        )  # fmt: skip
-        self._recorder: Any = None
-
-    def phase(self, phase: Phase | None) -> None:
-        """As of `_Profiled`, with a mark of the recorder where a step begins and where a phase ends."""
-        if self._recorder is not None and self._session is not None:
-            ended = self._step.phase
-            if ended not in (Phase.DATA, phase):
-                self._recorder.mark(ended)
-            self._step.phase = phase
-        super().phase(phase)
-
-    def move(self, target: Path) -> None:
-        super().move(target)
-        notes_path(self.trace).replace(notes_path(target))
-
-    def _record(self, session: contextlib.ExitStack) -> None:
-        from cs336_systems.measure.memory import MemoryRecorder
-
-        self._recorder = MemoryRecorder(self._step)
-        session.callback(self._recorder.dump, self.trace)
-        session.enter_context(self._recorder.watching())
 
 
 class _Gpu:

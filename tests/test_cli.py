@@ -25,7 +25,7 @@ from cs336_systems.commands import compare as compare_command
 from cs336_systems.commands.flags import MeasuringArguments
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, read_record, write_record
-from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
+from cs336_systems.sweep.store import explanation_path
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
@@ -243,7 +243,7 @@ sys.exit(main())
 def write_profile_of(run: RunRecord, runs: Path) -> Path:
     """A profile where its sweep would keep it."""
     is_memory = run.config.profiler is Profiler.MEMORY
-    path = (memory_profile_path if is_memory else kernel_profile_path)(run.config, runs)
+    path = explanation_path(run.config, runs)
     path.parent.mkdir(exist_ok=True)
     if is_memory:
         write_memory_profile(make_memory(), path)

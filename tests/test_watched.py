@@ -5,6 +5,7 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,10 @@ from cs336_systems import watch
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.analysis.memory.profile import Kind, notes_path, read_notes
-from cs336_systems.config import Device, Mode, Phase
+from cs336_systems.config import Device, Mode, Phase, Profiler
 from cs336_systems.model.annotate import annotate
 from cs336_systems.record import WarningCode, load_records, read_record
-from cs336_systems.watched import PROFILED_STEPS, _Recorded
+from cs336_systems.watched import PROFILED_STEPS, _Profiled
 from tests.analysis.kernels.tracing import num_matmuls
 from tests.measure.allocator import make_up_allocator
 
@@ -169,7 +170,9 @@ def test_a_recorded_loop_says_which_tensor_is_at_which_address(clock, tmp_path, 
     model = Model(clock)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     watched = watch(model, optimizer, warmup_steps=1, output=tmp_path)
-    watched._profiled = recorded = _Recorded(model, Device.CPU, tmp_path, (optimizer,))
+    config = replace(watched._config, device=Device.CUDA, profiler=Profiler.MEMORY)
+    object.__setattr__(config, "device", Device.CPU)  # where there is no run with this profiler
+    watched._profiled = recorded = _Profiled(model, (optimizer,), config, tmp_path)
     loop(model, clock, watched, optimizers=[optimizer], steps=PROFILED_STEPS + 3)
     recorded.move(tmp_path / "raw.pickle")
     notes = read_notes(notes_path(tmp_path / "raw.pickle"))

@@ -1,7 +1,7 @@
 """`cs336 ladder`: from the slow way to the fast way, one change at a time, each measured and each checked."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,19 +24,11 @@ from cs336_systems.commands.flags import (
     value_or,
     with_flags,
 )
-from cs336_systems.commands.outcome import (
-    INTERRUPTED,
-    OK,
-    UsageError,
-    checked,
-    load_ceilings_or_warn,
-    load_records_or_warn,
-    print_last,
-    status_of,
-)
-from cs336_systems.commands.sweep import note_unused_gpus
+from cs336_systems.commands.outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
+from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.measure.nvml import visible_gpus
+from cs336_systems.record import RunRecord
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.sweep.ladder import (
@@ -159,17 +151,7 @@ def run(arguments: LadderArguments) -> int:
     _refuse_another(ladder[0], directory, fresh=arguments.measuring.fresh)
     make_writable(directory)
     write_ladder(ladder, directory / LADDER_FILE)
-    from cs336_systems.sweep.run import run_sweep
-
-    note_unused_gpus(configs)
-    with StatusLine(_names(ladder)) as listener:
-        outcome = run_sweep(configs, directory, listener, **asdict(arguments.measuring))
-    _report(directory)
-    if outcome.interrupted:
-        print_last("interrupted: the same command goes on from here")
-        return INTERRUPTED
-    wanted = {config.key for config in configs}
-    return status_of([record for record in outcome.records if record.key in wanted], outcome.unexplained)
+    return measure_all(configs, directory, arguments.measuring, show=_report, names=_names(ladder))
 
 
 def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
@@ -205,22 +187,16 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     return Climbed(results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
 
 
-def _report(directory: Path) -> None:
+def _report(_records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from cs336_systems.report.page.chapters import Directory, write_page_of
     from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
-    from cs336_systems.report.terminal import print_table
 
-    with StatusLine() as status:
-        status("reading records and profiles")
-        beside = load_ceilings_or_warn(ceilings_beside(directory))
-        climbed = load(directory, beside)
-        rows = climbed.rows
-        status("drawing and writing")
-        write_ladder_report(rows, directory)
-        page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)
-    for table in ladder_section(rows).tables:
-        print_table(table, directory)
-        print()
-    print_line(f"results: {directory}")
+    status("reading records and profiles")
+    climbed = load(directory, load_ceilings_or_warn(ceilings_beside(directory)))
+    status("drawing and writing")
+    write_ladder_report(climbed.rows, directory)
+    page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)
+    status.end()
+    show(ladder_section(climbed.rows).tables, directory)
     print_line(f"page: {page}")

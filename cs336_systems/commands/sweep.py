@@ -5,7 +5,7 @@ import hashlib
 import importlib.util
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -366,10 +366,12 @@ def measure_all(
     directory: Path,
     measuring: MeasuringArguments,
     elsewhere: Callable[..., "Outcome"] | None = None,
+    show: Callable[[Sequence[RunRecord], Path, StatusLine], None] | None = None,
+    names: Mapping[RunConfig, str] | None = None,
 ) -> int:
-    """Run the configurations that have no result yet, write the tables and plots, print the tables.
+    """Run the configurations that have no result yet, and `show` what came of all, as `show_results` does.
 
-    `elsewhere` measures them on other machines in place of `run_sweep`.
+    `elsewhere` measures them on other machines in place of `run_sweep`. `names` are shown while they run.
     """
     from cs336_systems.sweep.nsys import is_under_nsys
 
@@ -382,12 +384,12 @@ def measure_all(
     if elsewhere is None:
         note_unused_gpus(configs)
     first = IMPORTING if elsewhere is None else "connecting to the cluster"
-    with StatusLine(first=first) as status:
+    with StatusLine(names, first) as status:
         outcome = (elsewhere or run_sweep)(
             configs, directory, status,
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,
         )  # fmt: skip
-        show_results(outcome.records, directory, status)
+        (show or show_results)(outcome.records, directory, status)
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED

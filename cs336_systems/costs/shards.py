@@ -99,11 +99,6 @@ class Unit:
         """Elements of the tensor into which the parts of all ranks are gathered."""
         return sum(aligned([self.ranks * length for length in self.lengths], self.element_bytes))
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of its all-gather, or its reduce-scatter: those of the parts of all ranks."""
-        return self.element_bytes * self.ranks * sum(self.lengths)
-
 
 def units(config: RunConfig) -> list[Unit]:
     """The units of `fsdp`, in the order of forward; the last is REST, which may be empty. Vectors are in none."""

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.analysis.memory.profile import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
 from cs336_systems.config import CompileMode, Phase
-from cs336_systems.measure.clock import Clock, ObservedClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import current_path
 from cs336_systems.model.fast.model import FastLM
@@ -75,10 +74,6 @@ class MemoryRecorder:
             for handle in self._watch_checkpoints():
                 handles.callback(handle.remove)
             yield
-
-    def clock(self, inner: Clock) -> Clock:
-        """The clock, with a mark at the end of every phase."""
-        return ObservedClock(inner, self.mark)
 
     def mark(self, ended: Phase | None) -> None:
         """Mark the start of a step or the end of a phase; when the gradients are there, note their addresses too."""

@@ -7,7 +7,7 @@ import gc
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -91,6 +91,11 @@ class Progress:
         """Add a warning that the times may not be what they should."""
         self.warnings.append(RunWarning(code=code, message=message))
 
+    def warn_if_throttled(self, telemetry: Telemetry) -> None:
+        """Add a warning if the driver has lowered the clock."""
+        if (slowed := throttled(telemetry)) is not None:
+            self.warn(WarningCode.THROTTLED, slowed)
+
     @property
     def place(self) -> str:
         """The phase and step that the run is in, or what it does outside of steps."""
@@ -100,18 +105,12 @@ class Progress:
 
     def measurements(self) -> tuple[Measurement, ...]:
         """Times of the measured steps by phase; those of the whole step come last."""
-        phases = [
-            Measurement(phase, tuple(times.phases_s[phase] for times in self.measured)) for phase in self.config.phases
-        ]
+        phases = _by_phase([times.phases_s for times in self.measured])
         return (*phases, Measurement(Phase.STEP, tuple(times.step_s for times in self.measured)))
 
     def host_phases(self) -> tuple[Measurement, ...]:
         """Times in which the host launched each phase of the measured steps; empty if the clock does not tell them."""
-        return tuple(
-            Measurement(phase, tuple(times.host_phases_s[phase] for times in self.measured))
-            for phase in self.config.phases
-            if all(phase in times.host_phases_s for times in self.measured)
-        )
+        return _by_phase([times.host_phases_s for times in self.measured])
 
     def record(self, status: Status) -> RunRecord:
         """What the record of any run has, however it ended."""
@@ -131,6 +130,21 @@ class Progress:
             ),
             warnings=tuple(self.warnings),
         )
+
+    def finished(self) -> RunRecord:
+        """The record of a run that has ended well, with its times."""
+        return replace(
+            self.record(Status.OK),
+            measurements=self.measurements(),
+            host_times_s=tuple(times.host_s for times in self.measured),
+            host_phases=self.host_phases(),
+        )
+
+
+def _by_phase(steps: Sequence[Mapping[Phase, float]]) -> tuple[Measurement, ...]:
+    """Times of each phase that any of the steps has, 0 in those that do not have it."""
+    phases = [phase for phase in Phase if any(phase in times_s for times_s in steps)]
+    return tuple(Measurement(phase, tuple(times_s.get(phase, 0.0) for times_s in steps)) for phase in phases)
 
 
 def measure(
@@ -219,10 +233,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     _judge(progress, memory, telemetry, step.compiled_graphs() - graphs)
     traffic = _look_inside(step, clock, progress, moments)
     return replace(
-        progress.record(Status.OK),
-        measurements=progress.measurements(),
-        host_times_s=tuple(times.host_s for times in progress.measured),
-        host_phases=progress.host_phases(),
+        progress.finished(),
         skipped_steps=progress.skipped_steps,
         collector_on=progress.collector_on,
         memory=memory,
@@ -424,8 +435,7 @@ def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | Non
             f"{memory.alloc_retries} time(s) while timing; use more --warmup-steps or a smaller batch",
         )
     if telemetry:
-        if (slowed := throttled(telemetry)) is not None:
-            progress.warn(WarningCode.THROTTLED, slowed)
+        progress.warn_if_throttled(telemetry)
         _warn_of_others(progress, max(telemetry.before.other_processes, telemetry.after.other_processes))
     if progress.skipped_steps:
         progress.warn(

@@ -6,10 +6,10 @@ nsys runs outside of the process; for it, this module adds the ranges of backwar
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from cs336_systems.config import CompileMode, Device, Profiler, RunConfig
-from cs336_systems.measure.clock import Clock
-from cs336_systems.measure.step import TrainingStep
+from cs336_systems.config import CompileMode, Device, Phase, Profiler, RunConfig
+from cs336_systems.measure.clock import Clock, ObservedClock
 from cs336_systems.model.annotate import (
     Annotator,
     annotate,
@@ -34,12 +34,16 @@ def annotator_of(config: RunConfig) -> Annotator:
 
 
 class Watch:
-    """The profiler of a run; it does nothing without one, or without the file that it would write."""
+    """The profiler of a run; it does nothing without one, or without the file that it would write.
 
-    def __init__(self, step: TrainingStep, path: Path | None) -> None:
-        profiler = step.config.profiler
+    `step` is a `TrainingStep`, or has its `model`, `optimizer`, `way`, `phase` and `config`.
+    """
+
+    def __init__(self, step: Any, path: Path | None) -> None:  # noqa: ANN401
+        profiler: Profiler = step.config.profiler
         self._step, self._path = step, path
         self._is_profiled = profiler is Profiler.NSYS or (path is not None and profiler is not Profiler.NONE)
+        self._trace = path if profiler is Profiler.KINETO else None
         self._recorder = None
         if path is not None and profiler is Profiler.MEMORY:
             from cs336_systems.measure.memory import MemoryRecorder
@@ -48,7 +52,12 @@ class Watch:
 
     def clock(self, clock: Clock) -> Clock:
         """The clock that times the phases; the recorder of memory marks their ends too."""
-        return clock if self._recorder is None else self._recorder.clock(clock)
+        return clock if self._recorder is None else ObservedClock(clock, self.mark)
+
+    def mark(self, ended: Phase | None) -> None:
+        """Tell the recorder of memory, if there is one, that a step begins (None) or that a phase has ended."""
+        if self._recorder is not None:
+            self._recorder.mark(ended)
 
     def whole_run(self) -> AbstractContextManager[object]:
         """Context around the warm-up and the measured steps.
@@ -70,18 +79,24 @@ class Watch:
         return watching
 
     @contextmanager
-    def measured_steps(self, one_step: Callable[[], object]) -> Iterator[None]:
-        """Context around the measured steps. torch.profiler needs a step to settle: `one_step`, a warm-up step."""
+    def recording(self) -> Iterator[None]:
+        """Context whose steps are recorded; a clean exit writes the file."""
         with ExitStack() as profiling:
-            if self._path is not None and self._step.config.profiler is Profiler.KINETO:
-                on_gpu = self._step.config.device is Device.CUDA
-                profiling.enter_context(kineto_trace(self._path, on_gpu))
-                with annotate(Range.WARMUP):
-                    one_step()
+            if self._trace is not None:
+                profiling.enter_context(kineto_trace(self._trace, self._step.config.device is Device.CUDA))
             if self._recorder is not None:
                 self._recorder.restart()
             yield
             self.dump_memory()
+
+    @contextmanager
+    def measured_steps(self, one_step: Callable[[], object]) -> Iterator[None]:
+        """Context around the measured steps. torch.profiler needs a step to settle: `one_step`, a warm-up step."""
+        with self.recording():
+            if self._trace is not None:
+                with annotate(Range.WARMUP):
+                    one_step()
+            yield
 
     def dump_memory(self) -> None:
         """Write the snapshot of memory, if there is a recorder; a failed run's snapshot shows what filled the memory.

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import Device
+from cs336_systems.costs.communication import Collective, sent_share
 from cs336_systems.record import Traffic
 
 _LOOK_S = 1e-3
@@ -35,10 +36,10 @@ class Rank:
     """How long a collective waits for the other ranks."""
 
 
-def devices_of(rank: int, gpu_uuids: Sequence[str], *, all_of_them: bool) -> str:
-    """Value of CUDA_VISIBLE_DEVICES for a rank: its own GPU, which comes first, and the others if it writes to them."""
-    own = gpu_uuids[rank]
-    return ",".join([own, *(uuid for uuid in gpu_uuids if uuid != own)]) if all_of_them else own
+def devices_of(gpu_uuids: Sequence[str], *, all_of_them: bool) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each rank: its own GPU, which comes first, and the others if it writes to them."""
+    others = gpu_uuids if all_of_them else ()
+    return [",".join(dict.fromkeys([own, *others])) for own in gpu_uuids]
 
 
 @contextlib.contextmanager
@@ -79,20 +80,18 @@ def meet_on_host(name: str) -> None:
         time.sleep(_LOOK_S)
 
 
-SENDS = {
-    "allreduce_": 2.0,
-    "allreduce_coalesced_": 2.0,
-    "allgather_": 1.0,
-    "_allgather_base_": 1.0,
-    "allgather_into_tensor_coalesced_": 1.0,
-    "reduce_scatter_": 1.0,
-    "_reduce_scatter_base_": 1.0,
-    "reduce_scatter_tensor_coalesced_": 1.0,
-    "broadcast_": 1.0,
+KINDS = {
+    "allreduce_": Collective.ALL_REDUCE,
+    "allreduce_coalesced_": Collective.ALL_REDUCE,
+    "allgather_": Collective.ALL_GATHER,
+    "_allgather_base_": Collective.ALL_GATHER,
+    "allgather_into_tensor_coalesced_": Collective.ALL_GATHER,
+    "reduce_scatter_": Collective.REDUCE_SCATTER,
+    "_reduce_scatter_base_": Collective.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced_": Collective.REDUCE_SCATTER,
+    "broadcast_": Collective.BROADCAST,
 }
-"""How often each of n ranks of a ring sends (n - 1) / n of a collective's whole tensors."""
-_OUTPUT_FIRST = ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
-"""Reduce-scatters: their first argument is the output, and their second the whole tensors."""
+"""Collectives by the names of their operators. The whole tensors come first; in a reduce-scatter, after the output."""
 
 
 @torch.library.custom_op("cs336_systems::push", mutates_args=("target",))
@@ -118,8 +117,8 @@ class TrafficCounter(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func.namespace == "c10d" and (name := func.__name__.partition(".")[0]) in SENDS:
-            whole = tree_leaves(args[1 if name in _OUTPUT_FIRST else 0])
+        if func.namespace == "c10d" and (name := func.__name__.partition(".")[0]) in KINDS:
+            whole = tree_leaves(args[1 if KINDS[name] is Collective.REDUCE_SCATTER else 0])
             self._payloads.setdefault(name, []).append(_bytes(whole))
         if func is torch.ops.cs336_systems.push.default:
             self._payloads.setdefault("push", []).append(_bytes([args[0]]))
@@ -133,9 +132,7 @@ class TrafficCounter(TorchDispatchMode):
                 collective=name.strip("_").removesuffix("_base"),
                 count=len(payloads),
                 payload_bytes=sum(payloads),
-                sent_bytes=sum(payloads)
-                if name == "push"
-                else round(SENDS[name] * sum(payloads) * (ranks - 1) / ranks),
+                sent_bytes=sum(payloads) if name == "push" else round(sent_share(KINDS[name], ranks) * sum(payloads)),
             )
             for name, payloads in sorted(self._payloads.items())
         )

@@ -1,13 +1,10 @@
 """One cell of the ceilings: a matmul, a pass over memory, a launch, a kernel of a step, or collectives of processes."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
-from multiprocessing.util import get_temp_dir
-from tempfile import TemporaryDirectory
 from time import perf_counter_ns
 
 import torch
@@ -50,7 +47,7 @@ from cs336_systems.studies.ceilings_records import (
     Stream,
     StreamCell,
 )
-from cs336_systems.studies.cell import DTYPES, make_generator
+from cs336_systems.studies.cell import DTYPES, make_generator, normal
 from cs336_systems.studies.records import Row
 from cs336_systems.sweep.ranks import first_failed, run_ranks
 
@@ -182,26 +179,22 @@ def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> l
     """Time collectives of one kind, by the slowest process; if a process fails, all rows get the failure."""
     assert not torch.cuda.is_initialized(), "forked processes could not use CUDA"
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
-    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
-        meeting = f"file://{scratch}/rendezvous"
-        calls = [partial(_serve, rank, grid, rows, meeting, gpus) for rank in range(rows[0].world_size)]
-        first, *_ = ends = run_ranks(calls, _Answer)
-        if (failed := first_failed(ends)) is not None:
-            return [row.failed(failed.status, failed.failure) for row in rows]
-        assert first.answer is not None
-        return [row.with_loops(loops) for row, loops in zip(rows, first.answer.loops, strict=True)]
+    ranks = rows[0].world_size
+    devices = devices_of(gpus[:ranks], all_of_them=True)
+    first, *_ = ends = run_ranks(partial(_serve, grid, rows), _Answer, ranks, devices, PATIENCE_S)
+    if (failed := first_failed(ends)) is not None:
+        return [row.failed(failed.status, failed.failure) for row in rows]
+    assert first.answer is not None
+    return [row.with_loops(loops) for row, loops in zip(rows, first.answer.loops, strict=True)]
 
 
-def _serve(rank: int, grid: CeilingsGrid, rows: Sequence[CollectiveCell], meeting: str, gpus: Sequence[str]) -> _Answer:
+def _serve(grid: CeilingsGrid, rows: Sequence[CollectiveCell], rank: Rank) -> _Answer:
     """What one process does."""
-    ranks, kind = rows[0].world_size, rows[0].collective
+    kind = rows[0].collective
     torch.set_num_threads(1)  # the processes share the cores, and OpenMP's threads do not survive a fork
     try:
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank, gpus[:ranks], all_of_them=True)
-        place = Rank(rank=rank, ranks=ranks, meeting=meeting, timeout_s=PATIENCE_S)
-        with group_of(place, grid.device):
-            pairs = permutations(range(ranks), 2) if kind is Collective.PUSH else ()
+        with group_of(rank, grid.device):
+            pairs = permutations(range(rank.ranks), 2) if kind is Collective.PUSH else ()
             if not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):  # alike in all processes
                 return _Answer(status=Status.UNAVAILABLE, failure=Failure(message=NO_ACCESS))
             brief, agree = replace(grid, loop_s=LOOP_SHARE * grid.loop_s), partial(_agreed, grid.device)
@@ -307,13 +300,9 @@ def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -
 
 def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:
     """The matmul of a (rows, inner) matrix with the transpose of a (columns, inner) one, as in a linear layer."""
-    generator = make_generator(grid)
-    dtype = PRODUCT_DTYPES[precision]
-    drawn = torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
-    left, right = (
-        torch.randn(rows, shape.inner, generator=generator, device=grid.device.value, dtype=drawn).to(dtype)
-        for rows in (shape.rows, shape.columns)
-    )
+    dtype, sides = PRODUCT_DTYPES[precision], [(shape.rows, shape.inner), (shape.columns, shape.inner)]
+    drawn = normal(make_generator(grid), sides, torch.bfloat16 if precision is ProductPrecision.FP8 else dtype)
+    left, right = (each.to(dtype) for each in drawn)
     if precision is ProductPrecision.FP8:
         one = torch.ones((), device=grid.device.value)
         return lambda: torch._scaled_mm(
@@ -399,18 +388,14 @@ def _random(grid: CeilingsGrid, row: KernelCell, rows: int, columns: int, is_tra
     """Random matrices of this shape, row-major, or column-major if `is_transposed`."""
     sides = (columns, rows) if is_transposed else (rows, columns)
     shape = sides if row.batch == 1 else (row.batch, *sides)
-    generator, dtype = make_generator(grid), DTYPES[row.precision]
-    made = torch.randn(shape, generator=generator, device=grid.device.value, dtype=dtype)
+    (made,) = normal(make_generator(grid), [shape], DTYPES[row.precision])
     return made.transpose(-2, -1) if is_transposed else made
 
 
 def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: bool) -> Run:
     """Causal attention of all heads by the kernel that PyTorch chooses."""
-    generator, dtype = make_generator(grid), DTYPES[row.precision]
     shape = (1, row.batch, row.rows, row.inner)
-    q, k, v, upstream = (
-        torch.randn(shape, generator=generator, device=grid.device.value, dtype=dtype) for _ in range(4)
-    )
+    q, k, v, upstream = normal(make_generator(grid), [shape] * 4, DTYPES[row.precision])
     if not with_backward:
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
     inputs = tuple(each.requires_grad_() for each in (q, k, v))

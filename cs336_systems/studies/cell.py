@@ -4,7 +4,7 @@ import contextlib
 import gc
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
@@ -62,6 +62,11 @@ class OperationObserver(TorchDispatchMode):
 def make_generator(grid: Grid[RowT, StudyT]) -> torch.Generator:
     """Random numbers on the grid's device, the same for every cell."""
     return torch.Generator(grid.device.value).manual_seed(grid.seed)
+
+
+def normal(generator: torch.Generator, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Normally distributed tensors of these shapes, on the generator's device."""
+    return (torch.randn(shape, generator=generator, device=generator.device, dtype=dtype) for shape in shapes)
 
 
 def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:

@@ -30,7 +30,7 @@ from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.model.trainable import load_callable
 from cs336_systems.model.transformer import naive_attention
 from cs336_systems.record import Failure, Measurement, Status
-from cs336_systems.studies.cell import DTYPES, OperationObserver, make_generator
+from cs336_systems.studies.cell import DTYPES, OperationObserver, make_generator, normal
 from cs336_systems.studies.operators import (
     PHASES,
     AttentionCell,
@@ -118,10 +118,7 @@ class Passes:
 
 def make_inputs(shapes: Sequence[tuple[int, ...]], precision: Precision, generator: torch.Generator) -> Inputs:
     """Normally distributed inputs of these shapes; the output is taken to have the first shape."""
-    *inputs, upstream = (
-        torch.randn(shape, generator=generator, device=generator.device, dtype=DTYPES[precision])
-        for shape in (*shapes, shapes[0])
-    )
+    *inputs, upstream = normal(generator, (*shapes, shapes[0]), DTYPES[precision])
     return Inputs(tuple(tensor.requires_grad_() for tensor in inputs), upstream)
 
 

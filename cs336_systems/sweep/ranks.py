@@ -124,27 +124,32 @@ class RankEnd(Generic[AnswerT]):
             self.exit_code = -signal.SIGSTOP
 
 
-def run_ranks(calls: Sequence[Callable[[], AnswerT]], kind: type[AnswerT]) -> list[RankEnd[AnswerT]]:
-    """Make each call in a process of its own, a child of this one, which sends what it returns, of the type `kind`.
+def run_ranks(
+    call: Callable[[Rank], AnswerT], kind: type[AnswerT], ranks: int, devices: Sequence[str], timeout_s: float
+) -> list[RankEnd[AnswerT]]:
+    """Make the call for each rank in a process, a child of this one, which sends what it returns, of the type `kind`.
 
-    The others end at most _GRACE_S after the first that fails. Afterwards no process is left.
+    `devices` are the GPUs that each sees (see devices_of), empty on a CPU. A collective may take `timeout_s`. The
+    others end at most _GRACE_S after the first that fails. Afterwards no process is left.
     """
     context = multiprocessing.get_context("fork")
     ends: list[RankEnd[AnswerT]] = []
-    try:
-        for rank, call in enumerate(calls):
-            pipe, other = context.Pipe(duplex=False)
-            process = context.Process(target=_answer, args=(call, other))
-            process.start()
-            other.close()
-            ends.append(RankEnd(rank=rank, process=process, pipe=pipe))
-        _watch(ends, kind)
-    finally:
-        for each in ends:
-            each.process.kill()
-        for each in ends:
-            each.process.join()
-            each.pipe.close()
+    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
+        try:
+            for number in range(ranks):
+                place = Rank(rank=number, ranks=ranks, meeting=f"file://{scratch}/meeting", timeout_s=timeout_s)
+                pipe, other = context.Pipe(duplex=False)
+                process = context.Process(target=_answer, args=(call, place, devices, other))
+                process.start()
+                other.close()
+                ends.append(RankEnd(rank=number, process=process, pipe=pipe))
+            _watch(ends, kind)
+        finally:
+            for each in ends:
+                each.process.kill()
+            for each in ends:
+                each.process.join()
+                each.pipe.close()
     return ends
 
 
@@ -154,10 +159,12 @@ def first_failed(ends: Sequence[RankEnd[AnswerT]]) -> RankEnd[AnswerT] | None:
     return min(failed, key=lambda each: each.blame, default=None)
 
 
-def _answer(call: Callable[[], AnswerT], pipe: Connection) -> None:
+def _answer(call: Callable[[Rank], AnswerT], place: Rank, devices: Sequence[str], pipe: Connection) -> None:
     """Entry of a rank: make the call, send its answer, and end without waiting for the other ranks."""
     die_with_forker(signal.SIGKILL)
-    pipe.send_bytes(msgspec.json.encode(call()))
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[place.rank]
+    pipe.send_bytes(msgspec.json.encode(call(place)))
     pipe.close()
     os._exit(0)
 
@@ -185,25 +192,16 @@ def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], profile: Path 
     rank a file beside it, with its number.
     """
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
-        meeting = f"file://{scratch}/meeting"
-        ranks = [
-            Rank(rank=rank, ranks=config.ranks, meeting=meeting, timeout_s=_COLLECTIVE_S)
-            for rank in range(config.ranks)
-        ]
-        calls = [partial(_measure_rank, config, rank, gpu_uuids, profile) for rank in ranks]
-        ends = run_ranks(calls, RunRecord)
+    devices = devices_of(gpu_uuids, all_of_them=config.parallel.writes_to_others)
+    ends = run_ranks(partial(_measure_rank, config, profile), RunRecord, config.ranks, devices, _COLLECTIVE_S)
     if (failed := first_failed(ends)) is None:
         return merge([each.answer for each in ends if each.answer is not None])
     record = failed.answer or RunRecord(config=config, status=failed.status, started_at=started_at)
     return replace(record, failure=failed.failure, failed_rank=failed.rank)
 
 
-def _measure_rank(config: RunConfig, rank: Rank, gpu_uuids: Sequence[str], profile: Path | None) -> RunRecord:
+def _measure_rank(config: RunConfig, profile: Path | None, rank: Rank) -> RunRecord:
     """What a rank does."""
-    if gpu_uuids:
-        every = config.parallel.writes_to_others
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(rank.rank, gpu_uuids, all_of_them=every)
     import torch
 
     from cs336_systems.measure.run import measure

@@ -76,19 +76,9 @@ def raw_profile_path(config: RunConfig, runs: Path) -> Path:
     return runs.with_name(folder) / f"{config.key}{ending}"
 
 
-def kernel_profile_path(config: RunConfig, runs: Path) -> Path:
-    """Path of this run's explained kernel profile, a `StepProfile`."""
-    return runs.with_name(_KERNELS) / f"{config.key}.json"
-
-
-def memory_profile_path(config: RunConfig, runs: Path) -> Path:
-    """Path of this run's explained memory snapshot, a `MemoryProfile`."""
-    return runs.with_name(_MEMORY) / f"{config.key}.json"
-
-
 def explanation_path(config: RunConfig, runs: Path) -> Path:
-    """Path of the explanation of this run's raw profile, for any profiler."""
-    return (memory_profile_path if config.profiler is Profiler.MEMORY else kernel_profile_path)(config, runs)
+    """Path of the explanation of this run's raw profile: a `MemoryProfile` of a snapshot, a `StepProfile` of others."""
+    return runs.with_name(_MEMORY if config.profiler is Profiler.MEMORY else _KERNELS) / f"{config.key}.json"
 
 
 def raw_profile_paths(config: RunConfig, runs: Path) -> tuple[Path, ...]:

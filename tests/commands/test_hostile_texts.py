@@ -26,7 +26,7 @@ from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import StudyResults
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.operators import Op
-from cs336_systems.sweep.store import kernel_profile_path, memory_profile_path
+from cs336_systems.sweep.store import explanation_path
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import training, write_export
 from tests.analysis.memory.programs import Training
@@ -127,8 +127,7 @@ def sweep_directory(tmp_path_factory):
     for profiler in (Profiler.KINETO, Profiler.MEMORY):
         record = poisoned_record(make_record(make_config(profiler=profiler), (0.1, 0.2)))
         write_record(record, directory / "runs")
-        path_of = kernel_profile_path if profiler is Profiler.KINETO else memory_profile_path
-        path = path_of(record.config, directory / "runs")
+        path = explanation_path(record.config, directory / "runs")
         path.parent.mkdir()
         if profiler is Profiler.KINETO:
             write_profile(replace(poisoned(make_profile(), SHORTER), source=CONTROLS), path)

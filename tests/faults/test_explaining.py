@@ -10,7 +10,7 @@ from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.config import Profiler
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep import run as sweep_module
-from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
+from cs336_systems.sweep.store import explanation_path, raw_profile_path
 from tests.faults import analyses
 from tests.faults.analyses import HANGING, NOTES
 from tests.faults.harness import ROOT, Witness, command, config, contents, lay_out_models, sweep, time_is_up
@@ -40,7 +40,7 @@ def measured(unexplained, place):
 
 
 def explanation(directory):
-    return kernel_profile_path(WATCHED, directory / "runs")
+    return explanation_path(WATCHED, directory / "runs")
 
 
 def raw(directory):

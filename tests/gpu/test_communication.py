@@ -28,7 +28,7 @@ from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
-from cs336_systems.sweep.store import kernel_profile_path
+from cs336_systems.sweep.store import explanation_path
 from tests.parallel.models import FAULTY_RANK, SLEEP_S
 from tests.parallel.test_runs import SHARED
 
@@ -60,8 +60,7 @@ def profiled(tmp_path: Path, *configs: RunConfig) -> list[tuple[RunRecord, StepP
     assert [found[config].status for config in configs] == [Status.OK] * len(configs), outcome.records
     assert outcome.unexplained == ()
     return [
-        (found[config], decode_profile(kernel_profile_path(config, tmp_path / "runs").read_bytes()))
-        for config in configs
+        (found[config], decode_profile(explanation_path(config, tmp_path / "runs").read_bytes())) for config in configs
     ]
 
 

@@ -20,7 +20,7 @@ from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.sections.kernels.findings import findings
 from cs336_systems.sweep.run import run_sweep
-from cs336_systems.sweep.store import kernel_profile_path
+from cs336_systems.sweep.store import explanation_path
 from tests.analysis.kernels.tracing import num_matmuls
 from tests.faults.harness import Witness
 
@@ -94,7 +94,7 @@ def test_nsys_kineto_and_events_see_the_same(tmp_path: Path) -> None:
     nsys, kineto = replace(config, profiler=Profiler.NSYS), replace(config, profiler=Profiler.KINETO)
     outcome = run_sweep([config, nsys, kineto], tmp_path, Witness(), timeout_s=120)
     plain, *watched = (next(record for record in outcome.records if record.config == c) for c in (config, nsys, kineto))
-    seen = [decode_profile(kernel_profile_path(c, tmp_path / "runs").read_bytes()) for c in (nsys, kineto)]
+    seen = [decode_profile(explanation_path(c, tmp_path / "runs").read_bytes()) for c in (nsys, kineto)]
     for timed in TIMED:
         by_nsys, by_kineto = (phase(profile, timed) for profile in seen)
         assert set(by_nsys.launches) == set(by_kineto.launches)

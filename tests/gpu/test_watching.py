@@ -26,7 +26,7 @@ from cs336_systems.config import (
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import Status, load_records, write_record
 from cs336_systems.sweep.keep import can_be_explained, explain_run
-from cs336_systems.sweep.store import kernel_profile_path
+from cs336_systems.sweep.store import explanation_path
 from cs336_systems.sweep.worker import run_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -81,7 +81,7 @@ def watched(config: RunConfig, folder: Path) -> dict[Profiler, StepProfile]:
     for profiler, record in records.items():
         assert record.status is Status.OK, (profiler, record.failure)
     return {
-        watched.profiler: decode_profile(kernel_profile_path(watched, runs).read_bytes())
+        watched.profiler: decode_profile(explanation_path(watched, runs).read_bytes())
         for watched in configs
         if watched.profiler in (Profiler.KINETO, Profiler.NSYS)
     }

@@ -20,7 +20,7 @@ from cs336_systems.analysis.memory.profile import (
 )
 from cs336_systems.config import Arch, Device, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.costs.accounting import count_parameters
-from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.clock import HostClock, ObservedClock
 from cs336_systems.measure.memory import CHECKPOINT, MemoryRecorder
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import Annotator, set_annotator
@@ -50,7 +50,7 @@ def record(step: TrainingStep, folder: Path, num_steps: int = 1) -> MemoryNotes:
     recorder = MemoryRecorder(step)
     with recorder.watching():
         for _ in range(num_steps):
-            step(recorder.clock(HostClock()))
+            step(ObservedClock(HostClock(), recorder.mark))
     recorder.dump(folder / "snapshot.pickle")
     return read_notes(notes_path(folder / "snapshot.pickle"))
 

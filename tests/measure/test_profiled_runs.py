@@ -17,7 +17,7 @@ from cs336_systems.measure.run import measure
 from cs336_systems.model.annotate import Annotator, set_annotator
 from cs336_systems.record import Status, load_records
 from cs336_systems.sweep.keep import explain_run
-from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
+from cs336_systems.sweep.store import explanation_path, raw_profile_path
 from cs336_systems.sweep.worker import run_here
 from tests.analysis.kernels.tracing import num_matmuls
 
@@ -59,9 +59,9 @@ def test_a_profiled_run_is_explained(mode: Mode, tmp_path: Path) -> None:
     record = run_here(config, runs)
     assert record.status is Status.OK, record.failure
     assert raw_profile_path(config, runs).is_file()
-    assert not kernel_profile_path(config, runs).exists(), "explaining is not measuring"
+    assert not explanation_path(config, runs).exists(), "explaining is not measuring"
     explain_run(config, runs)
-    profile = decode_profile(kernel_profile_path(config, runs).read_bytes())
+    profile = decode_profile(explanation_path(config, runs).read_bytes())
     assert profile.work is Work.OPERATORS
     assert profile.num_steps == config.measured_steps
     assert not profile.is_warmup
@@ -84,7 +84,7 @@ def test_what_a_checkpoint_computes_again_has_its_own_name(tmp_path: Path) -> No
     record = run_here(config, runs)
     assert record.status is Status.OK, record.failure
     explain_run(config, runs)
-    profile = decode_profile(kernel_profile_path(config, runs).read_bytes())
+    profile = decode_profile(explanation_path(config, runs).read_bytes())
     layers, steps = config.model.num_layers, config.measured_steps
     assert num_matmuls(profile, LaunchPhase.FORWARD) == steps * (9 * layers + 1)
     # two gradients each, and the products of the blocks once more

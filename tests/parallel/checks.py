@@ -13,7 +13,7 @@ from torch import nn
 
 from cs336_systems.analysis.memory.profile import notes_path, read_notes
 from cs336_systems.config import Arch, ModelConfig
-from cs336_systems.measure.clock import HostClock
+from cs336_systems.measure.clock import HostClock, ObservedClock
 from cs336_systems.measure.memory import MemoryRecorder
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
@@ -209,7 +209,7 @@ def recorded(settings, folder):
         step(HostClock())
         recorder = MemoryRecorder(step)
         with recorder.watching():
-            step(recorder.clock(HostClock()))
+            step(ObservedClock(HostClock(), recorder.mark))
         recorder.dump(path)
     kinds = Counter()
     for each in read_notes(notes_path(path)).sightings:

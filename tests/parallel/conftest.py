@@ -73,7 +73,7 @@ def ranks_of(count, gpu_uuids=()):
             for rank in range(count):
                 place = Rank(rank=rank, ranks=count, meeting=f"file://{scratch}/meeting", timeout_s=PATIENCE_S)
                 pipe, other = context.Pipe()
-                gpu = devices_of(rank, gpu_uuids, all_of_them=True) if gpu_uuids else None
+                gpu = devices_of(gpu_uuids, all_of_them=True)[rank] if gpu_uuids else None
                 process = context.Process(target=_serve, args=(place, gpu, other), daemon=True)
                 start(process)
                 other.close()

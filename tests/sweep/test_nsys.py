@@ -14,7 +14,7 @@ from cs336_systems.config import SIZES, Device, Parallel, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, load_records
 from cs336_systems.sweep.keep import explain_run
 from cs336_systems.sweep.run import run_sweep
-from cs336_systems.sweep.store import kernel_profile_path, raw_profile_path
+from cs336_systems.sweep.store import explanation_path, raw_profile_path
 from cs336_systems.sweep.worker import run_here
 from tests.faults.harness import Witness
 
@@ -54,7 +54,7 @@ def test_a_run_under_nsys_leaves_its_record_its_report_and_the_explanation(fate:
     assert record_of(tmp_path / "out").status is Status.OK
     runs = tmp_path / "out" / "runs"
     assert raw_profile_path(UNDER_NSYS, runs).is_file()
-    profile = decode_profile(kernel_profile_path(UNDER_NSYS, runs).read_bytes())
+    profile = decode_profile(explanation_path(UNDER_NSYS, runs).read_bytes())
     launches = {phase.phase: phase.launches for phase in profile.phases if sum(phase.launches)}
     assert launches == {LaunchPhase.FORWARD: (2,), LaunchPhase.BACKWARD: (3,), LaunchPhase.OPTIMIZER: (1,)}
 
@@ -87,7 +87,7 @@ def test_ranks_under_nsys_are_in_one_report_and_explained_apart(fate: Path, tmp_
     runs = tmp_path / "runs"
     assert run_here(config, runs, ["GPU-0", "GPU-1"]).status is Status.OK
     explain_run(config, runs)
-    profile = decode_profile(kernel_profile_path(config, runs).read_bytes())
+    profile = decode_profile(explanation_path(config, runs).read_bytes())
     assert [own.rank for own in profile.ranks] == [0, 1]
     for own in profile.ranks:
         launches = {phase.phase: phase.launches for phase in own.phases if sum(phase.launches)}

@@ -17,7 +17,7 @@ from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.section import load_entries
 from cs336_systems.report.words import label
-from cs336_systems.sweep.store import kernel_profile_path
+from cs336_systems.sweep.store import explanation_path
 from cs336_systems.text import counted
 
 KERNEL_PROFILERS = (Profiler.NSYS, Profiler.KINETO)
@@ -75,7 +75,7 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profile
     """
 
     def load(record: RunRecord) -> Profiled:
-        path = kernel_profile_path(record.config, directory / "runs")
+        path = explanation_path(record.config, directory / "runs")
         try:
             profile = decode_profile(path.read_bytes())
         except (OSError, ValueError) as error:

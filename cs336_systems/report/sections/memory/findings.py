@@ -27,7 +27,7 @@ from cs336_systems.record import RunRecord
 from cs336_systems.report.columns import Column, column
 from cs336_systems.report.section import load_entries
 from cs336_systems.report.words import GIB, MIB, label, percent_of, significant
-from cs336_systems.sweep.store import memory_profile_path
+from cs336_systems.sweep.store import explanation_path
 from cs336_systems.text import counted
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
     """
 
     def load(record: RunRecord) -> MemoryEntry:
-        profile = read_memory_profile(memory_profile_path(record.config, directory / "runs"))
+        profile = read_memory_profile(explanation_path(record.config, directory / "runs"))
         return MemoryEntry(config=record.config, profile=profile, device_name=record.device_name)
 
     return load_entries(records, (Profiler.MEMORY,), load)

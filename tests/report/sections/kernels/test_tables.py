@@ -12,7 +12,7 @@ from cs336_systems.report.formats import csv_of
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels.entries import Explained, load_profiled
 from cs336_systems.report.sections.kernels.tables import attention, classes, communication, phases, ranks, top_kernels
-from cs336_systems.sweep.store import kernel_profile_path
+from cs336_systems.sweep.store import explanation_path
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
@@ -266,9 +266,9 @@ def test_profiles_are_loaded_with_their_plain_runs(tmp_path, capsys):
     records = [other_device, plain, make_record(kernel, (0.03,)), make_failure(missing), make_record(broken, (0.03,)),
                make_record(make_config(profiler=Profiler.MEMORY), (0.03,))]  # fmt: skip
     runs = tmp_path / "runs"
-    kernel_profile_path(kernel, runs).parent.mkdir()
-    write_profile(make_profile(), kernel_profile_path(kernel, runs))
-    kernel_profile_path(broken, runs).write_bytes(b"{")
+    explanation_path(kernel, runs).parent.mkdir()
+    write_profile(make_profile(), explanation_path(kernel, runs))
+    explanation_path(broken, runs).write_bytes(b"{")
     (found,) = load_profiled(records, tmp_path)
     assert (found.config, found.profile, found.plain, found.profiled) == (kernel, make_profile(), plain, records[2])
     assert found.clock_s(Phase.FORWARD, found.plain) == pytest.approx(0.005)
