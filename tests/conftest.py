@@ -85,6 +85,7 @@ def no_waiting_for_the_disk() -> Iterator[None]:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are planned but not drawn, which takes a tenth of a second each; tests of plots draw them."""
+    monkeypatch.setattr("cs336_systems.report.draw.png_of", lambda _picture: b"a picture")
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _figure, file, **_: file.write(b"a picture"))
 
 

@@ -1,14 +1,18 @@
 """Every row of a published table is what the code makes of the published records, to the byte."""
 
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from cs336_systems.commands.rebuild import load, write
+from cs336_systems.report.page.chapters import Directory
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.sections.forecast import FOLDER, write_forecast
-from tests.committed import DATA, committed_directories, load_committed
+from cs336_systems.studies.ceilings_files import load_ceilings
+from tests.committed import DATA, committed_directories
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -28,36 +32,41 @@ def outputs(directory: Path) -> dict[str, bytes]:
     }
 
 
-def inputs_alone(directory: Path, data: Path) -> Path:
-    """A copy of the results directory without its tables, below `data`, which has all others too."""
-    made = data / directory.relative_to(DATA)
-    made.mkdir(parents=True)
-    for path in directory.iterdir():
-        if path.name in INPUTS:
-            (made / path.name).symlink_to(path)
-        elif path.suffix == ".json":
-            shutil.copy(path, made)
-    for kind in DATA.iterdir():
-        if kind.is_dir() and not (data / kind.name).exists():
-            (data / kind.name).symlink_to(kind)
-    return made
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Directory]:
+    """Reads a copy of a results directory once; the copies of all of them, without tables, are beside each other."""
+    data = tmp_path_factory.mktemp("data")
+    for directory in committed_directories():
+        made = data / directory.relative_to(DATA)
+        made.mkdir(parents=True)
+        for path in directory.iterdir():
+            if path.name in INPUTS:
+                (made / path.name).symlink_to(path)
+            elif path.suffix == ".json":
+                shutil.copy(path, made)
+    ceilings_at = cache(load_ceilings)
+    return cache(lambda directory: load(data / directory.relative_to(DATA), ceilings_at))
 
 
 @pytest.mark.parametrize("directory", committed_directories(), ids=lambda path: str(path.relative_to(DATA)))
-def test_committed_tables_are_those_of_the_committed_records(directory: Path, tmp_path: Path) -> None:
-    made = inputs_alone(directory, tmp_path / "data")
-    given = {path.name: path.read_bytes() for path in made.glob("*.json")}
+def test_committed_tables_are_those_of_the_committed_records(
+    directory: Path, loaded: Callable[[Path], Directory]
+) -> None:
+    own = loaded(directory)
+    given = {path.name: path.read_bytes() for path in own.path.glob("*.json")}
     with StatusLine() as status:
-        write(load(made), status)
-    assert {path.name: path.read_bytes() for path in made.glob("*.json")} == given
-    committed = outputs(directory)
-    assert sorted(outputs(made)) == sorted(committed)
-    assert [name for name, text in outputs(made).items() if text != committed[name]] == []
+        write(own, status)
+    assert {path.name: path.read_bytes() for path in own.path.glob("*.json")} == given
+    committed, made = outputs(directory), outputs(own.path)
+    assert sorted(made) == sorted(committed)
+    assert [name for name, text in made.items() if text != committed[name]] == []
 
 
-def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(tmp_path: Path) -> None:
-    found = load_committed()
-    measured = {own.path.relative_to(DATA): own.results for own in found if own.results is not None}
+def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(
+    loaded: Callable[[Path], Directory], tmp_path: Path
+) -> None:
+    found = {directory.relative_to(DATA): loaded(directory).results for directory in committed_directories()}
+    measured = {path: results for path, results in found.items() if results is not None}
     sweeps = {path: results.published for path, results in measured.items()}
     assert write_forecast(sweeps, lambda path: measured[path].ceilings, tmp_path) == tmp_path / FOLDER
     assert outputs(tmp_path / FOLDER) == outputs(DATA / FOLDER)

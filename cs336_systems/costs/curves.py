@@ -89,20 +89,18 @@ class Curves:
         exchanged. The time is then at least that of a copy of as many bytes, and fused attention, which is causal,
         takes half the time of its matmuls.
         """
-        measured = self.matmuls.get(precision, ())
-        points = _surface(measured, _is_aligned(rows, inner, columns), form, batch > 1)
-        if not points:
+        if (rate := _rate(self, precision, (rows, inner, columns), batch, form)) is None:
             return None
-        seconds = 2 * batch * rows * inner * columns / _rate(points, batch * rows, inner, columns)
-        if any(each.form is form and (each.batch > 1) is (batch > 1) for each in measured):
+        seconds = 2 * batch * rows * inner * columns / rate
+        if any(each.form is form and (each.batch > 1) is (batch > 1) for each in self.matmuls[precision]):
             return seconds
         least_s = self.pass_s(moved_bytes) if moved_bytes else 0.0
         return max(seconds * MATMULS_OF.get(form, 2) / 2, least_s)
 
     def has_product(self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int) -> bool:
         """Whether this very matmul was measured, so that its time is looked up rather than interpolated."""
-        points = _surface(self.matmuls.get(precision, ()), _is_aligned(rows, inner, columns), form, batch > 1)
-        return any(there == (log(batch * rows), log(inner), log(columns)) for there, _ in points)
+        points = _surface(self, precision, _is_aligned(rows, inner, columns), form, batch > 1)
+        return (log(batch * rows), log(inner), log(columns)) in (there for there, _ in points)
 
     def without(self, precision: Precision, products: Collection[tuple[int, int, int]]) -> "Curves":
         """The curves as if no matmul of these sides, (rows of all of a batch, inner, columns), had been measured.
@@ -132,8 +130,9 @@ Point = tuple[tuple[float, float, float], float]
 
 
 @lru_cache(maxsize=1024)
-def _surface(measured: tuple[Matmul, ...], is_aligned: bool, form: Form, is_batched: bool) -> tuple[Point, ...]:
+def _surface(curves: Curves, precision: Precision, is_aligned: bool, form: Form, is_batched: bool) -> tuple[Point, ...]:
     """Points of the most similar matmuls: of this form and batching, else linear ones; if possible equally aligned."""
+    measured = curves.matmuls.get(precision, ())
     alike = [each for each in measured if each.form is form and (each.batch > 1) is is_batched]
     alike = alike or [each for each in measured if each.form is None]
     kept = [each for each in alike if _is_aligned(each.rows, each.inner, each.columns) is is_aligned] or alike
@@ -147,11 +146,12 @@ def _surface(measured: tuple[Matmul, ...], is_aligned: bool, form: Form, is_batc
 
 
 @lru_cache(maxsize=4096)
-def _rate(points: tuple[Point, ...], rows: int, inner: int, columns: int) -> float:
-    here = (log(rows), log(inner), log(columns))
+def _rate(curves: Curves, precision: Precision, sides: tuple[int, int, int], batch: int, form: Form) -> float | None:
+    here = (log(batch * sides[0]), log(sides[1]), log(sides[2]))
+    points = _surface(curves, precision, _is_aligned(*sides), form, batch > 1)
     distances = [dist(here, there) for there, _ in points]
-    if (nearest := min(distances)) == 0:
-        return next(rate for (_, rate), distance in zip(points, distances, strict=True) if distance == 0)
+    if (nearest := min(distances, default=0)) == 0:
+        return next((rate for (_, rate), distance in zip(points, distances, strict=True) if distance == 0), None)
     weights = [(nearest / distance) ** SHEPARD_EXPONENT for distance in distances]
     total = sum(weight * log(rate) for weight, (_, rate) in zip(weights, points, strict=True))
     return exp(total / sum(weights))

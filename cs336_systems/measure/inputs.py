@@ -58,17 +58,17 @@ def source_digest(module: str) -> str | None:
 
     Modules that it imports from its own directory count too, unless that is a directory of installed packages.
     """
-    locations = _locations(module.partition(".")[0])
-    root = locations[0].parent if locations else None
-    follow = root is not None and root.name not in _INSTALLED
-    digest, waiting, seen = hashlib.sha256(), list(locations), set(locations)
+    waiting = _locations(top := module.partition(".")[0])
+    root = waiting[0].parent if waiting and waiting[0].parent.name not in _INSTALLED else None
+    digest, known = hashlib.sha256(), {top}
     files: dict[str, bytes] = {}
     while waiting:
         for name, source in _sources(waiting.pop(0)):
             files.setdefault(name, source)
-            beside = [path for path in _beside(root, source) if path not in seen] if follow and root else []
-            waiting += beside
-            seen.update(beside)
+            if root is not None:
+                imported = _imported(source) - known
+                waiting += _beside(root, imported)
+                known |= imported
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode(errors="surrogateescape") + files[name])
     return digest.hexdigest()[:16] if files else None
@@ -171,10 +171,10 @@ def _sources(location: Path) -> list[tuple[str, bytes]]:
     return found
 
 
-def _beside(root: Path, source: bytes) -> list[Path]:
-    """Modules and packages in `root` that the source imports, without this package, which has its own digest."""
-    names, own = sorted(_imported(source)), Path(*_OWN_PACKAGE)
-    there = (name for name in names if (root / name).is_dir() or (root / f"{name}.py").is_file())
+def _beside(root: Path, names: set[str]) -> list[Path]:
+    """Modules and packages of these names in `root`, without this package, which has its own digest."""
+    own = Path(*_OWN_PACKAGE)
+    there = (name for name in sorted(names) if (root / name).is_dir() or (root / f"{name}.py").is_file())
     return [path for name in there for path in _locations(name) if path.parent == root and path != own]
 
 
