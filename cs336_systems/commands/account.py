@@ -8,18 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from cs336_systems.commands.flags import (
-    Flags,
-    Flat,
-    ModelArguments,
-    Number,
-    Switch,
-    checked_factory,
-    make_config,
-    one_precision,
-    unset,
-    with_flags,
-)
+from cs336_systems.commands import flags
 from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, Precision, RunConfig
 from cs336_systems.costs.accounting import SECONDS_PER_DAY, training_days
@@ -38,11 +27,11 @@ CEILINGS = Path("data/ceilings")
 class ParametersArguments:
     """A model of which nothing is known but its number of parameters."""
 
-    parameters: Annotated[Number | None, unset("N", "those of the size")] = None
+    parameters: Annotated[flags.Number | None, flags.unset("N", "those of the size")] = None
     """Parameters of the model, such as 70e9, in the place of a size."""
-    tokens: Annotated[Number | None, unset("T", "not asked")] = None
+    tokens: Annotated[flags.Number | None, flags.unset("T", "not asked")] = None
     """Tokens to train on, such as 15e12."""
-    peak_tflops: Annotated[float | None, unset("TFLOP/S", "the device's")] = None
+    peak_tflops: Annotated[float | None, flags.unset("TFLOP/S", "the device's")] = None
     """Dense peak of one GPU, in the place of a known device's."""
     count: int = 1
     """Number of GPUs."""
@@ -72,12 +61,12 @@ class ParametersArguments:
         return peak, f"{name}, {precision}, dense, by its data sheet"
 
 
-@with_flags(
+@flags.with_flags(
     "size", "context_length", "batch_size", "mode", "precision", "optimizer", "checkpoint_blocks", "parallel", "ranks",
     "shard_optimizer", "loss", "module_depth",
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
 )  # fmt: skip
-class AccountArguments(Flags):
+class AccountArguments(flags.Flags):
     """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the model, the peak of
     memory by what it holds, and the time.
 
@@ -89,18 +78,18 @@ class AccountArguments(Flags):
     peak x MFU). --parameters 70e9 --tokens 15e12 --device-name H100 --count 1024 --mfu 0.5 is about 144 days.
     """
 
-    mixed_precision: Switch = False
+    mixed_precision: flags.Switch = False
     """Short for --precision bf16."""
-    model: Flat[ModelArguments] = field(default_factory=ModelArguments)
-    known: Flat[ParametersArguments] = field(default_factory=ParametersArguments)
-    fit: Switch = False
+    model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
+    known: flags.Flat[ParametersArguments] = field(default_factory=ParametersArguments)
+    fit: flags.Switch = False
     """Say the largest batch, and the longest context, that fit."""
-    memory_gib: Annotated[float | None, unset("GIB", "that of the GPU")] = None
+    memory_gib: Annotated[float | None, flags.unset("GIB", "that of the GPU")] = None
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest; of a GPU
     that is not here, that of its data sheet."""
-    device_name: Annotated[str | None, unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
+    device_name: Annotated[str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
     """GPU whose time is predicted, such as H100 or 4090; it need not be here."""
-    ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
+    ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`), from which the step and the collectives of --parallel have
     times. If all are of one device, that is the GPU, whether it is here or not. Those of an H100 and an H200 come with
     the program."""
@@ -108,15 +97,15 @@ class AccountArguments(Flags):
     """Rows to show of what the peak consists of."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (account.md, .tex, .typ) and the numbers of each part (account.csv)."""
-    json: Switch = False
+    json: flags.Switch = False
     """Print JSON instead of tables."""
 
     def config(self) -> RunConfig:
         """The configuration of these flags; raise ValueError for flags that contradict each other."""
-        precision = one_precision(self.precision, self.mixed_precision)
+        precision = flags.one_precision(self.precision, self.mixed_precision)
         settings = {"size": "small", **self.given(), **self.model.given(), "precision": precision}
         given = self.given() | self.model.given()
-        return checked_factory(make_config(Device.CUDA, **settings), given)
+        return flags.checked_factory(flags.make_config(Device.CUDA, **settings), given)
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
@@ -268,7 +257,7 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     from cs336_systems.report.sections.account import days_table
 
     known = arguments.known
-    precision = one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
+    precision = flags.one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
     peak_flops_per_s, source = checked(lambda: known.peak(device, precision))
     days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
     del days["peak_tflops"]

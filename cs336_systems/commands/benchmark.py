@@ -9,26 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cs336_systems.analysis.statistics import summary
-from cs336_systems.commands.flags import (
-    FIRST,
-    Flags,
-    Flat,
-    ModelArguments,
-    StepArguments,
-    Switch,
-    check_timeout,
-    checked_here,
-    chosen_profiler,
-    config_of,
-    default_on,
-    explain_cpu_fallback,
-    explain_fast,
-    look_at_machine,
-    one_precision,
-    profiled_config,
-    resolve_device,
-    with_flags,
-)
+from cs336_systems.commands import flags
 from cs336_systems.commands.outcome import (
     checked,
     json_alone,
@@ -58,71 +39,71 @@ TOP = 10
 """Rows of a table about a profile."""
 
 
-@with_flags(*FIRST)
-class BenchmarkArguments(Flags):
+@flags.with_flags(*flags.FIRST)
+class BenchmarkArguments(flags.Flags):
     """Time one step of training: forward, backward and optimizer, with warm-up and synchronisation.
 
     The record, with every raw time, goes to OUTPUT/e2e_benchmark/single/runs/. Under `nsys profile` the same
     command makes a report with named ranges.
     """
 
-    mixed_precision: Switch = False
+    mixed_precision: flags.Switch = False
     """Short for --precision bf16."""
-    fast: Switch = False
+    fast: flags.Switch = False
     """Compute the same step in the fastest way known for this device, on a GPU in bf16. Rules choose the settings, and
     they are printed; flags that contradict them are refused."""
-    model: Flat[ModelArguments] = field(default_factory=ModelArguments)
-    step: Flat[StepArguments] = field(default_factory=StepArguments)
-    profile: Switch = False
+    model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
+    step: flags.Flat[flags.StepArguments] = field(default_factory=flags.StepArguments)
+    profile: flags.Switch = False
     """Record the measured steps with torch.profiler, and say where the time went, kernel by kernel (on a CPU, operator
     by operator). The run is slower for it, and its times are not for publication."""
-    memory: Switch = False
+    memory: flags.Switch = False
     """Record the allocator's history over two steps, and say where the memory went."""
-    memory_first_step: Switch = False
+    memory_first_step: flags.Switch = False
     """Like --memory, but for the very first step, in which the optimizer's state is made."""
-    until_stable: Switch = False
+    until_stable: flags.Switch = False
     """Go on after --measured-steps until the 95 % interval of this process's mean, in which steps that resemble each
     other count less, is within 1 %, at most 200 steps. Another process may differ by more: `compare` takes several."""
     timeout_s: float = 600.0
     """Longest time for a run on several ranks (seconds); a run in one process has no limit."""
     output: Path = Path("data")
     """Directory for results."""
-    json: Switch = False
+    json: flags.Switch = False
     """Print the record as JSON instead of a table."""
 
     def __post_init__(self) -> None:
-        check_timeout(self.timeout_s)
+        flags.check_timeout(self.timeout_s)
         if self.until_stable and (self.profile or self.memory or self.memory_first_step or self.step.ranks):
             raise ValueError("--until-stable goes on in one process without a profiler; leave out the other flag")
 
     def config(self) -> RunConfig:
         """The run that these flags describe; raise ValueError if they contradict each other."""
-        device = resolve_device(self.step.device)
+        device = flags.resolve_device(self.step.device)
         asked = {**self.given(), **self.model.given(), **self.step.given()}
         point = {
-            "size": asked.get("size", default_on(device, "size")),
-            "precision": one_precision(self.precision, self.mixed_precision),
+            "size": asked.get("size", flags.default_on(device, "size")),
+            "precision": flags.one_precision(self.precision, self.mixed_precision),
         }
-        plain = config_of(device, asked, point, fast=self.fast)
+        plain = flags.config_of(device, asked, point, fast=self.fast)
         if (lacking := lacking_memory(plain)) is not None:
             raise ValueError(f"this step {lacking}: choose a smaller --size, --batch-size or --context-length")
-        return checked_here(profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
+        return flags.checked_here(flags.profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
 
     def _profiler(self) -> Profiler:
-        asked = chosen_profiler(self)
+        asked = flags.chosen_profiler(self)
         if not is_under_nsys():
             return asked
         if asked is not Profiler.NONE:
             raise ValueError("two profilers cannot watch one process: leave out nsys or the flag of the other one")
-        return Profiler.NSYS if resolve_device(self.step.device) is Device.CUDA else Profiler.NONE
+        return Profiler.NSYS if flags.resolve_device(self.step.device) is Device.CUDA else Profiler.NONE
 
 
 def run(arguments: BenchmarkArguments) -> int:
     """Measure the run, write its record, print its tables, and return the exit status."""
     config = checked(arguments.config)
-    explain_cpu_fallback(arguments.step.device)
+    flags.explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
-        explain_fast([config])
+        flags.explain_fast([config])
     if config.is_shared and is_under_nsys():
         print_aside(f"note: nsys records ranks only with {FORKED}, and whole with {' '.join(CAPTURED_STEPS)}")
     runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
@@ -131,7 +112,7 @@ def run(arguments: BenchmarkArguments) -> int:
         print_json = stack.enter_context(json_alone(arguments.json))
         for gpu in gpus if config.device is Device.CUDA else ():
             stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        look_at_machine(config.device)
+        flags.look_at_machine(config.device)
         if (kept := set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept as {kept}")
         with StatusLine() as status:

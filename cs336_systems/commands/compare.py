@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from cs336_systems.analysis.compare import interleave
+from cs336_systems.commands import flags
 from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.flags import (
-    MeasuringArguments,
-    Switch,
-    check_repeats,
-    checked_name,
-    explain_cpu_fallback,
-    parse,
-    unset,
-)
 from cs336_systems.commands.outcome import OK, UsageError, checked, load_records_or_warn
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Profiler, RunConfig
@@ -35,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareArguments(MeasuringArguments):
+class CompareArguments(flags.MeasuringArguments):
     """Say which of two configurations is faster, slower, or that one cannot tell; or the same of two sweeps.
 
     A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their runs are
@@ -50,22 +42,22 @@ class CompareArguments(MeasuringArguments):
     """Flags in quotes, or the directory of a sweep."""
     b: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="B", help_behavior_hint="")] = None
     """What to compare it with; none with --baseline."""
-    baseline: Annotated[str | None, unset("NAME", "compare with B")] = None
+    baseline: Annotated[str | None, flags.unset("NAME", "compare with B")] = None
     """Compare the directory A with the results kept under this name, in OUTPUT/baselines; the first time, keep them."""
-    a_against_a: Switch = False
+    a_against_a: flags.Switch = False
     """Allow equal sides, which show how much the machine scatters."""
     repeats: int = 5
     """Fresh processes of each."""
-    allow_mixed: Switch = False
+    allow_mixed: flags.Switch = False
     """Go on with records that come from another GPU, driver, torch, code, own model, token file or warm-up."""
-    name: Annotated[str | None, unset("NAME", "made of A and B")] = None
+    name: Annotated[str | None, flags.unset("NAME", "made of A and B")] = None
     """Name of the directory under OUTPUT/e2e_benchmark/ for what is measured."""
     output: Path = Path("data")
     """Directory for results."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_repeats(self.repeats, least=2)  # one process does not show the spread
+        flags.check_repeats(self.repeats, least=2)  # one process does not show the spread
 
 
 def run(arguments: CompareArguments) -> int:
@@ -73,7 +65,7 @@ def run(arguments: CompareArguments) -> int:
     from cs336_systems.report.compared import Sides, compare_sides, records_at
 
     if arguments.baseline is not None:
-        kept = arguments.output / "baselines" / checked(functools.partial(checked_name, arguments.baseline))
+        kept = arguments.output / "baselines" / checked(functools.partial(flags.checked_name, arguments.baseline))
         if arguments.b is not None or not both_on_disk(arguments.a, arguments.a):
             raise UsageError("--baseline compares one directory of results with those kept earlier; leave out B")
         if not kept.exists():
@@ -114,7 +106,7 @@ def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunC
 
     a, b = configs
     given = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else arguments.name
-    name = checked(functools.partial(checked_name, given))
+    name = checked(functools.partial(flags.checked_name, given))
     directory = arguments.output / "e2e_benchmark" / name
     if not arguments.fresh:
         _refuse_another(configs, directory)
@@ -189,7 +181,9 @@ def _exists(text: str) -> bool:
 
 def configs_of(sides: Sequence[str]) -> list[RunConfig]:
     """The configuration that the flags of each side name; raise UsageError for a profiler, and for flags of output."""
-    asked = [parse(BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, side))) for side in sides]
+    asked = [
+        flags.parse(BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, side))) for side in sides
+    ]
     configs = [checked(each.config) for each in asked]
     for side, each, config in zip(sides, asked, configs, strict=True):
         if config.profiler is not Profiler.NONE:
@@ -197,5 +191,5 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
         if each.json or each.output != BenchmarkArguments.output:
             raise UsageError(f"{side.strip()}: a side has no output of its own; leave out --json and --output")
     for device in dict.fromkeys(each.step.device for each in asked):
-        explain_cpu_fallback(device)
+        flags.explain_cpu_fallback(device)
     return configs

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import tyro
 
-from cs336_systems.commands.flags import Flat, Switch, unset
+from cs336_systems.commands import flags
 from cs336_systems.commands.outcome import OK, UsageError, existing, show
 from cs336_systems.ranges import PhaseNames
 from cs336_systems.record import load_records, read_record
@@ -30,12 +30,12 @@ class KernelsArguments:
     """What the profiler wrote."""
     top: int = 10
     """Kernels to list, for the step and for each phase."""
-    record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
+    record: Annotated[Path | None, flags.unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
     """Record of the profiled run; it gives attention its FLOPs, and says which advice the run follows already."""
-    ranges: Flat[PhaseNames] = field(default_factory=PhaseNames)
+    ranges: flags.Flat[PhaseNames] = field(default_factory=PhaseNames)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""
-    json: Switch = False
+    json: flags.Switch = False
     """Print JSON instead of tables."""
 
 

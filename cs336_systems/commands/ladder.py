@@ -6,24 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
-from cs336_systems.commands.flags import (
-    DeviceFlag,
-    Flags,
-    Flat,
-    MeasuringArguments,
-    Switch,
-    check_repeats,
-    checked_factory,
-    checked_name,
-    device_word,
-    explain_cpu_fallback,
-    make_config,
-    plain_word,
-    resolve_device,
-    unset,
-    value_or,
-    with_flags,
-)
+from cs336_systems.commands import flags
 from cs336_systems.commands.outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Device, RunConfig
@@ -55,7 +38,7 @@ GPU_REPEATS, CPU_REPEATS = 3, 1
 LADDER_FILE = "ladder.json"
 
 
-@with_flags(
+@flags.with_flags(
     "size", "context_length", "batch_size", "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "model_factory",
     "warmup_steps", "measured_steps", "learning_rate", "tokens", "seed", warmup_steps=10,
     rules={
@@ -63,7 +46,7 @@ LADDER_FILE = "ladder.json"
         "batch_size": "16 on a GPU, 4 on a CPU", "learning_rate": "0.005 / d_model",
     },
 )  # fmt: skip
-class LadderArguments(Flags):
+class LadderArguments(flags.Flags):
     """Climb from fp32 and eager to the fastest known step, one change at a time, and say what each change is worth.
 
     Each rung runs in fresh processes, interleaved with the others, and once more under torch.profiler for the reason. A
@@ -76,27 +59,27 @@ class LadderArguments(Flags):
 
     rungs: Annotated[
         tuple[str, ...] | None,
-        unset(
+        flags.unset(
             "NAME [NAME ...]", "all that apply",
             f"Rungs to run, of {' '.join(RUNG_NAMES)}. A rung also has the changes of all rungs before it, named or "
             "not; fp32 always runs.",
         ),
     ] = None  # fmt: skip
-    repeats: Annotated[int | None, unset("INT", "3 on a GPU, 1 on a CPU")] = None
+    repeats: Annotated[int | None, flags.unset("INT", "3 on a GPU, 1 on a CPU")] = None
     """Fresh processes of each rung, interleaved; fewer than three give no intervals."""
     reasons: bool = True
     """Run each rung once more under torch.profiler."""
-    device: DeviceFlag = "auto"
-    name: Annotated[str | None, unset("NAME", "size, context, batch and device")] = None
+    device: flags.DeviceFlag = "auto"
+    name: Annotated[str | None, flags.unset("NAME", "size, context, batch and device")] = None
     """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
-    measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
-    dry_run: Switch = False
+    measuring: flags.Flat[flags.MeasuringArguments] = field(default_factory=flags.MeasuringArguments)
+    dry_run: flags.Switch = False
     """Print what would run, and stop."""
 
     def __post_init__(self) -> None:
-        check_repeats(value_or(self.repeats, 1))
+        flags.check_repeats(flags.value_or(self.repeats, 1))
         if self.warmup_steps + self.measured_steps < GATE_STEPS:
             raise ValueError(
                 f"--warmup-steps and --measured-steps must come to at least {GATE_STEPS}, over which the losses are "
@@ -105,11 +88,11 @@ class LadderArguments(Flags):
 
     def base(self) -> RunConfig:
         """The first rung's shape, batch, data and steps; raise ValueError where the flags mean none."""
-        device = resolve_device(self.device)
+        device = flags.resolve_device(self.device)
         on_gpu = device is Device.CUDA
         usual = {"size": GPU_SIZE, "batch_size": GPU_BATCH} if on_gpu else {"size": CPU_SIZE, "batch_size": CPU_BATCH}
         given = self.given()
-        config = checked_factory(make_config(device, **{**usual, **given}), given)
+        config = flags.checked_factory(flags.make_config(device, **{**usual, **given}), given)
         if self.learning_rate is not None:
             return config
         return replace(config, learning_rate=gate_learning_rate(config.model.d_model))
@@ -123,24 +106,24 @@ class LadderArguments(Flags):
     def runs(self, ladder: Sequence[Rung]) -> tuple[RunConfig, ...]:
         """All runs in order: the rungs up and down again (A B B A), then each under the profiler."""
         on_gpu = ladder[0].config.device is Device.CUDA
-        order = interleave(len(ladder), value_or(self.repeats, GPU_REPEATS if on_gpu else CPU_REPEATS))
+        order = interleave(len(ladder), flags.value_or(self.repeats, GPU_REPEATS if on_gpu else CPU_REPEATS))
         plain = [replace(ladder[index].config, repeat=repeat) for index, repeat in order]
         return (*plain, *(map(reason_run, ladder) if self.reasons else ()))
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
         if self.name is not None:
-            return self.output / "ladder" / checked_name(self.name)
+            return self.output / "ladder" / flags.checked_name(self.name)
         base = self.base()
         shape = f"ctx{base.model.context_length}_b{base.batch_size}"
-        return self.output / "ladder" / "_".join((plain_word(base.size), shape, device_word(base.device)))
+        return self.output / "ladder" / "_".join((flags.plain_word(base.size), shape, flags.device_word(base.device)))
 
 
 def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
     ladder, directory = checked(arguments.ladder), checked(arguments.directory)
     configs = arguments.runs(ladder)
-    explain_cpu_fallback(arguments.device)
+    flags.explain_cpu_fallback(arguments.device)
     if arguments.dry_run:
         for rung in ladder:
             print(f"{rung.name}: {rung.change} ({rung.config.label})")

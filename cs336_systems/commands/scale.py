@@ -7,8 +7,8 @@ from typing import Annotated
 
 import tyro
 
+from cs336_systems.commands import flags
 from cs336_systems.commands.account import ceilings_in, check_ceilings, curves_meant, machine_meant
-from cs336_systems.commands.flags import Flags, Flat, ModelArguments, make_config, unset, with_flags
 from cs336_systems.commands.outcome import OK, checked, show
 from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
 from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, data_sheet_link
@@ -24,11 +24,11 @@ from cs336_systems.studies.ceilings_files import Ceilings
 MAX_GB_PER_S = 1e6
 
 
-@with_flags(
+@flags.with_flags(
     "size", "context_length", "batch_size", "precision", "optimizer", "checkpoint_blocks",
     rules={"size": "small", "context_length": "512, and 1024 for gpt2", "precision": "bf16", "optimizer": "fused"},
 )  # fmt: skip
-class ScaleArguments(Flags):
+class ScaleArguments(flags.Flags):
     """Predict a training step that many GPUs share: time, exposed communication, memory and MFU of ddp (data parallel,
     PyTorch's) and fsdp (fully sharded, ours), and from how many ranks on communication takes longer than computing, in
     tensor parallelism (tp) too.
@@ -37,20 +37,20 @@ class ScaleArguments(Flags):
     --batch-size sequences.
     """
 
-    ranks: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "powers of 2 up to a node")] = None
+    ranks: Annotated[tuple[int, ...] | None, flags.unset("INT [INT ...]", "powers of 2 up to a node")] = None
     """Numbers of GPUs; beyond one node they must fill nodes."""
     gpus_per_node: int = 8
     """GPUs that NVLink connects."""
-    network_gb_per_s: Annotated[float | None, unset("GB/S", "no network: one node")] = None
+    network_gb_per_s: Annotated[float | None, flags.unset("GB/S", "no network: one node")] = None
     """Rate at which each GPU sends to other nodes while the others of its node do too (GB/s): that of its adapter."""
-    node_gb_per_s: Annotated[float | None, unset("GB/S", "measured, or else by the data sheet")] = None
+    node_gb_per_s: Annotated[float | None, flags.unset("GB/S", "measured, or else by the data sheet")] = None
     """Rate at which each GPU sends to others of its node (GB/s)."""
-    device_name: Annotated[str | None, unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
+    device_name: Annotated[str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
     """GPU to train on, such as H200."""
-    ceilings: Annotated[Path | None, unset("DIR", "data/ceilings, if it is there")] = None
+    ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
     """Directory of measured ceilings (`cs336 ceilings`). If all are of one device, that is the GPU. A device without
     any takes its data sheet's rates at stated efficiencies."""
-    model: Flat[ModelArguments] = field(default_factory=ModelArguments)
+    model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (scale.md, .tex, .typ) and their values (scale.csv)."""
 
@@ -59,7 +59,7 @@ class ScaleArguments(Flags):
         usual = {
             "size": "small", "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "attention": Attention.SDPA
         }  # fmt: skip
-        config = make_config(Device.CUDA, **usual | self.given() | self.model.given())
+        config = flags.make_config(Device.CUDA, **usual | self.given() | self.model.given())
         if config.precision is Precision.FP16:
             raise ValueError("--precision fp16 is not predicted: its gradient scaler waits for the device; use bf16")
         return config

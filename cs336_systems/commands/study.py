@@ -7,20 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
-from cs336_systems.commands.flags import (
-    DeviceChoice,
-    DeviceFlag,
-    Flags,
-    checked_name,
-    device_word,
-    explain_cpu_fallback,
-    look_at_machine,
-    resolve_device,
-    study_name,
-    unset,
-    value_or,
-    with_flags_of,
-)
+from cs336_systems.commands import flags
 from cs336_systems.commands.outcome import FAILED, OK, checked
 from cs336_systems.config import SIZES, Device
 from cs336_systems.files import encode_json, write_atomically
@@ -43,7 +30,7 @@ StudyT = TypeVar("StudyT", bound="Study")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyArguments(Flags):
+class StudyArguments(flags.Flags):
     """Flags that every study has."""
 
     GRID: ClassVar[type]
@@ -52,17 +39,17 @@ class StudyArguments(Flags):
     """Directory of all studies of this kind, below the output directory."""
     UNFINISHED: ClassVar[str | None] = None
     """File of what is measured so far, if not the record itself."""
-    device: DeviceFlag = "auto"
+    device: flags.DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
-    name: Annotated[str | None, unset("NAME", "precisions and device")] = None
+    name: Annotated[str | None, flags.unset("NAME", "precisions and device")] = None
     """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
 
     def grid(self, **others: Any) -> Any:  # noqa: ANN401 (each study has its own)
         """The grid that the flags mean, with other fields; raise ValueError if there is no such grid."""
-        device = resolve_device(self.device)
+        device = flags.resolve_device(self.device)
         defaults = {
             each.name: setting.by_device.gpu if device is Device.CUDA else setting.by_device.cpu
             for each, setting in declared(self.GRID)
@@ -72,13 +59,13 @@ class StudyArguments(Flags):
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
-        return self.output / self.FOLDER / study_name(self.name, self.precisions, self.device)
+        return self.output / self.FOLDER / flags.study_name(self.name, self.precisions, self.device)
 
     def run(self) -> int:
         """Measure the grid, with the record written after each cell, and write the results and print them."""
-        explain_cpu_fallback(self.device)
+        flags.explain_cpu_fallback(self.device)
         grid, directory = checked(self.grid), make_writable(checked(self.directory))
-        look_at_machine(resolve_device(self.device))
+        flags.look_at_machine(flags.resolve_device(self.device))
         record = directory / (self.UNFINISHED or f"{self.FOLDER}.json")
 
         def measure(status: StatusLine) -> Any:  # noqa: ANN401
@@ -105,7 +92,7 @@ def keep_earlier(present: Path, data: bytes) -> None:
 
 def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
     """Make a class of arguments a dataclass with a flag for each setting of its grid."""
-    return with_flags_of(kind.GRID)(kind)
+    return flags.with_flags_of(kind.GRID)(kind)
 
 
 @with_grid
@@ -163,46 +150,46 @@ class CeilingsArguments(StudyArguments):
 
     GRID, FOLDER = CeilingsGrid, "ceilings"
     UNFINISHED = "unfinished.json"  # which forecasts do not take for the ceilings; renamed to ceilings.json, it is one
-    sizes: Annotated[tuple[int, ...] | None, unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU")] = (
-        None
-    )
+    sizes: Annotated[
+        tuple[int, ...] | None, flags.unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU")
+    ] = None
     """Sides of square matrices."""
     presets: Annotated[
-        tuple[str, ...] | None, unset("[SIZE ...]", "small medium large xl 2.7B gpt2 on a GPU, tiny on a CPU")
+        tuple[str, ...] | None, flags.unset("[SIZE ...]", "small medium large xl 2.7B gpt2 on a GPU, tiny on a CPU")
     ] = None
     """Model sizes whose layer shapes are measured: the first feed-forward matrix product (at batch 4 and the size's
     context) and, if the vocabulary is no multiple of 8, the LM head with and without padding."""
     memory_mib: Annotated[
-        tuple[int, ...] | None, unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 64 128 on a CPU")
+        tuple[int, ...] | None, flags.unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 64 128 on a CPU")
     ] = None
     """What a copy, a sum and an AdamW step move; with some smaller ones, also the tensors of
     collectives (MiB). The largest counts."""
-    step_presets: Annotated[tuple[str, ...] | None, unset("[SIZE ...]", "none on a GPU, tiny on a CPU")] = None
+    step_presets: Annotated[tuple[str, ...] | None, flags.unset("[SIZE ...]", "none on a GPU, tiny on a CPU")] = None
     """Model sizes of whose training steps the matrices of every kernel are measured too, with passes over memory as
     steps make them: what makes the forecast of times exact for these steps."""
-    name: Annotated[str | None, unset("NAME", "the device's")] = None
+    name: Annotated[str | None, flags.unset("NAME", "the device's")] = None
     """Name of the directory."""
 
     def grid(self) -> CeilingsGrid:  # type: ignore[override] # it chooses all fields itself
         """The grid that the flags describe; raise ValueError for flags that describe none."""
-        on_gpu, num_gpus = resolve_device(self.device) is Device.CUDA, len(visible_gpus())
-        sizes = value_or(self.sizes, GPU_SIZES if on_gpu else CPU_SIZES)
+        on_gpu, num_gpus = flags.resolve_device(self.device) is Device.CUDA, len(visible_gpus())
+        sizes = flags.value_or(self.sizes, GPU_SIZES if on_gpu else CPU_SIZES)
         squares = tuple(Shape(rows=side, inner=side, columns=side) for side in sizes)
-        layers = layer_shapes(value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
-        memory_mib = value_or(self.memory_mib, GPU_MEMORY_MIB if on_gpu else CPU_MEMORY_MIB)
+        layers = layer_shapes(flags.value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
+        memory_mib = flags.value_or(self.memory_mib, GPU_MEMORY_MIB if on_gpu else CPU_MEMORY_MIB)
         if on_gpu and self.world_size is not None and self.world_size > num_gpus:
             raise ValueError(f"--world-size {self.world_size} needs as many GPUs, this process sees {num_gpus}")
         grid: CeilingsGrid = super().grid(
             shapes=(*squares, *layers),
             stream_bytes=tuple(size * MIB for size in memory_mib),
-            world_size=value_or(self.world_size, num_gpus if on_gpu else 1),
-            step_presets=value_or(self.step_presets, () if on_gpu else CPU_PRESETS) or None,
+            world_size=flags.value_or(self.world_size, num_gpus if on_gpu else 1),
+            step_presets=flags.value_or(self.step_presets, () if on_gpu else CPU_PRESETS) or None,
         )
         return grid
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
-        name = checked_name(self.name) if self.name else device_word(resolve_device(self.device))
+        name = flags.checked_name(self.name) if self.name else flags.device_word(flags.resolve_device(self.device))
         return self.output / self.FOLDER / name
 
 
@@ -229,19 +216,19 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 class PrecisionArguments:
     """Show what accumulation, layer norm and autocast do to precision, as observed on this machine."""
 
-    device: DeviceChoice = "auto"
+    device: flags.DeviceChoice = "auto"
     """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON, and index.html."""
 
     def devices(self) -> tuple[Device, ...]:
         """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
-        chosen = resolve_device(self.device)
+        chosen = flags.resolve_device(self.device)
         return (Device.CPU, Device.CUDA) if self.device == "auto" and chosen is Device.CUDA else (chosen,)
 
     def run(self) -> int:
         """Observe sums, layer norm and data types, print them, and write them into the directory if one is given."""
-        explain_cpu_fallback(self.device)
+        flags.explain_cpu_fallback(self.device)
         devices = checked(self.devices)
         if self.output is not None:
             self.output.mkdir(parents=True, exist_ok=True)

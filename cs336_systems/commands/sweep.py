@@ -12,33 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.analysis.kernels.nsys import NsysError, find_nsys
-from cs336_systems.commands.flags import (
-    AXES,
-    FIELDS,
-    FIRST,
-    MAX_NAME_LENGTH,
-    Flags,
-    Flat,
-    MeasuringArguments,
-    SweepModelArguments,
-    SweepStepArguments,
-    Switch,
-    check_repeats,
-    checked_here,
-    checked_name,
-    chosen_profiler,
-    config_of,
-    device_word,
-    explain_cpu_fallback,
-    explain_fast,
-    look_at_machine,
-    one_precision,
-    plain_word,
-    profiled_config,
-    resolve_device,
-    unset,
-    with_flags,
-)
+from cs336_systems.commands import flags
 from cs336_systems.commands.outcome import (
     FAILED,
     INTERRUPTED,
@@ -72,8 +46,8 @@ if TYPE_CHECKING:
     from cs336_systems.sweep.run import Outcome
 
 
-@with_flags(*FIRST, many=AXES)
-class SweepArguments(Flags):
+@flags.with_flags(*flags.FIRST, many=flags.AXES)
+class SweepArguments(flags.Flags):
     """Time a grid of sizes, context lengths, modes, precisions and other settings, each run in a fresh process, and
     write tables.
 
@@ -84,39 +58,39 @@ class SweepArguments(Flags):
     again goes on where an interrupted sweep stopped; what ran out of memory or failed has a row of its own.
     """
 
-    mixed_precision: Switch = False
+    mixed_precision: flags.Switch = False
     """Short for --precisions bf16."""
     repeats: int = 1
     """Fresh processes per configuration, interleaved; three or more give a confidence interval over their means."""
-    fast: Switch = False
+    fast: flags.Switch = False
     """Compute the same steps in the fastest way known for this device, on a GPU in bf16. Rules choose the settings, and
     they are printed; flags that contradict them are refused."""
-    model: Flat[SweepModelArguments] = field(default_factory=SweepModelArguments)
-    step: Flat[SweepStepArguments] = field(default_factory=SweepStepArguments)
-    nsys: Switch = False
+    model: flags.Flat[flags.SweepModelArguments] = field(default_factory=flags.SweepModelArguments)
+    step: flags.Flat[flags.SweepStepArguments] = field(default_factory=flags.SweepStepArguments)
+    nsys: flags.Switch = False
     """Run every configuration once more under Nsight Systems, and say where its time went, kernel by kernel. Results go
     to OUTPUT/nsys_profiles/NAME/, the reports (.nsys-rep) too."""
-    profile: Switch = False
+    profile: flags.Switch = False
     """Like --nsys, but with torch.profiler, which needs no nsys and works on a CPU too (operator by operator); into
     OUTPUT/kineto_profiles/NAME/."""
-    memory: Switch = False
+    memory: flags.Switch = False
     """Run every configuration once more with the allocator's history, and say where its memory went; into
     OUTPUT/memory_profiles/NAME/, with snapshots for PyTorch's viewer. Two steps are recorded, after the warm-up."""
-    memory_first_step: Switch = False
+    memory_first_step: flags.Switch = False
     """Like --memory, but for the very first step, in which the optimizer's state is made."""
-    name: Annotated[str | None, unset("NAME", "mode, precision, what differs from the defaults, device")] = None
+    name: Annotated[str | None, flags.unset("NAME", "mode, precision, what differs from the defaults, device")] = None
     """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
-    measuring: Flat[MeasuringArguments] = field(default_factory=MeasuringArguments)
-    cluster: Annotated[str | None, unset("ADDRESS", "this machine alone")] = None
+    measuring: flags.Flat[flags.MeasuringArguments] = field(default_factory=flags.MeasuringArguments)
+    cluster: Annotated[str | None, flags.unset("ADDRESS", "this machine alone")] = None
     """Measure on all machines of the Ray cluster at this address; auto is the cluster that this machine belongs to.
     Profiles are brought from there."""
-    require_device: Annotated[str | None, unset("NAME", "that of the largest group of like machines")] = None
+    require_device: Annotated[str | None, flags.unset("NAME", "that of the largest group of like machines")] = None
     """With --cluster, measure only on machines whose device has this in its name, such as H200."""
     wait_nodes_s: float = 180.0
     """With --cluster, how long to wait for a machine while none is at work (seconds)."""
-    dry_run: Switch = False
+    dry_run: flags.Switch = False
     """Print what would run, and with --cluster on which machines, and stop."""
 
     def __post_init__(self) -> None:
@@ -124,7 +98,7 @@ class SweepArguments(Flags):
             for name in group.settings:
                 if getattr(group, name) == ():
                     raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
-        check_repeats(self.repeats)
+        flags.check_repeats(self.repeats)
         self._check_cluster()
 
     def _check_cluster(self) -> None:
@@ -141,50 +115,52 @@ class SweepArguments(Flags):
     def chosen_precisions(self) -> tuple[Precision, ...]:
         """The precisions of the grid, in order."""
         asked = self.precisions or (None,)
-        return tuple(one_precision(precision, self.mixed_precision) for precision in asked)
+        return tuple(flags.one_precision(precision, self.mixed_precision) for precision in asked)
 
     def plan(self) -> Plan:
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = self.device()
         on_gpu = device is Device.CUDA
         given, grid = self._given(), self._grid(on_gpu)
-        once = dict.fromkeys(config_of(device, given, point, fast=self.fast, many=True) for point in grid)
+        once = dict.fromkeys(flags.config_of(device, given, point, fast=self.fast, many=True) for point in grid)
         of_cpus = host_memory_bytes() if self.cluster is None else None  # that of other machines is not known
         memory_bytes = usable_gpu_bytes() if on_gpu else of_cpus
         plan = make_plan(list(once), memory_bytes, of_users=self.dry_run)
         order = interleave(len(plan.configs), self.repeats)
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
         if self.profiler is not Profiler.NONE:
-            profiled = functools.partial(profiled_config, profiler=self.profiler, first_step=self.memory_first_step)
+            profiled = functools.partial(
+                flags.profiled_config, profiler=self.profiler, first_step=self.memory_first_step
+            )
             pairs = ((plain, profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats)
             repeats = list(itertools.chain.from_iterable(pairs))
         if self.cluster is None:
-            repeats = list(map(checked_here, repeats))
+            repeats = list(map(flags.checked_here, repeats))
         return replace(plan, configs=tuple(repeats))
 
     def device(self) -> Device:
         """The device to measure on; with --cluster, a device named by --device need not be in this machine."""
         if self.cluster is not None and self.step.device == "cuda":
             return Device.CUDA
-        return resolve_device(self.step.device)
+        return flags.resolve_device(self.step.device)
 
     @property
     def profiler(self) -> Profiler:
         """The profiler of the additional run of each configuration; raise ValueError if several are asked for."""
-        return chosen_profiler(self)
+        return flags.chosen_profiler(self)
 
     def _axes(self, on_gpu: bool) -> dict[str, tuple[Any, ...]]:
         """The values of each axis of the grid by the name of its setting, in the order in which they are varied."""
         usual = {
             name: found.gpu_sweep if on_gpu else found.cpu_sweep
-            for name in AXES
-            if (found := FIELDS[name][1].by_device) is not None
+            for name in flags.AXES
+            if (found := flags.FIELDS[name][1].by_device) is not None
         }
         values = usual | self._given() | {"precision": self.chosen_precisions}
         for own, (name, (kind, *others)) in USED_WITH.items():
             if own in values and not others and kind not in values.get(name, ()):
                 values[name] = (*values.get(name, ()), kind)
-        return {name: values[name] for name in AXES if name in values}
+        return {name: values[name] for name in flags.AXES if name in values}
 
     def _grid(self, on_gpu: bool) -> list[dict[str, Any]]:
         """Every combination of the axes' values, by the names of their settings.
@@ -206,7 +182,7 @@ class SweepArguments(Flags):
         return (
             self.output
             / PROFILE_DIRECTORIES[self.profiler]
-            / (default_name(self) if self.name is None else checked_name(self.name))
+            / (default_name(self) if self.name is None else flags.checked_name(self.name))
         )
 
 
@@ -219,18 +195,18 @@ def default_name(sweep: SweepArguments) -> str:
     parts = [
         "-".join(dict.fromkeys(sweep.modes)),
         "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),
-        *axes, *repeats, *itertools.chain.from_iterable(different), device_word(device),
+        *axes, *repeats, *itertools.chain.from_iterable(different), flags.device_word(device),
     ]  # fmt: skip
-    name = "_".join(plain_word(part) for part in parts)
-    if len(name) > MAX_NAME_LENGTH:
-        name = f"{name[: MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    name = "_".join(flags.plain_word(part) for part in parts)
+    if len(name) > flags.MAX_NAME_LENGTH:
+        name = f"{name[: flags.MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return name
 
 
-def _differences(group: Flags, skip: tuple[str, ...] = ()) -> Iterator[str]:
+def _differences(group: flags.Flags, skip: tuple[str, ...] = ()) -> Iterator[str]:
     """The flags whose values are not the defaults, each with its value: `attention-sdpa`."""
     for flag, name in group.settings.items():
-        value, (each, setting) = getattr(group, flag), FIELDS[name]
+        value, (each, setting) = getattr(group, flag), flags.FIELDS[name]
         if flag in skip or value == getattr(type(group), flag):
             continue
         values = dict.fromkeys(value if isinstance(value, tuple) else (value,))
@@ -242,9 +218,9 @@ def run(arguments: SweepArguments) -> int:
     """Measure a grid and write its tables and plots."""
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
-    explain_cpu_fallback(arguments.step.device)
+    flags.explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
-        explain_fast(configs)
+        flags.explain_fast(configs)
     if arguments.dry_run:
         machines, curves = _machines(arguments), _curves(arguments, directory)
         if curves is None and arguments.cluster is None:
@@ -364,7 +340,7 @@ def _print_machines(machines: Sequence["Machine"], device: Device) -> None:
 def measure_all(
     configs: Sequence[RunConfig],
     directory: Path,
-    measuring: MeasuringArguments,
+    measuring: flags.MeasuringArguments,
     elsewhere: Callable[..., "Outcome"] | None = None,
     show: Callable[[Sequence[RunRecord], Path, StatusLine], None] | None = None,
     names: Mapping[RunConfig, str] | None = None,
@@ -430,7 +406,7 @@ def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
     """Say on standard error which visible GPUs a sweep of these does not use, and what may put its times in doubt."""
     from cs336_systems.sweep.run import gpus_left_out
 
-    look_at_machine(configs[0].device if configs else Device.CPU)
+    flags.look_at_machine(configs[0].device if configs else Device.CPU)
 
     for gpu in gpus_left_out(configs):
         print_aside(

@@ -1,6 +1,6 @@
 """Record the CUDA allocator's history over steps, with notes that only the live process can take.
 
-The snapshot is PyTorch's own format; the notes say which tensor was at which address (analysis/memory/notes.py).
+The snapshot is PyTorch's own format; the notes say which tensor was at which address (analysis/memory/profile.py).
 """
 
 import contextlib
