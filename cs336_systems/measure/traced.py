@@ -203,13 +203,13 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from cs336_systems.parallel import data_parallel, exchange
+    from cs336_systems.parallel import collectives, data_parallel, exchange
 
     gather, scatter = exchange.start_gather, exchange.CollectiveExchange.scatter
     instead: list[tuple[object, str, object]] = [
         (dist, "get_backend", lambda *_: "nccl"),
         (dist, "broadcast_object_list", lambda *_, **__: None),
-        (data_parallel, "check_same_gradients", lambda *_: None),
+        (collectives, "check_same_gradients", lambda *_: None),
         *((each, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)])
           for each in (data_parallel, exchange)),
         (exchange, "start_gather", lambda *tensors: [_Started(work, *tensors) for work in gather(*tensors)]),

@@ -14,15 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.model.optimizer import EagerOptimizer
-from cs336_systems.parallel.collectives import (
-    Averaging,
-    check_same_gradients,
-    divide_gradients,
-    flattened,
-    own_part,
-    parts_of,
-    take_from_rank_0,
-)
+from cs336_systems.parallel import collectives
 from cs336_systems.parallel.exchange import Pushes, of_all_ranks, shared_rows
 
 OTHER_GRADIENTS = "backward made other gradients than in the first step; use ddp-naive or ddp-flat"
@@ -46,7 +38,7 @@ class NaiveDDP(nn.Module):
     def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None) -> None:
         super().__init__()
         self.module = module
-        take_from_rank_0(module)
+        collectives.take_from_rank_0(module)
         every = [Leaf(*named) for named in module.named_parameters()] if leaves is None else leaves
         self._leaves = [leaf for leaf in every if leaf.tensor.requires_grad]
         self._are_checked = False
@@ -57,7 +49,9 @@ class NaiveDDP(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Average the gradients, or wait for averages in progress; call it between backward and the optimizer."""
         if not self._are_checked:
-            check_same_gradients([leaf.name for leaf in self._leaves], [leaf.tensor for leaf in self._leaves])
+            collectives.check_same_gradients(
+                [leaf.name for leaf in self._leaves], [leaf.tensor for leaf in self._leaves]
+            )
             self._are_checked = True
         self._average([leaf for leaf in self._leaves if leaf.tensor.grad is not None])
 
@@ -73,11 +67,11 @@ class FlatDDP(NaiveDDP):
         shared_out = [leaf for leaf in leaves if leaf.shared_elements]
         whole = [leaf.tensor for leaf in leaves if not leaf.shared_elements]
         groups = [[each for each in whole if each.dtype is dtype] for dtype in dict.fromkeys(t.dtype for t in whole)]
-        flats = [flattened([_gradient(tensor) for tensor in group]) for group in groups]
-        for averaging in (Averaging(flats), _averaging(shared_out)):
+        flats = [collectives.flattened([_gradient(tensor) for tensor in group]) for group in groups]
+        for averaging in (collectives.Averaging(flats), _averaging(shared_out)):
             averaging.wait()
         for group, flat in zip(groups, flats, strict=True):
-            for tensor, part in zip(group, parts_of(flat, group), strict=True):
+            for tensor, part in zip(group, collectives.parts_of(flat, group), strict=True):
                 tensor.grad = part
 
 
@@ -176,7 +170,7 @@ class PushDDP(NaiveDDP):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         output = super().forward(*inputs, **named_inputs)
-        divide_gradients(output)
+        collectives.divide_gradients(output)
         return output
 
     def _push(self, number: int) -> None:
@@ -207,7 +201,7 @@ class PushDDP(NaiveDDP):
 def _own(leaf: Leaf, tensor: Tensor) -> Tensor:
     """The elements, as one axis, whose average this rank gets."""
     flat = tensor.view(-1)
-    return own_part(flat[: leaf.shared_elements]) if leaf.shared_elements else flat
+    return collectives.own_part(flat[: leaf.shared_elements]) if leaf.shared_elements else flat
 
 
 @dataclass(slots=True, eq=False)
@@ -217,14 +211,14 @@ class _Bucket:
     leaves: Sequence[Leaf]
     num_missing: int
     """How many gradients this backward has still to compute."""
-    averaging: Averaging | None = None
+    averaging: collectives.Averaging | None = None
 
 
-def _averaging(leaves: Sequence[Leaf]) -> Averaging:
+def _averaging(leaves: Sequence[Leaf]) -> collectives.Averaging:
     """Start to average the gradients of the leaves, in place."""
     whole = [_gradient(leaf.tensor) for leaf in leaves if not leaf.shared_elements]
     shared = [leaf for leaf in leaves if leaf.shared_elements]
-    return Averaging(whole, [_gradient(leaf.tensor).view(-1)[: leaf.shared_elements] for leaf in shared])
+    return collectives.Averaging(whole, [_gradient(leaf.tensor).view(-1)[: leaf.shared_elements] for leaf in shared])
 
 
 def _gradient(tensor: Tensor) -> Tensor:

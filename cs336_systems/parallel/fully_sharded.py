@@ -11,7 +11,7 @@ tensor, so that one kernel casts them; the gathered parameters of a unit are one
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from cs336_systems.model.annotate import annotate
 from cs336_systems.model.trainable import blocks_of
 from cs336_systems.model.transformer import Embedding
 from cs336_systems.parallel.collectives import divide_gradients, graded, take_from_rank_0
-from cs336_systems.parallel.exchange import CollectiveExchange, Exchange, PeerCopies, Started, start_gather
+from cs336_systems.parallel.exchange import CollectiveExchange, Exchange, PeerCopies, Started
 
 
 @dataclass(slots=True, eq=False)
@@ -224,15 +224,6 @@ class FSDP(nn.Module):
             self._after_forward(unit, output)
         return output
 
-    @torch.no_grad()
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """All parameters whole, in their own type, by their names in the module; every rank must call it."""
-        whole = {
-            id(shard): full for unit in self._units for flat in unit.flats for shard, full in flat.gathered_masters()
-        }
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: whole[id(each)] if id(each) in whole else each.detach().clone() for name, each in named}
-
     def watch_gathers(self, see: Callable[[str, Tensor], None]) -> list[Tensor]:
         """Have `see` called with a unit's name and tensor whenever memory for its whole parameters is allocated.
 
@@ -313,13 +304,12 @@ class _Flat:
         lengths = [each.part_length(ranks) for each in found]
         self._cuts = aligned(lengths, like.dtype.itemsize)
         self.masters = exchange.zeros(like, sum(self._cuts))
-        self._parts = self.parts_of(self.masters)
         whole_cuts = aligned([ranks * length for length in lengths], dtype.itemsize)
         self.gathered = like.new_empty(sum(whole_cuts), dtype=dtype)
         self._bytes = self.gathered.untyped_storage().nbytes()
         self.wholes = list(self.gathered.split(whole_cuts)[::2])
         self.sharded = found
-        for each, part, whole in zip(found, self._parts, self.wholes, strict=True):
+        for each, part, whole in zip(found, self.parts_of(self.masters), self.wholes, strict=True):
             each.shard_into(part, whole)
         self.free()
         self._graded: list[ShardedParameter] = []
@@ -334,11 +324,6 @@ class _Flat:
     def free(self) -> None:
         """Free the whole parameters; tensors that autograd has saved are valid again after the next gather."""
         self.gathered.untyped_storage().resize_(0)
-
-    def gathered_masters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each shard, with the whole parameter in its own type and in memory of its own."""
-        for each, whole in zip(self.sharded, gathered(self._parts), strict=True):
-            yield each.shard, each.shaped(whole)
 
     @property
     def has_gradients(self) -> bool:
@@ -468,14 +453,6 @@ def padded_part(tensor: Tensor, length: int) -> Tensor:
     own = tensor.view(-1)[dist.get_rank() * length :][:length]
     part[: len(own)] = own
     return part
-
-
-def gathered(parts: list[Tensor]) -> list[Tensor]:
-    """For each of this rank's `parts`, the parts of all ranks one after the other; every rank must call it."""
-    wholes = [part.new_empty(dist.get_world_size() * len(part)) for part in parts]
-    for started in start_gather(wholes, parts):
-        started.wait()
-    return wholes
 
 
 def _wait_for(works: list[Started]) -> None:

@@ -20,7 +20,7 @@ from cs336_systems.model.fast.weights import ALIGNMENT, LeafSlice, Received, Wei
 from cs336_systems.parallel.collectives import all_gather, grouped, own_part
 from cs336_systems.parallel.data_parallel import Leaf, PushDDP
 from cs336_systems.parallel.exchange import Pushes, of_all_ranks
-from cs336_systems.parallel.fully_sharded import FSDP, ShardedParameter, UnitParameters, gathered, padded_part, units_of
+from cs336_systems.parallel.fully_sharded import FSDP, ShardedParameter, UnitParameters, padded_part, units_of
 
 BUCKET_BYTES = 64 * 2**20
 """Least bytes of copies in a full bucket; one bucket is exchanged while the next is updated."""
@@ -90,23 +90,12 @@ class _Owned:
     def __init__(self, pack: Pack, weights: list[Weight]) -> None:
         """`pack` is as it was before its masters were freed."""
         self.weights = weights
-        self._names, self._shapes = pack.names, [weight.master.shape for weight in pack.weights]
+        self._names = pack.names
 
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
         """The weights by name; a single part of several weights is named after all of them."""
         names = self._names if len(self._names) == len(self.weights) else [" + ".join(self._names)]
         return zip(names, self.weights, strict=True)
-
-    @torch.no_grad()
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """All masters of the pack whole, by name."""
-        values: Sequence[Tensor] = [weight.values() for weight in self.weights]
-        if values[0].shape != self._shapes[0]:
-            sizes = [shape.numel() for shape in self._shapes]
-            [flat] = gathered([values[0].contiguous()])
-            values = flat[: sum(sizes)].split(sizes)
-        for name, shape, value in zip(self._names, self._shapes, values, strict=True):
-            yield name, value.view(shape).clone()
 
 
 class OwnsWeights:
@@ -118,10 +107,6 @@ class OwnsWeights:
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
         """What this rank updates, by the names of the parameters that it is, or is a part of."""
         return (named for owned in self._owned for named in owned.named_weights())
-
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """All masters whole, by their names in the model; every rank must call it."""
-        return {name: master for owned in self._owned for name, master in owned.gather()}
 
 
 class ShardedMasterAdamW(OwnsWeights, MasterAdamW):

@@ -8,19 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.analysis.compare import (
-    CONFIDENCE,
-    LEAST_EFFECT,
-    PROCESS_DEVIATION,
-    Comparison,
-    Matching,
-    Verdict,
-    compare_processes,
-    match,
-    measured_steps,
-    refuse_unlike,
-    without_profiled,
-)
+from cs336_systems.analysis import compare
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import RunConfig
@@ -91,8 +79,8 @@ def compare_sides(
     hardware, software, inputs or warm-up.
     """
     is_mixed = are_alternate or allow_mixed  # what is measured alternately was checked before the first run
-    plain = [without_profiled(side) for side in records]
-    refuse_unlike(plain, is_mixed)
+    plain = [compare.without_profiled(side) for side in records]
+    compare.refuse_unlike(plain, is_mixed)
     left_out = [
         f"{counted(len(side) - len(own), 'run')} under a profiler left out of {name}: a profiler makes a step slower."
         for name, side, own in zip("AB", records, plain, strict=True)
@@ -157,13 +145,13 @@ def _section(
     return Section(name="comparison", tables=(table,), rows=rows, keys=keys)
 
 
-def _matched(found: Sequence[Sequence[Row]], *, allow_mixed: bool) -> Matching:
+def _matched(found: Sequence[Sequence[Row]], *, allow_mixed: bool) -> compare.Matching:
     """Match the rows of both sides; raise ValueError for what must not be compared."""
     for name, rows in zip("AB", found, strict=True):
         if len({row["config"] for row in rows}) < len(rows):
             raise ValueError(f"{name} has the same configuration on several devices; keep each device's runs apart")
     a, b = ([_settings(row) for row in rows] for rows in found)
-    matching = match(a, b)
+    matching = compare.match(a, b)
     if not matching.pairs:
         raise ValueError("no configuration of A is in B; see the results of each with `cs336 report`")
     for i, j in matching.pairs:
@@ -185,7 +173,7 @@ def _times(side: Sequence[RunRecord]) -> dict[RunConfig, list[Measurement]]:
     """The step times of each process that ended well, by configuration."""
     found: dict[RunConfig, list[Measurement]] = {}
     for record in dict.fromkeys(side):
-        found.setdefault(record.config.configuration, []).extend(measured_steps([record]))
+        found.setdefault(record.config.configuration, []).extend(compare.measured_steps([record]))
     return found
 
 
@@ -213,27 +201,27 @@ def _row(
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
-    found = compare_processes(*measured, are_alternate=are_alternate)
+    found = compare.compare_processes(*measured, are_alternate=are_alternate)
     doubted = in_doubt([*codes_of(a), *codes_of(b)])
     ratio = {"ratio": found.ratio, "ratio_low": found.low, "ratio_high": found.high, "ratio_is_doubted": doubted}
     return row | ratio | {"verdict": str(found.verdict), "answer": _answer(found)}
 
 
-def _answer(found: Comparison) -> str:
+def _answer(found: compare.Comparison) -> str:
     """`B is 2.19 ± 0.01 times as fast as A`, with half of the interval of the quotient, or what cannot be told."""
     of = f"{found.num_a} and {found.num_b} processes"
     if found.low is None or found.high is None or found.least_shown is None:
         return f"Cannot tell: {of} of one step show no spread."
-    if found.verdict is not Verdict.CANNOT_TELL:
+    if found.verdict is not compare.Verdict.CANNOT_TELL:
         speed = mean_and_std(1 / found.ratio, (1 / found.low - 1 / found.high) / 2)
-        return f"B is {speed} times as fast as A ({100 * CONFIDENCE:g} % interval, {of})."
+        return f"B is {speed} times as fast as A ({100 * compare.CONFIDENCE:g} % interval, {of})."
     if found.is_within_least_effect:
-        return f"Cannot tell: any difference is below {in_percent(LEAST_EFFECT)} % ({of})."
+        return f"Cannot tell: any difference is below {in_percent(compare.LEAST_EFFECT)} % ({of})."
     return f"Cannot tell: a difference below {significant(100 * found.least_shown, 2)} % would not show ({of})."
 
 
 def _what_is_what(
-    sides: Sides, found: Sequence[Sequence[Row]], matching: Matching, are_alternate: bool
+    sides: Sides, found: Sequence[Sequence[Row]], matching: compare.Matching, are_alternate: bool
 ) -> Iterator[str]:
     yield f"A is {sides.a}, B is {sides.b}{'; their runs alternate (A B B A)' if are_alternate else ''}."
     told = []
@@ -261,8 +249,9 @@ def _rules(rows: Sequence[Row]) -> Iterator[str]:
     """What the interval of the ratio rests on."""
     numbers = [min(row["a_processes"], row["b_processes"]) for row in rows if row["ratio"] is not None]
     if numbers:
-        few = f"; with fewer than {FEWEST} on a side, a deviation between processes of {100 * PROCESS_DEVIATION:g} %"
+        confidence, deviation = 100 * compare.CONFIDENCE, 100 * compare.PROCESS_DEVIATION
+        few = f"; with fewer than {FEWEST} on a side, a deviation between processes of {deviation:g} % is assumed"
         yield (
-            f"{100 * CONFIDENCE:g} % interval of the ratio: Welch's, over the means of processes"
-            f"{few + ' is assumed (--repeats shows it)' if min(numbers) < FEWEST else ''}."
+            f"{confidence:g} % interval of the ratio: Welch's, over the means of processes"
+            f"{few + ' (--repeats shows it)' if min(numbers) < FEWEST else ''}."
         )

@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
+from cs336_systems.report import identity
 from cs336_systems.report.columns import Column, Row, column
-from cs336_systems.report.identity import (
-    ALWAYS,
-    LEADING,
-    Identity,
-    identities,
-    identity_columns,
-    names_of,
-    shared_settings,
-    trailing,
-)
 from cs336_systems.text import print_aside
 
 if TYPE_CHECKING:
@@ -176,22 +167,24 @@ def load_entries(
     return found
 
 
-def identities_of(entries: Sequence[Entry]) -> list[Identity]:
+def identities_of(entries: Sequence[Entry]) -> list[identity.Identity]:
     """The identity of each entry; empty for a file without a record."""
     known = [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
-    found = iter(identities(known))
+    found = iter(identity.identities(known))
     return [{} if entry.config is None else next(found) for entry in entries]
 
 
-def labels(entries: Sequence[Entry], *, always: Sequence[str] = ALWAYS, without: Sequence[str] = ()) -> list[str]:
+def labels(
+    entries: Sequence[Entry], *, always: Sequence[str] = identity.ALWAYS, without: Sequence[str] = ()
+) -> list[str]:
     """A name for each entry, of the settings that distinguish it: `small ctx 128 train bf16`."""
-    return names_of(identities_of(entries), always=always, without=without)
+    return identity.names_of(identities_of(entries), always=always, without=without)
 
 
 def settings(entries: Sequence[Entry], also: Collection[str] = ()) -> str:
     """The settings that all entries share, in words."""
     known = [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
-    return shared_settings(known, also)
+    return identity.shared_settings(known, also)
 
 
 def rows_of(entries: Sequence[E], parts: Callable[[E], Iterable[Mapping[str, object]]]) -> list[Row]:
@@ -218,16 +211,16 @@ def over_configurations(
     """
     kept = [row for row in rows if shown(row)]
     is_single = all(row["identity"] == kept[0]["identity"] for row in kept)
-    before = [] if is_single else identity_columns(kept)
+    before = [] if is_single else identity.identity_columns(kept)
     columns = [column for column in columns if not column.key or any(row[column.key] for row in kept)]
-    shared = settings([row["entry"] for row in kept], ALWAYS if is_single else ())
+    shared = settings([row["entry"] for row in kept], identity.ALWAYS if is_single else ())
     table = make_table(
         title, [*before, *columns], kept, [*notes, *([f"{shared}."] if shared else [])],
         lambda row: row.get("status", Status.OK) != Status.OK,
     )  # fmt: skip
     every = [row | row["identity"] for row in rows] if csv else []
-    before_csv = [name for name in LEADING if rows and name in rows[0]["identity"]]
-    keys = (*before_csv, *csv, *trailing([row["identity"] for row in rows]))
+    before_csv = [name for name in identity.LEADING if rows and name in rows[0]["identity"]]
+    keys = (*before_csv, *csv, *identity.trailing([row["identity"] for row in rows]))
     return Section(name=name, tables=(table,) if kept else (), rows=every, keys=keys)
 
 

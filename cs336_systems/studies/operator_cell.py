@@ -30,23 +30,8 @@ from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.model.trainable import load_callable
 from cs336_systems.model.transformer import naive_attention
 from cs336_systems.record import Failure, Measurement, Status
+from cs336_systems.studies import operators
 from cs336_systems.studies.cell import DTYPES, OperationObserver, make_generator, normal
-from cs336_systems.studies.operators import (
-    PHASES,
-    AttentionCell,
-    AttentionGrid,
-    CellMemory,
-    CellResult,
-    ExactError,
-    FusionGrid,
-    FusionRow,
-    Implementation,
-    Op,
-    Quantity,
-    Version,
-    input_shapes,
-    wrong_quantities,
-)
 
 OpFunction = Callable[..., Tensor]
 T = TypeVar("T")
@@ -59,10 +44,10 @@ CACHES_FULL = 4
 """Sets of inputs take turns; together they are this many times as large as the L2 cache, so that no set stays in it."""
 MAX_SETS = 64
 _BACKENDS = {
-    Implementation.FLASH: SDPBackend.FLASH_ATTENTION,
-    Implementation.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
-    Implementation.CUDNN: SDPBackend.CUDNN_ATTENTION,
-    Implementation.MATH: SDPBackend.MATH,
+    operators.Implementation.FLASH: SDPBackend.FLASH_ATTENTION,
+    operators.Implementation.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    operators.Implementation.CUDNN: SDPBackend.CUDNN_ATTENTION,
+    operators.Implementation.MATH: SDPBackend.MATH,
 }
 _NO_KERNEL = r"No available kernel|No viable backend|No (valid )?execution plans"
 """Errors by which PyTorch and cuDNN report that no allowed kernel takes such inputs."""
@@ -148,12 +133,12 @@ def full_attention(
     return scores.softmax(dim=-1) @ v
 
 
-OPS: Mapping[Op, tuple[OpFunction, OpFunction]] = MappingProxyType(
+OPS: Mapping[operators.Op, tuple[OpFunction, OpFunction]] = MappingProxyType(
     {
-        Op.GELU: (gelu, lambda x: F.gelu(x, approximate="tanh")),
-        Op.SOFTMAX: (softmax, lambda x: F.softmax(x, dim=-1)),
-        Op.RMS_NORM: (rms_norm, lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
-        Op.ATTENTION: (full_attention, F.scaled_dot_product_attention),
+        operators.Op.GELU: (gelu, lambda x: F.gelu(x, approximate="tanh")),
+        operators.Op.SOFTMAX: (softmax, lambda x: F.softmax(x, dim=-1)),
+        operators.Op.RMS_NORM: (rms_norm, lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
+        operators.Op.ATTENTION: (full_attention, F.scaled_dot_product_attention),
     }
 )
 """Each operation, written out and fused."""
@@ -165,20 +150,20 @@ def compiled(function: OpFunction) -> OpFunction:
     return cast("OpFunction", torch.compile(function, dynamic=False, fullgraph=True))
 
 
-def make_attention(grid: AttentionGrid, cell: AttentionCell) -> OpFunction:
+def make_attention(grid: operators.AttentionGrid, cell: operators.AttentionCell) -> OpFunction:
     """The function that the cell's implementation names."""
-    if cell.implementation is Implementation.OWN:
+    if cell.implementation is operators.Implementation.OWN:
         torch._dynamo.reset()  # the user's may be compiled too, and refuse the ninth shape as ours would
         own = load_own(str(grid.own))
         return lambda q, k, v: own(q, k, v, grid.causal)
-    if cell.implementation not in (Implementation.NAIVE, Implementation.COMPILED):
+    if cell.implementation not in (operators.Implementation.NAIVE, operators.Implementation.COMPILED):
         return partial(_sdpa, _BACKENDS.get(cell.implementation), grid.causal)
     function: OpFunction = full_attention
     if grid.causal:
         length = cell.context_length
         mask = torch.ones(length, length, dtype=torch.bool, device=grid.device.value).tril()
         function = partial(naive_attention, mask=mask)
-    return function if cell.implementation is Implementation.NAIVE else compiled(function)
+    return function if cell.implementation is operators.Implementation.NAIVE else compiled(function)
 
 
 def _sdpa(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -197,12 +182,16 @@ def load_own(name: str) -> Callable[..., Any]:
     return own
 
 
-def measure_attention(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
+def measure_attention(
+    grid: operators.AttentionGrid, rows: Sequence[operators.CellResult]
+) -> list[operators.CellResult]:
     """Each row with its times and memory. Raises whatever running raises."""
     return [measure_cell(grid, row.cell) for row in rows]
 
 
-def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: OpFunction | None = None) -> CellResult:
+def measure_cell(
+    grid: operators.AttentionGrid, cell: operators.AttentionCell, attention: OpFunction | None = None
+) -> operators.CellResult:
     """Warm up, time `grid.passes` passes, then read the memory of one more. Raises whatever running raises.
 
     `attention` replaces the function that the cell names.
@@ -213,23 +202,23 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: OpFunction
     run = partial(passes.timed, EventClock() if grid.device is Device.CUDA else HostClock())
     failure = None
     started = perf_counter()
-    if cell.implementation is Implementation.OWN:
+    if cell.implementation is operators.Implementation.OWN:
         output = passes.forward()
         if fault := fault_of(output, inputs):
             failure = Failure(message=f"{grid.own} {fault}", where=cell.label)
-            return CellResult(cell=cell, status=Status.INVALID, failure=failure)
+            return operators.CellResult(cell=cell, status=Status.INVALID, failure=failure)
         try:
             passes.backward(output)
         except NotImplementedError as error:
             failure = describe(error, Status.CRASHED, cell.label, grid.device)
             passes.has_backward = False
     elif reason := _why_unavailable(run):
-        return CellResult(cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=reason))
+        return operators.CellResult(cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=reason))
     first_pass_s = perf_counter() - started
     for _ in range(grid.warmup_passes - 1):
         run()
     times = [run() for _ in range(grid.passes)]
-    result = CellResult(
+    result = operators.CellResult(
         cell=cell,
         status=Status.OK,
         failure=failure,
@@ -240,7 +229,7 @@ def measure_cell(grid: AttentionGrid, cell: AttentionCell, attention: OpFunction
     return _compared(grid, result, passes) if grid.own else result
 
 
-def _inputs_of(grid: AttentionGrid, cell: AttentionCell) -> Inputs:
+def _inputs_of(grid: operators.AttentionGrid, cell: operators.AttentionCell) -> Inputs:
     shape = (grid.batch_size, cell.context_length, cell.d_head)
     return make_inputs([shape] * 3, cell.precision, make_generator(grid))
 
@@ -275,21 +264,21 @@ def _why_unavailable(run: Callable[[], object]) -> str | None:
     return None
 
 
-def _memory(passes: Passes) -> CellMemory:
+def _memory(passes: Passes) -> operators.CellMemory:
     """What the allocator holds before forward, before backward, and at its peak."""
     torch.cuda.reset_peak_memory_stats()
     before_forward = torch.cuda.memory_allocated()
     output = passes.forward()
     before_backward = torch.cuda.memory_allocated()
     passes.backward(output)
-    return CellMemory(
+    return operators.CellMemory(
         before_forward_bytes=before_forward,
         before_backward_bytes=before_backward,
         peak_bytes=torch.cuda.max_memory_allocated(),
     )
 
 
-def _compared(grid: AttentionGrid, result: CellResult, passes: Passes) -> CellResult:
+def _compared(grid: operators.AttentionGrid, result: operators.CellResult, passes: Passes) -> operators.CellResult:
     """The result with the errors of one more pass against float64, and invalid if they show a wrong own function.
 
     Without errors if float64 does not fit into memory.
@@ -299,14 +288,14 @@ def _compared(grid: AttentionGrid, result: CellResult, passes: Passes) -> CellRe
     try:
         exact = exact_attention(inputs, causal=grid.causal)
         result = replace(result, errors=exact_errors(passes.both(), exact))
-        if cell.implementation is not Implementation.OWN:
+        if cell.implementation is not operators.Implementation.OWN:
             return result
         kernel = exact_errors(Passes(partial(_sdpa, None, grid.causal), inputs).both(), exact)
     except Exception as error:
         if classify(error) is not Status.OOM:
             raise
         return result
-    if not (wrong := wrong_quantities(cell, result.errors, kernel)):
+    if not (wrong := operators.wrong_quantities(cell, result.errors, kernel)):
         return result
     of_kernel = {each.quantity: each.relative or 0 for each in kernel}
     said = [f"{each.quantity} {math.inf if each.relative is None else each.relative:.2g} (PyTorch's "
@@ -334,11 +323,13 @@ def exact_attention(inputs: Inputs, *, causal: bool) -> tuple[Tensor, ...]:
     return output.detach(), *torch.autograd.grad(output, leaves, inputs.upstream.double())
 
 
-def exact_errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[ExactError, ...]:
+def exact_errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[operators.ExactError, ...]:
     """How far the output, and the gradients of queries, keys and values if there are any, are from those in float64."""
     return tuple(
-        ExactError(quantity=quantity, max_error=distance([(tensor, right)]), max_exact=float(right.abs().max()))
-        for quantity, tensor, right in zip(Quantity, found, exact, strict=False)
+        operators.ExactError(
+            quantity=quantity, max_error=distance([(tensor, right)]), max_exact=float(right.abs().max())
+        )
+        for quantity, tensor, right in zip(operators.Quantity, found, exact, strict=False)
     )
 
 
@@ -349,7 +340,9 @@ def distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
     return largest if math.isfinite(largest) else None
 
 
-def measure_fusion(grid: FusionGrid, rows: Sequence[FusionRow], fused: OpFunction | None = None) -> list[FusionRow]:
+def measure_fusion(
+    grid: operators.FusionGrid, rows: Sequence[operators.FusionRow], fused: OpFunction | None = None
+) -> list[operators.FusionRow]:
     """The rows of forward and backward of a version, with everything that is measured. Raises whatever running raises.
 
     `fused` replaces the fused operation that the rows name.
@@ -357,12 +350,12 @@ def measure_fusion(grid: FusionGrid, rows: Sequence[FusionRow], fused: OpFunctio
     op, version, precision = rows[0].op, rows[0].version, rows[0].precision
     apply_math_mode(precision)
     written_out, kernel = OPS[op]
-    functions = {Version.EAGER: written_out, Version.FUSED: fused or kernel}
+    functions = {operators.Version.EAGER: written_out, operators.Version.FUSED: fused or kernel}
     passes = _taking_turns(grid, op, precision, functions.get(version) or compiled(written_out))
     for turn in range(grid.warmup_passes):
         passes.backward(passes.forward(turn), turn)
     times_s = _timed_turns(passes, grid)
-    moved = None if version is Version.COMPILED else _moved(passes)
+    moved = None if version is operators.Version.COMPILED else _moved(passes)
     if grid.device is Device.CUDA:
         kernels = _kernels(passes)
     else:
@@ -379,9 +372,9 @@ def measure_fusion(grid: FusionGrid, rows: Sequence[FusionRow], fused: OpFunctio
     ]
 
 
-def _taking_turns(grid: FusionGrid, op: Op, precision: Precision, function: OpFunction) -> Passes:
+def _taking_turns(grid: operators.FusionGrid, op: operators.Op, precision: Precision, function: OpFunction) -> Passes:
     """Passes on as many sets of inputs as fill the caches; on a CPU on one set, which may stay in them."""
-    make_set = partial(make_inputs, input_shapes(grid, op), precision, make_generator(grid))
+    make_set = partial(make_inputs, operators.input_shapes(grid, op), precision, make_generator(grid))
     first = make_set()
     size = sum(tensor.nbytes for tensor in (*first.forward, first.upstream))
     cache_bytes = torch.cuda.get_device_properties().L2_cache_size if grid.device is Device.CUDA else 0
@@ -389,14 +382,14 @@ def _taking_turns(grid: FusionGrid, op: Op, precision: Precision, function: OpFu
     return Passes(function, first, *(make_set() for _ in range(sets - 1)))
 
 
-def _timed_turns(passes: Passes, grid: FusionGrid) -> list[tuple[float, ...]]:
+def _timed_turns(passes: Passes, grid: operators.FusionGrid) -> list[tuple[float, ...]]:
     """Times in seconds of forward, and of backward, in each turn.
 
     On a GPU the device waits before each turn while the host launches it, so that the times are the device's own.
     """
     if grid.device is Device.CPU:
         turns = [passes.timed(HostClock()) for _ in range(grid.passes)]
-        return [tuple(turn[phase] for turn in turns) for phase in PHASES]
+        return [tuple(turn[phase] for turn in turns) for phase in operators.PHASES]
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(grid.passes)]
     for turn, (start, middle, end) in enumerate(events):
         torch.cuda._sleep(HEAD_START_CYCLES)

@@ -14,28 +14,20 @@ from torch.nn.functional import cross_entropy, layer_norm
 from cs336_systems.config import SIZES, Arch, Device, Precision
 from cs336_systems.measure.precision import autocast
 from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.studies import records
 from cs336_systems.studies.cell import OperationObserver
-from cs336_systems.studies.records import (
-    MIXED_PRECISIONS,
-    NORM_INPUT,
-    NORM_OUTPUT,
-    Accumulation,
-    NormalisedActivations,
-    ObservedDtype,
-    PrecisionStudy,
-)
 
 SHORT_NAMES = MappingProxyType({torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"})
 
 
-def run_precision_study(devices: Sequence[Device], status: Callable[[str], None]) -> PrecisionStudy:
+def run_precision_study(devices: Sequence[Device], status: Callable[[str], None]) -> records.PrecisionStudy:
     """Observe sums, layer norm, and autocast on each of the devices; `status` is called with a text for each part."""
     status("adding up in low precision")
     sums = accumulation_study()
     status("layer norm in low precision")
     norms = tuple(normalise(*kind, dtype) for kind in ACTIVATIONS for dtype in SHORT_NAMES)
     status(f"data types under autocast on {' and '.join(devices)}")
-    return PrecisionStudy(
+    return records.PrecisionStudy(
         torch=str(torch.__version__),
         gpu=torch.cuda.get_device_name() if Device.CUDA in devices else None,
         accumulation=sums,
@@ -46,7 +38,7 @@ def run_precision_study(devices: Sequence[Device], status: Callable[[str], None]
 
 def accumulate(
     sum_dtype: torch.dtype, addend_dtype: torch.dtype, *, cast: bool = False, addend: float = 0.01, count: int = 1000
-) -> Accumulation:
+) -> records.Accumulation:
     """Add `addend`, stored as `addend_dtype`, to a sum kept as `sum_dtype`, `count` times."""
     total = torch.zeros((), dtype=sum_dtype)
     term = torch.tensor(addend, dtype=addend_dtype)
@@ -56,7 +48,7 @@ def accumulate(
         total += term.to(sum_dtype) if cast else term
         if total.item() != before:
             growing_additions = step
-    return Accumulation(
+    return records.Accumulation(
         sum_dtype=short_name(sum_dtype),
         addend_dtype=short_name(addend_dtype),
         cast=cast,
@@ -68,7 +60,7 @@ def accumulate(
     )
 
 
-def accumulation_study() -> tuple[Accumulation, ...]:
+def accumulation_study() -> tuple[records.Accumulation, ...]:
     """The course's four ways to add 0.01 a thousand times, then the same with bf16 in place of fp16."""
     low_precision = [
         accumulate(*dtypes, cast=cast)
@@ -85,11 +77,11 @@ NORM_EPS = 1e-5
 NUM_ACTIVATIONS = 8
 
 
-def normalise(centre: float, scale: float, dtype: torch.dtype) -> NormalisedActivations:
+def normalise(centre: float, scale: float, dtype: torch.dtype) -> records.NormalisedActivations:
     """Layer norm on the CPU, with every operation in this data type, beside the same in fp64 and PyTorch's own."""
     exact_variance, exact_output, _ = _normalised(centre, scale, torch.float64)
     variance, output, library_output = _normalised(centre, scale, dtype)
-    return NormalisedActivations(
+    return records.NormalisedActivations(
         centre=centre,
         scale=scale,
         dtype=short_name(dtype),
@@ -138,7 +130,9 @@ class ToyModel(nn.Module):
 
 
 SCORES, SOFTMAX, WEIGHTS = "attention's scores", "attention's softmax", "weights applied to the values"
-TOY_OUTPUTS = MappingProxyType({"first linear's output (fc1)": "fc1", NORM_INPUT: "relu", NORM_OUTPUT: "ln"})
+TOY_OUTPUTS = MappingProxyType(
+    {"first linear's output (fc1)": "fc1", records.NORM_INPUT: "relu", records.NORM_OUTPUT: "ln"}
+)
 """For each quantity, the module of the toy model whose output it is."""
 
 TRANSFORMER_OUTPUTS = MappingProxyType(
@@ -223,13 +217,13 @@ class AttentionOps(OperationObserver):
             self._seen[SOFTMAX] = short_name(output.dtype)
 
 
-def dtype_study(devices: Sequence[Device]) -> tuple[ObservedDtype, ...]:
+def dtype_study(devices: Sequence[Device]) -> tuple[records.ObservedDtype, ...]:
     """Observe the toy model and both architectures of TransformerLM under fp16 and bf16 autocast on each device."""
     return tuple(
-        ObservedDtype(model=name, device=device, precision=precision, quantity=quantity, dtype=dtype)
+        records.ObservedDtype(model=name, device=device, precision=precision, quantity=quantity, dtype=dtype)
         for device in devices
         for name in ("ToyModel", *(f"TransformerLM, {arch}" for arch in Arch))
-        for precision in MIXED_PRECISIONS
+        for precision in records.MIXED_PRECISIONS
         for quantity, dtype in _observe(name, device, precision).items()
     )
 

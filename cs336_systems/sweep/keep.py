@@ -31,18 +31,8 @@ from cs336_systems.record import (
     read_record,
     write_record,
 )
+from cs336_systems.sweep import store
 from cs336_systems.sweep.process import NOT_EXPLAINED, begin_worker
-from cs336_systems.sweep.store import (
-    SweepError,
-    changed_inputs,
-    explanation_path,
-    quarantine,
-    raw_profile_path,
-    refuse_to_mix,
-    remove_temporary_files,
-    set_aside,
-    set_aside_unreadable,
-)
 from cs336_systems.text import print_aside
 
 
@@ -91,7 +81,7 @@ class Keeper:
 
     def _changed_since(self, record: RunRecord) -> str | None:
         """Why a result does not count, if an input file of its run has changed since the sweep began."""
-        changed = changed_inputs(record, self.inputs) if record.status.is_result else []
+        changed = store.changed_inputs(record, self.inputs) if record.status.is_result else []
         return f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh" if changed else None
 
     def read(self, config: RunConfig, elapsed_s: float, log_tail: str | None = None) -> RunRecord:
@@ -100,7 +90,7 @@ class Keeper:
         try:
             record = read_record(path)
         except RecordError as error:
-            message = f"the record was not readable; kept as {quarantine(path).name}: {error}"
+            message = f"the record was not readable; kept as {store.quarantine(path).name}: {error}"
             return self.refuse(config, message, elapsed_s, log_tail)
         changed = self._changed_since(record)
         return record if changed is None else self.refuse(config, changed, elapsed_s, log_tail)
@@ -120,7 +110,7 @@ class Keeper:
         try:
             write_record(record, self.runs)
         except OSError as error:
-            raise SweepError(error_in_words(error)) from error
+            raise store.SweepError(error_in_words(error)) from error
         return record
 
 
@@ -151,10 +141,10 @@ def resume(
     are not known), unless these may be mixed.
     """
     if fresh:
-        set_aside(runs)
-    remove_temporary_files(runs)
+        store.set_aside(runs)
+    store.remove_temporary_files(runs)
     records, problems = load_records(runs)
-    set_aside_unreadable(problems)
+    store.set_aside_unreadable(problems)
     wanted = {config.key for config in configs}
     kept = [record for record in records if record.key not in wanted or record.status.is_result]
     done = {record.key for record in kept}
@@ -165,7 +155,7 @@ def resume(
         inputs = all_inputs(configs)
         present = present or next((record.environment.identity for record in kept if record.environment), None)
         if present is not None:
-            refuse_to_mix(kept, present, inputs, runs.parent)
+            store.refuse_to_mix(kept, present, inputs, runs.parent)
     listener.planned(kept, todo, problems)
     return Resumed(Keeper(runs, listener, inputs), todo, unexplained, None if allow_mixed else present)
 
@@ -178,18 +168,18 @@ def lacks_explanation(record: RunRecord, runs: Path) -> bool:
     config = record.config
     if config.profiler is Profiler.NONE:
         return False
-    has_snapshot = config.profiler is Profiler.MEMORY and raw_profile_path(config, runs).is_file()
+    has_snapshot = config.profiler is Profiler.MEMORY and store.raw_profile_path(config, runs).is_file()
     return (record.status is Status.OK or has_snapshot) and not has_explanation(config, runs)
 
 
 def can_be_explained(record: RunRecord, runs: Path) -> bool:
     """Whether the run lacks an explanation and has the raw profile to make one from."""
-    return lacks_explanation(record, runs) and raw_profile_path(record.config, runs).is_file()
+    return lacks_explanation(record, runs) and store.raw_profile_path(record.config, runs).is_file()
 
 
 def has_explanation(config: RunConfig, runs: Path) -> bool:
     """Whether this run has an explanation that this or a later version of the program can read."""
-    path = explanation_path(config, runs)
+    path = store.explanation_path(config, runs)
     if not path.is_file():
         return False
     from cs336_systems.analysis.kernels.step_profile import decode_profile
@@ -207,7 +197,7 @@ def has_explanation(config: RunConfig, runs: Path) -> bool:
 
 def explain_run(config: RunConfig, runs: Path) -> None:
     """Read the raw profile of the run and write its explanation. Raises what the analysis raises."""
-    raw, target = raw_profile_path(config, runs), explanation_path(config, runs)
+    raw, target = store.raw_profile_path(config, runs), store.explanation_path(config, runs)
     target.parent.mkdir(parents=True, exist_ok=True)
     if config.profiler is Profiler.MEMORY:
         from cs336_systems.analysis.memory.explain import explain_memory

@@ -19,28 +19,7 @@ from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Paral
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import RunRecord, Status, load_records
-from cs336_systems.sweep.isolation import (
-    EXPLAINING,
-    Entry,
-    Interrupts,
-    Worker,
-    end_in_words,
-    ensure_fork_server,
-    kill_orphans,
-    preload,
-    preload_to_explain,
-    spare_children,
-    wait_for_workers,
-)
-from cs336_systems.sweep.keep import (
-    Keeper,
-    Listener,
-    can_be_explained,
-    explain_in_worker,
-    has_explanation,
-    lacks_explanation,
-    resume,
-)
+from cs336_systems.sweep import isolation, keep
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 from cs336_systems.sweep.store import SweepError, exclusive, gpu_lock_path, make_writable, write_environment
 
@@ -64,7 +43,7 @@ class Outcome:
 def run_sweep(
     configs: Sequence[RunConfig],
     directory: Path,
-    listener: Listener,
+    listener: keep.Listener,
     *,
     timeout_s: float = 600.0,
     fresh: bool = False,
@@ -87,70 +66,70 @@ def run_sweep(
             if gpu is not None:
                 stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         present = identity(configs[0].device, gpus[0]) if configs else None
-        keeper, todo, unexplained, _ = resume(
+        keeper, todo, unexplained, _ = keep.resume(
             configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed, present=present
         )
         if todo:
-            preload(*modules_of([*todo, *unexplained]))
+            isolation.preload(*modules_of([*todo, *unexplained]))
         elif unexplained:
-            preload_to_explain()
-        interrupts = stack.enter_context(Interrupts(at_once=True))
+            isolation.preload_to_explain()
+        interrupts = stack.enter_context(isolation.Interrupts(at_once=True))
         if todo:
-            ensure_fork_server()
+            isolation.ensure_fork_server()
             listener.importing()
         Loop(keeper, gpus, timeout_s, interrupts, deque(unexplained)).run(todo)
         return outcome(keeper, interrupted=interrupts.count > 0)
 
 
-def outcome(keeper: Keeper, *, interrupted: bool) -> Outcome:
+def outcome(keeper: keep.Keeper, *, interrupted: bool) -> Outcome:
     """What a sweep that ends has done; writes its environment.json."""
     every, _ = load_records(keeper.runs)
     write_environment(every, keeper.runs.parent)
     return Outcome(
         records=tuple(every),
         measured=tuple(keeper.measured),
-        unexplained=tuple(record.config for record in every if lacks_explanation(record, keeper.runs)),
+        unexplained=tuple(record.config for record in every if keep.lacks_explanation(record, keeper.runs)),
         interrupted=interrupted,
     )
 
 
 def explain_again(
-    records: Sequence[RunRecord], runs: Path, listener: Listener, *, timeout_s: float = 600.0
+    records: Sequence[RunRecord], runs: Path, listener: keep.Listener, *, timeout_s: float = 600.0
 ) -> tuple[RunConfig, ...]:
     """Explain those of `records` in `runs` that have a raw profile and no explanation; measure nothing.
 
     Return those that could not be explained. Raises KeyboardInterrupt if a signal stops it.
     """
-    waiting = [record.config for record in records if can_be_explained(record, runs)]
+    waiting = [record.config for record in records if keep.can_be_explained(record, runs)]
     if waiting:
-        preload_to_explain()
-        spare_children()
+        isolation.preload_to_explain()
+        isolation.spare_children()
         adopt_orphans()
-        with Interrupts(at_once=True) as interrupts:
-            keeper = Keeper(runs, listener)
+        with isolation.Interrupts(at_once=True) as interrupts:
+            keeper = keep.Keeper(runs, listener)
             Loop(keeper, (None,), timeout_s, interrupts, deque(waiting)).run(())
             if interrupts.count:
                 raise KeyboardInterrupt
-    return tuple(config for config in waiting if not has_explanation(config, runs))
+    return tuple(config for config in waiting if not keep.has_explanation(config, runs))
 
 
 @dataclass(slots=True)
 class Loop:
     """Keeps one worker per slot running until nothing is left to do or a signal interrupts the sweep."""
 
-    keeper: Keeper
+    keeper: keep.Keeper
     gpus: Sequence[Gpu | None]
     timeout_s: float
-    interrupts: Interrupts
+    interrupts: isolation.Interrupts
     unexplained: deque[RunConfig] = field(default_factory=deque)
     """Runs to explain. A free slot explains the first of them before it measures another run."""
-    explaining: set[Worker] = field(default_factory=set)
+    explaining: set[isolation.Worker] = field(default_factory=set)
     explains: bool = True
     """Whether the raw profiles of runs are explained here after they have been measured."""
     waiting: deque[RunConfig] = field(default_factory=deque)
     """Runs to measure."""
     free: list[Gpu | None] = field(init=False)
-    working: dict[Worker, list[Gpu | None]] = field(default_factory=dict)
+    working: dict[isolation.Worker, list[Gpu | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free = list(self.gpus)
@@ -191,17 +170,17 @@ class Loop:
         for left in self.interrupts.workers:
             left.kill()
             left.reap()
-        kill_orphans()
+        isolation.kill_orphans()
 
-    def _start(self, gpus: Sequence[Gpu | None]) -> Worker:
+    def _start(self, gpus: Sequence[Gpu | None]) -> isolation.Worker:
         """Start to explain the first run that waits for it; if none does, to measure the first on these GPUs."""
         explains, runs = bool(self.unexplained), self.keeper.runs
         config = (self.unexplained if explains else self.waiting).popleft()
-        entry: Entry = explain_in_worker
+        entry: isolation.Entry = keep.explain_in_worker
         if not explains:
             (runs / f"{config.key}.json").unlink(missing_ok=True)
             entry = functools.partial(measure_in_worker, gpu_uuids=[gpu.uuid for gpu in gpus if gpu])
-        worker = Worker(config, runs, entry)
+        worker = isolation.Worker(config, runs, entry)
         self.interrupts.workers.append(worker)
         self.interrupts.at_once = False
         if explains:
@@ -211,10 +190,10 @@ class Loop:
             self.keeper.listener.started(config, gpus[0])
         return worker
 
-    def _ended(self, working: Sequence[Worker], patience_s: float) -> Iterator[Worker]:
+    def _ended(self, working: Sequence[isolation.Worker], patience_s: float) -> Iterator[isolation.Worker]:
         """Wait for an event, then yield the workers that have ended, after their results have been kept."""
         left_s = min([patience_s, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
-        ready = wait_for_workers(working, [self.interrupts.wakeup], left_s)
+        ready = isolation.wait_for_workers(working, [self.interrupts.wakeup], left_s)
         if self.interrupts.count:
             return  # the signal may have ended the workers too, which is no failure of their runs
         for worker in working:
@@ -236,22 +215,22 @@ class Loop:
 
     def explain_later(self, record: RunRecord) -> None:
         """Queue the raw profile of a run that has ended to be explained, if there is one."""
-        if can_be_explained(record, self.keeper.runs):
+        if keep.can_be_explained(record, self.keeper.runs):
             self.unexplained.append(record.config)
 
-    def _why_unexplained(self, worker: Worker, exit_code: int, timed_out: bool) -> str | None:
+    def _why_unexplained(self, worker: isolation.Worker, exit_code: int, timed_out: bool) -> str | None:
         """In one line, why a worker that has ended left no explanation, and what to do; None if it left one."""
-        if has_explanation(worker.config, self.keeper.runs):
+        if keep.has_explanation(worker.config, self.keeper.runs):
             return None
         if timed_out:
             why = f"not done within {self.timeout_s:g} s"
         elif exit_code == NOT_EXPLAINED:
             why = (worker.log_tail() or "").splitlines()[-1]
         else:
-            why = end_in_words(exit_code)
+            why = isolation.end_in_words(exit_code)
         return f"{why}; the record and the raw profile are kept: `cs336 report {self.keeper.runs.parent}` tries again"
 
-    def _collect(self, worker: Worker, exit_code: int, timed_out: bool) -> RunRecord:
+    def _collect(self, worker: isolation.Worker, exit_code: int, timed_out: bool) -> RunRecord:
         """The record of a worker that has ended: the one that it wrote, or one of its failure."""
         config, path = worker.config, self.keeper.runs / f"{worker.config.key}.json"
         if path.exists():
@@ -281,7 +260,7 @@ def modules_of(configs: Sequence[RunConfig]) -> list[str]:
     Dynamo and torch.compile's backend take 2 s each to import. The backend is included only if runs compile on a CPU,
     because on a GPU its imports could touch CUDA.
     """
-    modules = [*EXPLAINING] if any(config.profiler is not Profiler.NONE for config in configs) else []
+    modules = [*isolation.EXPLAINING] if any(config.profiler is not Profiler.NONE for config in configs) else []
     if any(config.profiler is Profiler.MEMORY for config in configs):
         modules.append("cs336_systems.measure.memory")
     if any(config.needs_fast_model or config.cuda_graph for config in configs):
@@ -312,11 +291,11 @@ def measure_one(
     Used for a run on several ranks, and on machines of a cluster. The caller must hold the locks of `gpus`, or else of
     the GPUs that a sweep of this run would take. Raises KeyboardInterrupt if a signal stops it.
     """
-    preload(*modules_of([config]))
-    spare_children()
+    isolation.preload(*modules_of([config]))
+    isolation.spare_children()
     adopt_orphans()
-    with Interrupts(at_once=True) as interrupts:
-        keeper = Keeper(runs, Listener())
+    with isolation.Interrupts(at_once=True) as interrupts:
+        keeper = keep.Keeper(runs, keep.Listener())
         gpus = gpus or _gpus([config])
         Loop(keeper, gpus, timeout_s, interrupts, explains=explains).run([config])
         if interrupts.count:

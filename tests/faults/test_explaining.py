@@ -9,7 +9,7 @@ from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.config import Profiler
 from cs336_systems.record import Status, load_records
-from cs336_systems.sweep import run as sweep_module
+from cs336_systems.sweep import keep
 from cs336_systems.sweep.store import explanation_path, raw_profile_path
 from tests.faults import analyses
 from tests.faults.analyses import HANGING, NOTES
@@ -27,7 +27,7 @@ def unexplained(tmp_path_factory, preloaded):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         lay_out_models(directory)
-        patch.setattr(sweep_module, "explain_in_worker", analyses.raises)
+        patch.setattr(keep, "explain_in_worker", analyses.raises)
         outcome = sweep(directory / "sweep", WATCHED)
     assert outcome.unexplained == (WATCHED,)
     return directory / "sweep"
@@ -71,7 +71,7 @@ def test_whatever_the_analysis_dies_of_the_next_sweep_explains_without_measuring
     before = kept(measured)
     witness = Witness()
     with monkeypatch.context() as patch, time_is_up(lambda _: HANGING.exists()):
-        patch.setattr(sweep_module, "explain_in_worker", getattr(analyses, fault))
+        patch.setattr(keep, "explain_in_worker", getattr(analyses, fault))
         outcome = sweep(measured, WATCHED, witness=witness)
     assert (witness.runs, witness.explaining_runs, outcome.unexplained) == ([], [WATCHED], (WATCHED,))
     ((_, failure),) = witness.explanations
@@ -127,7 +127,7 @@ def test_a_profiled_sweep_that_cannot_be_explained_ends_with_status_1_and_its_ta
     words = [*command("good", contexts=(4,))[2:], "--profile"]
     folder = place / "data" / "kineto_profiles" / "faulty"
     with monkeypatch.context() as patch:
-        patch.setattr(sweep_module, "explain_in_worker", analyses.raises)
+        patch.setattr(keep, "explain_in_worker", analyses.raises)
         assert cli.sweep(words) == 1
     said = capsys.readouterr()
     (line,) = [line for line in said.err.splitlines() if "not explained" in line]

@@ -22,7 +22,7 @@ from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, 
 from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.ways import TorchDDP, TorchFSDP
 from tests.measure.allocator import make_up_allocator
-from tests.parallel.fast import config_of, sent_by
+from tests.parallel.fast import config_of, of_all_ranks, sent_by
 
 SHAPE = {"vocab_size": 37, "context_length": 8, "d_model": 24, "d_ff": 40, "num_layers": 3, "num_heads": 2}
 STEPS, BATCH = 6, 6
@@ -130,9 +130,16 @@ def train(way, kind, optimizer="sgd", dtype=torch.float32, *, shard=False, compi
         gradients = {each.grad.dtype for each in wrapped.parameters() if each.grad is not None}
         opt.step()
         opt.zero_grad()
-    gather = getattr(wrapped, "gather_full_parameters", None)
-    weights = {name: each.cpu() for name, each in gather().items()} if gather else weights_of(model)
+    weights = whole_parameters(wrapped) if isinstance(wrapped, FSDP) else weights_of(model)
     return Trained(weights, loss.item(), gradients, seen)
+
+
+def whole_parameters(wrapped):
+    """The parameters that the ranks have in parts, by their names in the module."""
+    sharded = (each for unit in wrapped._units for flat in unit.flats for each in flat.sharded)
+    whole = {id(each.shard): of_all_ranks(each.shard)[: each.full.numel()].view(each.full.shape) for each in sharded}
+    named = wrapped.module.named_parameters(remove_duplicate=False)
+    return {name: whole.get(id(each), each).detach().clone().cpu() for name, each in named}
 
 
 def traffic_of(way, kind):

@@ -11,11 +11,33 @@ from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.weights import whole
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.collectives import TrafficCounter
-from cs336_systems.parallel.sharded_weights import ShardedMasterAdamW
+from cs336_systems.parallel.sharded_weights import OwnsWeights, ShardedMasterAdamW
 
 STEPS, LEARNING_RATE = 6, 1e-2
 UNSAFE_ON_GLOO = {"allreduce_coalesced", "allgather_into_tensor_coalesced"}
 """Both threads of gloo write such a long name of a completed collective to one string without a lock (PyTorch 2.13)."""
+
+
+@torch.no_grad()
+def of_all_ranks(part):
+    """The parts of all ranks, one after the other."""
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat([each.view(-1) for each in parts])
+
+
+def whole_masters(sharding, model):
+    """The masters whole, by their names in the model: of several that are one tensor, each rank may have a part."""
+    shapes = {name: each.shape for name, each in TransformerLM(model).named_parameters()}
+    found = {}
+    for joined, weight in sharding.named_weights:
+        names, values = joined.split(" + "), weight.values()
+        is_part = values.shape != shapes[names[0]]
+        flat = of_all_ranks(values) if is_part else values.reshape(-1)
+        for name in names:
+            found[name] = flat[: shapes[name].numel()].view(shapes[name]).clone()
+            flat = flat[shapes[name].numel() :]
+    return found
 
 
 def sent_by(traffic):
@@ -47,8 +69,8 @@ def train(way, arch, shard, device="cpu", changes=None):
     clock = HostClock() if device == "cpu" else EventClock()
     losses = [step(clock)[1].item() for _ in range(STEPS)]
     sharding = step.optimizer if isinstance(step.optimizer, ShardedMasterAdamW) else step.way
-    if hasattr(sharding, "gather_full_parameters"):
-        masters = {name: each.cpu() for name, each in sharding.gather_full_parameters().items()}
+    if isinstance(sharding, OwnsWeights):
+        masters = {name: each.cpu() for name, each in whole_masters(sharding, step.config.model).items()}
     else:
         names = (name for name, _ in step.model.named_parameters())
         masters = {name: weight.values().cpu().clone() for name, weight in zip(names, step.model.weights, strict=True)}
@@ -81,8 +103,8 @@ def train_frozen(way, shard):
     for _ in range(2):
         step(HostClock())
     sharding = step.optimizer if isinstance(step.optimizer, ShardedMasterAdamW) else step.way
-    gather = getattr(sharding, "gather_full_parameters", lambda: dict(step.model.named_parameters()))
-    after = gather()
+    is_sharded = isinstance(sharding, OwnsWeights)
+    after = whole_masters(sharding, config.model) if is_sharded else dict(step.model.named_parameters())
     return [name for name, each in before.items() if not torch.equal(after[name], each)]
 
 

@@ -18,20 +18,8 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
+from cs336_systems.analysis.kernels import phases
 from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, Call, collective_codes
-from cs336_systems.analysis.kernels.phases import (
-    CODES,
-    PHASES,
-    Codes,
-    Known,
-    LaunchPhase,
-    PhasePlan,
-    PhaseSource,
-    Steps,
-    Windows,
-    known_names,
-    phase_plan,
-)
 from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Nesting, Trace
 from cs336_systems.ranges import PhaseNames
 
@@ -49,9 +37,9 @@ class Jobs(DeviceWork):
     """The kernels of a trace, followed by its copies, each with its place."""
 
     is_copy: Mask
-    collective: Codes
+    collective: phases.Codes
     """Index into `COLLECTIVES`, NO_COLLECTIVE for what is no kernel of a collective."""
-    phase: Codes
+    phase: phases.Codes
     step: Ints
     """Index into `Steps`, -1 outside of every step."""
     module: Ints
@@ -66,21 +54,21 @@ class Attribution:
 
     trace: Trace
     jobs: Jobs
-    steps: Steps
-    windows: Windows
+    steps: phases.Steps
+    windows: phases.Windows
     parent: Ints
     """For each range of the trace, the innermost module's range around it on its thread; -1 for none.
 
     A forward range inside backward, a gather and a scatter have no parent, and so begin a path of their own.
     """
-    source: PhaseSource
+    source: phases.PhaseSource
     notes: tuple[str, ...]
 
 
 def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     """Find the phase, step and module of every kernel and copy."""
-    known = known_names(trace, PhaseNames() if names is None else names)
-    plan = phase_plan(trace, known)
+    known = phases.known_names(trace, PhaseNames() if names is None else names)
+    plan = phases.phase_plan(trace, known)
     modules = _Modules(trace, known, plan)
     return Attribution(
         trace=trace,
@@ -93,9 +81,9 @@ def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     )
 
 
-def phase_at(windows: Windows, time: Ints) -> Codes:
+def phase_at(windows: phases.Windows, time: Ints) -> phases.Codes:
     """The phase of the host at each time."""
-    labels = np.append(windows.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
+    labels = np.append(windows.phase, np.int8(phases.CODES[phases.LaunchPhase.UNATTRIBUTED]))
     return labels[Nesting(windows.start_ns, windows.end_ns).at(time)]
 
 
@@ -105,12 +93,12 @@ class _Modules:
     A forward range inside backward counts as a module, so that recomputed work has a name of its own.
     """
 
-    def __init__(self, trace: Trace, known: Known, plan: PhasePlan) -> None:
+    def __init__(self, trace: Trace, known: phases.Known, plan: phases.PhasePlan) -> None:
         ranges = trace.ranges
         is_module = ranges.is_nested & ~np.isin(ranges.name, known.structure)
         is_module[plan.around_steps] = False
-        forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, known.phases[LaunchPhase.FORWARD]))
-        again = forward[phase_at(plan.windows, ranges.start_ns[forward]) == CODES[LaunchPhase.BACKWARD]]
+        forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, known.phases[phases.LaunchPhase.FORWARD]))
+        again = forward[phase_at(plan.windows, ranges.start_ns[forward]) == phases.CODES[phases.LaunchPhase.BACKWARD]]
         is_module[again] = True
         is_module[_beginning(trace, _OF_LIBRARY)] = False
         is_shards = _beginning(trace, _SHARDS)
@@ -142,11 +130,11 @@ def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
     return np.isin(trace.ranges.name, names)
 
 
-def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
+def _placed(trace: Trace, plan: phases.PhasePlan, modules: _Modules) -> Jobs:
     """All kernels and copies of the trace in their places."""
     work = joined(trace.kernels, trace.copies)
     collective = collective_codes(work.name, trace.strings)
-    phase = np.full(len(work), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    phase = np.full(len(work), phases.CODES[phases.LaunchPhase.UNATTRIBUTED], dtype=np.int8)
     step, module = (np.full(len(work), -1, dtype=np.int64) for _ in range(2))
     is_recomputed = np.zeros(len(work), dtype=np.bool_)
     rows = np.flatnonzero(work.is_launched)
@@ -155,7 +143,7 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
     step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
     module[rows] = modules.at(thread, time)
     module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1
-    is_recomputed[rows] = modules.is_forward(thread, time) & (phase[rows] == CODES[LaunchPhase.BACKWARD])
+    is_recomputed[rows] = modules.is_forward(thread, time) & (phase[rows] == phases.CODES[phases.LaunchPhase.BACKWARD])
     return Jobs(
         **{field.name: getattr(work, field.name) for field in fields(work)},
         is_copy=np.arange(len(work)) >= len(trace.kernels),
@@ -184,7 +172,7 @@ def _what_is_missing(trace: Trace) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostWindows(Windows):
+class HostWindows(phases.Windows):
     """The host's time in each phase of the profiled steps, by step and in order of time."""
 
     step: Ints
@@ -194,7 +182,7 @@ class HostWindows(Windows):
 class Selection:
     """The part of a trace that is profiled."""
 
-    steps: Steps
+    steps: phases.Steps
     """The profiled steps, in order of time."""
     windows: HostWindows
     is_whole_trace: bool
@@ -222,7 +210,7 @@ def select(attribution: Attribution) -> Selection:
     number = np.full(len(steps) + 1, -1, dtype=np.int64)
     number[used] = np.arange(len(used))
     first, last = _extent(attribution.trace)
-    whole = Steps(start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=np.zeros(1, dtype=np.bool_))
+    whole = phases.Steps(start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=np.zeros(1, dtype=np.bool_))
     host = chosen(steps, used) if len(used) else whole
     host = replace(host, end_ns=np.clip(host.end_ns, host.start_ns, max(last, int(host.start_ns.max()))))
     return Selection(
@@ -264,7 +252,7 @@ def _extent(trace: Trace) -> tuple[int, int]:
     return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
 
 
-def _windows(windows: Windows, steps: Steps) -> HostWindows:
+def _windows(windows: phases.Windows, steps: phases.Steps) -> HostWindows:
     """The windows that begin in a step, cut off at its end."""
     step = Nesting(steps.start_ns, steps.end_ns).at(windows.start_ns)
     start, end = windows.start_ns, windows.end_ns
@@ -280,18 +268,18 @@ def frame_of(columns: Columns) -> pd.DataFrame:
     return frame if "duration_ns" in frame else frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
 
 
-def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:
+def by_phase(frame: pd.DataFrame) -> Iterator[tuple[phases.LaunchPhase, pd.DataFrame]]:
     """Yield each phase that has rows, and its rows."""
-    for code, phase in enumerate(PHASES):
+    for code, phase in enumerate(phases.PHASES):
         if len(rows := frame[frame["phase"] == code]):
             yield phase, rows
 
 
-def by_step(frame: pd.DataFrame, num_steps: int) -> Iterator[tuple[LaunchPhase, dict[str, Any]]]:
+def by_step(frame: pd.DataFrame, num_steps: int) -> Iterator[tuple[phases.LaunchPhase, dict[str, Any]]]:
     """Yield each phase that has anything, and the sums of the other columns in each step; `_s` holds nanoseconds."""
-    every = pd.MultiIndex.from_product([range(len(PHASES)), range(num_steps)])
+    every = pd.MultiIndex.from_product([range(len(phases.PHASES)), range(num_steps)])
     sums = frame.groupby(["phase", "step"]).sum().reindex(every, fill_value=0)
-    for code, phase in enumerate(PHASES):
+    for code, phase in enumerate(phases.PHASES):
         own = sums.loc[code]
         if own.to_numpy().any():
             yield (

@@ -23,7 +23,7 @@ from cs336_systems.analysis.columns import (
     read_head,
     what_it_is,
 )
-from cs336_systems.analysis.kernels import communication, device_time, modules
+from cs336_systems.analysis.kernels import communication, device_time, modules, step_profile
 from cs336_systems.analysis.kernels.attribution import Attribution, attribute, by_step, frame_of, select
 from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, DeviceWindows, Host, host_calls
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
@@ -32,16 +32,6 @@ from cs336_systems.analysis.kernels.modules import CLASSES
 from cs336_systems.analysis.kernels.nsys import NEEDED as NSYS_FILE
 from cs336_systems.analysis.kernels.nsys import export, read_nsys
 from cs336_systems.analysis.kernels.phases import PHASES, check_names
-from cs336_systems.analysis.kernels.step_profile import (
-    Left,
-    PhaseTimes,
-    PicturedStep,
-    Piece,
-    StepProfile,
-    Window,
-    Work,
-    contradictions,
-)
 from cs336_systems.analysis.kernels.trace import Trace, Union
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.ranges import PhaseNames
@@ -67,7 +57,7 @@ def read_trace(path: Path) -> Trace:
 
 def summarise(
     attribution: Attribution, *, source: str, model: ModelConfig | None = None, batch_size: int | None = None
-) -> StepProfile:
+) -> step_profile.StepProfile:
     """The profile of the steps in a trace of the file `source`; with `model` and `batch_size`, attention has FLOPs.
 
     Raises AttributionError if the parts do not add up to the whole.
@@ -88,9 +78,9 @@ def summarise(
     kernels = work[~work["is_copy"]].assign(kind=kind)
     in_step = kernels[kernels["step"] >= 0]
     grave, slight = device_time.doubts(trace)
-    profile = StepProfile(
+    profile = step_profile.StepProfile(
         source=source,
-        work=Work.OPERATORS if trace.is_of_host else Work.KERNELS,
+        work=step_profile.Work.OPERATORS if trace.is_of_host else step_profile.Work.KERNELS,
         device_names=trace.device_names,
         phases_from=(attribution.source,),
         num_steps=len(selection.steps),
@@ -120,12 +110,12 @@ def summarise(
         doubts=grave,
         rank=trace.rank,
     )
-    if wrong := next(contradictions(profile), None):
+    if wrong := next(step_profile.contradictions(profile), None):
         raise AttributionError(wrong)
     return profile
 
 
-def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> Left:
+def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> step_profile.Left:
     """The kernels in no profiled step."""
     step, is_launched = kernels["step"].to_numpy(), kernels["is_launched"].to_numpy(dtype=np.bool_)
     place = np.select([step >= 0, is_in_a_step, is_launched], ["", "warmup", "outside"], "no_launch")
@@ -133,10 +123,12 @@ def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> Left:
     for name in ("warmup", "outside", "no_launch"):
         times_ns = kernels["duration_ns"][place == name]
         values |= {name: len(times_ns), f"{name}_s": int(times_ns.sum()) / 1e9}
-    return Left(**values)
+    return step_profile.Left(**values)
 
 
-def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_host: bool) -> Iterator[PhaseTimes]:
+def _phases(
+    work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_host: bool
+) -> Iterator[step_profile.PhaseTimes]:
     """The phases in which some step has a window, kernels or copies."""
     time, is_copy = work["duration_ns"], work["is_copy"]
     work = work[["phase", "step"]].assign(
@@ -156,13 +148,13 @@ def _phases(work: pd.DataFrame, windows: pd.DataFrame, num_steps: int, is_of_hos
     rows = pd.concat([part[part["step"] >= 0].reindex(columns=columns, fill_value=0) for part in (work, windows)])
     for phase, values in by_step(rows, num_steps):
         del values["windows"]
-        yield PhaseTimes(phase=phase, **values | ({"busy_s": values["kernel_s"]} if is_of_host else {}))
+        yield step_profile.PhaseTimes(phase=phase, **values | ({"busy_s": values["kernel_s"]} if is_of_host else {}))
 
 
 REPORT_ENDING = ".nsys-rep"
 
 
-def explain(path: Path, config: RunConfig | None = None, phases: PhaseNames | None = None) -> StepProfile:
+def explain(path: Path, config: RunConfig | None = None, phases: PhaseNames | None = None) -> step_profile.StepProfile:
     """Explain the profile at `path`; with the run's `config`, attention has its FLOPs too.
 
     Of a run on several ranks, the profile is of the first, with the times of all. A report of nsys is first exported by
@@ -216,7 +208,7 @@ def _median_step(spans: DeviceSteps) -> int:
     return int(order[(len(order) - 1) // 2])
 
 
-def _picture(step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.DataFrame) -> PicturedStep:
+def _picture(step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.DataFrame) -> step_profile.PicturedStep:
     """The picture of one step of these kernels."""
     start = int(spans.origin_ns[step])
     wall = int(spans.end_ns[step]) - start
@@ -226,11 +218,11 @@ def _picture(step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.
     pieces = own.groupby(["stream", part, "kind"]).agg(
         start=("start_ns", "min"), end=("end_ns", "max"), busy=("duration_ns", "sum")
     )
-    return PicturedStep(
+    return step_profile.PicturedStep(
         step=step,
         wall_s=wall / 1e9,
         windows=tuple(
-            Window(
+            step_profile.Window(
                 phase=PHASES[windows.phase[row]],
                 host_start_s=(int(windows.host_start_ns[row]) - start) / 1e9,
                 host_end_s=(int(windows.host_end_ns[row]) - start) / 1e9,
@@ -240,7 +232,7 @@ def _picture(step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.
             for row in np.flatnonzero(windows.step == step).tolist()
         ),
         pieces=tuple(
-            Piece(
+            step_profile.Piece(
                 stream=stream,
                 kind=CLASSES[kind],
                 start_s=(begin - start) / 1e9,

@@ -13,8 +13,9 @@ from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import CompileMode, Mode, Phase, Profiler
 from cs336_systems.record import Environment, RunRecord, Status, WarningCode
+from cs336_systems.report import words
 from cs336_systems.report.charts import Bar, Chart
-from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.draw import svg_of
 from cs336_systems.report.frame import codes_of, order, rows_of, to_frame
@@ -47,16 +48,6 @@ from cs336_systems.report.sections.memory.findings import MemoryEntry, by_catego
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_charts
 from cs336_systems.report.sections.steps import BY_PHASE, PARTS, REST, phase_bars
-from cs336_systems.report.words import (
-    DOUBT,
-    GIB,
-    between,
-    mean_and_std,
-    milliseconds,
-    percent_of,
-    significant,
-    status_text,
-)
 from cs336_systems.studies.records import PrecisionStudy
 from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
 from cs336_systems.text import counted, shortened
@@ -77,7 +68,7 @@ SUBJECTS = {
 
 def _each(times_ms: Sequence[float]) -> str:
     left_out = f" and {len(times_ms) - MOST_TIMES} more" if len(times_ms) > MOST_TIMES else ""
-    return f"{', '.join(significant(time_ms) for time_ms in times_ms[:MOST_TIMES])}{left_out}"
+    return f"{', '.join(words.significant(time_ms) for time_ms in times_ms[:MOST_TIMES])}{left_out}"
 
 
 RUN = (
@@ -226,7 +217,7 @@ def _runs(records: Sequence[RunRecord]) -> Iterator[Block]:
         if (failure := record.failure) is not None:
             where = f" (in {failure.where})" if failure.where else ""
             texts = [failure.message, shortened(failure.traceback or "", LONGEST_TEXT), failure.log_tail or ""]
-            title = f"{record.config.label}: {status_text(record.status)}{where}"
+            title = f"{record.config.label}: {words.status_text(record.status)}{where}"
             yield Closed(title=title, text="\n\n".join(filter(None, texts)))
 
 
@@ -316,12 +307,12 @@ def _of_steps(rows: Sequence[Row]) -> Glance:
         if late:
             advice = " Try --compile there." if all(config.compile is CompileMode.NONE for config in late) else ""
             more = f"The CPU limits {len(late)} of {counted(len(timed), 'step')}, the GPU the others.{advice}"
-        answer = f"A step takes {between(by_name(timed, itemgetter('step_mean_ms')), milliseconds)}."
+        answer = f"A step takes {words.between(by_name(timed, itemgetter('step_mean_ms')), words.milliseconds)}."
     elif timed:
         bar = next(bar for bar in bars.bars if bar.parts)
-        parts = ", ".join(f"{name} {percent_of(value, bar.length)}" for name, value in bar.parts.items())
+        parts = ", ".join(f"{name} {words.percent_of(value, bar.length)}" for name, value in bar.parts.items())
         limit = "; the CPU limits it" if WarningCode.LAUNCH_BOUND in codes_of(timed[0]) else ""
-        answer = f"A step takes {milliseconds(timed[0]['step_mean_ms'])}: {parts}{limit}."
+        answer = f"A step takes {words.milliseconds(timed[0]['step_mean_ms'])}: {parts}{limit}."
     else:
         answer = f"No step has a time: {', '.join(dict.fromkeys(bar.failure for bar in bars.bars))}."
     return Glance(answer=answer, more=more, bars=[bars], tiles=_tiles(rows), doubts=_doubts(rows), trust=_steady(timed))
@@ -343,7 +334,7 @@ def _of_profiles(results: Results) -> Glance:
     worst = max((row["slowdown"] for row in slowed), default=1.0)
     doubts = _doubts(own)
     if worst > 1 + MAX_SLOWDOWN:
-        doubts.append(f"The profiler made a step up to {significant(worst, 3)} times as long as it is without.")
+        doubts.append(f"The profiler made a step up to {words.significant(worst, 3)} times as long as it is without.")
     note = "" if results.published else "with the profiler running"
     return Glance(
         answer=answer, more=more, bars=list(_profile_bars(entries)), tiles=_tiles(own, note), doubts=doubts,
@@ -376,13 +367,15 @@ def _of_memory(entries: Sequence[MemoryEntry]) -> Glance:
         if not more:  # the sentence about the peak goes on with what the bar shows
             answer = f"{answer.partition('; ')[0].rstrip('.')}."
     else:
-        answer, more = f"Memory peaks at {between(peaks, lambda value: size(round(value)))}.", ""
+        answer, more = f"Memory peaks at {words.between(peaks, lambda value: size(round(value)))}.", ""
     configs = [entry.config for entry in entries]
     if all(own is not None and own.warmup_steps == 0 and own.mode is Mode.TRAIN for own in configs):
         more += f"{' ' * bool(more)}It is the first step: later ones hold the optimizer's state from their beginning."
     charts = peak_charts(entries)
     parts = {
-        str(part): num_bytes / GIB for part, num_bytes in by_category(entries[0].profile.peak).items() if num_bytes
+        str(part): num_bytes / words.GIB
+        for part, num_bytes in by_category(entries[0].profile.peak).items()
+        if num_bytes
     }
     of_one = Bars(
         title="What the peak consists of", bars=[Bar(name="peak", parts=parts)], styles=CATEGORIES, unit="GiB"
@@ -409,15 +402,15 @@ def _first_sentence(found: Sequence[str]) -> tuple[str, str]:
 
 def _tiles(rows: Sequence[Row], note: str = "") -> list[Tile]:
     """Step, throughput, utilisation and memory: with the spread of one configuration, as ranges of several."""
-    step = _range(rows, "step_mean_ms", milliseconds)
+    step = _range(rows, "step_mean_ms", words.milliseconds)
     if len(rows) == 1 and rows[0]["step_mean_ms"]:
-        step = f"{mean_and_std(rows[0]['step_mean_ms'], rows[0]['step_std_ms'])} ms"
+        step = f"{words.mean_and_std(rows[0]['step_mean_ms'], rows[0]['step_std_ms'])} ms"
     notes = note or ("mean ± standard deviation" if len(rows) == 1 else f"of {counted(len(rows), 'configuration')}")
     return [
         Tile("step", step, notes),
-        Tile("tokens/s", _range(rows, "tokens_per_s", lambda value: significant(value, 3)), "in a step over its time"),
-        Tile("MFU", _range(rows, "mfu", percent_of), "model FLOPs, of the data sheet's peak"),
-        Tile("peak of memory", _range(rows, "peak_allocated_gib", lambda value: f"{significant(value, 3)} GiB"),
+        Tile("tokens/s", _range(rows, "tokens_per_s", three_digits), "in a step over its time"),
+        Tile("MFU", _range(rows, "mfu", words.percent_of), "model FLOPs, of the data sheet's peak"),
+        Tile("peak of memory", _range(rows, "peak_allocated_gib", lambda value: f"{words.significant(value, 3)} GiB"),
              "allocated at most"),
     ]  # fmt: skip
 
@@ -448,11 +441,11 @@ def _doubts(rows: Sequence[Row]) -> list[str]:
     if not number:
         return []
     several = ", some in several ways" if counts.total() > number else ""
-    many = f"{number} of {len(rows)} times are in doubt ({DOUBT}){several}: {told}."
+    many = f"{number} of {len(rows)} times are in doubt ({words.DOUBT}){several}: {told}."
     return [many if len(rows) > 1 else f"The time is in doubt: {told}."]
 
 
 def _steady(rows: Sequence[Row]) -> str:
     spread = max((row["step_cv"] for row in rows if row["step_cv"] is not None), default=None)
-    told = "" if spread is None else f"; the standard deviation is at most {percent_of(spread)} of the step"
+    told = "" if spread is None else f"; the standard deviation is at most {words.percent_of(spread)} of the step"
     return f"No warning puts a time in doubt{told}."

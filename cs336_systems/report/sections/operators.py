@@ -20,20 +20,7 @@ from cs336_systems.report.sections.study import (
     times_ms,
 )
 from cs336_systems.report.words import GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
-from cs336_systems.studies.operators import (
-    PHASES,
-    AttentionStudy,
-    CellResult,
-    FusionRow,
-    FusionStudy,
-    Implementation,
-    Quantity,
-    Version,
-    attention_flops,
-    naive_saved_bytes,
-    rows_bytes,
-    weights_bytes,
-)
+from cs336_systems.studies import operators
 from cs336_systems.text import counted
 
 Rows = Sequence[Row]
@@ -47,7 +34,9 @@ CSV_COLUMNS = (
     "together_mean_ms", "together_std_ms", "together_tflops_per_s", "together_warnings",
 )  # fmt: skip
 """Of the grid of attention; ERROR_COLUMNS follow in studies with an own implementation."""
-ERROR_COLUMNS = tuple(f"{quantity}_{name}" for quantity in Quantity for name in ("max_error", "relative_error"))
+ERROR_COLUMNS = tuple(
+    f"{quantity}_{name}" for quantity in operators.Quantity for name in ("max_error", "relative_error")
+)
 FUSION_CSV_COLUMNS = (
     "op", "precision", "version", "phase", "device_name", "status", "error", "kernels", "kernel_names",
     "must_move_mib", "moved_mib", "median_ms", "mean_ms", "std_ms", "gb_per_s", "bandwidth_share", "speed_up",
@@ -64,11 +53,11 @@ TITLES = {"forward": "Forward pass of attention", "backward": "Backward pass of 
           "together": "Forward and backward pass of attention together"}  # fmt: skip
 
 
-def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
+def _attention_row(study: operators.AttentionStudy, result: operators.CellResult) -> Row:
     """The values of a cell, of a failed one too; None for what is not known."""
     grid, cell = study.grid, result.cell
     memory = result.memory if result.status is Status.OK else None
-    closed_form = naive_saved_bytes(grid, cell) / MIB
+    closed_form = operators.naive_saved_bytes(grid, cell) / MIB
     row: Row = {
         "implementation": cell.implementation, "precision": cell.precision, "d_head": cell.d_head,
         "context_length": cell.context_length, "batch_size": grid.batch_size, "causal": grid.causal,
@@ -78,26 +67,26 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
         "before_forward_mib": memory and memory.before_forward_bytes / MIB,
         "before_backward_mib": memory and memory.before_backward_bytes / MIB,
         "saved_mib": memory and memory.saved_bytes / MIB, "peak_mib": memory and memory.peak_bytes / MIB,
-        "naive_saved_closed_form_mib": closed_form if cell.implementation is Implementation.NAIVE else None,
-        "closed_form_mib": closed_form, "matrix_mib": weights_bytes(grid, cell) / MIB,
-        "queries_mib": rows_bytes(grid, cell) / MIB,
-        "compile_s": result.first_pass_s if cell.implementation is Implementation.COMPILED else None,
+        "naive_saved_closed_form_mib": closed_form if cell.implementation is operators.Implementation.NAIVE else None,
+        "closed_form_mib": closed_form, "matrix_mib": operators.weights_bytes(grid, cell) / MIB,
+        "queries_mib": operators.rows_bytes(grid, cell) / MIB,
+        "compile_s": result.first_pass_s if cell.implementation is operators.Implementation.COMPILED else None,
     }  # fmt: skip
     for timed, phase in TIMED.items():
         row |= times_ms(result.measurement(phase), f"{timed}_")
-        rate = ratio(attention_flops(grid, cell, phase) / TERA * 1e3, row[f"{timed}_mean_ms"])
+        rate = ratio(operators.attention_flops(grid, cell, phase) / TERA * 1e3, row[f"{timed}_mean_ms"])
         row |= derived(f"{timed}_tflops_per_s", rate, row, prefix=f"{timed}_")
     errors = {error.quantity: error for error in result.errors}
-    for quantity in Quantity:
+    for quantity in operators.Quantity:
         error = errors.get(quantity)
         row[f"{quantity}_max_error"] = error and error.max_error
         row[f"{quantity}_relative_error"] = error and error.relative
     return row | {"errors": errors}
 
 
-def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
+def _end_of_own(study: operators.AttentionStudy, result: operators.CellResult) -> Row:
     """How a cell of the user's own ended, or why it has no backward: the error with the place in the file."""
-    if result.cell.implementation is not Implementation.OWN or result.failure is None:
+    if result.cell.implementation is not operators.Implementation.OWN or result.failure is None:
         return {}
     place = place_in(study.grid.own or "", result.failure)
     error = result.failure.message
@@ -107,7 +96,7 @@ def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
     return {"error": error} | ({"ended": ended[result.status]} if result.status in ended else {})
 
 
-def attention_section(study: AttentionStudy) -> Section:
+def attention_section(study: operators.AttentionStudy) -> Section:
     """For each precision tables of forward, of backward, of both, of memory and of errors, if these two are known."""
     rows, tables = [_attention_row(study, result) for result in study.results], []
     for precision in dict.fromkeys(row["precision"] for row in rows):
@@ -116,8 +105,12 @@ def attention_section(study: AttentionStudy) -> Section:
         if any(row["saved_mib"] is not None for row in own):
             tables.append(_memory_table(study, own))
         if any(row["errors"] for row in own):
-            tables.append(_error_table(study, own, "output", (Quantity.OUTPUT,)))
-            tables.append(_error_table(study, own, "gradients", (Quantity.DQ, Quantity.DK, Quantity.DV)))
+            tables.append(_error_table(study, own, "output", (operators.Quantity.OUTPUT,)))
+            tables.append(
+                _error_table(
+                    study, own, "gradients", (operators.Quantity.DQ, operators.Quantity.DK, operators.Quantity.DV)
+                )
+            )
     keys = (*CSV_COLUMNS, *(ERROR_COLUMNS if study.grid.own else ()))
     return Section(name="results", tables=tuple(tables), rows=rows, keys=keys)
 
@@ -131,7 +124,7 @@ def _at(row: Row) -> str:
 
 
 def _table(
-    study: AttentionStudy,
+    study: operators.AttentionStudy,
     rows: Rows,
     title: str,
     cell: Column,
@@ -149,13 +142,13 @@ def _table(
     return make_table(title, columns, by_shape, [*notes, *findings], findings=findings)
 
 
-def cells_of(rows: Rows, implementation: Implementation, *known: str) -> list[Row]:
+def cells_of(rows: Rows, implementation: operators.Implementation, *known: str) -> list[Row]:
     """The rows of one implementation that have values by these keys, the smallest shape first."""
     own = [row for row in rows if row["implementation"] is implementation]
     return [row for row in own if all(row[key] is not None for key in known)]
 
 
-def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
+def _time_table(study: operators.AttentionStudy, rows: Rows, timed: str) -> Table:
     time = column(f"{timed}_mean_ms", unit="", drop_order=0, doubt=f"{timed}_is_doubted", instead="ended")
     notes = [
         f"In ms, mean ± standard deviation of {study.grid.passes} passes after {study.grid.warmup_passes} of warm-up.",
@@ -166,30 +159,30 @@ def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
     return _table(study, rows, TITLES[timed], time, notes, list(_gains(study, rows, timed)))
 
 
-def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
+def _grid_notes(study: operators.AttentionStudy, rows: Rows) -> Iterator[str]:
     """What own is, which cells were not measured, and each failure that no column shows, once."""
     names = study.available(rows[0]["precision"])
     if study.grid.own is not None:
         digest = study.grid.source.state if study.grid.source else None
         yield f"own is {study.grid.own}{f', of source {digest}' if digest else ''}."
     failed: dict[str, list[Row]] = {}
-    for row in cells_of(rows, Implementation.OWN, "error"):
+    for row in cells_of(rows, operators.Implementation.OWN, "error"):
         failed.setdefault(row["error"], []).append(row)
     for error, cells in failed.items():
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         yield f"own, {cells[0]['ended']} at {_at(cells[0])}{more}: {error}"
     for name in dict.fromkeys(study.grid.implementations):
-        if name not in names and name is not Implementation.OWN and (lost := cells_of(rows, name, "error")):
+        if name not in names and name is not operators.Implementation.OWN and (lost := cells_of(rows, name, "error")):
             yield f"No {name} in {lost[0]['precision']}: {lost[0]['error']}"
     wanted = sum(map(len, study.grid.groups()))
     if len(study.results) < wanted:
         yield f"Only {len(study.results)} of the grid's {wanted} cells were measured: the study was interrupted."
 
 
-def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
+def _gains(study: operators.AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
     """How fast the implementations are beside naive, and beside own."""
     times = {name: cells_of(rows, name, f"{timed}_mean_ms") for name in study.available(rows[0]["precision"])}
-    naive, own = times.get(Implementation.NAIVE, []), times.get(Implementation.OWN, [])
+    naive, own = times.get(operators.Implementation.NAIVE, []), times.get(operators.Implementation.OWN, [])
     quotients = (_quotient(timed, naive, cells, name) for name, cells in times.items() if cells is not naive)
     if gains := list(filter(None, quotients)):
         yield f"Times as fast as naive, at the largest shape that both can do: {', '.join(gains)}."
@@ -209,7 +202,9 @@ def _quotient(timed: str, firsts: Rows, seconds: Rows, name: str) -> str | None:
     return f"{name} {column('speed_up').cell(quotient)} ({_at(second)})"
 
 
-def _error_table(study: AttentionStudy, rows: Rows, name: str, quantities: Sequence[Quantity]) -> Table:
+def _error_table(
+    study: operators.AttentionStudy, rows: Rows, name: str, quantities: Sequence[operators.Quantity]
+) -> Table:
     error = column(f"{name.removesuffix('s')}_error", text=partial(_error, quantities=quantities))
     several = ", the largest of the three" if len(quantities) > 1 else ""
     note = (
@@ -220,7 +215,7 @@ def _error_table(study: AttentionStudy, rows: Rows, name: str, quantities: Seque
     return _table(study, rows, f"Error of attention's {name} against float64", error, [note])
 
 
-def _error(row: Row, quantities: Sequence[Quantity]) -> str:
+def _error(row: Row, quantities: Sequence[operators.Quantity]) -> str:
     """The largest distance of any of these quantities, and in brackets the largest relative one."""
     errors = [row["errors"].get(quantity) for quantity in quantities]
     if not all(errors):
@@ -232,7 +227,7 @@ def _error(row: Row, quantities: Sequence[Quantity]) -> str:
     return f"{mark}{scientific(largest)} ({scientific(relative)})"
 
 
-def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
+def _memory_table(study: operators.AttentionStudy, rows: Rows) -> Table:
     held = column("before_backward_mib", unit="", text=_held)
     note = "In MiB; in brackets what forward left for backward, its output included."
     title, closed_form = "Memory in use before backward", column("closed_form_mib", drop_order=1)
@@ -248,7 +243,7 @@ def _held(row: Row) -> str:
 
 def limit_notes(rows: Rows) -> Iterator[str]:
     """Where written-out attention runs out of memory, and what of its largest shape takes how much."""
-    naive = cells_of(rows, Implementation.NAIVE)
+    naive = cells_of(rows, operators.Implementation.NAIVE)
     for row in [row for row in naive if row["status"] is Status.OOM][:1]:
         asked = row["requested_mib"]
         request = "" if asked is None else f" when it asked for {_gib(asked)} GiB"
@@ -269,16 +264,16 @@ def _gib(size_mib: float) -> str:
     return significant(size_mib * MIB / GIB)
 
 
-def fusion_section(study: FusionStudy) -> Section:
+def fusion_section(study: operators.FusionStudy) -> Section:
     """A table for each precision and direction; the values have a row for each version and direction."""
-    eager = {(row.op, row.precision, row.phase): row for row in study.rows if row.version is Version.EAGER}
+    eager = {(row.op, row.precision, row.phase): row for row in study.rows if row.version is operators.Version.EAGER}
     rows = [_fusion_row(study, row, eager[row.op, row.precision, row.phase]) for row in study.rows]
     tables, grid = [], study.grid
     shared = (
         f"batch {grid.batch_size}, context {grid.context_length}, width {grid.width}, "
         f"attention {grid.num_heads} heads of {grid.d_head}, {study.environment.identity.device_name}"
     )
-    for precision, phase in product(dict.fromkeys(row["precision"] for row in rows), PHASES):
+    for precision, phase in product(dict.fromkeys(row["precision"] for row in rows), operators.PHASES):
         own = [row for row in rows if (row["precision"], row["phase"]) == (precision, phase)]
         if not own:
             continue
@@ -290,7 +285,7 @@ def fusion_section(study: FusionStudy) -> Section:
     return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS)
 
 
-def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
+def _fusion_row(study: operators.FusionStudy, row: operators.FusionRow, eager: operators.FusionRow) -> Row:
     """The values of one version and direction; None for what is not known."""
     device_name = study.environment.identity.device_name
     rate = ratio(row.must_move_bytes, row.measurement.median_s if row.measurement else None)
@@ -311,7 +306,7 @@ def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
     }  # fmt: skip
 
 
-def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
+def _fusion_notes(study: operators.FusionStudy, rows: Rows) -> Iterator[str]:
     yield (
         "must move: inputs read once and results written once; moved: operands and results of every operation that was "
         f"launched. Median ± standard deviation of {study.grid.passes} passes; error against the same mathematics in "
@@ -326,13 +321,13 @@ def _savings(rows: Rows) -> Iterator[str]:
     """What fusing each operation saves."""
     for op in dict.fromkeys(row["op"] for row in rows):
         versions = {row["version"]: row for row in rows if row["op"] is op}
-        eager = versions[Version.EAGER]
+        eager = versions[operators.Version.EAGER]
         if eager["status"] is not Status.OK or eager["moved_mib"] is None:
             continue
         excess = significant(eager["moved_mib"] / eager["must_move_mib"], 3)
         texts = [f"written out {counted(eager['kernels'], 'kernel')} that move {excess} times what must move"]
         for version, row in versions.items():
-            if version is not Version.EAGER and (gain := column("speed_up").cell(row)):
+            if version is not operators.Version.EAGER and (gain := column("speed_up").cell(row)):
                 kernels = f"{counted(row['kernels'], 'kernel')}, " if row["kernels"] else ""
                 texts.append(f"{version} {kernels}{gain} times as fast")
         yield f"{op}: {'; '.join(texts)}."
