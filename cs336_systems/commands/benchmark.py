@@ -160,8 +160,8 @@ def print_measured(record: RunRecord, runs: Path) -> None:
 
     print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))
     if record.config.profiler is not Profiler.NONE and has_explanation(record.config, runs):
-        from cs336_systems.report.sections.kernels.entries import load_profiled
         from cs336_systems.report.sections.kernels.files import tables_of_one as kernel_tables
+        from cs336_systems.report.sections.kernels.tables import load_profiled
         from cs336_systems.report.sections.memory.findings import answer, load_memory
         from cs336_systems.report.sections.memory.tables import tables_of_one as memory_tables
 

@@ -50,8 +50,8 @@ def run(arguments: KernelsArguments) -> int:
     from cs336_systems.analysis.kernels.phases import RangeNameError
     from cs336_systems.analysis.kernels.step_profile import read_profile
     from cs336_systems.report.progress import StatusLine
-    from cs336_systems.report.sections.kernels.entries import explained
     from cs336_systems.report.sections.kernels.files import answer_of, tables_of_one, write_kernels
+    from cs336_systems.report.sections.kernels.tables import explained
 
     with StatusLine() as status:
         status.reading(arguments.file)

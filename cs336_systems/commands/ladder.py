@@ -159,7 +159,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     """The ladder in a directory: rungs, records, profiles and table rows, with shares of the ceilings `beside`."""
     from cs336_systems.report.page.chapters import Climbed
     from cs336_systems.report.results import Results
-    from cs336_systems.report.sections.kernels.entries import load_profiled
+    from cs336_systems.report.sections.kernels.tables import load_profiled
     from cs336_systems.report.sections.ladder import ladder_rows
 
     ladder = read_ladder(directory / LADDER_FILE)

@@ -13,11 +13,10 @@ from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import to_frame
 from cs336_systems.report.section import Section, Table, findings_section, rows_with
 from cs336_systems.report.sections.ceilings import ceilings_sections
-from cs336_systems.report.sections.kernels.entries import Profiled, load_profiled
 from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
-from cs336_systems.report.sections.kernels.tables import by_configuration
+from cs336_systems.report.sections.kernels.tables import Profiled, by_configuration, load_profiled
 from cs336_systems.report.sections.memory.findings import MemoryEntry, load_memory
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.tables import memory_tables

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cs336_systems.config import SIZES, Device, RunConfig
 from cs336_systems.record import Compilation
-from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.sections.kernels.tables import Profiled
 from cs336_systems.sweep.ladder import GATE_STEPS, chosen, reason_run, rungs
 from tests.report.making import H200, make_record
 from tests.report.sections.kernels.profiles import make_profile

@@ -16,7 +16,7 @@ from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
 from cs336_systems.report.section import labels
 from cs336_systems.report.sections.kernels import files as kernel_files
-from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.sections.kernels.tables import Profiled
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.steps import results_table

@@ -22,8 +22,8 @@ from cs336_systems.report.frame import to_frame
 from cs336_systems.report.section import FINDING, Table
 from cs336_systems.report.sections.account import Account, account_section, days_table
 from cs336_systems.report.sections.ceilings import ceilings_sections
-from cs336_systems.report.sections.kernels.entries import Explained, Profiled
 from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
+from cs336_systems.report.sections.kernels.tables import Explained, Profiled
 from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import memory_tables

@@ -37,12 +37,11 @@ from cs336_systems.report.page.write import (
 )
 from cs336_systems.report.results import KERNELS, MEMORY, STEPS, Results, StudyResults
 from cs336_systems.report.section import Section, Table, known, labels, make_table
-from cs336_systems.report.sections.kernels.entries import Profiled
 from cs336_systems.report.sections.kernels.files import modules_section
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.kernels.findings import is_launch_bound
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
-from cs336_systems.report.sections.kernels.tables import phase_rows
+from cs336_systems.report.sections.kernels.tables import Profiled, phase_rows
 from cs336_systems.report.sections.ladder import ladder_section
 from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes, size
 from cs336_systems.report.sections.memory.findings import findings as memory_findings

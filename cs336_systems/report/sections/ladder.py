@@ -14,7 +14,7 @@ from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
 from cs336_systems.report.section import Section, known, make_table
-from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.sections.kernels.tables import Profiled
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.report.sections.study import derived
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, ratio, significant

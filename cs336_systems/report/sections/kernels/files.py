@@ -18,27 +18,25 @@ from cs336_systems.report.draw import Drawing, Picture
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.identity import file_names
 from cs336_systems.report.section import Section, Table, findings_table, labels, make_table, with_note
-from cs336_systems.report.sections.kernels.entries import (
+from cs336_systems.report.sections.kernels.findings import MIN_SHARE, answer, findings
+from cs336_systems.report.sections.kernels.plots import communication_chart, configuration_chart, draw_timeline
+from cs336_systems.report.sections.kernels.tables import (
     WHOLE_STEP,
     Explained,
     Timed,
     about,
     added,
-    grouped,
-    path_text,
-    terms,
-    wall_s,
-)
-from cs336_systems.report.sections.kernels.findings import MIN_SHARE, answer, findings
-from cs336_systems.report.sections.kernels.plots import communication_chart, configuration_chart, draw_timeline
-from cs336_systems.report.sections.kernels.tables import (
     attention,
     classes,
     communication,
     copies,
+    grouped,
+    path_text,
     phases,
     ranks,
+    terms,
     top_kernels,
+    wall_s,
 )
 from cs336_systems.report.words import percent, ratio, rounded
 

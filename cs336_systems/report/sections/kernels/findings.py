@@ -14,7 +14,7 @@ from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, KernelTi
 from cs336_systems.analysis.warnings import OF_PRECISION, Remedy, against_launches, remedies
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.costs.hardware import faster_precisions, find_device
-from cs336_systems.report.sections.kernels.entries import (
+from cs336_systems.report.sections.kernels.tables import (
     added,
     collectives_s,
     copies_alone_s,

@@ -14,7 +14,7 @@ from cs336_systems.analysis.kernels.step_profile import PicturedStep, Piece, Ste
 from cs336_systems.report import draw
 from cs336_systems.report.charts import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR, Bar, Chart, Panel, Style, distinct
 from cs336_systems.report.draw import LONGEST_SOURCE
-from cs336_systems.report.sections.kernels.entries import collectives_s, grouped, wall_s
+from cs336_systems.report.sections.kernels.tables import collectives_s, grouped, wall_s
 from cs336_systems.report.words import significant
 from cs336_systems.text import shorten
 

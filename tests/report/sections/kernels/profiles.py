@@ -34,7 +34,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     Work,
 )
 from cs336_systems.config import Profiler
-from cs336_systems.report.sections.kernels.entries import Profiled
+from cs336_systems.report.sections.kernels.tables import Profiled
 from tests.report.making import H200, make_config, make_record
 from tests.report.reading import csv_rows
 

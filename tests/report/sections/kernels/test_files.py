@@ -9,7 +9,6 @@ from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels import findings as kernel_findings
-from cs336_systems.report.sections.kernels.entries import Explained
 from cs336_systems.report.sections.kernels.files import (
     MAX_MODULES,
     answer_of,
@@ -22,6 +21,7 @@ from cs336_systems.report.sections.kernels.files import (
     tables_of_one,
     write_kernels,
 )
+from cs336_systems.report.sections.kernels.tables import Explained
 from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
     FORWARD,

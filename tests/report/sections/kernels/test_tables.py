@@ -10,8 +10,16 @@ from cs336_systems.config import Parallel, Phase, Precision, Profiler
 from cs336_systems.record import Measurement
 from cs336_systems.report.formats import csv_of
 from cs336_systems.report.results import Results
-from cs336_systems.report.sections.kernels.entries import Explained, load_profiled
-from cs336_systems.report.sections.kernels.tables import attention, classes, communication, phases, ranks, top_kernels
+from cs336_systems.report.sections.kernels.tables import (
+    Explained,
+    attention,
+    classes,
+    communication,
+    load_profiled,
+    phases,
+    ranks,
+    top_kernels,
+)
 from cs336_systems.sweep.store import explanation_path
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column, csv_rows
