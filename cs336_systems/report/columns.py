@@ -106,6 +106,11 @@ def column(key: str, **changes: Unpack[Changes]) -> Column:
     return replace(found, std=f"{key}_std", doubt=f"{key}_is_doubted") if found.derived else found
 
 
+def columns_of(*parts: str | Column) -> list[Column]:
+    """The columns of these keys in COLUMNS, in order; a `Column` stands for itself."""
+    return [column(part) if isinstance(part, str) else part for part in parts]
+
+
 two_digits, three_digits, six_digits = (partial(significant, digits=digits) for digits in (2, 3, 6))
 
 

@@ -14,7 +14,7 @@ from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import RunConfig
 from cs336_systems.files import read_json
 from cs336_systems.record import Measurement, RecordError, RunRecord, load_records, read_record
-from cs336_systems.report.columns import Row, column
+from cs336_systems.report.columns import Row, columns_of
 from cs336_systems.report.formats import texts_of, write_files
 from cs336_systems.report.frame import codes_of, rows_of, to_frame
 from cs336_systems.report.identity import (
@@ -135,7 +135,7 @@ def _section(
     """The rows as a table with the findings `told`; `found` are the results of both sides."""
     columns = [
         *identity_columns(rows, [name for name in ALWAYS if name not in differing]),
-        *known([column(key) for key in SWEEPS], rows),
+        *known(columns_of(*SWEEPS), rows),
     ]
     shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
     notes = [*told, *_rules(rows), *([f"{shared}."] if shared else [])]

@@ -13,7 +13,7 @@ from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report import identity
-from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.columns import Column, Row, columns_of
 from cs336_systems.text import print_aside
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def quantity_table(
     keys: Sequence[str] = ("quantity", "amount", "unit"),
 ) -> Table:
     """A table with one quantity on each line. Each row holds the values of the columns with these keys, in order."""
-    return make_table(title, [column(key) for key in keys], [dict(zip(keys, row, strict=True)) for row in rows], notes)
+    return make_table(title, columns_of(*keys), [dict(zip(keys, row, strict=True)) for row in rows], notes)
 
 
 def make_table(

@@ -1,18 +1,18 @@
 """Prints results on standard output: tables, lines, and the summary of a run or a sweep."""
 
+import itertools
 import os
 import re
 import shutil
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import rich.box
 import rich.table
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console, Group, JustifyMethod
 from rich.markup import escape
 from rich.text import Text
 
@@ -114,49 +114,35 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
         return Group(Text(inert_line(table.title), style="bold"), *map(Text, [*lines, *map(inert_line, table.notes)]))
     columns = range(len(table.headings))
     texts = [[inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns]
-    layout = _fit(table.headings, texts, width)
-    body = _body(table, texts, layout) if layout.widths else _list(table, texts, layout)
-    left_out = [heading.label.strip() for column, heading in enumerate(table.headings) if column not in layout.columns]
+    shown, widths, gap = _fit(table.headings, texts, width)
+    body = _body(table, texts, shown, widths, gap) if widths else _list(table, texts, shown)
+    left_out = [heading.label.strip() for column, heading in enumerate(table.headings) if column not in shown]
     names = ", ".join(dict.fromkeys(left_out))
     notes = [*table.notes, *([f"Not shown at this width: {names}{where}."] if left_out else [])]
     return Group(Text(inert_line(table.title), style="bold"), body, *(Text(inert_line(note)) for note in notes))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """The columns that a terminal shows, and their widths."""
-
-    columns: Sequence[int]
-    """Indices of the columns that are shown."""
-    widths: Sequence[int] = ()
-    """Width of each shown column, in characters; empty if no table fits, so that each cell has a line of its own."""
-    gap: int = 2
-    """Spaces between two columns."""
-
-
-def _fit(headings: Sequence[Column], texts: Sequence[Sequence[str]], width: int | None) -> _Layout:
-    """Choose columns and widths; `texts` are the cells of each column.
+def _fit(
+    headings: Sequence[Column], texts: Sequence[Sequence[str]], width: int | None
+) -> tuple[Sequence[int], Sequence[int], int]:
+    """The indices of the columns to show, their widths, and the spaces between; `texts` are the cells of each column.
 
     If all cells fit on one line each, nothing is wrapped. Otherwise headings and texts wrap, and columns are left out
-    by their `drop_order`; if even that is too wide, numbers wrap too.
+    by their `drop_order`. There are no widths if even that is too wide: then each cell has a line of its own.
     """
-    columns = range(len(headings))
-    whole = [_widest([*_lines(heading), *cells]) for heading, cells in zip(headings, texts, strict=True)]
+    shown: Sequence[int] = range(len(headings))
+    heads = [[*_lines(heading), *cells] for heading, cells in zip(headings, texts, strict=True)]
+    whole = [*map(_widest, heads)]
     if width is None or sum(whole) + 2 * (len(whole) - 1) <= width:
-        return _Layout(columns=columns, widths=whole)
-    words = [_widest(_words([*_lines(heading), *cells])) for heading, cells in zip(headings, texts, strict=True)]
-    firm = [
-        max(words[column], _widest(texts[column])) if headings[column].numeric else words[column] for column in columns
-    ]
-    by_worth = sorted(columns, key=lambda column: headings[column].drop_order)
+        return shown, whole, 2
+    least = [_widest([*_words(heads[each]), *(texts[each] if headings[each].numeric else ())]) for each in shown]
+    by_worth = sorted(shown, key=lambda column: headings[column].drop_order)
     fewest = max(1, sum(not heading.drop_order for heading in headings))
-    selections = [sorted(by_worth[:number]) for number in range(len(headings), fewest - 1, -1)]
-    ways = [(shown, firm, gap) for shown in selections for gap in (2, 1)]
-    for shown, least, gap in (*ways, (selections[-1], words, 1)):
-        room = width - gap * (len(shown) - 1)
+    for number, gap in itertools.product(range(len(headings), fewest - 1, -1), (2, 1)):
+        shown, room = sorted(by_worth[:number]), width - gap * (number - 1)
         if sum(least[column] for column in shown) <= room:
-            return _Layout(columns=shown, widths=_stretched(least, whole, shown, room), gap=gap)
-    return _Layout(columns=selections[-1])
+            return shown, _stretched(least, whole, shown, room), gap
+    return shown, (), 0
 
 
 def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int], room: int) -> list[int]:
@@ -183,28 +169,24 @@ def _widest(texts: Iterable[str]) -> int:
     return max(map(cell_len, texts), default=0)
 
 
-def _body(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> rich.table.Table:
-    drawn = rich.table.Table(
-        box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, layout.gap - 1, 0, 0)
-    )
-    for column, width in zip(layout.columns, layout.widths, strict=True):
+def _body(
+    table: Table, texts: Sequence[Sequence[str]], shown: Sequence[int], widths: Sequence[int], gap: int
+) -> rich.table.Table:
+    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
+    for column, width in zip(shown, widths, strict=True):
         heading = table.headings[column]
-        drawn.add_column(
-            Text("\n".join(_lines(heading))),
-            justify="right" if heading.numeric else "left",
-            width=width,
-            overflow="fold",
-        )
+        justify: JustifyMethod = "right" if heading.numeric else "left"
+        drawn.add_column(Text("\n".join(_lines(heading))), justify=justify, width=width, overflow="fold")
     for index in range(len(table.rows)):
-        cells = (Text(texts[column][index]) for column in layout.columns)
+        cells = (Text(texts[column][index]) for column in shown)
         drawn.add_row(*cells, style=FAILED_STYLE if index in table.failed else None)
     return drawn
 
 
-def _list(table: Table, texts: Sequence[Sequence[str]], layout: _Layout) -> Text:
+def _list(table: Table, texts: Sequence[Sequence[str]], shown: Sequence[int]) -> Text:
     """The table as a list: a line for each cell, and a blank line between two rows."""
     blocks = []
     for index in range(len(table.rows)):
-        lines = [f"{inert_line(table.headings[c].label)}: {texts[c][index]}" for c in layout.columns if texts[c][index]]
+        lines = [f"{inert_line(table.headings[c].label)}: {texts[c][index]}" for c in shown if texts[c][index]]
         blocks.append(Text("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
     return Text("\n\n").join(blocks)

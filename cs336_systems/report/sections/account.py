@@ -34,7 +34,7 @@ from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Category
 from cs336_systems.costs.time import Limit, TimePrediction, costs_by_module
-from cs336_systems.report.columns import Row, column
+from cs336_systems.report.columns import Row, column, columns_of
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
 
@@ -199,19 +199,15 @@ def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
     backward = parts[ALL]["backward_flops"]
     if not parts[ALL]["forward_flops"]:  # the step of a user's own model was not traced
         return make_table("Parameters by module", [column("component"), column("parameters")], parts.values())
-    columns = [
-        column("component"),
-        column("parameters"),
-        column("forward_flops", drop_order=1 if backward else 0),
-        *([column("backward_flops"), column("step_flops")] if backward else ()),
-        column("share"),
-        *([] if is_own else [column("step_causal_flops")]),
-        *([column("forward_moved_bytes"), *([column("backward_moved_bytes")] if backward else ())] if is_own else ()),
-    ]
+    moved = ("forward_moved_bytes", *(["backward_moved_bytes"] if backward else ()))
+    shown = columns_of(
+        "component", "parameters", column("forward_flops", drop_order=1 if backward else 0),
+        *(["backward_flops", "step_flops"] if backward else ()), "share", *(moved if is_own else ["step_causal_flops"]),
+    )  # fmt: skip
     causal = "causal: only the pairs of a query and a key that is not after it count."
     own = "what is computed again counts again. Moved: what each kernel reads and writes. --module-depth shows more."
     notes = [f"A multiply-add is 2 FLOPs; {own if is_own else causal}"]
-    return make_table(f"FLOPs by {'module' if is_own else 'part of the model'}", columns, parts.values(), notes)
+    return make_table(f"FLOPs by {'module' if is_own else 'part of the model'}", shown, parts.values(), notes)
 
 
 def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
@@ -254,7 +250,7 @@ def _collectives_table(config: RunConfig, curves: Curves) -> Table:
     has_times = all(row["time_s"] is not None for row in rows)
     sums = {key: sum(row[key] for row in rows) for key in ("count", "sent_bytes", *(["time_s"] if has_times else []))}
     whole = {"collective": ALL, "num_bytes": None, "time_s": None} | sums
-    columns = [column(key) for key in ("collective", "calls", "call_mib", "calls_sent_mib")]
+    columns = columns_of("collective", "calls", "call_mib", "calls_sent_mib")
     notes = ["Tensors: those of one call together. Sent: by each rank, if all form a ring."]
     if has_times:
         columns.append(column("calls_ms"))
@@ -294,7 +290,7 @@ def _time_tables(account: Account) -> Iterator[Table]:
     )
     doubt = {"prediction_is_doubted": curves.is_in_doubt}
     keys = ("phase", "predicted_ms", "kernels_ms")
-    yield make_table("Predicted time of a step", [column(key) for key in keys], [row | doubt for row in rows], notes)
+    yield make_table("Predicted time of a step", columns_of(*keys), [row | doubt for row in rows], notes)
 
 
 def by_data_sheet(device_name: str) -> str:
@@ -313,7 +309,7 @@ def _categories_table(prediction: MemoryPrediction) -> Table:
         {"category": category, "size_bytes": size, "share": size / peak.allocated_bytes}
         for category, size in sizes.items() if size
     ]  # fmt: skip
-    return make_table("The peak by category", [column(key) for key in ("category", "size_bytes", "share")], rows)
+    return make_table("The peak by category", columns_of("category", "size_bytes", "share"), rows)
 
 
 def _peak_table(prediction: MemoryPrediction, top: int) -> Table:

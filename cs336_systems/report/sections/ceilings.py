@@ -7,7 +7,7 @@ from cs336_systems.analysis.warnings import LOOPS
 from cs336_systems.config import Device, Precision
 from cs336_systems.costs.communication import sent_share
 from cs336_systems.costs.hardware import DeviceSpec, find_device
-from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.columns import Column, Row, column, columns_of
 from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, has_failed, promised_bandwidth
 from cs336_systems.report.words import GIGA, MIB, TERA, ratio, significant
@@ -204,7 +204,7 @@ def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
 
 def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
     """Copies, sums and AdamW."""
-    columns = [column(key) for key in ("stream", "moved_mib", "median_ms", "gb_per_s", "data_sheet_share")]
+    columns = columns_of("stream", "moved_mib", "median_ms", "gb_per_s", "data_sheet_share")
     note = (
         "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: PyTorch's fused AdamW on "
         "one flat tensor, 28 bytes for each parameter."
@@ -215,7 +215,7 @@ def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
 
 def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
     """A table for each number of processes; none where there was one process."""
-    columns = [column(key) for key in ("collective", "tensor_mib", "median_ms", "algorithm_gb_per_s", "bus_gb_per_s")]
+    columns = columns_of("collective", "tensor_mib", "median_ms", "algorithm_gb_per_s", "bus_gb_per_s")
     backend = "NCCL" if study.grid.device is Device.CUDA else "gloo"
     note = (
         f"In fp32, by {backend}; push by copy engines. tensor: the whole, of which each process has a part in an "
@@ -231,7 +231,7 @@ def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]
 def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:
     """The ceilings beside the data sheet, where it is known, with what they mean in sentences."""
     findings = list(_findings(study, {row["ceiling"]: row for row in ceilings}))
-    columns = known([column(key) for key in SUMMARY], ceilings)
+    columns = known(columns_of(*SUMMARY), ceilings)
     notes = [*findings, *doubt_notes([row["warnings"] for row in ceilings], "ceilings", LOOPS)]
     return make_table(f"Ceilings of {study.device_name}", columns, ceilings, notes, findings=findings)
 

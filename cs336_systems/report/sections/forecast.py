@@ -17,7 +17,7 @@ from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import Limit, TimePrediction, measured_share, without_own_products
 from cs336_systems.record import RunRecord, Status, WarningCode
-from cs336_systems.report.columns import Row, column
+from cs336_systems.report.columns import Row, columns_of
 from cs336_systems.report.formats import texts_of, write_files
 from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.studies.ceilings_files import Ceilings
@@ -134,7 +134,7 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
 def _table(which: str, rows: Sequence[Row], *notes: str) -> Table:
     return make_table(
         f"Predicted times of steps {which}",
-        [column(key) for key in (*ERROR_KEYS, "named_right")],
+        columns_of(*ERROR_KEYS, "named_right"),
         [_summary(name, some) for name, some in _groups(rows) if some],
         [
             *notes,

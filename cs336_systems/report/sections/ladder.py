@@ -9,7 +9,7 @@ from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import SETTINGS, Device, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.charts import Bar, Chart, Panel, Style
-from cs336_systems.report.columns import Row, column, short
+from cs336_systems.report.columns import Row, column, columns_of, short
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
@@ -53,7 +53,7 @@ SPEED = (
     column("speed_up_over_first_ci95_low"), column("peak_allocated_gib", drop_order=4), column("gate"),
 )  # fmt: skip
 COUNTED = "Counts are of a run under torch.profiler; busy is over the step's time without it."
-GATE = [column(key) for key in ("rung", *DISTANCES, "compile_s", *COMPILED)]
+GATE = columns_of("rung", *DISTANCES, "compile_s", *COMPILED)
 PASSED, UNCREDITED = "passed", "did not pass the gate"
 STYLES = {PASSED: Style(colour="#0072B2"), UNCREDITED: Style(colour="#BBBBBB", pattern="/", ink="#000000")}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cs336_systems.config import RunConfig
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY, Curves
 from cs336_systems.costs.scale import Paper, ScaleStep, Scheme, largest_ranks
-from cs336_systems.report.columns import Row, column
+from cs336_systems.report.columns import Row, columns_of
 from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.sections.account import by_data_sheet
 from cs336_systems.report.words import DOUBTED_FORECAST, GIB, GIGA, SHIPPED, TERA, ratio
@@ -79,7 +79,7 @@ def _steps_table(found: Scale, rows: list[Row]) -> Table:
     ]  # fmt: skip
     title = f"One step of {found.config.label} on many {found.device_name}"
     notes = [*_step_notes(found), *_misfits(found, rows)]
-    return make_table(title, [column(key) for key in keys], shown, notes)
+    return make_table(title, columns_of(*keys), shown, notes)
 
 
 def _misfits(found: Scale, rows: list[Row]) -> Iterator[str]:
@@ -123,4 +123,4 @@ def _largest_table(found: Scale) -> Table:
         "These limits follow from the inequalities of Austin et al. 2025, How to Scale Your Model, chapters 5 and 12; "
         "cs336_systems/costs/scale.py derives them.",
     )
-    return make_table(title, [column(key) for key in ("way", "most_ranks")], rows, notes)
+    return make_table(title, columns_of("way", "most_ranks"), rows, notes)

@@ -12,7 +12,7 @@ from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import UNSIZED, Phase, RunConfig
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
-from cs336_systems.report.columns import Row, column, three_digits
+from cs336_systems.report.columns import Row, column, columns_of, three_digits
 from cs336_systems.report.frame import RESULTS, SHARED, SPEED_UPS, codes_of, describe, over_warmup, rows_of, steady
 from cs336_systems.report.identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
 from cs336_systems.report.section import Section, Table, known, make_table
@@ -52,7 +52,7 @@ def step_answer(frame: pd.DataFrame, record: RunRecord) -> list[str]:
     low, median, high = (significant(1e3 * time_s) for time_s in
                          (measured.min_s, measured.median_s, max(measured.times_s)))  # fmt: skip
     phases = ", ".join(f"{column(key).name} {column(key).cell(row)}" for key in PHASES if row[key])
-    found = known([column(key) for key in ("tokens_per_s", "mfu", "peak_allocated_gib")], [row])
+    found = known(columns_of("tokens_per_s", "mfu", "peak_allocated_gib"), [row])
     speed = ", ".join(f"{each.label} {each.cell(row)}" for each in found)
     doubts = ", ".join(w.code for w in record.warnings if w.code in DOUBTFUL)
     return [
@@ -91,7 +91,7 @@ def _table(
 ) -> Table:
     """A table of distinguishing settings, the step, the columns of `keys` that are not empty, and any failures."""
     rows, shared = rows_of(frame), describe(frame)
-    columns = [column("step_mean_ms"), *known([column(key) for key in keys], rows)]
+    columns = [column("step_mean_ms"), *known(columns_of(*keys), rows)]
     status = [] if (frame["status"] == Status.OK).all() else [column("status")]
     return make_table(
         title,

@@ -7,7 +7,7 @@ from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import PASSES, Repeated, in_doubt, measurement_warnings
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
-from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.columns import Column, Row, column, columns_of
 from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, warning_counts
 from cs336_systems.studies.records import Accumulation, NormalisedActivations, ObservedDtype, PrecisionStudy
@@ -112,7 +112,7 @@ def accumulation_section(rows: Sequence[Accumulation]) -> Section:
     """The sums, their errors, and what the errors come from."""
     values = [{key: getattr(row, key) for key in ACCUMULATION} for row in rows]
     title = f"{rows[0].addend} added {rows[0].count} times: exactly {rows[0].exact:g}"
-    table = make_table(title, [column(key) for key in ACCUMULATION], values)
+    table = make_table(title, columns_of(*ACCUMULATION), values)
     return Section(name="accumulation", tables=(table,), rows=[asdict(row) for row in rows])
 
 
@@ -128,7 +128,7 @@ def layer_norm_section(rows: Sequence[NormalisedActivations]) -> Section:
     ]  # fmt: skip
     title = "Layer norm with every operation in one data type"
     note = "PyTorch's layer norm has its statistics in fp32, whatever the data type of the activations."
-    table = make_table(title, [column(key) for key in LAYER_NORM], values, [note])
+    table = make_table(title, columns_of(*LAYER_NORM), values, [note])
     return Section(name="layer_norm", tables=(table,), rows=[asdict(row) for row in rows])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, encode_profile
-from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.columns import Column, Row, column, columns_of
 from cs336_systems.report.draw import Drawing, Picture
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.identity import file_names
@@ -183,20 +183,16 @@ def _per_step(part: Timed, steps: int) -> Row:
 
 def _kernels_table(profile: StepProfile, phase: LaunchPhase | None, rows: Sequence[Row], top: int) -> Table:
     item, time = terms(profile)
-    columns = [
-        column("share"),
-        column("total_ms_per_step", name="total"),
-        column("count_per_step", name="count", drop_order=2),
-        *(column(f"{name}_s") for name in _EACH),
-        column("class", drop_order=3),
-        column("short_name", name=item),
-    ]
+    shown = columns_of(
+        "share", column("total_ms_per_step", name="total"), column("count_per_step", name="count", drop_order=2),
+        *(f"{name}_s" for name in _EACH), column("class", drop_order=3), column("short_name", name=item),
+    )  # fmt: skip
     notes = [f"Total and count are per step; the others of single {item}s in all steps."]
     if len(rows) > top:
         part = percent(*(sum(row["total_ms_per_step"] for row in chosen) for chosen in (rows[:top], rows)))
         notes.append(f"Shown are {top} of {len(rows)} different {item}s, {part} % of the time.")
     where = "a whole step" if phase is None else phase
-    return make_table(f"{item.capitalize()}s of {where}, by {time}", columns, rows[:top], notes)
+    return make_table(f"{item.capitalize()}s of {where}, by {time}", shown, rows[:top], notes)
 
 
 def collapsed(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -218,12 +214,9 @@ def modules_section(profile: StepProfile) -> Section:
         for path, part in paths.items()
     ]
     launched = [phase.phase for phase in profile.phases if any(phase.launches)]
-    columns: list[Column] = [
-        column("module"),
-        *(Column(phase, "ms", key=phase, write=rounded, about=f"Time in {phase}.") for phase in launched),
-        column("share", drop_order=0),
-        column("kernels_per_step", name=f"{item}s"),
-    ]
+    of_phases = (Column(phase, "ms", key=phase, write=rounded, about=f"Time in {phase}.") for phase in launched)
+    number = column("kernels_per_step", name=f"{item}s")
+    shown = columns_of("module", *of_phases, column("share", drop_order=0), number)
     notes = [f"{time} per step, of a module without the modules in it; a star stands for all blocks."]
     if len(rows) > MAX_MODULES:
         part_of_all = percent(added([*paths.values()][:MAX_MODULES]).total_s, whole.total_s)
@@ -231,7 +224,7 @@ def modules_section(profile: StepProfile) -> Section:
     every = grouped(profile.modules, lambda row: (row.path, row.phase))
     return Section(
         name="modules",
-        tables=(make_table("Modules", columns, rows[:MAX_MODULES], notes),) if rows else (),
+        tables=(make_table("Modules", shown, rows[:MAX_MODULES], notes),) if rows else (),
         rows=[
             {"module": path_text(path, cut=False), "phase": phase, **_per_step(part, steps),
              "share": ratio(part.total_s, whole.total_s)}
@@ -258,16 +251,11 @@ def idle_section(profile: StepProfile) -> Section:
         }
         for phase, cause, part, median_s, longest_s in [*parts, (WHOLE_STEP, "all", added(profile.idle), None, None)]
     ]
-    columns = [
-        column("phase"),
-        column("cause"),
-        column("idle_ms_per_step"),
-        column("share_of_wall"),
-        column("count_per_step", name="times", drop_order=2),
-        column("median_s"),
-        Column("longest", "µs", "The longest.", key="longest_s", drop_order=3, scale=1e6),
-    ]
+    shown = columns_of(
+        "phase", "cause", "idle_ms_per_step", "share_of_wall", column("count_per_step", name="times", drop_order=2),
+        "median_s", Column("longest", "µs", "The longest.", key="longest_s", drop_order=3, scale=1e6),
+    )  # fmt: skip
     notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
-    table = make_table("Idle times of the GPU", columns, rows, notes)
+    table = make_table("Idle times of the GPU", shown, rows, notes)
     keys = ("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step")
     return Section(name="idle", tables=(table,), rows=rows[:-1], keys=keys)

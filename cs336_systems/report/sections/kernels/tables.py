@@ -25,7 +25,7 @@ from cs336_systems.analysis.kernels.step_profile import (
 )
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.columns import Column, Row, column, columns_of
 from cs336_systems.report.section import Section, load_entries, over_configurations, rows_of
 from cs336_systems.report.words import in_percent, label, mean_and_std, ratio, rounded
 from cs336_systems.sweep.store import explanation_path
@@ -231,22 +231,17 @@ def _phases_of(profile: StepProfile | RankTimes) -> dict[str, tuple[LaunchPhase,
 def phases(entries: Sequence[Explained]) -> Section:
     """Kernels and times of each phase, beside the clock of the run without a profiler."""
     rows, (item, time), is_single = rows_of(entries, phase_rows), terms(entries[0].profile), len(entries) == 1
-    columns = [
-        column("phase"),
-        column("kernels_per_step", name=f"{item}s", drop_order=6),
+    shown = columns_of(
+        "phase", column("kernels_per_step", name=f"{item}s", drop_order=6),
         column("kernel_mean_ms", name=time, std="kernel_std_ms"),
         *([column("share", drop_order=7)] if is_single else []),
-        column("wall_mean_ms", std="wall_std_ms"),
-        column("busy_share"),
+        column("wall_mean_ms", std="wall_std_ms"), "busy_share",
         *([column("host_mean_ms", std="host_std_ms", drop_order=8), column("host_per_launch_s", drop_order=9),
            column("copies_per_step", drop_order=10)] if is_single else []),
-        column("recomputed_mean_ms", std="recomputed_std_ms"),
-        column("clock_mean_ms"),
-        column("wall_over_clock"),
-        column("slowdown"),
-    ]  # fmt: skip
+        column("recomputed_mean_ms", std="recomputed_std_ms"), "clock_mean_ms", "wall_over_clock", "slowdown",
+    )  # fmt: skip
     notes = _of_one_trace(entries[0].profile) if is_single else ()
-    return over_configurations("phases", "Phases of a step", rows, columns, _PHASE_CSV, notes, shown=is_shown)
+    return over_configurations("phases", "Phases of a step", rows, shown, _PHASE_CSV, notes, shown=is_shown)
 
 
 def phase_rows(entry: Explained) -> Iterator[Row]:
@@ -320,20 +315,15 @@ def _of_one_trace(profile: StepProfile) -> Iterator[str]:
 
 def communication(entries: Sequence[Explained]) -> Section:
     """Time of collectives in each phase and in the step, by their kind, and what of it is exposed."""
-    columns = [
-        column("phase"),
-        column("collective"),
-        column("collectives_per_step"),
-        column("collective_mean_ms", std="collective_std_ms"),
-        column("overlapped_mean_ms"),
-        column("exposed_mean_ms", std="exposed_std_ms"),
-        column("exposed_share"),
-    ]
+    shown = columns_of(
+        "phase", "collective", "collectives_per_step", column("collective_mean_ms", std="collective_std_ms"),
+        "overlapped_mean_ms", column("exposed_mean_ms", std="exposed_std_ms"), "exposed_share",
+    )  # fmt: skip
     rows = rows_of(entries, communication_rows)
     notes = [f"A rank's kernel runs while it waits for other ranks, and that is a part of its time. Times are those of "
              f"rank {entries[0].profile.rank or 0}, in the phase in which they pass: a collective can begin in a later "
              "phase than the one that launched it."]  # fmt: skip
-    return over_configurations("communication", "Communication", rows, columns, _COMMUNICATION_CSV, notes)
+    return over_configurations("communication", "Communication", rows, shown, _COMMUNICATION_CSV, notes)
 
 
 def communication_rows(entry: Explained) -> Iterator[Row]:
@@ -532,16 +522,10 @@ def attention_part_rows(entry: Explained) -> Iterator[Row]:
 def top_kernels(entries: Sequence[Explained]) -> Section:
     """The longest kernel of forward, and of the whole step."""
     item, time = terms(entries[0].profile)
-    columns = [
-        column("of"),
-        column("share", drop_order=0),
-        column("total_ms_per_step"),
-        column("count_per_step"),
-        column("class"),
-        column("short_name", name=item),
-    ]
+    which, name = column("share", drop_order=0), column("short_name", name=item)
     return over_configurations(
-        "top_kernels", f"The longest {item}", rows_of(entries, _top_kernels), columns,
+        "top_kernels", f"The longest {item}", rows_of(entries, _top_kernels),
+        columns_of("of", which, "total_ms_per_step", "count_per_step", "class", name),
         ("of", "share", "total_ms_per_step", "count_per_step", "class", "name"),
         [f"By {time} per step; share of that of forward, or of the step."],
     )  # fmt: skip

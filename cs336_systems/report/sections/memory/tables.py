@@ -19,7 +19,7 @@ from cs336_systems.analysis.memory.profile import (
     encode_memory_profile,
 )
 from cs336_systems.record import Status
-from cs336_systems.report.columns import Column, Row, column
+from cs336_systems.report.columns import Column, Row, column, columns_of
 from cs336_systems.report.draw import Drawing
 from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
 from cs336_systems.report.frame import order
@@ -115,21 +115,16 @@ def _unit(entries: Sequence[MemoryEntry]) -> MemoryUnit:
 def peaks(entries: Sequence[MemoryEntry]) -> Section:
     """One row for each run or snapshot: its peak, then what the peak consists of."""
     rows, unit = rows_of(entries, _peak), _unit(entries)
-    columns = [
-        in_unit("peak_allocated_bytes", unit),
-        column("peak_phase", drop_order=3),
-        in_unit("predicted_peak_allocated_bytes", unit),
-        in_unit("peak_reserved_bytes", unit),
-        in_unit("private_bytes", unit),
-        in_unit("residual_stream_bytes", MIB_CELL),
-        in_unit("block_saved_bytes", MIB_CELL),
-        in_unit("block_gradient_bytes", MIB_CELL),
-        column("status"),
-    ]
+    of_step = ("predicted_peak_allocated_bytes", "peak_reserved_bytes", "private_bytes")
+    of_model = ("residual_stream_bytes", "block_saved_bytes", "block_gradient_bytes")
+    shown = columns_of(
+        in_unit("peak_allocated_bytes", unit), column("peak_phase", drop_order=3),
+        *(in_unit(key, unit) for key in of_step), *(in_unit(key, MIB_CELL) for key in of_model), "status",
+    )  # fmt: skip
     of_runs = list(_notes_on_runs(entries))
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *of_runs]
     keys = tuple(next(_peak(entries[0])))
-    every = over_configurations("peaks", "Peaks of memory", rows, columns, keys, notes)
+    every = over_configurations("peaks", "Peaks of memory", rows, shown, keys, notes)
     of = [*_category_columns(rows, unit, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", unit),
           column("peak_phase", drop_order=2), column("status")]  # fmt: skip
     parts = over_configurations("", "What the peaks consist of", rows, of, (), of_runs)
@@ -177,18 +172,14 @@ def _notes_on_runs(entries: Sequence[MemoryEntry]) -> Iterator[str]:
 def boundaries(entries: Sequence[MemoryEntry]) -> Section:
     """Memory at the end of each phase of the last step, beside the allocator's own count; the CSV has all steps."""
     rows, unit = rows_of(entries, lambda entry: _moments(entry.profile)), _unit(entries)
-    columns = [
-        column("moment"),
-        column("time_s", write=moment_ms),
-        *_category_columns(rows, unit, "allocated_bytes"),
-        in_unit("allocated_bytes", unit),
-        in_unit("counted_bytes", unit),
-        in_unit("reserved_bytes", unit),
-        in_unit("phase_peak_bytes", unit),
-    ]
+    whole = ("allocated_bytes", "counted_bytes", "reserved_bytes", "phase_peak_bytes")
+    shown = columns_of(
+        "moment", column("time_s", write=moment_ms), *_category_columns(rows, unit, "allocated_bytes"),
+        *(in_unit(key, unit) for key in whole),
+    )  # fmt: skip
     notes = [check_words(moment for entry in entries for moment in entry.profile.boundaries)]
     title = "Memory from phase to phase"
-    return over_configurations("boundaries", title, rows, columns, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
+    return over_configurations("boundaries", title, rows, shown, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
 
 
 def _moments(profile: MemoryProfile) -> Iterator[Row]:
@@ -215,16 +206,13 @@ def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
     """
     if entries[0].config is None:
         return _largest_at_peak(entries[0].profile, top)
-    columns = [
-        column("requested_bytes", unit="bytes", write=count, drop_order=4),
-        in_unit("requested_bytes", MIB_CELL),
-        in_unit("bytes", MIB_CELL, name="block", drop_order=8),
-        column("count"),
-        *_origin_columns(),
-    ]
+    shown = columns_of(
+        column("requested_bytes", unit="bytes", write=count, drop_order=4), in_unit("requested_bytes", MIB_CELL),
+        in_unit("bytes", MIB_CELL, name="block", drop_order=8), "count", *_origin_columns(),
+    )  # fmt: skip
     rows = rows_of(entries, lambda entry: map(_like, entry.profile.largest[:top]))
     notes = ["Those of one size, category, name and place are one row."]
-    return over_configurations("largest", "Largest allocations", rows, columns, _LIKE_KEYS, notes)
+    return over_configurations("largest", "Largest allocations", rows, shown, _LIKE_KEYS, notes)
 
 
 def _largest_at_peak(profile: MemoryProfile, top: int) -> Section:
@@ -232,16 +220,13 @@ def _largest_at_peak(profile: MemoryProfile, top: int) -> Section:
     whole_bytes = profile.peak.allocated_bytes
     every = [_like(row) for row in dict.fromkeys((*profile.at_peak, *profile.largest))]
     rows = [row | {"share_of_peak": ratio(row["bytes_at_peak"], whole_bytes)} for row in every[: len(profile.at_peak)]]
-    columns = [
-        in_unit("bytes_at_peak", unit_for(whole_bytes)),
-        column("share_of_peak"),
-        column("count_at_peak"),
-        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4),
-        *_origin_columns(),
-    ]
+    every_column = columns_of(
+        in_unit("bytes_at_peak", unit_for(whole_bytes)), "share_of_peak", "count_at_peak",
+        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4), *_origin_columns(),
+    )  # fmt: skip
     shown = percent(sum(row["bytes_at_peak"] for row in rows[:top]), whole_bytes)
     notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
-    table = make_table("Largest allocations at the peak", known(columns, rows[:top]), rows[:top], notes)
+    table = make_table("Largest allocations at the peak", known(every_column, rows[:top]), rows[:top], notes)
     return Section(name="largest", tables=(table,) if rows else (), rows=every, keys=_LIKE_KEYS)
 
 
@@ -263,13 +248,7 @@ def _tensor(row: LikeAllocations | SavedTensor) -> Row:
 
 
 def _origin_columns() -> list[Column]:
-    return [
-        column("category"),
-        column("phase", write=label, drop_order=9),
-        column("name"),
-        column("shape_and_type"),
-        column("place"),
-    ]
+    return columns_of("category", column("phase", write=label, drop_order=9), "name", "shape_and_type", "place")
 
 
 def blocks(profile: MemoryProfile) -> Section:
@@ -289,12 +268,8 @@ def blocks(profile: MemoryProfile) -> Section:
     ]
     block = typical(profile.blocks)
     tensors = [_tensor(saved) | {"share": ratio(saved.num_bytes, block.saved_bytes)} for saved in block.saved]
-    columns = [
-        in_unit("bytes", MIB_CELL),
-        column("share"),
-        column("name", name="within the block"),
-        column("shape_and_type", drop_order=3),
-    ]
+    within, what = column("name", name="within the block"), column("shape_and_type", drop_order=3)
+    shown = columns_of(in_unit("bytes", MIB_CELL), "share", within, what)
     alike = sum(other.saved_bytes == block.saved_bytes for other in profile.blocks)
     notes = [
         f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, as much as in {alike} of "
@@ -304,7 +279,7 @@ def blocks(profile: MemoryProfile) -> Section:
     if again := block.recomputed_bytes:
         notes.append(f"Of these, {size(again)} are not kept from forward on: backward computes them again.")
     title = f"Largest tensors that {label(block.name)} saves for backward"
-    return Section(name="blocks", tables=(make_table(title, columns, tensors[:NUM_CONTRIBUTORS], notes),), rows=rows)
+    return Section(name="blocks", tables=(make_table(title, shown, tensors[:NUM_CONTRIBUTORS], notes),), rows=rows)
 
 
 def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Section]:
