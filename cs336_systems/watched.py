@@ -13,7 +13,6 @@ passes in one step are summed. On a GPU the marks are CUDA events, which are rea
 """
 
 import contextlib
-import datetime
 import functools
 import io
 import os
@@ -22,7 +21,7 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter, perf_counter_ns
+from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,8 +134,7 @@ class Watched:
         self.device = Device.CUDA if found == "cuda" else Device.CPU
         self.warmup: list[WatchedStep] = []
         self.measured: deque[WatchedStep] = deque(maxlen=MAX_KEPT_STEPS)
-        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._started, self._begun = perf_counter(), 0
+        self._begun = 0
         self._step: _Step | None = None
         self._pending: deque[_Step] = deque()
         self._events: list[torch.cuda.Event] = []
@@ -154,6 +152,7 @@ class Watched:
             size=UNSIZED, model=SIZES["tiny"], model_factory=f"{WATCHED}:{name}", device=self.device,
             warmup_steps=warmup_steps, profiler=profiler,
         )  # fmt: skip
+        self._progress = Progress(config=self._config, gpu=self._gpu.gpu if self._gpu else None)
         self._profiled: _Profiled | None = None
         if profiler is not Profiler.NONE:
             self._profiled = _Profiled(model, several, self._config, self.directory)
@@ -262,24 +261,21 @@ class Watched:
                 f"watch: no step to report: {len(self.warmup)} of {self.warmup_steps} warm-up steps are done; "
                 "watch more steps, or give watch(..., warmup_steps=0)"
             )
-        gpu = self._gpu
-        progress = Progress(
-            config=self._config,
-            started_at=self._started_at,
-            started=self._started,
+        progress = replace(
+            self._progress,
             num_parameters=sum(each.numel() for each in self.model.parameters()),
-            gpu=gpu.gpu if gpu else None,
             warmup=[step.times for step in self.warmup],
             measured=[step.times for step in steps],
+            warnings=[],
         )
-        telemetry = gpu.telemetry() if gpu else None
+        telemetry = self._gpu.telemetry() if self._gpu else None
         self._judge(progress, telemetry)
         record = progress.finished()
         return replace(
             record,
             config=self._config_of(steps, {each.phase for each in record.measurements}),
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
-            memory=gpu.memory() if gpu else None,
+            memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
         )
 
