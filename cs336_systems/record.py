@@ -6,6 +6,7 @@ Celsius.
 
 import statistics
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A count of at most 64 bits; JSON itself would allow any number of digits."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 """A time that a record may hold."""
+
+
+def time_now(ago_s: float = 0.0) -> str:
+    """The time of so many seconds ago, as records have it."""
+    return (datetime.now(UTC) - timedelta(seconds=ago_s)).isoformat(timespec="seconds")
 
 
 class RecordError(FileError):

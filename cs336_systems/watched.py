@@ -13,7 +13,6 @@ passes in one step are summed. On a GPU the marks are CUDA events, which are rea
 """
 
 import contextlib
-import datetime
 import functools
 import io
 import os
@@ -22,7 +21,7 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter, perf_counter_ns
+from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,8 +134,7 @@ class Watched:
         self.device = Device.CUDA if found == "cuda" else Device.CPU
         self.warmup: list[WatchedStep] = []
         self.measured: deque[WatchedStep] = deque(maxlen=MAX_KEPT_STEPS)
-        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._started, self._begun = perf_counter(), 0
+        self._begun = 0
         self._step: _Step | None = None
         self._pending: deque[_Step] = deque()
         self._events: list[torch.cuda.Event] = []
@@ -154,9 +152,8 @@ class Watched:
             size=UNSIZED, model=SIZES["tiny"], model_factory=f"{WATCHED}:{name}", device=self.device,
             warmup_steps=warmup_steps, profiler=profiler,
         )  # fmt: skip
-        self._profiled: _Profiled | None = None
-        if profiler is not Profiler.NONE:
-            self._profiled = _Profiled(model, several, self._config, self.directory)
+        self._progress = Progress(config=self._config, gpu=self._gpu.gpu if self._gpu else None)
+        self._profiled = _Profiled(model, several, self._config, self.directory)
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
             *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in several),
@@ -169,8 +166,7 @@ class Watched:
             raise RuntimeError("watched.step() is open already: one `with` block is one step, and steps do not nest")
         if self._gpu is not None:
             self._gpu.look(self._begun - self.warmup_steps)
-        if self._profiled is not None:
-            self._profiled.before(self._begun - self.warmup_steps)
+        self._profiled.before(self._begun - self.warmup_steps)
         self._step = _Step()
         self._begin(Phase.DATA)
         backward = torch.autograd.backward
@@ -182,8 +178,7 @@ class Watched:
             self._begun += 1
             self._is_accumulating = self._step.forwards > 1
         finally:
-            if self._profiled is not None:
-                self._profiled.phase(None)
+            self._profiled.phase(None)
             torch.autograd.backward = backward
             self._step = None
         self._read(lambda step: step.is_over())
@@ -203,7 +198,7 @@ class Watched:
             event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
             event.record()
         step.marks.append(_Mark(phase, perf_counter_ns(), event))
-        if self._profiled is not None and phase is not None:
+        if phase is not None:
             self._profiled.phase(phase)
 
     def _forward_begins(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -238,8 +233,8 @@ class Watched:
         """Move the steps that the device has done, in order, from the pending ones to the others."""
         while self._pending and is_ready(self._pending[0]):
             step = self._pending.popleft()
-            is_warm = len(self.warmup) >= self.warmup_steps + (self._profiled is not None)
-            if self._profiled is None or len(self.measured) < PROFILED_STEPS:
+            is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.is_asked
+            if not self._profiled.is_asked or len(self.measured) < PROFILED_STEPS:
                 (self.measured if is_warm else self.warmup).append(_resolved(step, self._last_end))
             if self._last_end is not None and self._last_end.event is not None:
                 self._events.append(self._last_end.event)
@@ -251,8 +246,7 @@ class Watched:
 
         Raise RuntimeError before the first step that counts.
         """
-        if self._profiled is not None:
-            self._profiled.finish()
+        self._profiled.finish()
         if self._pending and self.device is Device.CUDA:
             torch.cuda.synchronize()
         self._read(lambda _: True)
@@ -262,24 +256,21 @@ class Watched:
                 f"watch: no step to report: {len(self.warmup)} of {self.warmup_steps} warm-up steps are done; "
                 "watch more steps, or give watch(..., warmup_steps=0)"
             )
-        gpu = self._gpu
-        progress = Progress(
-            config=self._config,
-            started_at=self._started_at,
-            started=self._started,
+        progress = replace(
+            self._progress,
             num_parameters=sum(each.numel() for each in self.model.parameters()),
-            gpu=gpu.gpu if gpu else None,
             warmup=[step.times for step in self.warmup],
             measured=[step.times for step in steps],
+            warnings=[],
         )
-        telemetry = gpu.telemetry() if gpu else None
+        telemetry = self._gpu.telemetry() if self._gpu else None
         self._judge(progress, telemetry)
         record = progress.finished()
         return replace(
             record,
             config=self._config_of(steps, {each.phase for each in record.measurements}),
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
-            memory=gpu.memory() if gpu else None,
+            memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
         )
 
@@ -332,7 +323,7 @@ class Watched:
         runs = self.directory / "runs"
         runs.mkdir(parents=True, exist_ok=True)
         earlier, record = self._written, self.record()
-        if earlier is not None and self._profiled is not None:  # the profiled steps are those of the first report
+        if earlier is not None and self._profiled.is_asked:  # the profiled steps are those of the first report
             print_measured(read_record(earlier), runs)
             return earlier
         # where an earlier process has left such a record, this is a repetition of it
@@ -341,7 +332,7 @@ class Watched:
         self._written = write_record(record, runs)
         if earlier is not None and earlier != path:
             earlier.unlink(missing_ok=True)  # this loop's own, with fewer steps
-        if self._profiled is not None:
+        if self._profiled.is_asked:
             self._profiled.move(raw_profile_path(record.config, runs))
             explain_run(record.config, runs)
         print_measured(record, runs)
@@ -362,7 +353,7 @@ def _precision(model: nn.Module, device: Device) -> Precision:
 
 
 class _Profiled:
-    """Has some steps recorded by the profiler of a run, with ranges of the phases and of the model's modules."""
+    """Has the profiler of a run, if any, record some steps, with ranges of the phases and of the model's modules."""
 
     def __init__(
         self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], config: RunConfig, directory: Path
@@ -373,6 +364,7 @@ class _Profiled:
         self._step = SimpleNamespace(
             model=model, optimizer=SimpleNamespace(state=state), way=None, phase=None, config=config
         )
+        self.is_asked = config.profiler is not Profiler.NONE
         self.trace = directory / "traces" / f".{os.getpid()}.json.gz"
         self._watch: Watch
         self._session: contextlib.ExitStack | None = None
@@ -382,7 +374,7 @@ class _Profiled:
 
     def before(self, number: int) -> None:
         """Before measured step `number` (from 0): the first one warms the profiler up, after the last it writes."""
-        if number == 0:
+        if number == 0 and self.is_asked:
             self._begin()
             self._enter(Range.WARMUP)
         elif number == 1 and self._session:

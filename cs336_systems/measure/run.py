@@ -1,7 +1,6 @@
 """Measure one configuration in this process: warm up, time the steps, and record what puts the times in doubt."""
 
 import contextlib
-import datetime
 import functools
 import gc
 import math
@@ -43,6 +42,7 @@ from cs336_systems.record import (
     Telemetry,
     Traffic,
     WarningCode,
+    time_now,
 )
 from cs336_systems.text import LONGEST_PART, shortened
 
@@ -61,8 +61,8 @@ class Progress:
     """What is known of a run so far. Times in seconds, `started` by `perf_counter`."""
 
     config: RunConfig
-    started_at: str
-    started: float
+    started_at: str = field(default_factory=time_now)
+    started: float = field(default_factory=perf_counter)
     where: str = "set-up"
     step: TrainingStep | None = None
     num_parameters: int | None = None
@@ -165,14 +165,7 @@ def measure(
     added until their mean is known to 1 %, and the record's configuration says how many there were.
     """
     inputs = inputs_of(config)  # before the user's module is imported: its source may be edited at any time
-    progress = Progress(
-        config=config,
-        started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        started=perf_counter(),
-        profile=profile,
-        say=say,
-        until_stable=until_stable,
-    )
+    progress = Progress(config=config, profile=profile, say=say, until_stable=until_stable)
     try:
         with contextlib.nullcontext() if rank is None else group_of(rank, config.device):
             try:

@@ -5,7 +5,6 @@ not changed, so a defect of the analysis can lose an explanation but no measurem
 """
 
 import contextlib
-import datetime
 import os
 import resource
 import sys
@@ -29,6 +28,7 @@ from cs336_systems.record import (
     Status,
     load_records,
     read_record,
+    time_now,
     write_record,
 )
 from cs336_systems.sweep import store
@@ -101,8 +101,7 @@ class Keeper:
 
     def fail(self, config: RunConfig, status: Status, failure: Failure, elapsed_s: float) -> RunRecord:
         """Write the record of a failed run, which began `elapsed_s` ago."""
-        began = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=elapsed_s)
-        started_at = began.isoformat(timespec="seconds")
+        started_at = time_now(ago_s=elapsed_s)
         return self.write(RunRecord(config=config, status=status, started_at=started_at, failure=failure))
 
     def write(self, record: RunRecord) -> RunRecord:

@@ -11,7 +11,6 @@ import signal
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -26,7 +25,7 @@ import psutil
 
 from cs336_systems.config import Device, Phase, RunConfig
 from cs336_systems.parallel.collectives import Rank, devices_of
-from cs336_systems.record import Failure, Measurement, RankRecord, RunRecord, RunWarning, Status, WarningCode
+from cs336_systems.record import Failure, Measurement, RankRecord, RunRecord, RunWarning, Status, WarningCode, time_now
 from cs336_systems.sweep.isolation import end_in_words, signal_name
 from cs336_systems.sweep.process import die_with_forker
 from cs336_systems.sweep.store import path_of_rank
@@ -191,7 +190,7 @@ def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], profile: Path 
     `gpu_uuids` names a GPU for each rank. Rank 0 writes the file `profile`, if the run has a profiler, and each other
     rank a file beside it, with its number.
     """
-    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    started_at = time_now()
     devices = devices_of(gpu_uuids, all_of_them=config.parallel.writes_to_others)
     ends = run_ranks(partial(_measure_rank, config, profile), RunRecord, config.ranks, devices, _COLLECTIVE_S)
     if (failed := first_failed(ends)) is None:

@@ -1,6 +1,5 @@
 """The worker process of one run: it measures, under a profiler if the run has one, writes the record, and ends."""
 
-import datetime
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.failure import describe
 from cs336_systems.measure.run import measure
-from cs336_systems.record import RunRecord, Status, read_record, write_record
+from cs336_systems.record import RunRecord, Status, read_record, time_now, write_record
 from cs336_systems.sweep.nsys import is_under_nsys, run_under_nsys
 from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_with, forget_safe_path
 from cs336_systems.sweep.ranks import measure_on_ranks
@@ -55,7 +54,7 @@ def _measured(config: RunConfig, gpu_uuids: Sequence[str], profile: Path | None 
 
 def _measured_under_nsys(config: RunConfig, report: Path, gpu_uuids: Sequence[str]) -> RunRecord:
     """The record that the process under nsys writes; one of a failure if it writes none, or nsys leaves no report."""
-    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started_at = time_now()
     try:
         with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
             run_under_nsys(config, report, Path(scratch), gpu_uuids)
