@@ -20,8 +20,7 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import current_path
 from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.fast.weights import Weight
-from cs336_systems.parallel.fully_sharded import FSDP
-from cs336_systems.parallel.sharded_weights import OwnsWeights
+from cs336_systems.parallel.fully_sharded import FSDP, OwnsWeights
 from cs336_systems.ranges import Range
 
 MAX_EVENTS = 1_000_000

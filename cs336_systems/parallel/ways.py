@@ -15,8 +15,7 @@ from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.trainable import Trainable, blocks_of, own_way
 from cs336_systems.parallel.collectives import take_from_rank_0
 from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
-from cs336_systems.parallel.fully_sharded import FSDP
-from cs336_systems.parallel.sharded_weights import CopyFSDP, ShardedMasterAdamW, leaves_of, with_received
+from cs336_systems.parallel.fully_sharded import FSDP, CopyFSDP, ShardedMasterAdamW, leaves_of, with_received
 
 
 class _TorchWay(nn.Module):

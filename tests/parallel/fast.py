@@ -11,7 +11,7 @@ from cs336_systems.model.fast.master_adamw import MasterAdamW
 from cs336_systems.model.fast.weights import whole
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.collectives import TrafficCounter
-from cs336_systems.parallel.sharded_weights import OwnsWeights, ShardedMasterAdamW
+from cs336_systems.parallel.fully_sharded import OwnsWeights, ShardedMasterAdamW
 
 STEPS, LEARNING_RATE = 6, 1e-2
 UNSAFE_ON_GLOO = {"allreduce_coalesced", "allgather_into_tensor_coalesced"}

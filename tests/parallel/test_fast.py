@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.parallel import sharded_weights
+from cs336_systems.parallel import fully_sharded
 from tests.parallel import fast
 from tests.parallel.test_ways import distance
 
@@ -96,10 +96,10 @@ def test_parts_of_packed_weights_of_which_some_are_frozen_are_refused(monkeypatc
     """A rank has a part of q and k, and another one of k and v."""
     step = TrainingStep(fast.config_of("cs336"))
     step.model.layers[1].attn.k_proj.requires_grad_(False)
-    monkeypatch.setattr(sharded_weights.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(sharded_weights.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(fully_sharded.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(fully_sharded.dist, "get_rank", lambda: 0)
     with pytest.raises(ValueError, match=r"layers\.1\.attn\.v_proj\.weight are one tensor.*freeze all or none"):
-        sharded_weights.ShardedMasterAdamW(step.model, 1e-3)
+        fully_sharded.ShardedMasterAdamW(step.model, 1e-3)
 
 
 @pytest.mark.parametrize(("way", "shard"), [("ddp-push", False), ("ddp-overlap", True), ("fsdp", False)])
