@@ -39,7 +39,9 @@ GROUPS = {
 }
 """The subcommands of `cs336`, by what they are for."""
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
-MODULES = dict.fromkeys(("precision", "fusion", "attention", "ceilings"), "study")
+MODULES = dict.fromkeys(("precision", "fusion", "attention", "ceilings"), "study") | {
+    "kernels": "explain", "memory": "explain",
+}  # fmt: skip
 """The module of commands/ that has a command, if not that of its name; it is imported only when it is called."""
 NO_CHATTER = "6"
 """The level of messages of PyTorch's profiler from which it prints none, such as that it begins or finds no GPU."""

@@ -63,17 +63,17 @@ def test_a_range_that_the_file_has_not_is_refused(export: Path, capsys: pytest.C
 
 
 def test_the_record_of_the_run_gives_attention_its_flops(export: Path, tmp_path: Path) -> None:
-    from cs336_systems.commands.kernels import KernelsArguments, _record_path
+    from cs336_systems.commands.explain import KernelsArguments, record_path
 
     (tmp_path / "reports").mkdir()
     (tmp_path / "runs").mkdir()
     config = RunConfig(size="tiny", model=SIZES["tiny"])
     record = RunRecord(config=config, status=Status.OOM, started_at="2026-11-21T00:00:00+00:00")
     path = write_record(record, tmp_path / "runs")
-    assert _record_path(KernelsArguments(file=export)) is None
-    assert _record_path(KernelsArguments(file=tmp_path / "reports" / f"{config.key}.nsys-rep")) == path
-    assert _record_path(KernelsArguments(file=tmp_path / "traces" / f"{config.key}.json.gz")) == path
-    assert _record_path(KernelsArguments(file=export, record=path)) == path
+    assert record_path(KernelsArguments(file=export)) is None
+    assert record_path(KernelsArguments(file=tmp_path / "reports" / f"{config.key}.nsys-rep")) == path
+    assert record_path(KernelsArguments(file=tmp_path / "traces" / f"{config.key}.json.gz")) == path
+    assert record_path(KernelsArguments(file=export, record=path)) == path
 
 
 def test_the_record_says_which_advice_is_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
