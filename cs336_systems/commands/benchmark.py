@@ -9,30 +9,15 @@ from pathlib import Path
 import msgspec
 
 from cs336_systems.analysis.statistics import summary
-from cs336_systems.commands import flags
-from cs336_systems.commands.outcome import (
-    checked,
-    json_alone,
-    load_ceilings_or_warn,
-    print_profile_paths,
-    show,
-    status_of,
-)
+from cs336_systems.commands import flags, outcome
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import encode_json
 from cs336_systems.measure.environment import lacking_memory
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import RunRecord, write_record
 from cs336_systems.report.progress import StatusLine
+from cs336_systems.sweep import store
 from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
-from cs336_systems.sweep.store import (
-    PROFILE_DIRECTORIES,
-    exclusive,
-    fresh_profile_path,
-    gpu_lock_path,
-    make_writable,
-    set_aside_run,
-)
 from cs336_systems.text import counted, print_aside, print_line
 
 TOP = 10
@@ -100,24 +85,24 @@ class BenchmarkArguments(flags.Flags):
 
 def run(arguments: BenchmarkArguments) -> int:
     """Measure the run, write its record, print its tables, and return the exit status."""
-    config = checked(arguments.config)
+    config = outcome.checked(arguments.config)
     flags.explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
         flags.explain_fast([config])
     if config.is_shared and is_under_nsys():
         print_aside(f"note: nsys records ranks only with {FORKED}, and whole with {' '.join(CAPTURED_STEPS)}")
-    runs = make_writable(arguments.output / PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
+    runs = store.make_writable(arguments.output / store.PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
     gpus = alike(visible_gpus())[: config.ranks]
     with contextlib.ExitStack() as stack:
-        print_json = stack.enter_context(json_alone(arguments.json))
+        print_json = stack.enter_context(outcome.json_alone(arguments.json))
         for gpu in gpus if config.device is Device.CUDA else ():
-            stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+            stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         flags.look_at_machine(config.device)
-        if (kept := set_aside_run(config, runs)) is not None:
+        if (kept := store.set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept as {kept}")
         with StatusLine() as status:
             # nsys writes its report to the path in its own command line
-            profile = None if config.profiler is Profiler.NSYS else fresh_profile_path(config, runs.absolute())
+            profile = None if config.profiler is Profiler.NSYS else store.fresh_profile_path(config, runs.absolute())
             if config.is_shared:
                 from cs336_systems.sweep.run import measure_one
 
@@ -137,8 +122,8 @@ def run(arguments: BenchmarkArguments) -> int:
             print_line(f"record: {runs / record.key}.json")
         else:
             print_measured(record, runs)
-        print_profile_paths([config], runs)
-    return status_of([record], unexplained)
+        outcome.print_profile_paths([config], runs)
+    return outcome.status_of([record], unexplained)
 
 
 def _measure(config: RunConfig, profile: Path | None, status: StatusLine, until_stable: bool) -> RunRecord:
@@ -158,7 +143,7 @@ def print_measured(record: RunRecord, runs: Path) -> None:
     from cs336_systems.studies.ceilings_files import ceilings_beside
     from cs336_systems.sweep.keep import has_explanation
 
-    print_run(record, runs / f"{record.key}.json", load_ceilings_or_warn(ceilings_beside(runs.parent)))
+    print_run(record, runs / f"{record.key}.json", outcome.load_ceilings_or_warn(ceilings_beside(runs.parent)))
     if record.config.profiler is not Profiler.NONE and has_explanation(record.config, runs):
         from cs336_systems.report.sections.kernels.files import tables_of_one as kernel_tables
         from cs336_systems.report.sections.kernels.tables import load_profiled
@@ -166,6 +151,6 @@ def print_measured(record: RunRecord, runs: Path) -> None:
         from cs336_systems.report.sections.memory.tables import tables_of_one as memory_tables
 
         for profiled in load_profiled([record], runs.parent):
-            show(kernel_tables(profiled, TOP))
+            outcome.show(kernel_tables(profiled, TOP))
         for recorded in load_memory([record], runs.parent):
-            show(memory_tables(recorded.profile, TOP), answer=answer(recorded.profile))
+            outcome.show(memory_tables(recorded.profile, TOP), answer=answer(recorded.profile))

@@ -42,18 +42,11 @@ from cs336_systems.files import error_in_words, write_atomically
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import Failure, Identity, RunRecord, Status
+from cs336_systems.sweep import store
 from cs336_systems.sweep.isolation import Interrupts, fork_server, preload_to_explain, spare_children
 from cs336_systems.sweep.keep import Keeper, Listener, resume
 from cs336_systems.sweep.process import adopt_orphans, when_it_ends
 from cs336_systems.sweep.run import Loop, Outcome, measure_one, num_slots, outcome
-from cs336_systems.sweep.store import (
-    SweepError,
-    exclusive,
-    fresh_profile_path,
-    gpu_lock_path,
-    make_writable,
-    raw_profile_paths,
-)
 from cs336_systems.text import counted
 
 T = TypeVar("T")
@@ -146,13 +139,13 @@ def measure(request: bytes) -> bytes:
             os.environ.pop("OMP_NUM_THREADS", None)
         gpus = alike(visible_gpus()) if config.device is Device.CUDA else ()
         if len(gpus) < (width := num_slots(config)) and config.device is Device.CUDA:
-            raise SweepError(f"it has {len(gpus)} GPUs of one kind that Ray gives to the run, needed {width}")
+            raise store.SweepError(f"it has {len(gpus)} GPUs of one kind that Ray gives to the run, needed {width}")
         node = Node(identity(config.device, next(iter(gpus), None)), not needs.nsys or has_nsys())
         if (why := needs.why_left_out(node)) is not None:
-            raise SweepError(why)
+            raise store.SweepError(why)
         with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch, contextlib.ExitStack() as stack:
             for gpu in gpus:
-                stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+                stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
             (runs := Path(scratch) / "runs").mkdir()
             measure_one(config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False)
             paths = [path for path in _paths(config, runs) if path.is_file()]
@@ -180,7 +173,7 @@ def _prepare() -> None:
 
 def _paths(config: RunConfig, runs: Path) -> list[Path]:
     """Paths of all files that the run may leave. The record is the last: it implies that the others are there."""
-    return [*raw_profile_paths(config, runs), runs / f"{config.key}.json"]
+    return [*store.raw_profile_paths(config, runs), runs / f"{config.key}.json"]
 
 
 @contextlib.contextmanager
@@ -205,9 +198,9 @@ def connected(address: str) -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     _within(_HEAD_S, ray.shutdown)
     except (OSError, RuntimeError, ValueError, RayError) as error:
-        if isinstance(error, SweepError):
+        if isinstance(error, store.SweepError):
             raise
-        raise SweepError(
+        raise store.SweepError(
             f"no connection to the Ray cluster {address}: {_in_a_line(error)}{hint}; finished runs are kept, "
             "and the same command goes on"
         ) from error
@@ -368,9 +361,9 @@ def sweep_on_cluster(
 
     Raises SweepError and LockedError as `run_sweep` does, and SweepError if there is no machine for `wait_nodes_s`.
     """
-    runs = make_writable(directory / "runs")
+    runs = store.make_writable(directory / "runs")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
+        stack.enter_context(store.exclusive(directory / ".lock", f"the directory {directory}"))
         keeper, todo, unexplained, present = resume(configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed)
         adopt_orphans()
         preload_to_explain()
@@ -560,11 +553,11 @@ class _Driver:
         """Write what the run has left, and check its record."""
         try:
             (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
-            fresh_profile_path(config, self.keeper.runs)
+            store.fresh_profile_path(config, self.keeper.runs)
             for path, content in contents.items():
                 write_atomically(path, content)
         except OSError as error:
-            raise SweepError(error_in_words(error)) from error
+            raise store.SweepError(error_in_words(error)) from error
         return self.keeper.read(config, elapsed_s)
 
     def _check_patience(self, most: int) -> None:
@@ -574,7 +567,7 @@ class _Driver:
         if needed <= most:
             self._worked_s = monotonic()
         elif monotonic() - self._worked_s >= self.wait_nodes_s:
-            raise SweepError(
+            raise store.SweepError(
                 f"no machine for the {counted(len(left), 'run')} left within {self.wait_nodes_s:g} s: needed {needed} "
                 f"slot(s) on one, found {most}; finished runs are kept, and the same command goes on"
             )

@@ -19,9 +19,8 @@ from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Paral
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import RunRecord, Status, load_records
-from cs336_systems.sweep import isolation, keep
+from cs336_systems.sweep import isolation, keep, store
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
-from cs336_systems.sweep.store import SweepError, exclusive, gpu_lock_path, make_writable, write_environment
 
 _TICK_S = 1.0
 """Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share the host."""
@@ -55,16 +54,16 @@ def run_sweep(
     `allow_mixed`) or from a later version of this program, and if the disk fills up; LockedError if another sweep uses
     the directory or a GPU.
     """
-    runs = make_writable(directory / "runs")
+    runs = store.make_writable(directory / "runs")
     adopt_orphans()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(exclusive(directory / ".lock", f"the directory {directory}"))
+        stack.enter_context(store.exclusive(directory / ".lock", f"the directory {directory}"))
         gpus = _gpus(configs)
         if (needed := max(map(num_slots, configs), default=0)) > len(gpus):
-            raise SweepError(f"a run on {needed} ranks needs {needed} GPUs of one kind, found {len(gpus)}")
+            raise store.SweepError(f"a run on {needed} ranks needs {needed} GPUs of one kind, found {len(gpus)}")
         for gpu in gpus:
             if gpu is not None:
-                stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+                stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         present = identity(configs[0].device, gpus[0]) if configs else None
         keeper, todo, unexplained, _ = keep.resume(
             configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed, present=present
@@ -84,7 +83,7 @@ def run_sweep(
 def outcome(keeper: keep.Keeper, *, interrupted: bool) -> Outcome:
     """What a sweep that ends has done; writes its environment.json."""
     every, _ = load_records(keeper.runs)
-    write_environment(every, keeper.runs.parent)
+    store.write_environment(every, keeper.runs.parent)
     return Outcome(
         records=tuple(every),
         measured=tuple(keeper.measured),
@@ -242,7 +241,7 @@ class Loop:
             return record
         if exit_code == RECORD_NOT_WRITTEN and not timed_out:
             why = (worker.log_tail() or "").splitlines()[-1:]
-            raise SweepError(f"the record of {config.key} could not be written: {''.join(why)}")
+            raise store.SweepError(f"the record of {config.key} could not be written: {''.join(why)}")
         status, failure = worker.failure(exit_code, self.timeout_s if timed_out else None)
         return self.keeper.fail(config, status, failure, worker.elapsed_s)
 

@@ -50,7 +50,7 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, ca
     gpu = Gpu(index=0, uuid="GPU-1", name="NVIDIA H200", memory_bytes=2**37, driver="580")
     other = replace(gpu, index=1, uuid="GPU-2", name="NVIDIA L4")
     monkeypatch.setattr("cs336_systems.commands.flags.visible_gpus", lambda: (gpu, other))
-    monkeypatch.setattr("cs336_systems.commands.benchmark.resolve_device", lambda asked: Device.CUDA)
+    monkeypatch.setattr("cs336_systems.commands.flags.resolve_device", lambda asked: Device.CUDA)
     words = ["--parallel", "ddp", "--ranks", "2", "--output", str(tmp_path)]
     assert benchmark(words) == 2
     assert "--ranks 2 needs as many GPUs of one kind" in capsys.readouterr().err

@@ -4,32 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 from cs336_systems.config import Mode, Phase, RunConfig
-from cs336_systems.costs.accounting import (
-    FORWARD_FLOPS,
-    SECONDS_PER_DAY,
-    TRAINING_FLOPS,
-    Component,
-    Work,
-    component_flops,
-    forward_work,
-    least_time_s,
-    optimizer_work,
-    parameters_by_component,
-    rule_of_thumb_flops,
-    training_days,
-)
+from cs336_systems.costs import accounting, memory
 from cs336_systems.costs.communication import Call, Collective, calls, sent_share
 from cs336_systems.costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
 from cs336_systems.costs.curves import Curves as DeviceCurves
 from cs336_systems.costs.hardware import DeviceSpec
-from cs336_systems.costs.memory import (
-    MemoryPrediction,
-    fits,
-    largest_batch,
-    largest_context,
-    predict_memory,
-    residual_stream_bytes,
-)
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Category
@@ -80,7 +59,7 @@ def account_section(account: Account, top: int) -> Section:
     `top` is the most rows of the table of the peak.
     """
     config, is_own = account.config, account.config.model_factory is not None
-    prediction, parts = predict_memory(config), _parts(config)
+    prediction, parts = memory.predict_memory(config), _parts(config)
     whole = parts[ALL]
     tables = [
         *([_fit_table(config, account.memory_bytes)] if account.memory_bytes is not None else ()),
@@ -103,7 +82,7 @@ def account_json(account: Account) -> dict[str, object]:
         "tokens": _tokens(config),
         "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
         "work": None if is_own else _work(config),
-        "memory": predict_memory(config),
+        "memory": memory.predict_memory(config),
         "collectives": _collectives(config, account.collective_times) if calls(config) else None,
         "time": account.time,
         "time_is_measured": account.curves.is_measured if account.curves and account.time else None,
@@ -123,14 +102,14 @@ def _parts(config: RunConfig) -> dict[str, Row]:
             | {"step_flops": costs.forward_flops + costs.backward_flops}
             for path, costs in costs_by_module(config).items()
         })  # fmt: skip
-    rows: dict[str, Row] = {name: dict.fromkeys(CSV_COLUMNS) | {"component": name} for name in Component}
-    for component, count in parameters_by_component(config.model).items():
+    rows: dict[str, Row] = {name: dict.fromkeys(CSV_COLUMNS) | {"component": name} for name in accounting.Component}
+    for component, count in accounting.parameters_by_component(config.model).items():
         rows[component]["parameters"] = count
-    for flops in component_flops(config):
+    for flops in accounting.component_flops(config):
         rows[flops.component] |= {f"{name}_flops": getattr(flops, name) for name in FLOPS}
-    for flops in component_flops(config, causal=True):
+    for flops in accounting.component_flops(config, causal=True):
         rows[flops.component]["step_causal_flops"] = flops.step
-    for work in forward_work(config):
+    for work in accounting.forward_work(config):
         rows[work.name]["forward_moved_bytes"] = work.moved_bytes
     return _with_sum(rows)
 
@@ -143,16 +122,19 @@ def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
     return rows
 
 
-def _work(config: RunConfig) -> list[Work]:
+def _work(config: RunConfig) -> list[accounting.Work]:
     """The matrix products of forward, and the update of a training step."""
-    return [*forward_work(config), *([optimizer_work(config)] if config.mode is Mode.TRAIN else [])]
+    return [
+        *accounting.forward_work(config),
+        *([accounting.optimizer_work(config)] if config.mode is Mode.TRAIN else []),
+    ]
 
 
 def _tokens(config: RunConfig) -> int:
     return config.batch_size * config.model.context_length
 
 
-def _cost_table(config: RunConfig, whole: Row, prediction: MemoryPrediction | None) -> Table:
+def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPrediction | None) -> Table:
     batch = f"batch {config.batch_size}"
     is_own = config.model_factory is not None
     closed = [("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP")]
@@ -171,7 +153,7 @@ def _cost_table(config: RunConfig, whole: Row, prediction: MemoryPrediction | No
         *(() if is_own else closed),
         ("tokens of a step", _tokens(config), ""),
         *(state if is_own and not prediction else ()),
-        *(() if is_own else [("one tensor of the residual stream", residual_stream_bytes(config) / MIB, "MiB")]),
+        *(() if is_own else [("one tensor of the residual stream", memory.residual_stream_bytes(config) / MIB, "MiB")]),
         *((name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)),
     ]
     notes = (
@@ -184,7 +166,7 @@ def _cost_table(config: RunConfig, whole: Row, prediction: MemoryPrediction | No
     return quantity_table(f"One step of {label}{'' if batch in label else f', {batch}'}", rows, notes)
 
 
-def _predicted(prediction: MemoryPrediction | None) -> Iterator[tuple[str, int]]:
+def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str, int]]:
     """Bytes at the moments of a step."""
     if prediction is None:
         return
@@ -226,7 +208,7 @@ def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
     if device is not None and config.precision in device.peak_flops_per_s:
         columns += [column("bound_by"), column("least_s")]
         for row, work in zip(rows, _work(config), strict=True):
-            least_s = least_time_s(work, device)
+            least_s = accounting.least_time_s(work, device)
             moves_s = work.moved_bytes / device.memory_bandwidth_bytes_per_s
             row |= {"bound_by": least_s and ("memory" if least_s == moves_s else "arithmetic"), "least_s": least_s}
         notes.append(f"The least time is that of {device.names[0]} by its data sheet.")
@@ -302,7 +284,7 @@ def by_data_sheet(device_name: str) -> str:
     )
 
 
-def _categories_table(prediction: MemoryPrediction) -> Table:
+def _categories_table(prediction: memory.MemoryPrediction) -> Table:
     peak = prediction.peak
     sizes = {category: peak.bytes_of(category) for category in Category}
     rows = [
@@ -312,7 +294,7 @@ def _categories_table(prediction: MemoryPrediction) -> Table:
     return make_table("The peak by category", columns_of("category", "size_bytes", "share"), rows)
 
 
-def _peak_table(prediction: MemoryPrediction, top: int) -> Table:
+def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
     """The largest parts of the peak; how many more there are is said below."""
     peak = prediction.peak
     shown = sorted(peak.parts, key=lambda part: -part.size_bytes)[:top]
@@ -328,9 +310,9 @@ def _peak_table(prediction: MemoryPrediction, top: int) -> Table:
 def _fit(config: RunConfig, memory_bytes: int) -> Row:
     """What fits; None where it is not predicted."""
     return {
-        "fits": fits(config, memory_bytes),
-        "largest_batch_size": largest_batch(config, memory_bytes),
-        "longest_context_length": largest_context(config, memory_bytes),
+        "fits": memory.fits(config, memory_bytes),
+        "largest_batch_size": memory.largest_batch(config, memory_bytes),
+        "longest_context_length": memory.largest_context(config, memory_bytes),
     }
 
 
@@ -351,17 +333,19 @@ def days_table(
     *, parameters: float, tokens: float, peak_flops_per_s: float, peak_source: str, count: int, mfu: float
 ) -> Table:
     """How many days training takes, or hours, minutes, seconds; `peak_source` says where the peak comes from."""
-    flops, flops_per_s = rule_of_thumb_flops(parameters, tokens), count * peak_flops_per_s * mfu
-    days = training_days(parameters=parameters, tokens=tokens, peak_flops_per_s=peak_flops_per_s, count=count, mfu=mfu)
+    flops, flops_per_s = accounting.rule_of_thumb_flops(parameters, tokens), count * peak_flops_per_s * mfu
+    days = accounting.training_days(
+        parameters=parameters, tokens=tokens, peak_flops_per_s=peak_flops_per_s, count=count, mfu=mfu
+    )
     # the largest unit of which the time is one or more, seconds for less than all
-    units = (("days", SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
-    unit, unit_s = next((unit for unit in units if days * SECONDS_PER_DAY >= unit[1]), ("s", 1))
-    time = days * SECONDS_PER_DAY / unit_s
-    backward = TRAINING_FLOPS - FORWARD_FLOPS
+    units = (("days", accounting.SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
+    unit, unit_s = next((unit for unit in units if days * accounting.SECONDS_PER_DAY >= unit[1]), ("s", 1))
+    time = days * accounting.SECONDS_PER_DAY / unit_s
+    backward = accounting.TRAINING_FLOPS - accounting.FORWARD_FLOPS
     rows = (
         ("parameters N", parameters, "", "given"),
         ("tokens T", tokens, "", "given"),
-        ("FLOPs of the training", flops, "FLOP", f"{TRAINING_FLOPS} N T"),
+        ("FLOPs of the training", flops, "FLOP", f"{accounting.TRAINING_FLOPS} N T"),
         ("peak of one device", peak_flops_per_s, "FLOP/s", peak_source),
         ("devices", count, "", "given"),
         ("MFU", mfu, "", "given"),
@@ -370,9 +354,9 @@ def days_table(
         *([("time", time, unit, f"seconds / {unit_s:,}")] if unit_s > 1 else ()),
     )
     note = (
-        f"Each parameter takes {TRAINING_FLOPS} FLOPs per token: {FORWARD_FLOPS} in forward, a multiply-add, and "
-        f"{backward} in backward, one product for the gradient of the input and one for that of the weight. "
-        "MFU is the share of the promised dense peak that is put to these FLOPs. Attention's scores and values "
+        f"Each parameter takes {accounting.TRAINING_FLOPS} FLOPs per token: {accounting.FORWARD_FLOPS} in forward, a "
+        f"multiply-add, and {backward} in backward, one product for the gradient of the input and one for that of the "
+        "weight. MFU is the share of the promised dense peak that is put to these FLOPs. Attention's scores and values "
         "come on top, and so do restarts."
     )
     return quantity_table(f"Training takes {amount(time)} {unit}", rows, [note], QUANTITY_KEYS)

@@ -12,17 +12,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from cs336_systems.analysis.columns import ProfileError
+from cs336_systems.analysis.kernels import step_profile
 from cs336_systems.analysis.kernels.classes import Collective, KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import (
-    AttentionPart,
-    IdleCause,
-    PhaseTimes,
-    RankTimes,
-    StepProfile,
-    Work,
-    decode_profile,
-)
 from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, Row, column, columns_of
@@ -40,7 +32,7 @@ WHOLE_STEP = "step"
 class Explained:
     """One explained trace, with the record of its run and that of the same run without a profiler, if known."""
 
-    profile: StepProfile
+    profile: step_profile.StepProfile
     config: RunConfig | None = None
     profiled: RunRecord | None = None
     plain: RunRecord | None = None
@@ -72,7 +64,9 @@ class Profiled(Explained):
     profiled: RunRecord
 
 
-def explained(profile: StepProfile, record: RunRecord | None, others: Sequence[RunRecord] = ()) -> Explained:
+def explained(
+    profile: step_profile.StepProfile, record: RunRecord | None, others: Sequence[RunRecord] = ()
+) -> Explained:
     """The entry of a profile: with the record of its run, if known, and the run without a profiler among `others`."""
     if record is None:
         return Explained(profile=profile)
@@ -88,7 +82,7 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profile
     def load(record: RunRecord) -> Profiled:
         path = explanation_path(record.config, directory / "runs")
         try:
-            profile = decode_profile(path.read_bytes())
+            profile = step_profile.decode_profile(path.read_bytes())
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ProfileError(path, f"no kernel profile ({reason})") from error
@@ -146,33 +140,33 @@ def grouped(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, Sum]:
     return dict(sorted(sums.items(), key=lambda item: -item[1].total_s))
 
 
-def wall_s(profile: StepProfile) -> float:
+def wall_s(profile: step_profile.StepProfile) -> float:
     """Wall time of all phases."""
     return sum(sum(phase.wall_s) for phase in profile.phases)
 
 
-def kernel_s(profile: StepProfile, chosen: Collection[LaunchPhase] = tuple(LaunchPhase)) -> float:
+def kernel_s(profile: step_profile.StepProfile, chosen: Collection[LaunchPhase] = tuple(LaunchPhase)) -> float:
     """Time of the kernels of some phases, or of all."""
     return sum(sum(phase.kernel_s) for phase in profile.phases if phase.phase in chosen)
 
 
-def num_launches(*phases: PhaseTimes) -> int:
+def num_launches(*phases: step_profile.PhaseTimes) -> int:
     """Number of the kernels of these phases."""
     return sum(sum(phase.launches) for phase in phases)
 
 
-def idle(profile: StepProfile, cause: IdleCause, phase: LaunchPhase | None = None) -> Sum:
+def idle(profile: step_profile.StepProfile, cause: step_profile.IdleCause, phase: LaunchPhase | None = None) -> Sum:
     """Idle times of this cause, in one phase or in all."""
     return added(row for row in profile.idle if row.cause is cause and phase in (None, row.phase))
 
 
-def collectives_s(profile: StepProfile, *, exposed: bool = False) -> float:
+def collectives_s(profile: step_profile.StepProfile, *, exposed: bool = False) -> float:
     """Time in which collectives ran on the device; if `exposed`, the part in which the device computes nothing."""
     rows = [row for row in profile.communication if row.collective is None]
     return sum(sum(row.exposed_s if exposed else row.total_s) for row in rows)
 
 
-def copies_alone_s(profile: StepProfile) -> float:
+def copies_alone_s(profile: step_profile.StepProfile) -> float:
     """Time in which copies ran on the device and no kernel; a lower bound for profiles of earlier versions."""
     if profile.copies:
         return profile.copies[-1].alone_s
@@ -186,12 +180,12 @@ def mean_std_ms(parts_s: Sequence[Sequence[float]]) -> tuple[float, float | None
     return sum(times_s) / max(len(times_s), 1) * 1e3, std_ms
 
 
-def terms(profile: StepProfile) -> tuple[str, str]:
+def terms(profile: step_profile.StepProfile) -> tuple[str, str]:
     """What the profile lists, and its time, in words: kernel and GPU time, or operator and CPU time for a CPU."""
-    return ("operator", "CPU time") if profile.work is Work.OPERATORS else ("kernel", "GPU time")
+    return ("operator", "CPU time") if profile.work is step_profile.Work.OPERATORS else ("kernel", "GPU time")
 
 
-def about(profile: StepProfile) -> str:
+def about(profile: step_profile.StepProfile) -> str:
     """Which file, device and steps the tables are of, as a sentence."""
     steps = counted(profile.num_steps, "warm-up step" if profile.is_warmup else "step")
     steps = "no steps in the file, so the whole of it counts as one" if profile.is_whole_trace else steps
@@ -223,7 +217,7 @@ _COMMUNICATION_CSV = ("phase", "collective", "collectives_per_step", "collective
 _RANK_TIMES = ("collective", "exposed", "waited")
 
 
-def _phases_of(profile: StepProfile | RankTimes) -> dict[str, tuple[LaunchPhase, ...]]:
+def _phases_of(profile: step_profile.StepProfile | step_profile.RankTimes) -> dict[str, tuple[LaunchPhase, ...]]:
     """Each phase and then all of them, by the names in the column of phases."""
     return {phase.phase: (phase.phase,) for phase in profile.phases} | {WHOLE_STEP: tuple(LaunchPhase)}
 
@@ -256,9 +250,9 @@ def is_shown(row: Row) -> bool:
     return bool(ran or row["wall_mean_ms"] >= NOTICEABLE * row["step_ms"])
 
 
-def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Row:
+def _phase(entry: Explained, chosen: Sequence[step_profile.PhaseTimes], name: str) -> Row:
     """The row of these phases together; what a device does beside its host is None for a trace of a CPU."""
-    profile, steps, on_device = entry.profile, entry.profile.num_steps, entry.profile.work is Work.KERNELS
+    profile, steps, on_device = entry.profile, entry.profile.num_steps, entry.profile.work is step_profile.Work.KERNELS
     calls = added(
         call for call in profile.host_calls if call.is_launch and call.phase in [phase.phase for phase in chosen]
     ).count
@@ -290,20 +284,20 @@ def _phase(entry: Explained, chosen: Sequence[PhaseTimes], name: str) -> Row:
     }
 
 
-def _mean_and_std(chosen: Sequence[PhaseTimes], field: str) -> Row:
+def _mean_and_std(chosen: Sequence[step_profile.PhaseTimes], field: str) -> Row:
     """Mean and deviation over the steps in ms of the phases together; no deviation of one step."""
     mean_ms, std_ms = mean_std_ms([getattr(phase, f"{field}_s") for phase in chosen])
     return {f"{field}_mean_ms": mean_ms, f"{field}_std_ms": std_ms}
 
 
-def _of_one_trace(profile: StepProfile) -> Iterator[str]:
+def _of_one_trace(profile: step_profile.StepProfile) -> Iterator[str]:
     """The host's clock, and the proof that phases and what is left are the whole file (reading checks it)."""
     mean_ms, std_ms = mean_std_ms([profile.step_s])
     yield f"The step by the host's clock: {mean_and_std(mean_ms, std_ms) if mean_ms else '0'} ms."
     counts = {phase.phase: num_launches(phase) for phase in profile.phases}
     unattributed = counts.pop(LaunchPhase.UNATTRIBUTED, 0)
     kept = {"unattributed": unattributed, "warm-up": profile.left.warmup, "outside of steps": profile.left.outside}
-    if profile.work is Work.KERNELS:
+    if profile.work is step_profile.Work.KERNELS:
         kept["without a launch"] = profile.left.no_launch
     parts = [(name, count) for name, count in counts.items() if count] + [*kept.items()]
     named = " + ".join(f"{name} {count:,}" for name, count in parts)
@@ -369,7 +363,7 @@ def by_configuration(entries: Iterable[Profiled]) -> dict[RunConfig, Row]:
     }
 
 
-def _of_run(profile: StepProfile) -> Row:
+def _of_run(profile: step_profile.StepProfile) -> Row:
     """The means over the ranks on which collectives ran."""
     rows = [row for row in map(_sums, profile.ranks or (profile,)) if row["collective_mean_ms"] is not None]
     for row in rows:
@@ -402,7 +396,7 @@ def rank_rows(entry: Explained) -> Iterator[Row]:
         yield {"rank": own.rank, **_sums(own), "waited_mean_ms": waited[0], "waited_std_ms": waited[1]}
 
 
-def _sums(own: RankTimes | StepProfile) -> Row:
+def _sums(own: step_profile.RankTimes | step_profile.StepProfile) -> Row:
     """Wall times of the phases and the step, and times of all collectives, with their deviations over the steps."""
     kept = [times for times in own.communication if times.collective is None]
     parts = {
@@ -482,8 +476,8 @@ def attention(entries: Sequence[Explained]) -> Section:
     rows = rows_of(entries, attention_part_rows)
     sums = ("products_ms_per_step", "whole_ms_per_step", "share_of_phase")
     ratios = ("time_ratio", "flops_ratio", "time_per_flop_ratio")
-    shown = ("phase", *(f"{part}_ms_per_step" for part in AttentionPart), *sums, *ratios)
-    parts = (f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
+    shown = ("phase", *(f"{part}_ms_per_step" for part in step_profile.AttentionPart), *sums, *ratios)
+    parts = (f"{part}_{value}" for part in step_profile.AttentionPart for value in _PART_VALUES)
     notes = ["Ratios are softmax over matrix products; scaling and masking are in neither."]
     if not all(row["flops_ratio"] for row in rows):
         notes.append("FLOPs are not known without the record of the run.")
@@ -496,12 +490,12 @@ def attention_part_rows(entry: Explained) -> Iterator[Row]:
     profile, steps = entry.profile, entry.profile.num_steps
     for phase in dict.fromkeys(row.phase for row in profile.attention):
         rows = [row for row in profile.attention if row.phase is phase]
-        row: Row = dict.fromkeys(f"{part}_{value}" for part in AttentionPart for value in _PART_VALUES)
+        row: Row = dict.fromkeys(f"{part}_{value}" for part in step_profile.AttentionPart for value in _PART_VALUES)
         for part in rows:
             flops = (None, None) if part.flops is None else (part.flops / steps, ratio(part.flops, part.total_s))
             values = (part.count / steps, part.total_s / steps * 1e3, part.product_s / steps * 1e3, *flops)
             row |= {f"{part.part}_{name}": value for name, value in zip(_PART_VALUES, values, strict=True)}
-        products = [part for part in rows if part.part is not AttentionPart.SOFTMAX]
+        products = [part for part in rows if part.part is not step_profile.AttentionPart.SOFTMAX]
         products_ms = sum(part.product_s for part in products) / steps * 1e3
         known = [part.flops for part in products if part.flops is not None]
         products_flops = sum(known) / steps if len(known) == len(products) else None
