@@ -12,8 +12,6 @@ import numpy as np
 
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.memory import groups
-from cs336_systems.analysis.memory.allocations import replay
-from cs336_systems.analysis.memory.groups import LiveSums
 from cs336_systems.analysis.memory.profile import (
     CODES,
     NO_PHASES,
@@ -91,7 +89,7 @@ class _Explanation:
 
     def __init__(self, snapshot: Snapshot, memory: DeviceMemory, notes: MemoryNotes | None) -> None:
         self._snapshot, self._memory, self._notes = snapshot, memory, notes
-        self._replay = replay(memory, snapshot.settings)
+        self._replay = groups.replay(memory, snapshot.settings)
         self._allocated = self._replay.allocated_bytes
         self._peak = int(self._allocated.argmax())
         sightings = () if notes is None else notes.sightings
@@ -139,11 +137,11 @@ class _Explanation:
             is_expandable=self._snapshot.settings.get("expandable_segments") is True,
         )
 
-    def _peak_moment(self, sums: LiveSums) -> Moment:
+    def _peak_moment(self, sums: groups.LiveSums) -> Moment:
         stretch = int(self._phases.at(np.array(self._peak - 1)))
         return self._moment(sums, self._peak, self._phases.steps[stretch], self._phases.names[stretch], None)
 
-    def _boundaries(self, sums: LiveSums) -> Iterator[Moment]:
+    def _boundaries(self, sums: groups.LiveSums) -> Iterator[Moment]:
         for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True):
             if self._replay.are_sizes_known and self._allocated[moment] != mark.allocated_bytes:
                 raise ProfileError(
@@ -173,7 +171,7 @@ class _Explanation:
             peak_bytes=int(self._allocated[begin : end + 1].max()),
         )
 
-    def _moment(self, sums: LiveSums, moment: int, step: int, phase: str, mark: Mark | None) -> Moment:
+    def _moment(self, sums: groups.LiveSums, moment: int, step: int, phase: str, mark: Mark | None) -> Moment:
         return Moment(
             step=step,
             phase=phase,
@@ -194,7 +192,7 @@ class _Explanation:
         peaks = [begin + self._allocated[begin:end].argmax() for begin, end in pairwise(edges.tolist())]
         return np.array(peaks, dtype=np.int64)
 
-    def _timeline(self, sums: LiveSums) -> Timeline:
+    def _timeline(self, sums: groups.LiveSums) -> Timeline:
         present = [category for category in FROM_BOTTOM if sums.counts[CODES[category]].any()]
         return Timeline(
             time_s=tuple(times_s(self._memory.events, sums.moments).tolist()),

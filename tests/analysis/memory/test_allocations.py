@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.memory.allocations import BEFORE, Replay, replay
+from cs336_systems.analysis.memory.groups import BEFORE, Replay, replay
 from cs336_systems.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.snapshots import MIB, SETTINGS, Allocator, frame, snapshot_of, use_at_random, write
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.memory.allocations import replay
 from cs336_systems.analysis.memory.explain import MAX_POINTS, explain_memory
-from cs336_systems.analysis.memory.groups import NOT_SIGHTED, resolve
+from cs336_systems.analysis.memory.groups import NOT_SIGHTED, replay, resolve
 from cs336_systems.analysis.memory.profile import (
     NOWHERE,
     OPTIONAL,

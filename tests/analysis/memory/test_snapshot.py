@@ -228,7 +228,7 @@ MAX_SLOWDOWN, MAX_MEMORY = 3.5, 12
 MEASURE = """
 import gc, pickle, sys, time
 from pathlib import Path
-from cs336_systems.analysis.memory.allocations import replay
+from cs336_systems.analysis.memory.groups import replay
 from cs336_systems.analysis.memory.snapshot import read_snapshot
 
 def peak_bytes():
