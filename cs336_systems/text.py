@@ -2,7 +2,7 @@
 
 Such text may hold escape sequences, which a terminal would obey, or a name that is a megabyte long. It becomes inert
 where it leaves this program: here on its way to a terminal, in `report/formats.py` in tables and CSV files, in
-`report/page/write.py` in HTML, in `report/draw.py` in pictures.
+`report/page/chapters.py` in HTML, in `report/draw.py` in pictures.
 """
 
 import sys

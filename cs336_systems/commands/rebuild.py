@@ -10,8 +10,7 @@ from cs336_systems.commands.sweep import write_results
 from cs336_systems.files import in_one_line
 from cs336_systems.record import load_records
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
-from cs336_systems.report.page.chapters import PAGE_FILE, Directory, list_of, write_page_of
-from cs336_systems.report.page.write import Page, write_page
+from cs336_systems.report.page.chapters import PAGE_FILE, Directory, Page, list_of, write_page, write_page_of
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
 from cs336_systems.report.sections.forecast import write_forecast

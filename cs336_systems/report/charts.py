@@ -1,4 +1,4 @@
-"""Pictures as data: lying bars in panels. `draw.py` makes PNGs of them, and `page/write.py` draws them on the page."""
+"""Pictures as data: lying bars in panels. `draw.py` makes PNGs of them, and `page/chapters.py` draws them on a page."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+from cs336_systems.commands.sweep import make_plan
 from cs336_systems.config import SIZES, CompileMode, Device, Parallel, RunConfig
 from cs336_systems.record import Status, load_records
-from cs336_systems.sweep.plan import make_plan
 
 GIB = 2**30
 H200_BYTES = round(139.8 * GIB)

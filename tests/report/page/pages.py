@@ -3,7 +3,7 @@
 from cs336_systems.report.charts import Bar, Chart, Panel, Style
 from cs336_systems.report.columns import Column
 from cs336_systems.report.draw import svg_of
-from cs336_systems.report.page.write import (
+from cs336_systems.report.page.chapters import (
     Bars,
     Chapter,
     Closed,

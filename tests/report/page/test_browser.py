@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cs336_systems.commands.rebuild import load
-from cs336_systems.report.page.chapters import page_of
-from cs336_systems.report.page.write import TABLES, write_page
+from cs336_systems.report.page.chapters import TABLES, page_of, write_page
 from cs336_systems.text import inert_line
 from tests.committed import DATA
 from tests.report.page.pages import HOSTILE_TEXTS, page_with, table_page

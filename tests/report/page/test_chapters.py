@@ -9,8 +9,7 @@ from cs336_systems.commands.rebuild import load
 from cs336_systems.commands.sweep import show_results
 from cs336_systems.config import Profiler
 from cs336_systems.report.compared import Sides, compare_sides
-from cs336_systems.report.page.chapters import Climbed, Directory, list_of, page_of
-from cs336_systems.report.page.write import to_html
+from cs336_systems.report.page.chapters import Climbed, Directory, list_of, page_of, to_html
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results, StudyResults
 from cs336_systems.report.sections.ladder import ladder_rows

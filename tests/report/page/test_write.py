@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from cs336_systems.report.page import write
-from cs336_systems.report.page.write import TableBlock, to_html, write_page
+from cs336_systems.report.page import chapters
+from cs336_systems.report.page.chapters import TableBlock, to_html, write_page
 from tests.report.page.pages import HOSTILE_TEXTS, make_page, make_picture, make_steps, page_with, table_page
 from tests.report.page.parsed import Parsed as Cells
 
@@ -69,10 +69,10 @@ def test_only_the_script_of_the_page_may_run_and_the_same_page_is_the_same_bytes
 
 
 def test_without_the_extra_the_page_has_plain_tables_and_its_pictures(monkeypatch) -> None:
-    monkeypatch.setattr(write.importlib.util, "find_spec", lambda name: None)
-    write._library.cache_clear()
+    monkeypatch.setattr(chapters.importlib.util, "find_spec", lambda name: None)
+    chapters._library.cache_clear()
     text = to_html(table_page())
-    write._library.cache_clear()
+    chapters._library.cache_clear()
     assert set(Parsed(text).scripts) == {""}
     assert Cells(text).cells["steps.1.0"][0] == "medium"
     assert "Bars of small</text>" in text
