@@ -118,6 +118,20 @@ def own_locks() -> Iterator[None]:
     Finalize(None, shutil.rmtree, (directory,), {"ignore_errors": True}, exitpriority=-200)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def imported_once(own_locks: None) -> Iterator[None]:
+    """The fork server of this process serves all tests, so it imports what any run or study asks for when it starts."""
+    from cs336_systems.sweep import isolation
+
+    modules = (
+        *isolation._PRELOAD, *isolation.EXPLAINING, "cs336_systems.measure.memory", "cs336_systems.model.fast.model",
+        "cs336_systems.parallel.ways", "cs336_systems.studies.operator_cell", "torch.distributed.fsdp",
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolation, "_PRELOAD", modules)
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, files on Ray come first, because they take a minute each, then LONG; the others by their tests.
 
