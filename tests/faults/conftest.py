@@ -56,24 +56,20 @@ def chance(request):
 
 
 @pytest.fixture(scope="module")
-def whole_file(tmp_path_factory):
-    """The cluster of this file's tests, and another one if the head of the first has died."""
+def clusters():
+    """Those of this file's tests: another one is made where the head of the last has died."""
     made = []
-
-    def get():
-        if not made or not all(map(is_alive, made[-1].head)):
-            made.append(RayCluster(tmp_path_factory.mktemp("cluster")))
-        return made[-1]
-
-    yield get
+    yield made
     for each in made:
         each.close()
 
 
 @pytest.fixture
-def ray_cluster(whole_file):
+def ray_cluster(clusters, tmp_path_factory):
     """A head that waits for a sweep, and as many nodes as earlier tests have left; at the end no process of a sweep."""
-    cluster = whole_file()
+    if not clusters or not all(map(is_alive, clusters[-1].head)):
+        clusters.append(RayCluster(tmp_path_factory.mktemp("cluster")))
+    cluster = clusters[-1]
     (cluster.directory / PAUSED).unlink(missing_ok=True)
     yield cluster
     assert eventually(lambda: not cluster.left(), END_S), cluster.left()

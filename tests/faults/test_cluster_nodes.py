@@ -46,17 +46,12 @@ def test_a_grid_on_three_nodes_of_which_one_is_killed_and_one_hangs_is_that_of_a
     assert contents(runs(place)) == before
 
 
-def another_pytorch(place):
-    """A directory in which a node finds that PyTorch 9.9 is installed."""
+def test_what_fails_on_nodes_and_nodes_with_another_pytorch_of_which_one_joins_late(start, place, ray_cluster, chance):
+    ray_cluster.ensure(2)  # most have the same PyTorch
     metadata = place / "fake" / "torch-9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
-    return place / "fake"
-
-
-def test_what_fails_on_nodes_and_nodes_with_another_pytorch_of_which_one_joins_late(start, place, ray_cluster, chance):
-    ray_cluster.ensure(2)  # most have the same PyTorch
-    others = [ray_cluster.add(another_pytorch(place))]
+    others = [ray_cluster.add(place / "fake")]
     looked = start("--dry-run")
     assert looked.wait() == 0, looked.stderr
     machines = re.findall(r"PyTorch (\S+): (used|not used: .*)", looked.stdout)
