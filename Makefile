@@ -22,7 +22,7 @@ sweep: $(RUNTIME)
 	$(BIN)/python benchmark_sweep.py $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)  # many get in each other's way; some wait, for Ray or a browser
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)  # three for two cores: some wait, for Ray or a browser
 
 bench: $(DEV)
 	$(BIN)/python -m pytest -m speed $(ARGS)
