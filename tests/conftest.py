@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
+from cs336_systems.sweep import isolation
+
 CHECKED = (
     "model.transformer", "model.optimizer", "model.batches", "model.fast.blocks",
     "model.fast.cross_entropy", "measure.step", "studies.precision",
@@ -22,7 +24,8 @@ tests/plain.py. After a change here, delete __pycache__ of the package: it holds
 
 LONG = (
     "test_interrupts", "test_interpreted_kernels", "test_hostile_texts", "test_explaining", "test_disk", "test_imports",
-    "test_data", "test_nsys", "test_runs",
+    "test_data", "test_nsys", "test_runs", "test_installed", "test_profiled_runs", "test_selective", "test_modules",
+    "test_browser", "test_start_up", "test_worker_faults", "test_fast", "test_ways",
 )  # fmt: skip
 """Files with few tests that take ten seconds and more."""
 
@@ -39,6 +42,13 @@ def ctrl_c_is_heard() -> Iterator[None]:
 def without_kernel_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """What --fast chooses is the same where QuACK and FlashAttention 4 are installed; tests of it say that they are."""
     monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: False)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory, so that all that commands make is seen, and no ceilings of the checkout's user."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 class HostTime:
@@ -75,9 +85,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_waiting_for_the_disk() -> Iterator[None]:
-    """Files need not survive a crash of this machine: thousands of them would wait some milliseconds each."""
+def no_waiting() -> Iterator[None]:
+    """Files need not survive a crash of this machine: thousands of them would wait some milliseconds each.
+
+    The fork server serves all tests of this process, so it imports once what any run or study asks for.
+    """
+    more = ("measure.memory", "model.fast.model", "parallel.ways", "studies.operator_cell")
+    modules = [*isolation._PRELOAD, *isolation.EXPLAINING, *(f"cs336_systems.{name}" for name in more)]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolation, "_PRELOAD", (*modules, "torch.distributed.fsdp"))
         patch.setattr(os, "fsync", lambda _descriptor: None)
         yield
 

@@ -16,6 +16,7 @@ from tests.committed import DATA, committed_directories
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
+Load = Callable[[Path], Directory]
 INPUTS = ("runs", "kernels", "memory", "examples")
 """Folders of what was measured and explained; JSON files are such too."""
 COMMITTED = (".csv", ".md")
@@ -33,25 +34,22 @@ def outputs(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Directory]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Load:
     """Reads a copy of a results directory once; the copies of all of them, without tables, are beside each other."""
-    data = tmp_path_factory.mktemp("data")
-    for directory in committed_directories():
-        made = data / directory.relative_to(DATA)
-        made.mkdir(parents=True)
-        for path in directory.iterdir():
-            if path.name in INPUTS:
-                (made / path.name).symlink_to(path)
-            elif path.suffix == ".json":
-                shutil.copy(path, made)
+    data = tmp_path_factory.mktemp("published") / "data"
+    for path in (path for directory in committed_directories() for path in directory.iterdir()):
+        made = data / path.relative_to(DATA)
+        made.parent.mkdir(parents=True, exist_ok=True)
+        if path.name in INPUTS:
+            made.symlink_to(path)
+        elif path.suffix == ".json":
+            shutil.copy(path, made)
     ceilings_at = cache(load_ceilings)
     return cache(lambda directory: load(data / directory.relative_to(DATA), ceilings_at))
 
 
 @pytest.mark.parametrize("directory", committed_directories(), ids=lambda path: str(path.relative_to(DATA)))
-def test_committed_tables_are_those_of_the_committed_records(
-    directory: Path, loaded: Callable[[Path], Directory]
-) -> None:
+def test_committed_tables_are_those_of_the_committed_records(directory: Path, loaded: Load) -> None:
     own = loaded(directory)
     given = {path.name: path.read_bytes() for path in own.path.glob("*.json")}
     with StatusLine() as status:
@@ -62,9 +60,7 @@ def test_committed_tables_are_those_of_the_committed_records(
     assert [name for name, text in made.items() if text != committed[name]] == []
 
 
-def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(
-    loaded: Callable[[Path], Directory], tmp_path: Path
-) -> None:
+def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(loaded: Load, tmp_path: Path) -> None:
     found = {directory.relative_to(DATA): loaded(directory).results for directory in committed_directories()}
     measured = {path: results for path, results in found.items() if results is not None}
     sweeps = {path: results.published for path, results in measured.items()}

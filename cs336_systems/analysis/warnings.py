@@ -147,8 +147,8 @@ def throttled(telemetry: Telemetry) -> str | None:
 
 
 def _cv(times_s: Sequence[float]) -> float:
-    mean_s = statistics.fmean(times_s)  # `statistics.stdev` is slow
-    return math.dist(times_s, [mean_s] * len(times_s)) / math.sqrt(max(len(times_s) - 1, 1)) / mean_s
+    n, mean_s = len(times_s), statistics.fmean(times_s)  # `statistics.stdev` is slow
+    return math.dist(times_s, [mean_s] * n) / math.sqrt(max(n - 1, 1)) / mean_s
 
 
 def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:

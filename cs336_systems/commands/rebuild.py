@@ -29,15 +29,15 @@ def results_below(root: Path) -> list[Path]:
 
     Results in `root`/published belong to the repository and not to the user: only a root in that folder finds them.
     """
-    found: list[Path] = []
+    found: set[Path] = set()
     below = (path for depth in ("*", "*/*", "*/*/*") for path in sorted(root.glob(depth)))
     for directory in (root, *(path for path in below if path.relative_to(root).parts[0] != PUBLISHED)):
-        is_within = any(other in directory.parents for other in found)  # such as earlier runs that --fresh set aside
+        is_within = not found.isdisjoint(directory.parents)  # such as earlier runs that --fresh set aside
         kept = {name for name in _KINDS if (directory / name).exists()}
         if kept == {RUNS} and not any((directory / RUNS).glob("*.json")):
             continue  # a sweep that was interrupted before its first record
         if kept and not is_within:
-            found.append(directory)
+            found.add(directory)
     return sorted(found)
 
 

@@ -65,10 +65,9 @@ def source_digest(module: str) -> str | None:
     while waiting:
         for name, source in _sources(waiting.pop(0)):
             files.setdefault(name, source)
-            if root is not None:
-                imported = _imported(source) - known
-                waiting += _beside(root, imported)
-                known |= imported
+            imported = _imported(source) - known if root else set()
+            waiting += _beside(root, imported) if root else []
+            known |= imported
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode(errors="surrogateescape") + files[name])
     return digest.hexdigest()[:16] if files else None

@@ -24,10 +24,7 @@ from tests.report.ceilings import lasting, make_ceilings, product_at, square, st
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory without the ceilings that the checkout's user may have measured."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def account(*words: str | Path) -> int:

@@ -14,15 +14,9 @@ from cs336_systems.record import RunRecord, write_record
 from cs336_systems.report.compared import COMPARISON_FILE
 from tests.report.making import make_config, make_record
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_pictures", "here")
 DATA = Path(__file__).parents[2] / "data" / "published"
 ONE = "--device cpu --size tiny --context-length 8"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def compare(*argv: object) -> int:

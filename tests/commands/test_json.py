@@ -20,16 +20,10 @@ from tests.report.making import make_config, make_record
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_pictures", "here")
 
 SCALED = re.compile(r"(_(ms|us|ns|kib|mib|gib|kb|mb|gb|percent|pct)|tflops(_per_s)?|gb_per_s)$")
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

@@ -23,20 +23,13 @@ from cs336_systems.sweep.run import Outcome
 from tests.report.ladders import FALLING
 from tests.report.making import make_failure, make_record
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_pictures", "here")
 
 CPU = ["--device", "cpu"]
 SMALL = [
     *CPU, "--context-length", "64", "--batch-size", "4", "--vocab-size", "503", "--d-model", "64", "--d-ff", "128",
     "--num-layers", "2", "--num-heads", "2",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command runs, so that whatever it makes is seen."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture
@@ -84,19 +77,19 @@ def test_runs_go_up_the_ladder_and_down_again_then_the_profiles() -> None:
     assert runs[6:] == tuple(map(reason_run, rungs))
 
 
-def test_a_dry_run_names_the_rungs_and_makes_nothing(empty_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_names_the_rungs_and_makes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ladder(*CPU, "--dry-run", "--rungs", "bf16", "fused", "--name", "x") == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in said[:3]] == ["fp32", "bf16", "fused"]
     assert said[3] == "6 runs into data/ladder/x"
-    assert not list(empty_directory.iterdir())
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize("words", [["--rungs", "fp8"], ["--warmup-steps", "30", "--measured-steps", "0"]], ids=" ".join)
-def test_what_cannot_be_meant_is_refused_before_anything_runs(words: list[str], empty_directory: Path) -> None:
+def test_what_cannot_be_meant_is_refused_before_anything_runs(words: list[str], here: Path) -> None:
     with contextlib.suppress(SystemExit):  # the parser's
         assert ladder(*CPU, *words) == 2
-    assert not list(empty_directory.iterdir())
+    assert not list(here.iterdir())
 
 
 # What it does with what the sweep gives, which is made up here
@@ -169,9 +162,9 @@ def test_another_ladder_does_not_write_over_the_tables(fake: FakeSweep, capsys: 
 # The whole of it
 
 
-def test_the_command_measures_judges_and_explains(empty_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_judges_and_explains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ladder(*SMALL, "--rungs", "bf16", "--repeats", "2", "--name", "x") == 0
-    directory = empty_directory / "data" / "ladder" / "x"
+    directory = here / "data" / "ladder" / "x"
     with (directory / "ladder.csv").open() as file:
         first, second = csv.DictReader(file)
     assert [row["rung"] for row in (first, second)] == ["fp32", "bf16"]

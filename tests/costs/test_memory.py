@@ -218,11 +218,8 @@ def test_a_cpu_process_grows_by_what_the_step_needs() -> None:
 
     The first run leaves some tens of MiB to the process, which the second one uses again.
     """
-    argv = [sys.executable, "-c", GROWS]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, check=True)
-    found = [*map(float, done.stdout.split())]
-    assert len(found) == 3
-    assert all(0.9 < each < 1.5 for each in found), found
+    done = subprocess.run([sys.executable, "-c", GROWS], capture_output=True, text=True, timeout=200, check=True)
+    assert [0.9 < float(each) < 1.5 for each in done.stdout.split()] == [True] * 3, done.stdout
 
 
 def test_the_memory_of_a_user_s_own_model_on_a_cpu_is_not_known() -> None:

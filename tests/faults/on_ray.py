@@ -2,10 +2,11 @@
 
 Faults come at a random moment, which is always the same unless CS336_FAULT_SEED says otherwise. To repeat one of them:
 
-for seed in {1..10}; do CS336_FAULT_SEED=$seed python -m pytest -q tests/faults/test_cluster.py -k killed; done
+for seed in {1..10}; do CS336_FAULT_SEED=$seed python -m pytest -q tests/faults -m cluster -k killed; done
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
@@ -14,12 +15,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
+import pytest
 
-from tests.faults.harness import ROOT, lay_out_models
+from tests.faults.harness import ROOT, eventually, lay_out_models, runs
 
+ON_RAY = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install ray"),
+]
+CONTEXTS = range(1, 7)
 END_S = 20
 """How long processes on the nodes may outlive the sweep."""
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -114,3 +122,12 @@ def send(processes, number):
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+
+
+def random_moment(running, place, chance, most=4):
+    """Wait until a moment before the first run has ended, or after fewer than `most` runs."""
+    wanted = chance.randrange(-3, most)
+    if wanted >= 0:
+        eventually(lambda: len([*runs(place).glob("*.json")]) >= wanted or running.process.poll() is not None)
+    time.sleep(chance.uniform(0, 4 if wanted < 0 else 0.4))
+    print(f"the fault comes after {len([*runs(place).glob('*.json')])} runs; so far: {running.stderr}")

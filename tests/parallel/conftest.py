@@ -6,7 +6,6 @@ import signal
 import tempfile
 import traceback
 from contextlib import contextmanager
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 
 from cs336_systems.config import Device
 from cs336_systems.parallel.collectives import Rank, devices_of, group_of
-from cs336_systems.sweep.isolation import fork_server, preload, start
+from cs336_systems.sweep.isolation import fork_server, start
 from cs336_systems.sweep.process import die_with_parent
 
 PATIENCE_S = 200
@@ -69,9 +68,6 @@ def ranks_of(count, gpu_uuids=()):
     They meet in a file, because a port could be taken by another process in between.
     """
     context, processes = fork_server(), {}
-    if not gpu_uuids and "torch._dynamo" not in forkserver._forkserver._preload_modules:
-        forkserver._forkserver._stop()  # one that runs would not import anew; each rank would, for two seconds
-        preload("torch._dynamo")
     with tempfile.TemporaryDirectory() as scratch:
         try:
             for rank in range(count):
