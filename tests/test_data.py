@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.commands.rebuild import load, write
+from cs336_systems.commands.rebuild import FOLDER, load, write, write_forecast
 from cs336_systems.report.page.chapters import Directory
 from cs336_systems.report.progress import StatusLine
-from cs336_systems.report.sections.forecast import FOLDER, write_forecast
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, committed_directories
 

@@ -1,24 +1,197 @@
-"""Reads all results directories below a directory, and writes their tables, plots and pages again from the records."""
+"""Reads all results directories below a directory, and writes their tables, plots and pages again from the records.
 
-from collections.abc import Callable, Mapping, Sequence
+It also writes the errors of the predicted times of steps, by what limits the steps, by device and by settings. A
+forecast whose matmuls were measured for these very shapes is mostly a look-up. So each such step is predicted once
+more, as if none of its matmuls had been measured: that is what a forecast of another configuration is worth.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 
 from cs336_systems.commands import ladder
 from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
 from cs336_systems.commands.sweep import write_results
+from cs336_systems.config import Phase, Profiler, RunConfig
+from cs336_systems.costs.curves import Curves
+from cs336_systems.costs.ranks_time import predicted_time
+from cs336_systems.costs.time import Limit, TimePrediction, measured_share, without_own_products
 from cs336_systems.files import in_one_line
-from cs336_systems.record import load_records
+from cs336_systems.record import RunRecord, Status, WarningCode, load_records
+from cs336_systems.report.columns import Row, columns_of
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
+from cs336_systems.report.formats import texts_of, write_files
 from cs336_systems.report.page.chapters import PAGE_FILE, Directory, Page, list_of, write_page, write_page_of
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
-from cs336_systems.report.sections.forecast import write_forecast
+from cs336_systems.report.section import Section, Table, make_table
 from cs336_systems.report.sections.ladder import write_ladder_report
 from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
 from cs336_systems.studies.records import read_study
 from cs336_systems.sweep.run import explain_again
-from cs336_systems.text import print_aside, print_line
+from cs336_systems.text import counted, print_aside, print_line
+
+FOLDER = "forecast"
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+ERROR_KEYS = ("scored", "num_scored", "median_error", "error_of_nine", "largest_error", "median_bias")
+SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
+    "size": lambda config: config.size,
+    "context_length": lambda config: config.model.context_length,
+    "batch_size": lambda config: config.batch_size,
+    "mode": lambda config: config.mode,
+    "precision": lambda config: config.precision,
+    "attention": lambda config: config.model.attention,
+    "optimizer": lambda config: config.optimizer,
+    "cuda_graph": lambda config: config.cuda_graph,
+    "checkpoint_blocks": lambda config: config.checkpoint_blocks,
+    "fast": lambda config: config.fused_blocks,
+}
+GROUPS = ("device_name", "size", "context_length", "precision", "mode", "attention", "checkpoint_blocks", "fast")
+"""Columns by whose values the errors are also given: the device, and settings."""
+
+
+class Shapes(StrEnum):
+    """Whether most of the time of a step's matmuls is that of matmuls measured for these shapes."""
+
+    MEASURED = "measured"
+    UNMEASURED = "unmeasured"
+
+
+OF_SHAPES = {Shapes.UNMEASURED: "matmuls of shapes that were not measured", Shapes.MEASURED: "measured matmuls"}
+AS_IF = (
+    "Each step is predicted as if none of its own matmuls had been measured: that is what a forecast of another "
+    "configuration is worth."
+)
+OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
+
+
+def scored(
+    sweeps: Mapping[Path, Sequence[RunRecord]], ceilings_of: Callable[[Path], Ceilings]
+) -> tuple[list[Row], int]:
+    """A row for each measured configuration of a sweep whose time is predicted, and the number of the others.
+
+    A step that the device limits and whose matmuls were measured has a second row, predicted without them; its `shapes`
+    are UNMEASURED.
+    Several processes of one configuration count as one, with the median of their medians. Times are in ms, errors in
+    percent of what was measured.
+    """
+    rows: list[Row] = []
+    others = 0
+    for directory, records in sorted(sweeps.items()):
+        alike: dict[RunConfig, list[RunRecord]] = {}
+        for record in records:
+            if record.status is Status.OK and record.config.profiler is Profiler.NONE:
+                alike.setdefault(replace(record.config, repeat=0), []).append(record)
+        for config, own in alike.items():
+            curves = ceilings_of(directory).curves(own[0].device_name or "")
+            if curves is None or (found := predicted_time(config, curves)) is None:
+                others += 1
+            else:
+                rows += _rows(directory, config, own, found, curves)
+    return rows, others
+
+
+def _rows(
+    directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction, curves: Curves
+) -> Iterator[Row]:
+    is_measured = measured_share(config, curves) > 1 / 2
+    row = _row(directory, config, records, found)
+    yield row | {"shapes": Shapes.MEASURED if is_measured else Shapes.UNMEASURED}
+    others = without_own_products(config, curves)
+    if is_measured and row["limit"] is Limit.DEVICE and (again := predicted_time(config, others)) is not None:
+        yield _row(directory, config, records, again) | {"shapes": Shapes.UNMEASURED}
+
+
+def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction) -> Row:
+    codes = {warning.code for record in records for warning in record.warnings}
+    limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
+    row: Row = {"directory": directory.as_posix(), "key": config.key, "device_name": records[0].device_name}
+    row |= {key: take(config) for key, take in SETTINGS.items()}
+    for phase in (*PHASES, Phase.STEP):
+        predicted_s = found.step_s if phase is Phase.STEP else found.phases_s.get(phase)
+        measured = [each.median_s for record in records if (each := record.measurement(phase)) is not None]
+        measured_s = statistics.median(measured) if measured and predicted_s is not None else None
+        row[f"{phase}_ms"] = None if measured_s is None else 1e3 * measured_s
+        row[f"predicted_{phase}_ms"] = None if predicted_s is None else 1e3 * predicted_s
+        row[f"{phase}_error"] = None if not measured_s or predicted_s is None else 100 * (predicted_s / measured_s - 1)
+    limit_of = attrgetter("limit" if any(record.host_phases for record in records) else "limit_of_whole")
+    row |= {"limit": limit, "predicted_limit": limit_of(found), "predicted_busy_share": found.busy_share}
+    return row | {"warnings": ";".join(sorted(codes))}
+
+
+def forecast_section(rows: Sequence[Row], others: int) -> Section:
+    """A table of errors for each limit; the values are those of each configuration."""
+    by_device = [row for row in rows if row["limit"] is Limit.DEVICE]
+    first = list({(row["directory"], row["key"]): row for row in reversed(rows)}.values())[::-1]
+    tables = [
+        *(
+            _table(f"{OF_LIMIT[Limit.DEVICE]}, {words}", own, *([AS_IF] if shapes is Shapes.UNMEASURED else []))
+            for shapes, words in OF_SHAPES.items()
+            if (own := [row for row in by_device if row["shapes"] is shapes])
+        ),
+        _table(OF_LIMIT[Limit.LAUNCHES], [row for row in first if row["limit"] is Limit.LAUNCHES]),
+    ]
+    note = (
+        f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models but for the whole of --fast, "
+        "such steps on several ranks, and devices without ceilings."
+    )
+    last = replace(tables[-1], notes=(*tables[-1].notes, *([note] if others else ())))
+    return Section(name="errors", tables=(*tables[:-1], last), rows=rows)
+
+
+def _table(which: str, rows: Sequence[Row], *notes: str) -> Table:
+    return make_table(
+        f"Predicted times of steps {which}",
+        columns_of(*ERROR_KEYS, "named_right"),
+        [_summary(name, some) for name, some in _groups(rows) if some],
+        [
+            *notes,
+            "A step is limited by launches if its record says so. The forecast knows the configuration and the "
+            "ceilings.",
+        ],
+    )
+
+
+def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    yield "all", [*rows]
+    unstable = {WarningCode.UNSTABLE, WarningCode.DRIFT}
+    yield "without unstable ones", [row for row in rows if unstable.isdisjoint(row["warnings"].split(";"))]
+    for key in GROUPS:
+        values = list(dict.fromkeys(row[key] for row in rows))
+        for value in values if len(values) > 1 else ():
+            words = key.removesuffix("_name").replace("_", " ")
+            yield f"{words} {value}", [row for row in rows if row[key] == value]
+
+
+def _summary(name: str, rows: Sequence[Row]) -> Row:
+    errors = [row["step_error"] for row in rows]
+    sizes = sorted(map(abs, errors))
+    return {
+        "scored": name,
+        "num_scored": len(rows),
+        "median_error": statistics.median(sizes),
+        "error_of_nine": sizes[math.ceil(0.9 * len(sizes)) - 1],
+        "largest_error": sizes[-1],
+        "median_bias": statistics.median(errors),
+        "named_right": 100 * sum(row["limit"] is row["predicted_limit"] for row in rows) / len(rows),
+    }
+
+
+def write_forecast(
+    sweeps: Mapping[Path, Sequence[RunRecord]], ceilings_of: Callable[[Path], Ceilings], root: Path
+) -> Path | None:
+    """Write the errors of all predicted steps into a folder of `root`; return it, or None if none is predicted."""
+    rows, others = scored(sweeps, ceilings_of)
+    if not rows:
+        return None
+    write_files(texts_of(forecast_section(rows, others)), root / FOLDER)
+    return root / FOLDER
+
 
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""

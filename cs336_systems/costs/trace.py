@@ -573,10 +573,6 @@ def _foreach(trace: Trace, call: Call) -> None:
         trace.launch("foreach", len(lists) + 1, first[0].element_size(), shapes)
 
 
-def _fused_adamw(trace: Trace, call: Call) -> None:
-    trace.launch("adamw", 28, tuple(trace.names.product(each.numel()) for each in call.args[0]))
-
-
 _KERNELS: Mapping[str, Kernel] = {
     **dict.fromkeys(MATMULS, _matmul),
     "_scaled_dot_product_flash_attention": _attention_kernel,
@@ -586,7 +582,9 @@ _KERNELS: Mapping[str, Kernel] = {
     "_softmax_backward_data": _softmax_backward,
     "rms_norm_backward": _norm_backward,
     "native_layer_norm_backward": _norm_backward,
-    "_fused_adamw_": _fused_adamw,
+    "_fused_adamw_": lambda trace, call: trace.launch(
+        "adamw", 28, tuple(trace.names.product(each.numel()) for each in call.args[0])
+    ),
     **{f"_foreach_{each}": _foreach for each in (
         "mul_", "add_", "lerp_", "addcmul_", "sqrt", "div_", "addcdiv_", "sub_", "neg", "reciprocal_")},
 }  # fmt: skip

@@ -136,10 +136,6 @@ def _signed(value: float) -> str:
     return f"{value:+z.1f}"
 
 
-def _step_interval(row: Row) -> str:
-    return interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"])
-
-
 def _interval(key: str, drop_order: int) -> Column:
     """A column of intervals, whose ends a row has under `KEY_low` and `KEY_high`."""
     return Column("interval", numeric=False, drop_order=drop_order, about="Interval of the speed-up beside it.",
@@ -202,7 +198,8 @@ COLUMNS: dict[str, Column] = {
     "step_mean_ms": Column("step", "ms", "Mean time of a whole step, with its deviation.", std="step_std_ms"),
     "step_ci95_low_ms": Column("95 % interval", "ms, over processes",
                                "Of the mean step, over the means of fresh processes (Student's t).",
-                               drop_order=1, text=_step_interval),
+                               drop_order=1, text=lambda row: interval_text(row["step_ci95_low_ms"],
+                                                                            row["step_ci95_high_ms"])),
     "step_cv": Column("std/mean", "%", "Standard deviation of a step over its mean.",
                       drop_order=10, scale=100, write=two_digits),
     "first_step_ms": Column("first measured step", "ms", "Time of the first step after warm-up.", drop_order=2),

@@ -274,10 +274,6 @@ def _read(name: str) -> str:
     return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
-def _packed(content: bytes) -> Markup:
-    return Markup(base64.b64encode(gzip.compress(content, mtime=0)).decode())
-
-
 @cache
 def _library() -> Mapping[str, Markup]:
     """What the extra `report` brings, which is not imported for it; nothing where it is not installed."""
@@ -285,7 +281,9 @@ def _library() -> Mapping[str, Markup]:
     spec = importlib.util.find_spec(package)
     places = (spec.submodule_search_locations if spec else None) or ()
     path = next((path for place in places if (path := Path(place) / file).is_file()), None)
-    return {} if path is None else {"tables": _packed(path.read_bytes())}
+    if path is None:
+        return {}
+    return {"tables": Markup(base64.b64encode(gzip.compress(path.read_bytes(), mtime=0)).decode())}
 
 
 PAGE_FILE = "index.html"

@@ -148,12 +148,10 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
     )
     return [Chart(
         name="peaks", title="What the peak of memory consists of, by configuration", settings=settings(entries),
-        panels=[_panel(list(runs)) for _, runs in sizes], styles=CATEGORIES,
+        panels=[Panel(label="memory at the peak (GiB)", bars=[_bar(*run) for run in runs], mark="reserved")
+                for _, runs in sizes],
+        styles=CATEGORIES,
     )]  # fmt: skip
-
-
-def _panel(runs: Sequence[tuple[str, MemoryEntry]]) -> Panel:
-    return Panel(label="memory at the peak (GiB)", bars=[_bar(name, entry) for name, entry in runs], mark="reserved")
 
 
 def _bar(label: str, entry: MemoryEntry) -> Bar:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.commands.rebuild import FOLDER, Shapes, forecast_section, scored
 from cs336_systems.config import Phase
 from cs336_systems.costs.tape import Kind
 from cs336_systems.costs.time import Limit, operations, step_time
 from cs336_systems.record import Measurement, WarningCode
 from cs336_systems.report.formats import texts_of
-from cs336_systems.report.sections.forecast import FOLDER, Shapes, forecast_section, scored
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.studies.ceilings_records import Shape
 from tests.committed import DATA
