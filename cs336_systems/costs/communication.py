@@ -19,13 +19,25 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 class Collective(StrEnum):
-    """An exchange among all ranks. In a push each rank copies a tensor of its own to every other rank's memory."""
+    """What ranks do together; the last five only occur in traces."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     BROADCAST = "broadcast"
     PUSH = "push"
+    """Each rank copies a tensor of its own to every other rank's memory."""
+    REDUCE = "reduce"
+    ALL_TO_ALL = "all-to-all"
+    POINT_TO_POINT = "send and receive"
+    COPY_TO_PEERS = "copy to peers"
+    """Copies to another device by the copy engines, which leave all multiprocessors to kernels that compute."""
+    OTHER = "other"
+    """Kernels whose names do not tell, such as NCCL's kernel for several kinds at once."""
+
+
+TIMED = tuple(Collective)[:5]
+"""The collectives that are foretold, and whose times `cs336 ceilings` measures."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import msgspec
 
 from cs336_systems.analysis.warnings import LOOPS, timing_warnings
 from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
-from cs336_systems.costs.communication import Collective
+from cs336_systems.costs.communication import TIMED, Collective
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Form, Kind, Pass
@@ -424,7 +424,7 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         for ranks in sorted({*powers, self.world_size} - {1}):
             multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
             sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
-            for kind in Collective:
+            for kind in TIMED:
                 if kind is not Collective.PUSH or self.device is Device.CUDA:  # pushes use a GPU's copy engines
                     collectives = (
                         CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=UNTIMED)

@@ -10,6 +10,7 @@ import numpy as np
 from cs336_systems.analysis.columns import Ints, Mask
 from cs336_systems.analysis.kernels.phases import Codes
 from cs336_systems.analysis.kernels.trace import of_names
+from cs336_systems.costs.communication import Collective
 
 MAX_NAME = 8192
 """Characters of a name that are read. Real names are at most a few thousand long, and their beginning decides."""
@@ -294,22 +295,6 @@ def _operator(word: str) -> str | None:
         return None
     operator = found["named"] or found["ended"] or found["whole"]
     return operator.lower() if re.fullmatch(r"[A-Z][a-z]+", operator) else operator
-
-
-class Collective(StrEnum):
-    """What ranks do together."""
-
-    ALL_REDUCE = "all-reduce"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    BROADCAST = "broadcast"
-    REDUCE = "reduce"
-    ALL_TO_ALL = "all-to-all"
-    POINT_TO_POINT = "send and receive"
-    COPY_TO_PEERS = "copy to peers"
-    """Copies to another device by the copy engines, which leave all multiprocessors to kernels that compute."""
-    OTHER = "other"
-    """Kernels whose names do not tell, such as NCCL's kernel for several kinds at once."""
 
 
 COLLECTIVES = tuple(Collective)

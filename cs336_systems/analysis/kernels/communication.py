@@ -10,12 +10,13 @@ import pandas as pd
 
 from cs336_systems.analysis.columns import Ints, Mask, chosen
 from cs336_systems.analysis.kernels.attribution import Attribution, Jobs, by_step, select
-from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE, Collective
+from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE
 from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows, alone_ns
 from cs336_systems.analysis.kernels.phases import PHASES
 from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile, Work
 from cs336_systems.analysis.kernels.trace import NOWHERE, Trace
 from cs336_systems.config import MAX_RANKS
+from cs336_systems.costs.communication import Collective
 
 
 def communication_times(

@@ -14,8 +14,9 @@ from typing import Annotated
 import msgspec
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels.classes import Collective, KernelClass
+from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
+from cs336_systems.costs.communication import Collective
 from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import MAX_TIME_S, Count
 

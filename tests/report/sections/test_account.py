@@ -8,7 +8,7 @@ import pytest
 
 from cs336_systems.config import SIZES, Attention, Device, Mode, Parallel, Precision, RunConfig
 from cs336_systems.costs.accounting import Component, component_flops, count_parameters
-from cs336_systems.costs.communication import Collective
+from cs336_systems.costs.communication import TIMED
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predict_memory
 from cs336_systems.report.formats import csv_of
@@ -93,7 +93,7 @@ def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
     rows = [row["calls_sent_mib"] for row in table.values]
     assert rows[-1] == sum(rows[:-1]) == pytest.approx(sent_bytes(shared) / 2**20)
     assert not any(heading.name == "predicted" for heading in table.headings), "no time was measured"
-    curves = {kind: {2**20: 1e-3} for kind in Collective}
+    curves = {kind: {2**20: 1e-3} for kind in TIMED}
     *timed, _ = tables(shared, collective_times=curves)[COLLECTIVES].values
     # of 1 MiB/ms above that size, and a millisecond below it
     expected = [row["calls"] * max(1.0, row["call_mib"]) for row in timed]

@@ -13,9 +13,10 @@ from typing import Protocol, TypeVar
 
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels import step_profile
-from cs336_systems.analysis.kernels.classes import Collective, KernelClass
+from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.config import Phase, Profiler, RunConfig
+from cs336_systems.costs.communication import Collective
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.columns import Column, Row, column, columns_of
 from cs336_systems.report.section import Section, load_entries, over_configurations, rows_of

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import replace
 from functools import partial
 
-from cs336_systems.analysis.kernels.classes import Collective, KernelClass, classify_kernel, short_name
+from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel, short_name
 from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
 from cs336_systems.analysis.kernels.step_profile import (
     AttentionPart,
@@ -34,6 +34,7 @@ from cs336_systems.analysis.kernels.step_profile import (
     Work,
 )
 from cs336_systems.config import Profiler
+from cs336_systems.costs.communication import Collective
 from cs336_systems.report.sections.kernels.tables import Profiled
 from tests.report.making import H200, make_config, make_record
 from tests.report.reading import csv_rows
