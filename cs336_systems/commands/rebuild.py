@@ -26,6 +26,7 @@ from cs336_systems.record import RunRecord, Status, WarningCode, load_records
 from cs336_systems.report.columns import Row, columns_of
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.formats import texts_of, write_files
+from cs336_systems.report.identity import settings_of
 from cs336_systems.report.page.chapters import PAGE_FILE, Directory, Page, list_of, write_page, write_page_of
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
@@ -39,18 +40,10 @@ from cs336_systems.text import counted, print_aside, print_line
 FOLDER = "forecast"
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 ERROR_KEYS = ("scored", "num_scored", "median_error", "error_of_nine", "largest_error", "median_bias")
-SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
-    "size": lambda config: config.size,
-    "context_length": lambda config: config.model.context_length,
-    "batch_size": lambda config: config.batch_size,
-    "mode": lambda config: config.mode,
-    "precision": lambda config: config.precision,
-    "attention": lambda config: config.model.attention,
-    "optimizer": lambda config: config.optimizer,
-    "cuda_graph": lambda config: config.cuda_graph,
-    "checkpoint_blocks": lambda config: config.checkpoint_blocks,
-    "fast": lambda config: config.fused_blocks,
-}
+SETTINGS = (
+    "size", "context_length", "batch_size", "mode", "precision", "attention", "optimizer", "cuda_graph",
+    "checkpoint_blocks",
+)  # fmt: skip
 GROUPS = ("device_name", "size", "context_length", "precision", "mode", "attention", "checkpoint_blocks", "fast")
 """Columns by whose values the errors are also given: the device, and settings."""
 
@@ -111,7 +104,8 @@ def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found
     codes = {warning.code for record in records for warning in record.warnings}
     limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
     row: Row = {"directory": directory.as_posix(), "key": config.key, "device_name": records[0].device_name}
-    row |= {key: take(config) for key, take in SETTINGS.items()}
+    settings = settings_of(config)
+    row |= {key: settings[key] for key in SETTINGS} | {"fast": config.fused_blocks}
     for phase in (*PHASES, Phase.STEP):
         predicted_s = found.step_s if phase is Phase.STEP else found.phases_s.get(phase)
         measured = [each.median_s for record in records if (each := record.measurement(phase)) is not None]
@@ -182,17 +176,6 @@ def _summary(name: str, rows: Sequence[Row]) -> Row:
     }
 
 
-def write_forecast(
-    sweeps: Mapping[Path, Sequence[RunRecord]], ceilings_of: Callable[[Path], Ceilings], root: Path
-) -> Path | None:
-    """Write the errors of all predicted steps into a folder of `root`; return it, or None if none is predicted."""
-    rows, others = scored(sweeps, ceilings_of)
-    if not rows:
-        return None
-    write_files(texts_of(forecast_section(rows, others)), root / FOLDER)
-    return root / FOLDER
-
-
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""
 
@@ -249,7 +232,7 @@ def rebuild_all(root: Path, status: StatusLine) -> int:
     if found and directories == [root]:
         print_line(made.glance.answer if made.glance is not None else made.title)
     elif found:
-        _score_forecast(found, root, status)
+        score_forecast(found, root, status)
         print_line(f"rebuilt: {len(found)} of {len(directories)} directories")
         status("writing the list of all pages")
         # pages must not contain absolute paths of this machine
@@ -276,15 +259,16 @@ def write(found: Directory, status: StatusLine) -> None:
         found.study.write(found.path)
 
 
-def _score_forecast(found: Sequence[Directory], root: Path, status: StatusLine) -> None:
+def score_forecast(found: Sequence[Directory], root: Path, status: StatusLine) -> None:
     """Write the errors of the step times predicted from ceilings, over all measured steps, if there are ceilings."""
     status("predicting the times of all steps")
     measured = {own.path.relative_to(root): own.results for own in found if own.results is not None}
     sweeps = {path: results.published for path, results in measured.items()}
-    written = write_forecast(sweeps, lambda path: measured[path].ceilings, root)
+    rows, others = scored(sweeps, lambda path: measured[path].ceilings)
     status.end()
-    if written is not None:
-        print_line(f"{written}: written from all records and ceilings")
+    if rows:
+        write_files(texts_of(forecast_section(rows, others)), root / FOLDER)
+        print_line(f"{root / FOLDER}: written from all records and ceilings")
 
 
 def _source(directory: Path) -> str:
