@@ -6,7 +6,7 @@ step, unless they are those of a single launch.
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,34 +21,25 @@ from cs336_systems.report.section import Section, Table, findings_table, labels,
 from cs336_systems.report.sections.kernels.findings import MIN_SHARE, answer, findings
 from cs336_systems.report.sections.kernels.plots import communication_chart, configuration_chart, draw_timeline
 from cs336_systems.report.sections.kernels.tables import (
+    OF_ONE,
+    PRINTED,
+    SUBJECTS,
     WHOLE_STEP,
     Explained,
     Timed,
     about,
     added,
-    attention,
-    classes,
-    communication,
-    copies,
     grouped,
     path_text,
-    phases,
-    ranks,
     terms,
-    top_kernels,
     wall_s,
 )
 from cs336_systems.report.words import percent, ratio, rounded
 
-_PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, communication, ranks, classes)
-_OF_ONE = (*_PRINTED, copies, attention)
-SUBJECTS = (*_PRINTED, attention, top_kernels)
-"""Sections about any number of traces; `details` has more of the kernels of a single one."""
-
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:
     """The tables of several traces for a terminal; none for no entries."""
-    return _noted_once(table for make in _PRINTED for table in make(entries).tables) if entries else []
+    return _noted_once(table for make in PRINTED for table in make(entries).tables) if entries else []
 
 
 def answer_of(entry: Explained) -> list[str]:
@@ -65,7 +56,7 @@ def tables_of_one(entry: Explained, top: int) -> list[Table]:
     answer does not say are left out.
     """
     profile = entry.profile
-    of_phases, *others = [*(make([entry]) for make in _OF_ONE), *details(profile, top)]
+    of_phases, *others = [*(make([entry]) for make in OF_ONE), *details(profile, top)]
     tables = [table for section in others if _says_more(section.name, profile) for table in section.tables]
     return _noted_once([*(with_note(table, about(profile)) for table in of_phases.tables), *tables])
 
@@ -126,7 +117,7 @@ def write_kernels(entry: Explained, directory: Path, top: int) -> list[Path]:
         "profile.json": encode_profile(entry.profile),
         "findings.md": to_markdown(with_note(_findings(entry), note)),
     }
-    for section in (*(make([entry]) for make in _OF_ONE), *details(entry.profile, top)):
+    for section in (*(make([entry]) for make in OF_ONE), *details(entry.profile, top)):
         files |= texts_of(section, note)
     files |= pngs_of(Section(name="timeline", pictures=_timeline("timeline", entry.profile)))
     return write_files(files, directory)

@@ -540,3 +540,10 @@ def _top_kernels(entry: Explained) -> Iterator[Row]:
                 "short_name": kernel.short_name,
                 "name": kernel.name,
             }
+
+
+PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (phases, communication, ranks, classes)
+"""The sections that a terminal shows of several traces."""
+OF_ONE = (*PRINTED, copies, attention)
+SUBJECTS = (*PRINTED, attention, top_kernels)
+"""Sections about any number of traces; `details` in files.py has more of the kernels of a single one."""
