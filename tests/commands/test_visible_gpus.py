@@ -13,7 +13,7 @@ from cs336_systems.config import Device, ModelConfig, Parallel, RunConfig
 from cs336_systems.measure import nvml
 from cs336_systems.record import load_records
 from cs336_systems.studies import runner
-from cs336_systems.sweep import run as sweep
+from cs336_systems.sweep import store
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import exclusive
@@ -120,7 +120,7 @@ def test_a_sweep_is_on_gpus_of_one_kind(
     mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The other is not even taken from others: the runs fail, as there is no CUDA behind this driver."""
-    monkeypatch.setattr(sweep, "gpu_lock_path", lambda uuid: tmp_path / f"{uuid}.lock")
+    monkeypatch.setattr(store, "gpu_lock_path", lambda uuid: tmp_path / f"{uuid}.lock")
     witness = Witness()
     with exclusive(tmp_path / "GPU-1.lock", "the other GPU"):
         run_sweep([replace(ONCE, repeat=number) for number in range(6)], tmp_path, witness)
@@ -134,7 +134,7 @@ def test_runs_on_several_ranks_have_the_gpus_in_their_order(
 ) -> None:
     """The first GPU is given back after the second had been free all the time."""
     driver.nvmlDeviceGetCount = lambda: 2
-    monkeypatch.setattr(sweep, "gpu_lock_path", lambda uuid: tmp_path / f"{uuid}.lock")
+    monkeypatch.setattr(store, "gpu_lock_path", lambda uuid: tmp_path / f"{uuid}.lock")
     witness = Witness()
     run_sweep([ONCE, replace(ONCE, parallel=Parallel.DDP_FLAT, ranks=2)], tmp_path, witness)
     assert witness.gpus == ["GPU-0", "GPU-0"]

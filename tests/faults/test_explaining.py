@@ -92,8 +92,8 @@ def test_whatever_the_analysis_dies_of_the_next_sweep_explains_without_measuring
 def report(monkeypatch, analysis, directory, *words):
     """`cs336 report` in a process of its own, whose workers explain by `analysis`."""
     code = (
-        "import sys; from cs336_systems import cli; from cs336_systems.sweep import run; "
-        f"from tests.faults import analyses; run.explain_in_worker = analyses.{analysis}; sys.exit(cli.main())"
+        "import sys; from cs336_systems import cli; from cs336_systems.sweep import keep; "
+        f"from tests.faults import analyses; keep.explain_in_worker = analyses.{analysis}; sys.exit(cli.main())"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return [sys.executable, "-c", code, "report", str(directory), *words]
