@@ -13,6 +13,7 @@ from cs336_systems.config import Device, ModelConfig, Parallel, RunConfig
 from cs336_systems.measure import nvml
 from cs336_systems.record import load_records
 from cs336_systems.studies import runner
+from cs336_systems.sweep import run as sweep
 from cs336_systems.sweep import store
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
