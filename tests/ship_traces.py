@@ -5,6 +5,8 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch  # noqa: F401  so that this process traces, and not one for each step
+
 from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Parallel, Precision, RunConfig
 from cs336_systems.costs import traces
 from cs336_systems.costs.memory import is_predictable
@@ -38,15 +40,21 @@ def shipped() -> Iterator[RunConfig]:
                 )  # fmt: skip
 
 
+def wanted() -> dict[str, RunConfig]:
+    """The steps by the names of their tapes."""
+    own = [each for each in shipped() if each.model_factory is None]
+    configs = [each for each in own if is_predictable(each) or is_fast_step(each)]
+    return {traces._name(traces.traced_as(config)[0]): config for config in configs}
+
+
 def main() -> None:
     """Trace all of these steps anew, and write the archive."""
     traces._shipped.cache_clear()
     traces.SHIPPED.unlink(missing_ok=True)
-    own = [each for each in shipped() if each.model_factory is None]
-    configs = [each for each in own if is_predictable(each) or is_fast_step(each)]
-    traces.prepare(configs)
+    every = wanted()
+    traces.prepare(every.values())
     with zipfile.ZipFile(traces.SHIPPED, "w") as archive:
-        for name in sorted({traces._name(traces.traced_as(config)[0]) for config in configs}):
+        for name in sorted(every):
             data = traces._kept(name)
             assert data is not None
             archive.writestr(zipfile.ZipInfo(name), data)

@@ -14,6 +14,7 @@ from cs336_systems.costs.memory import predict_memory
 from cs336_systems.costs.tape import MATMULS_OF, Category, Kind, Names, Tape, phases_of
 from cs336_systems.costs.trace import TraceError, tracing
 from cs336_systems.measure.traced import traced
+from tests.ship_traces import wanted
 
 BATCH, SEQ, WIDTH, HEADS, HIDDEN = 3, 10, 24, 4, 28
 AXES = {"batch": 11, "T": 13}
@@ -153,6 +154,11 @@ def test_a_kept_tape_is_the_same_tape() -> None:
         tape.events, tape.tensors, tape.launches, tape.steps,
     )  # fmt: skip
     assert [spec.formula for spec in again.specs] == [spec.formula for spec in tape.specs]
+
+
+def test_every_published_step_has_its_tape_shipped() -> None:
+    """Otherwise every user, and every run of these tests, traces it anew."""
+    assert wanted().keys() == traces._shipped().keys()
 
 
 @pytest.mark.parametrize("attention", Attention)
