@@ -112,11 +112,8 @@ def columns_of(*parts: str | Column) -> list[Column]:
 
 
 two_digits, three_digits, six_digits = (partial(significant, digits=digits) for digits in (2, 3, 6))
-
-
-def four_decimals(value: float) -> str:
-    """Signed, to four decimals."""
-    return f"{value:+z.4f}"
+_signed, four_decimals = "{:+z.1f}".format, "{:+z.4f}".format
+"""Signed, to one decimal and to four."""
 
 
 def short(value: float) -> str:
@@ -129,11 +126,6 @@ def _distance(percent: float) -> str:
     if 0 < percent < LEAST_DISTANCE:
         return f"<{LEAST_DISTANCE:g}"
     return significant(percent, 2) if percent else "0"
-
-
-def _signed(value: float) -> str:
-    """Signed, to one decimal."""
-    return f"{value:+z.1f}"
 
 
 def _interval(key: str, drop_order: int) -> Column:

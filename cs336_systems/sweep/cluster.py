@@ -105,7 +105,7 @@ class Request(msgspec.Struct, frozen=True):
     timeout_s: float
     needs: Needs
     key: str
-    """Where the task notes in Ray's store on which machine it runs."""
+    """Where the task notes in Ray's store on which machine it runs, after those where it was started before."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -132,7 +132,8 @@ def measure(request: bytes) -> bytes:
     asked = msgspec.json.decode(request, type=Request)
     config, needs = asked.config, asked.needs
     place = ray.get_runtime_context().get_node_id()
-    ray.experimental.internal_kv._internal_kv_put(asked.key, place.encode(), overwrite=True)
+    kept = ray.experimental.internal_kv
+    kept._internal_kv_put(asked.key, (kept._internal_kv_get(asked.key) or b"") + place.encode() + b" ", overwrite=True)
     _prepare()
     try:
         if "OMP_NUM_THREADS" not in psutil.Process().environ():  # Ray has set it; a local run has PyTorch's own number
@@ -398,6 +399,8 @@ class _Driver:
     """The widest first, because the GPUs that they need would otherwise never be free at the same time."""
     _running: dict[Any, tuple[RunConfig, float, str]] = field(default_factory=dict)
     """Runs that Ray has, by what it will return, each with the time at which Ray got it, and the key of its place."""
+    _deaths: Counter[RunConfig] = field(default_factory=Counter)
+    """How often a run had died before a machine refused it, after which Ray counts its starts anew."""
     _keys: str = field(default_factory=lambda: f"cs336-{uuid4()}-")
     """How the keys of this sweep begin."""
     _left_out: set[str] = field(default_factory=set)
@@ -424,7 +427,7 @@ class _Driver:
             if not used:
                 time.sleep(_TICK_S)
         self._cores = max(Counter(machine.count for machine in used).most_common(1), default=(0.0, 0))[0]
-        measure_task = ray.remote(max_calls=0, max_retries=MAX_TRIES - 1)(measure)
+        measure_task = ray.remote(max_calls=0)(measure)
         while (self._waiting or self._running) and not self.interrupts.count:
             alive = _alive()
             self._hear(alive)
@@ -465,9 +468,9 @@ class _Driver:
             self._there.pop(name, None)
             self.keeper.listener.noted(f"{host} is not used: {why}")
 
-    def _place(self, key: str) -> str:
-        """Id of the machine where the run with this key has begun; empty if it waits."""
-        return (_promptly(ray.experimental.internal_kv._internal_kv_get, key) or b"").decode()
+    def _places(self, key: str) -> list[str]:
+        """Ids of the machines where the run with this key has begun, the last being where it is; none if it waits."""
+        return (_promptly(ray.experimental.internal_kv._internal_kv_get, key) or b"").decode().split()
 
     def _ask_again(self) -> None:
         """Give Ray again what does not end, although its machine was lost a while ago, or it must have ended long ago.
@@ -479,7 +482,7 @@ class _Driver:
         gone = {name for name, lost_s in self._lost_s.items() if now_s - lost_s >= _RAY_S}
         for reference, (config, started_s, key) in [*self._running.items()]:
             is_late = now_s - started_s >= MAX_TRIES * (self.timeout_s + _SPARE_S)
-            place = self._place(key) if gone or is_late else ""
+            place = "".join(self._places(key)[-1:]) if gone or is_late else ""
             if is_late or (gone and place in {"", *gone}):
                 del self._running[reference]
                 ray.cancel(reference, force=True)
@@ -521,7 +524,8 @@ class _Driver:
             needed = {"num_cpus": self._cores} if on_cpu else {"num_cpus": 0, "num_gpus": width}
             key = f"{self._keys}{uuid4()}"
             request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, key))
-            reference = task.options(**needed, label_selector=selector).remote(request)
+            retries = MAX_TRIES - 1 - self._deaths[config]
+            reference = task.options(**needed, max_retries=retries, label_selector=selector).remote(request)
             self._running[reference] = config, monotonic(), key
             self.keeper.listener.started(config, None)
 
@@ -543,7 +547,9 @@ class _Driver:
             record = self._kept(config, contents, elapsed_s)
             self.keeper.finish(record)
             self.explainer.explain_later(record)
-        elif place := self._place(key):
+        elif places := self._places(key):
+            *died, place = places
+            self._deaths[config] += len(died)
             self._leave_out(place, self._there.get(place, place), why)
             self._waiting.appendleft(config)
         else:

@@ -63,7 +63,7 @@ class FakeRay:
     def __init__(self, *machines, answer=good):
         self.machines, self.answer = [*machines], answer
         self.results, self.widths, self.most, self.late = {}, {}, 0, []
-        self.hanging, self.places = (), {}
+        self.hanging, self.places, self.num_died, self.retries = (), {}, 0, []
         self.experimental = SimpleNamespace(internal_kv=SimpleNamespace(
             _internal_kv_get=self.places.get, _internal_kv_put=lambda key, place, overwrite: None,
             _internal_kv_del=lambda key, del_by_prefix: None,
@@ -98,7 +98,8 @@ class FakeRay:
         fitting = [n for n, (count, _) in enumerate(self.machines) if name_of(n) not in out and count >= config.ranks]
         number = fitting[reference % len(fitting)]
         node = self.machines[number][1]
-        self.places[asked.key] = name_of(number).encode()
+        self.places[asked.key] = " ".join([*[name_of(0)] * self.num_died, name_of(number)]).encode()
+        self.retries.append(options["max_retries"])
         why = needs.why_left_out(node)
         reply = msgspec.json.encode(Reply(refused=why)) + b"\n" if why else None
         self.results[reference] = reply or self.answer(config, node)
@@ -234,6 +235,15 @@ def test_an_odd_answer_loses_its_machine_and_no_run(run, tmp_path, answer):
     assert [record.status for record in outcome.records] == [Status.OK] * 4
     assert any("host-1 is not used: no reply of a run" in line for line in witness.notes)
     assert not [path for path in (*tmp_path.rglob("x"), *tmp_path.parent.glob("x")) if path.is_file()]
+
+
+def test_starts_before_a_refusal_are_among_the_three(run):
+    fake = FakeRay((1, node()), (1, node(has_nsys=False)))
+    fake.num_died = 2
+    fake.answer = lambda config, at: good(config, at) if at.has_nsys else b"no reply"
+    outcome, _ = run(fake, on_gpus(2))
+    assert [record.status for record in outcome.records] == [Status.OK] * 2
+    assert fake.retries == [2, 2, 0]
 
 
 def test_a_run_that_does_not_end_is_given_to_ray_again(run, monkeypatch):
