@@ -29,9 +29,9 @@ class FileArguments:
     NEEDED: ClassVar[str]
     """What the file must be, in words."""
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """What the program wrote."""
+    """What a profiler or PyTorch wrote, as said above."""
     top: int = 10
-    """Rows to list: kernels of the step and of each phase, or allocations."""
+    """Most kernels, or allocations, that a table lists."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""
     json: Switch = False

@@ -132,8 +132,8 @@ def measure(request: bytes) -> bytes:
     asked = msgspec.json.decode(request, type=Request)
     config, needs = asked.config, asked.needs
     place = ray.get_runtime_context().get_node_id()
-    kept = ray.experimental.internal_kv
-    kept._internal_kv_put(asked.key, (kept._internal_kv_get(asked.key) or b"") + place.encode() + b" ", overwrite=True)
+    kv = ray.experimental.internal_kv
+    kv._internal_kv_put(asked.key, (kv._internal_kv_get(asked.key) or b"") + place.encode() + b" ", overwrite=True)
     _prepare()
     try:
         if "OMP_NUM_THREADS" not in psutil.Process().environ():  # Ray has set it; a local run has PyTorch's own number
