@@ -65,13 +65,14 @@ class KernelsArguments(FileArguments):
         from cs336_systems.analysis.kernels.phases import RangeNameError
         from cs336_systems.analysis.kernels.step_profile import read_profile
         from cs336_systems.report.sections.kernels.files import answer_of, tables_of_one, write_kernels
-        from cs336_systems.report.sections.kernels.tables import explained
+        from cs336_systems.report.sections.kernels.tables import Explained, plain_run
 
         try:
             profile = read_profile(self.file) or explain(self.file, record.config if record else None, self.ranges)
         except RangeNameError as error:
             raise UsageError(f"{self.file}: {error}") from error
-        entry = explained(profile, record, load_records(path.parent)[0] if path else ())
+        plain = plain_run(record, load_records(path.parent)[0]) if record and path else None
+        entry = Explained(profile=profile, profiled=record, plain=plain)
         ways = (write_kernels, tables_of_one, answer_of)
         return *(functools.partial(each, entry) for each in ways), functools.partial(_with_statistics, profile)
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
+from cs336_systems.config import RunConfig
 from cs336_systems.report.words import (
     DOUBT,
     MIN_DIGITS,
@@ -29,6 +30,16 @@ WIDEST_RATIO = 1000
 
 Row: TypeAlias = dict[str, Any]
 """The values of one row by key; None is unknown."""
+
+
+class Steps(NamedTuple):
+    """The measured steps of a configuration, those of all its processes together."""
+
+    config: RunConfig
+    times_s: list[float]
+    mean_s: float
+    stdev_s: float | None
+    """Deviation within a process; None if no process has two steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,8 @@ class Column:
     """The value was computed from times: its standard deviation is shown only if it is in doubt."""
     instead: str = ""
     """Key of a text that the cell shows if the value is unknown, such as how the run failed."""
+    value: Callable[[Steps], float | None] | None = None
+    """Computes the value from measured steps, for a column of results.csv and of its table."""
 
     @property
     def label(self) -> str:
@@ -193,9 +206,12 @@ COLUMNS: dict[str, Column] = {
                                drop_order=1, text=lambda row: interval_text(row["step_ci95_low_ms"],
                                                                             row["step_ci95_high_ms"])),
     "step_cv": Column("std/mean", "%", "Standard deviation of a step over its mean.",
-                      drop_order=10, scale=100, write=two_digits),
+                      drop_order=10, scale=100, write=two_digits,
+                      value=lambda of: None if of.stdev_s is None else of.stdev_s * (1 / of.mean_s)),
     "first_step_ms": Column("first measured step", "ms", "Time of the first step after warm-up.", drop_order=2),
-    "tokens_per_s": Column("tokens/s", "", "Tokens of a step over its mean time.", drop_order=5),
+    "tokens_per_s": Column("tokens/s", "", "Tokens of a step over its mean time.", drop_order=5,
+                           value=lambda of: of.config.ranks * of.config.batch_size
+                           * of.config.model.context_length / of.mean_s),
     "mfu": Column("MFU", "%", "The model's FLOPs per second over the peak of the data sheet at this precision.",
                   drop_order=3, scale=100, write=three_digits),
     "ceiling_share": Column("of ceiling", "%", "The model's FLOPs per second over the highest measured rate.",
@@ -495,3 +511,5 @@ COLUMNS: dict[str, Column] = {
                         drop_order=8, write=scientific, instead="error_words"),
 }  # fmt: skip
 """All columns by key, with the unit and the digits that most tables use; `column` adapts one for a single table."""
+VALUES = {key: each.value for key, each in COLUMNS.items() if each.value is not None}
+"""How the values of columns of results.csv follow from measured steps, by key."""

@@ -18,13 +18,14 @@ from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import prepare_forecasts
 from cs336_systems.record import Measurement, RunRecord, Status
+from cs336_systems.report.columns import VALUES, Steps
 from cs336_systems.report.identity import SHAPE, SHORTCUTS, identities, identity, settings_of, shared_settings
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 
 if TYPE_CHECKING:
     from pandas.core.groupby.generic import SeriesGroupBy
 
-RESULTS = (
+RESULTS = tuple(dict.fromkeys((
     "size", "arch", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size",
     "mode", "precision", "attention", "compile", "optimizer", "world_size", "device_name",
     "warmup_steps", "measured_steps", "status", "error",
@@ -32,8 +33,8 @@ RESULTS = (
     "step_mean_ms", "step_std_ms", "step_cv", "step_median_ms", "step_min_ms", "step_ci95_low_ms", "step_ci95_high_ms",
     "tokens_per_s", "model_tflops_per_s", "mfu", "peak_allocated_gib", "peak_reserved_gib", "warnings",
     "predicted_peak_gib", "ceiling_share", "data_mean_ms", "data_std_ms",
-    *SHORTCUTS, "predicted_step_ms", "predicted_step_error",
-)  # fmt: skip
+    *SHORTCUTS, "predicted_step_ms", "predicted_step_error", *VALUES,
+)))  # fmt: skip
 """Columns of results.csv, in order; after them come `processes` and the settings that have no column here."""
 QUANTITIES = RESULTS[RESULTS.index("forward_mean_ms") : RESULTS.index("warnings")]
 """Columns that were measured or computed from measurements; NaN is unknown."""
@@ -56,7 +57,7 @@ BESIDE = ("processes", "parallel", "ranks", "bucket_mib", *SHARED, "first_step_m
           "prediction_is_doubted", "prediction_is_shipped",
           *(name for key in SPEED_UPS for name in (key, f"{key}_std", f"{key}_is_doubted")))  # fmt: skip
 """Columns that the frame has in addition to RESULTS; see `to_frame`."""
-NUMBERS = (*QUANTITIES, "predicted_peak_gib", "predicted_step_ms", "predicted_step_error", "ceiling_share",
+NUMBERS = (*QUANTITIES, *VALUES, "predicted_peak_gib", "predicted_step_ms", "predicted_step_error", "ceiling_share",
            "data_mean_ms", "data_std_ms", "first_step_ms", *SHARED, *SPEED_UPS,
            *(f"{key}_std" for key in SPEED_UPS))  # fmt: skip
 
@@ -252,11 +253,8 @@ def _step(
     if not mean_s:
         return columns
     flops = step_flops(config)
-    columns |= {
-        "step_cv": _scaled(stdev_s, 1 / mean_s),
-        "tokens_per_s": config.ranks * config.batch_size * config.model.context_length / mean_s,
-        "model_tflops_per_s": _scaled(flops, config.ranks * 1e-12 / mean_s),
-    }
+    columns |= {name: value(Steps(config, times_s, mean_s, stdev_s)) for name, value in VALUES.items()}
+    columns["model_tflops_per_s"] = _scaled(flops, config.ranks * 1e-12 / mean_s)
     if flops is not None and device_name is not None:
         ceiling_flops_per_s = ceilings.flops_per_s(device_name, config.precision)
         columns["mfu"] = mfu(flops / mean_s, device_name, config.precision)

@@ -16,7 +16,7 @@ from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
 from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
-from cs336_systems.report.sections.kernels.tables import Profiled, by_configuration, load_profiled
+from cs336_systems.report.sections.kernels.tables import Explained, by_configuration, load_profiled
 from cs336_systems.report.sections.memory.findings import MemoryEntry, load_memory
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.tables import memory_tables
@@ -41,7 +41,7 @@ class Results:
     """The records of sweeps, an entry for each explained profile of kernels or memory, and ceilings for forecasts."""
 
     records: Sequence[RunRecord]
-    kernels: Sequence[Profiled] = ()
+    kernels: Sequence[Explained] = ()
     memory: Sequence[MemoryEntry] = ()
     ceilings: Ceilings = NO_CEILINGS
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cs336_systems.config import SIZES, Device, RunConfig
 from cs336_systems.record import Compilation
-from cs336_systems.report.sections.kernels.tables import Profiled
+from cs336_systems.report.sections.kernels.tables import Explained
 from cs336_systems.sweep.ladder import GATE_STEPS, chosen, reason_run, rungs
 from tests.report.making import H200, make_record
 from tests.report.sections.kernels.profiles import make_profile
@@ -46,4 +46,4 @@ def make_records(ladder, repeats=3, losses=None):
 def make_entry(rung, record=None, **changes):
     """The rung under a profiler: 25 kernels and 20.1 ms busy a step, of 40 ms of kernels in both steps together."""
     profiled = record or make_record(reason_run(rung), (1.0,))
-    return Profiled(config=reason_run(rung), profile=make_profile(**changes), plain=None, profiled=profiled)
+    return Explained(profile=make_profile(**changes), profiled=profiled)

@@ -16,7 +16,7 @@ from cs336_systems.report.frame import to_frame
 from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
 from cs336_systems.report.section import labels
 from cs336_systems.report.sections.kernels import files as kernel_files
-from cs336_systems.report.sections.kernels.tables import Profiled
+from cs336_systems.report.sections.kernels.tables import Explained
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
 from cs336_systems.report.sections.steps import results_table
@@ -67,7 +67,7 @@ def kernel_entry(config, **changes):
     of_ranks = {"ranks": make_ranks((0, 0), (1, 3))}
     profile = make_shared(**of_ranks | changes)
     plain = make_record(config, (0.02,))
-    return Profiled(config=config, profile=profile, plain=plain, profiled=record)
+    return Explained(profile=profile, plain=plain, profiled=record)
 
 
 def memory_entry(config, **changes):

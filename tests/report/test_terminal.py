@@ -23,7 +23,7 @@ from cs336_systems.report.section import FINDING, Table
 from cs336_systems.report.sections.account import Account, account_section, days_table
 from cs336_systems.report.sections.ceilings import ceilings_sections
 from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
-from cs336_systems.report.sections.kernels.tables import Explained, Profiled
+from cs336_systems.report.sections.kernels.tables import Explained
 from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.sections.memory.tables import memory_tables
@@ -65,7 +65,7 @@ def kinds():
     cells = [make_cell(name, 64, length) for name in Implementation for length in (512, 16384)]
     attention = make_study(*(make_result(cell) for cell in cells), implementations=tuple(Implementation))
     profiled = [make_record(make_config(size), (0.1, 0.11)) for size in sizes]
-    entries = [Profiled(config=r.config, profile=make_profile(), plain=r, profiled=r) for r in profiled]
+    entries = [Explained(profile=make_profile(), plain=r, profiled=r) for r in profiled]
     memory = [MemoryEntry(config=r.config, profile=make_memory(), device_name=r.device_name) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
     step = AccountArguments(size="xl", context_length=512).config()

@@ -43,7 +43,7 @@ from cs336_systems.report.sections.kernels.files import modules_section
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.kernels.findings import is_launch_bound
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
-from cs336_systems.report.sections.kernels.tables import Profiled, phase_rows
+from cs336_systems.report.sections.kernels.tables import Explained, phase_rows
 from cs336_systems.report.sections.ladder import ladder_section
 from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes, size
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
@@ -554,7 +554,7 @@ def _of_steps(rows: Sequence[Row]) -> Glance:
 
 def _of_profiles(results: Results) -> Glance:
     entries, rows = results.kernels, _times(results)
-    wanted = {entry.config.unprofiled for entry in entries}
+    wanted = {entry.config.unprofiled for entry in entries if entry.config is not None}
     own = [row for row in rows if row["config"].unprofiled in wanted] or rows
     if len(entries) == 1:
         answer, more = _first_sentence(kernel_findings(entries[0].profile, entries[0].config))
@@ -576,7 +576,7 @@ def _of_profiles(results: Results) -> Glance:
     )  # fmt: skip
 
 
-def _profile_bars(entries: Sequence[Profiled]) -> Iterator[Bars]:
+def _profile_bars(entries: Sequence[Explained]) -> Iterator[Bars]:
     """Of a single profile the phases on the device; of each profile the kinds of work, and how long it was idle."""
     chart = configuration_chart([(name, own.profile) for name, own in zip(labels(entries), entries, strict=True)])
     if chart is not None:

@@ -14,7 +14,7 @@ from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
 from cs336_systems.report.section import Section, known, make_table
-from cs336_systems.report.sections.kernels.tables import Profiled
+from cs336_systems.report.sections.kernels.tables import Explained
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.report.sections.study import derived
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, ratio, significant
@@ -59,7 +59,7 @@ STYLES = {PASSED: Style(colour="#0072B2"), UNCREDITED: Style(colour="#BBBBBB", p
 
 
 def ladder_rows(
-    ladder: Sequence[Rung], records: Sequence[RunRecord], profiles: Sequence[Profiled], ceilings: Ceilings = NO_CEILINGS
+    ladder: Sequence[Rung], records: Sequence[RunRecord], traces: Sequence[Explained], ceilings: Ceilings = NO_CEILINGS
 ) -> list[Row]:
     """One row for each rung, in order, by the records of its configuration among `records`.
 
@@ -95,7 +95,7 @@ def ladder_rows(
             "distance_largest": gate.largest,
             "bound": gate.bound,
             **_compiled(done),
-            **_profiled(rung, profiles, frame["step_mean_ms"]),
+            **_profiled(rung, traces, frame["step_mean_ms"]),
         }
         row |= _over("speed_up_over_last", credited[-1:], row, means_s)
         row |= _over("speed_up_over_first", credited[:1], row, means_s)
@@ -155,7 +155,7 @@ def _records_of(config: RunConfig, records: Sequence[RunRecord]) -> list[RunReco
     return sorted(found, key=lambda record: record.config.repeat)
 
 
-def _profiled(rung: Rung, profiles: Sequence[Profiled], step_ms: float | None) -> Row:
+def _profiled(rung: Rung, profiles: Sequence[Explained], step_ms: float | None) -> Row:
     """Counts of the rung's last profile, beside the mean step without a profiler; None for what is not known.
 
     `busy_share` is over the plain step: a profiler slows the host, not the kernels. It is at most 1, and unknown on a

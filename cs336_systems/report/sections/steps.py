@@ -12,7 +12,7 @@ from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import UNSIZED, Phase, RunConfig
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
-from cs336_systems.report.columns import Row, column, columns_of, three_digits
+from cs336_systems.report.columns import VALUES, Row, column, columns_of, three_digits
 from cs336_systems.report.frame import RESULTS, SHARED, SPEED_UPS, codes_of, describe, over_warmup, rows_of, steady
 from cs336_systems.report.identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
 from cs336_systems.report.section import Section, Table, known, make_table
@@ -31,10 +31,10 @@ ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
 PHASES = ("data_mean_ms", "forward_mean_ms", "backward_mean_ms", "communication_mean_ms", "optimizer_mean_ms")
 """Columns of the phases, in the order of a step."""
-DERIVED = (
+DERIVED = tuple(dict.fromkeys((
     "predicted_step_ms", "predicted_step_error", "step_cv", "sent_mib", "predicted_collectives_ms", "tokens_per_s",
-    "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib", *SPEED_UPS,
-)  # fmt: skip
+    "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib", *VALUES, *SPEED_UPS,
+)))  # fmt: skip
 """Columns that are computed from the times, and those of memory."""
 ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
 """First columns of results.csv; all other settings come after them."""

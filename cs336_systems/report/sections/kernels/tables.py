@@ -34,10 +34,14 @@ class Explained:
     """One explained trace, with the record of its run and that of the same run without a profiler, if known."""
 
     profile: step_profile.StepProfile
-    config: RunConfig | None = None
     profiled: RunRecord | None = None
     plain: RunRecord | None = None
     """The same run without a profiler; None if there is none that finished."""
+
+    @property
+    def config(self) -> RunConfig | None:
+        """None if the record of the run is not known."""
+        return None if self.profiled is None else self.profiled.config
 
     @property
     def device_name(self) -> str | None:
@@ -57,42 +61,25 @@ class Explained:
         return sum(means_s) if found[0] is not None else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled(Explained):
-    """An explained trace of a run whose record is known."""
-
-    config: RunConfig
-    profiled: RunRecord
-
-
-def explained(
-    profile: step_profile.StepProfile, record: RunRecord | None, others: Sequence[RunRecord] = ()
-) -> Explained:
-    """The entry of a profile: with the record of its run, if known, and the run without a profiler among `others`."""
-    if record is None:
-        return Explained(profile=profile)
-    return Profiled(profile=profile, config=record.config, profiled=record, plain=_plain_run(record, others))
-
-
-def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Profiled]:
+def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Explained]:
     """The runs of a sweep under a kernel profiler, with their profiles in `directory`/kernels, in the order of tables.
 
     A missing profile is left out, with a warning.
     """
 
-    def load(record: RunRecord) -> Profiled:
+    def load(record: RunRecord) -> Explained:
         path = explanation_path(record.config, directory / "runs")
         try:
             profile = step_profile.decode_profile(path.read_bytes())
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ProfileError(path, f"no kernel profile ({reason})") from error
-        return Profiled(config=record.config, profile=profile, plain=_plain_run(record, records), profiled=record)
+        return Explained(profile=profile, profiled=record, plain=plain_run(record, records))
 
     return load_entries(records, KERNEL_PROFILERS, load)
 
 
-def _plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:
+def plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:
     """The finished run of the same configuration on the same device, without a profiler."""
     wanted = record.config.unprofiled
     return next(
@@ -349,14 +336,14 @@ OF_CONFIGURATION = ("collective_mean_ms", "exposed_mean_ms", "exposed_share")
 """What `by_configuration` says of each; the share is that of the profiled step's wall time."""
 
 
-def by_configuration(entries: Iterable[Profiled]) -> dict[RunConfig, Row]:
+def by_configuration(entries: Iterable[Explained]) -> dict[RunConfig, Row]:
     """For each configuration on several ranks, the values OF_CONFIGURATION of its profiled runs.
 
     Times are means over the steps, the ranks and the runs. Both are those of the profiled step, which is slower.
     """
     found: dict[RunConfig, list[Row]] = {}
     for entry in entries:
-        if entry.profile.communication:
+        if entry.config is not None and entry.profile.communication:
             found.setdefault(entry.config.unprofiled.configuration, []).append(_of_run(entry.profile))
     return {
         config: {key: statistics.fmean(own[key] for own in rows) for key in OF_CONFIGURATION}

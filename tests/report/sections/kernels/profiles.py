@@ -35,7 +35,7 @@ from cs336_systems.analysis.kernels.step_profile import (
 )
 from cs336_systems.config import Profiler
 from cs336_systems.costs.communication import Collective
-from cs336_systems.report.sections.kernels.tables import Profiled
+from cs336_systems.report.sections.kernels.tables import Explained
 from tests.report.making import H200, make_config, make_record
 from tests.report.reading import csv_rows
 
@@ -283,7 +283,7 @@ def make_entry(profile=None, step_s=(0.030, 0.032), plain_s=(0.024, 0.026), size
     config = make_config(size, profiler=Profiler.NSYS, **fields)
     plain = None if plain_s is None else make_record(config.unprofiled, plain_s)
     profiled = make_record(config, step_s)
-    return Profiled(config=config, profile=profile or make_profile(), plain=plain, profiled=profiled)
+    return Explained(profile=profile or make_profile(), plain=plain, profiled=profiled)
 
 
 def headings(table):
