@@ -334,7 +334,7 @@ def test_compiles_without_a_break(plain, config) -> None:
         if compiled:
             torch._dynamo.reset()
             for module in model.layers if by_block else (model,):
-                module.compile(fullgraph=True, backend="aot_eager")
+                module.compile(fullgraph=True, backend="aot_eager_default_partitioner")
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             logits = model(tokens)
         results.append((logits, *torch.autograd.grad(loss_of(logits, tokens), list(model.parameters()))))
