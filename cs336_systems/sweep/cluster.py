@@ -119,8 +119,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 def describe(device: str) -> bytes:
     """The task that describes its machine for runs on the device: a `Node` in JSON; `null` without such a device."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # so some Rays hide GPUs from a task that asks for none
-        del os.environ["CUDA_VISIBLE_DEVICES"]
+    if device == Device.CUDA and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # so some Rays hide GPUs from a task that asks for none
     gpu = next(iter(visible_gpus()), None) if device == Device.CUDA else None
     if device == Device.CUDA and gpu is None:
         return b"null"
@@ -278,7 +278,7 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
     If `needs` names no identity, the machines that have most slots choose it, unless all may be mixed.
     """
     alive = _alive()
-    task = ray.remote(max_calls=1)(describe)
+    task = ray.remote(max_calls=int(device is Device.CUDA))(describe)  # its process goes on to measure, not on a GPU
     answers = {
         name: task.options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)
