@@ -135,7 +135,7 @@ def own_locks() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, files on Ray come first, because they take a minute each, then LONG; the others by their tests.
+    """With `-n`, the file on Ray comes first, because it takes minutes, then LONG; the others by their tests.
 
     Otherwise, a file that takes long could be the last one, while the other processes have nothing to do.
     """
