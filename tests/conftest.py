@@ -93,7 +93,7 @@ def no_waiting() -> Iterator[None]:
     more = ("measure.memory", "model.fast.model", "parallel.ways", "studies.operator_cell")
     modules = [*isolation._PRELOAD, *isolation.EXPLAINING, *(f"cs336_systems.{name}" for name in more)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolation, "_PRELOAD", (*modules, "torch.distributed.fsdp"))
+        patch.setattr(isolation, "_PRELOAD", (*modules, "torch.distributed.fsdp", "scipy.special"))
         patch.setattr(os, "fsync", lambda _descriptor: None)
         yield
 
