@@ -156,7 +156,7 @@ def test_what_fails_on_nodes_and_nodes_with_another_pytorch_of_which_one_joins_l
 def test_the_head_hangs_or_ray_hangs_where_the_driver_is(start, place, ray_cluster, chance, part):
     """Last, because of the second nothing can be done with its cluster afterwards."""
     ray_cluster.ensure(2)
-    running = start(fault="pauses_until_released", contexts=CONTEXTS)  # one run does not end before that is noticed
+    running = start(fault="pauses_until_released", contexts=(8, *CONTEXTS))  # the run with 8 waits for ever
     assert eventually(lambda: " joins: " in running.stderr)
     random_moment(running, place, chance)
     send([ray_cluster.head[part]], signal.SIGSTOP)
