@@ -93,7 +93,7 @@ def no_waiting() -> Iterator[None]:
     more = ("measure.memory", "model.fast.model", "parallel.ways", "studies.operator_cell")
     modules = [*isolation._PRELOAD, *isolation.EXPLAINING, *(f"cs336_systems.{name}" for name in more)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolation, "_PRELOAD", (*modules, "torch.distributed.fsdp"))
+        patch.setattr(isolation, "_PRELOAD", (*modules, "torch.distributed.fsdp", "scipy.special"))
         patch.setattr(os, "fsync", lambda _descriptor: None)
         yield
 
@@ -135,7 +135,7 @@ def own_locks() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, files on Ray come first, because they take a minute each, then LONG; the others by their tests.
+    """With `-n`, the file on Ray comes first, because it takes minutes, then LONG; the others by their tests.
 
     Otherwise, a file that takes long could be the last one, while the other processes have nothing to do.
     """

@@ -92,13 +92,13 @@ def outliers(values: Sequence[float], alpha: float) -> list[int]:
     Of samples without outliers, about a share `alpha` has one, from about 10 values on (Rosner 1983). Fewer than half
     of the values can be outliers; fewer than 3 values have none.
     """
-    from scipy.special import stdtrit  # slow to import, and few commands need it
-
     rest, removed, num_found = list(enumerate(values)), list[int](), 0
     while len(removed) < (len(values) - 1) // 2:
         n, left = len(rest), [value for _, value in rest]
         if min(left) == max(left):
             break
+        from scipy.special import stdtrit  # slow to import, and two values need none
+
         mean = statistics.fmean(left)
         stdev = math.sqrt(math.fsum((value - mean) ** 2 for value in left) / (n - 1))  # `statistics.stdev` is slow
         farthest = max(range(n), key=lambda i: abs(left[i] - mean))

@@ -36,7 +36,6 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cs336_systems
-from cs336_systems.analysis.kernels.nsys import has_nsys
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import error_in_words, write_atomically
 from cs336_systems.measure.environment import identity
@@ -45,6 +44,7 @@ from cs336_systems.record import Failure, Identity, RunRecord, Status
 from cs336_systems.sweep import store
 from cs336_systems.sweep.isolation import Interrupts, fork_server, preload_to_explain, spare_children
 from cs336_systems.sweep.keep import Keeper, Listener, resume
+from cs336_systems.sweep.nsys import has_nsys
 from cs336_systems.sweep.process import adopt_orphans, when_it_ends
 from cs336_systems.sweep.run import Loop, Outcome, measure_one, num_slots, outcome
 from cs336_systems.text import counted
@@ -119,8 +119,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 def describe(device: str) -> bytes:
     """The task that describes its machine for runs on the device: a `Node` in JSON; `null` without such a device."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # so some Rays hide GPUs from a task that asks for none
-        del os.environ["CUDA_VISIBLE_DEVICES"]
+    if device == Device.CUDA and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # so some Rays hide GPUs from a task that asks for none
     gpu = next(iter(visible_gpus()), None) if device == Device.CUDA else None
     if device == Device.CUDA and gpu is None:
         return b"null"
@@ -278,7 +278,7 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
     If `needs` names no identity, the machines that have most slots choose it, unless all may be mixed.
     """
     alive = _alive()
-    task = ray.remote(max_calls=1)(describe)
+    task = ray.remote(max_calls=int(device is Device.CUDA))(describe)  # its process goes on to measure, not on a GPU
     answers = {
         name: task.options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)

@@ -6,7 +6,6 @@ for seed in {1..10}; do CS336_FAULT_SEED=$seed python -m pytest -q tests/faults 
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import secrets
@@ -19,14 +18,9 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.faults.harness import ROOT, eventually, lay_out_models, runs
 
-ON_RAY = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install ray"),
-]
 CONTEXTS = range(1, 7)
 END_S = 20
 """How long processes on the nodes may outlive the sweep."""

@@ -9,11 +9,12 @@ import json
 import sys
 
 import psutil
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 SMALL = {
     "num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False,
-    "node_ip_address": "127.0.0.1",
+    "node_ip_address": "127.0.0.1", "setup_worker_path": __file__.replace("ray_cluster", "setup_worker"),
 }  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def patiently(start, tries=3):
 
 
 if __name__ == "__main__":
+    Node.start_api_server = lambda *_, **__: None  # also without a dashboard it would be a process
     cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True}))
     head = [cluster.head_node.all_processes["gcs_server"][0].process.pid, raylet(cluster.head_node)]
     print(json.dumps({"address": cluster.address, "head": head}), flush=True)

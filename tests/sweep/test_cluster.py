@@ -4,7 +4,6 @@ import contextlib
 import sys
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -25,7 +24,6 @@ from cs336_systems.sweep.store import SweepError, raw_profile_path
 from tests.fake_nvml import fake_driver
 from tests.sweep.records import IDENTITY, grid, record_of
 
-ROOT = Path(__file__).parents[2]
 OTHER = replace(IDENTITY, torch="2.12.0")
 
 

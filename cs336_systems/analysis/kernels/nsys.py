@@ -5,7 +5,6 @@ read-only, and reads plain tables only, whole and without joins.
 """
 
 import re
-import shutil
 import sqlite3
 import subprocess
 from array import array
@@ -29,27 +28,7 @@ from cs336_systems.analysis.kernels.trace import (
     of_names,
     with_copies_apart,
 )
-
-HOW_TO_INSTALL = (
-    "nsys (NVIDIA Nsight Systems) is not on the PATH: install it (package nsight-systems-cli of NVIDIA's CUDA "
-    "repository, or developer.nvidia.com/nsight-systems), or use --profile, which needs nothing but PyTorch"
-)
-
-
-class NsysError(RuntimeError):
-    """nsys is missing or failed; the message says what to do."""
-
-
-def has_nsys() -> bool:
-    """Whether nsys is installed."""
-    return shutil.which("nsys") is not None
-
-
-def find_nsys() -> str:
-    """Path of nsys; raise NsysError if it is not installed."""
-    if (nsys := shutil.which("nsys")) is None:
-        raise NsysError(HOW_TO_INSTALL)
-    return nsys
+from cs336_systems.sweep.nsys import NsysError, find_nsys
 
 
 def export(report: Path, directory: Path) -> Path:
