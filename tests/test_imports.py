@@ -71,24 +71,3 @@ assert cli.benchmark(unwarmed) == 0
 assert compiler in sys.modules and not any(steps), steps
 """
     passes(code, tmp_path)
-
-
-def test_a_sweep_imports_what_writes_its_tables_before_anything_is_measured(tmp_path: Path) -> None:
-    code = """
-from cs336_systems.sweep.run import Loop
-run = Loop.run
-early = []
-
-def watched(self, todo):
-    early.append(set(sys.modules))
-    run(self, todo)
-
-Loop.run = watched
-assert cli.sweep([
-    "--device", "cpu", "--context-lengths", "8", "--vocab-size", "11", "--d-model", "8", "--num-heads", "2",
-    "--warmup-steps", "2", "--measured-steps", "1",
-]) == 0
-slow = {"pandas", "matplotlib.figure", "jinja2", "PIL", "scipy", "torch"} & set(sys.modules)
-assert {"pandas", "matplotlib.figure"} <= slow <= early[0], slow - early[0]
-"""
-    passes(code, tmp_path)
