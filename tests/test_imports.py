@@ -5,10 +5,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+SCRIPT = f"""
+import gc, sys
+gc.disable()  # collections traverse all that is imported, and at the end of Python too
+sys.path.insert(0, {str(ROOT)!r})
+from cs336_systems import cli
+{{}}
+gc.freeze()
+"""
 
 
 def passes(code: str, directory: Path) -> None:
-    script = f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom cs336_systems import cli\n{code}"
+    script = SCRIPT.format(code)
     done = subprocess.run([sys.executable, "-c", script], cwd=directory, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
