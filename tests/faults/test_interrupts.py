@@ -75,8 +75,9 @@ def test_sigterm(launch, place):
 
 
 def fork_servers(running):
-    children = psutil.Process(running.process.pid).children()
-    return [child for child in children if "multiprocessing.forkserver" in " ".join(child.cmdline())]
+    found = psutil.process_iter(["ppid", "cmdline"])  # without a command line if it has ended in the meantime
+    children = [process for process in found if process.info["ppid"] == running.process.pid]
+    return [child for child in children if "multiprocessing.forkserver" in " ".join(child.info["cmdline"] or ())]
 
 
 def assert_ended_by_the_second(running, number):
