@@ -53,8 +53,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+FAILING = f"benchmark {SMALL} --context-length 4 --model cs336_systems.their_model:fail"
 SWEEP = (
-    f"sweep {SMALL} --context-lengths 4 --model cs336_basics.model:make --profile --parallel none ddp-overlap --ranks 2"
+    f"sweep {SMALL} --context-length 4 --model cs336_basics.model:make --profile --parallel none ddp-overlap --ranks 2"
 )
 
 
@@ -64,8 +65,7 @@ def test_every_process_runs_the_program_and_not_the_project(cs336: Path, project
         done = run([cs336, *command.split(), *sorted(project.glob(files))[:1]], project)
         assert "of the project has been imported" not in done.stdout + done.stderr
         assert done.returncode == 0, done.stderr
-    one = f"benchmark {SMALL} --context-length 4 --model cs336_systems.their_model:fail"
-    failed = run([cs336, *one.split()], project)
+    failed = run([cs336, *FAILING.split()], project)
     assert failed.returncode == 1
     assert 'File "./cs336_systems/their_model.py", line 5' in failed.stdout
 
