@@ -13,7 +13,7 @@ from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, Usage
 from cs336_systems.files import FileError, error_in_words
 from cs336_systems.interrupt import LINE
 from cs336_systems.sweep.nsys import NsysError
-from cs336_systems.sweep.store import LockedError
+from cs336_systems.sweep.store import LockedError, SweepError
 from cs336_systems.text import print_aside
 
 GROUPS = {
@@ -53,8 +53,6 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
-        from cs336_systems.sweep.store import SweepError
-
         guard_outputs()
         os.environ.setdefault("KINETO_LOG_LEVEL", NO_CHATTER)
         if list(sys.argv[1:] if argv is None else argv) == ["--version"]:

@@ -2,11 +2,7 @@
 
 import contextlib
 import copy
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +15,7 @@ from cs336_systems import watch
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import decode_profile
 from cs336_systems.analysis.memory.profile import Kind, notes_path, read_notes
+from cs336_systems.cli import main
 from cs336_systems.config import Device, Mode, Phase, Profiler
 from cs336_systems.model.annotate import annotate
 from cs336_systems.record import WarningCode, load_records, read_record
@@ -219,7 +216,7 @@ def test_wrappers_around_the_model(clock, tmp_path):
         dist.destroy_process_group()
 
 
-def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(clock, tmp_path, capsys):
+def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(clock, tmp_path, capsys, no_pictures):
     for _ in range(2):
         model = Model(clock)
         watched = watch(model, name="mine", warmup_steps=1, output=tmp_path)
@@ -232,11 +229,7 @@ def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(clock, tmp_
     assert read_record(path).measurement(Phase.STEP).times_s == pytest.approx([76 * MS] * 3)
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mine "))
     assert row[:4] == ["mine", "8", "fp32", "76.00"]
-    done = subprocess.run(
-        [sys.executable, "-m", "cs336_systems", "report", str(tmp_path)],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert main(["report", str(tmp_path)]) == 0
     assert ",76," in (tmp_path / "e2e_benchmark/mine/results.csv").read_text()
 
 

@@ -276,10 +276,10 @@ def modules_of(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _uses_dynamo(config: RunConfig) -> bool:
-    """Whether the run imports Dynamo, to compile or because PyTorch's optimizers, checkpoints and profiler do."""
+    """Whether the run imports Dynamo, to compile or as PyTorch's optimizers, checkpoints, profiler and modes do."""
     optimizes = config.mode is Mode.TRAIN and not config.cast_once and config.optimizer is not OptimizerKind.ADAMW
-    is_profiled = config.profiler is Profiler.KINETO
-    return config.compile is not CompileMode.NONE or config.checkpoint_blocks > 0 or is_profiled or optimizes
+    is_observed = config.profiler is Profiler.KINETO or config.is_shared  # ranks count what they send in a mode
+    return config.compile is not CompileMode.NONE or config.checkpoint_blocks > 0 or is_observed or optimizes
 
 
 def measure_one(

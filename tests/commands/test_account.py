@@ -232,9 +232,9 @@ def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
     for module in (command, nvml):
         monkeypatch.setattr(module, "visible_gpus", lambda: tuple(gpus))
     directory = ceilings_of(tmp_path / "h100", "NVIDIA H100 80GB HBM3", tflops=1e-3)
-    assert account("--size", "xl", "--mixed-precision", "--fit", "--ceilings", directory) == 0
+    assert account("--size", "small", "--mixed-precision", "--fit", "--ceilings", directory) == 0
     said = capsys.readouterr().out
-    assert step_of(said)[0] == pytest.approx(flops_of("--size", "xl") / 1e9, rel=0.01)
+    assert step_of(said)[0] == pytest.approx(flops_of("--size", "small") / 1e9, rel=0.01)
     assert said.startswith(f"What fits {23 if here == 'NVIDIA H100 80GB HBM3' else 80}.00 GiB")
     assert "the ceilings of H100 80GB HBM3 alone" in " ".join(said.split())
     unknown = ceilings_of(tmp_path / "own", "Own GPU")

@@ -13,5 +13,5 @@ if __name__ == "__main__":
         from cs336_systems.sweep import cluster
 
         cluster._HEAD_S, cluster._RAY_S = 4.0, 8.0
-    with patch("cs336_systems.commands.sweep.show_results"):
+    with patch("cs336_systems.commands.sweep.show_results"), patch("cs336_systems.commands.sweep.StatusLine.importing"):
         sys.exit(cli.sweep())

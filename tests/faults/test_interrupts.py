@@ -2,11 +2,13 @@
 
 import contextlib
 import csv
+import re
 import signal
 import sys
 
 import psutil
 
+from cs336_systems import cli
 from cs336_systems.record import load_records
 from tests.faults.harness import (
     SWEEP,
@@ -73,8 +75,9 @@ def test_sigterm(launch, place):
 
 
 def fork_servers(running):
-    children = psutil.Process(running.process.pid).children()
-    return [child for child in children if "multiprocessing.forkserver" in " ".join(child.cmdline())]
+    found = psutil.process_iter(["ppid", "cmdline"])  # without a command line if it has ended in the meantime
+    children = [process for process in found if process.info["ppid"] == running.process.pid]
+    return [child for child in children if "multiprocessing.forkserver" in " ".join(child.info["cmdline"] or ())]
 
 
 def assert_ended_by_the_second(running, number):
@@ -122,7 +125,7 @@ def test_sigterm_twice_in_a_run_with_descendants(launch, place):
     assert eventually(lambda: not processes_in(place))
 
 
-def test_sigkill_of_the_sweep_and_the_same_command_again(launch, place):
+def test_sigkill_of_the_sweep_and_the_same_command_again(launch, place, no_pictures, capsys):
     running, earlier = reach_the_second_run(launch, place)
     (fork_server,) = fork_servers(running)
     assert any("libtorch" in mapping.path for mapping in fork_server.memory_maps())  # wherever it was started
@@ -130,21 +133,31 @@ def test_sigkill_of_the_sweep_and_the_same_command_again(launch, place):
     assert running.wait() == -signal.SIGKILL
     assert eventually(lambda: not processes_in(place))
     assert contents(runs(place)) == earlier
-    again = launch(command("pauses_once"))
-    assert again.wait() == 0, again.stderr
-    assert "1 record kept, 2 runs to go" in again.stderr
+    assert cli.sweep(command("pauses_once")[2:]) == 0
+    assert "1 record kept, 2 runs to go" in capsys.readouterr().err
     assert contents(runs(place)).items() >= earlier.items()
     assert statuses(place) == ["ok", "ok", "ok"]
 
 
-def test_a_crash_is_exit_status_1_and_a_row_and_the_parent_never_imports_torch(launch, place):
-    check = (
-        "import sys; from cs336_systems.cli import sweep; status = sweep(sys.argv[1:]);"
-        "print('torch imported:', 'torch' in sys.modules); sys.exit(status)"
-    )
-    words = command("fails_where_context_is_8")
-    running = launch([sys.executable, "-c", check, *words[2:]])
+IMPORTS = """
+import sys
+from cs336_systems import cli
+from cs336_systems.sweep.run import Loop
+run, early = Loop.run, []
+Loop.run = lambda self, todo: (early.append(set(sys.modules)), run(self, todo))
+status = cli.sweep(sys.argv[1:])
+slow = {"pandas", "matplotlib.figure", "jinja2", "PIL", "scipy", "torch"} & set(sys.modules)
+print("imported:", *sorted(slow), "while runs went on:", *sorted(slow - early[0]))
+sys.exit(status)
+"""
+"""The command of a sweep, and which packages that take half a second and more its process has imported, and when."""
+
+
+def test_a_crash_is_exit_status_1_and_a_row_and_the_parent_imports_no_torch_and_its_tables_before_runs(launch, place):
+    running = launch([sys.executable, "-c", IMPORTS, *command("fails_where_context_is_8")[2:]])
     assert running.wait() == 1
-    assert "torch imported: False" in running.stdout
+    imported, late = re.search("imported:(.*) while runs went on:(.*)", running.stdout).groups()
+    assert {"pandas", "matplotlib.figure"} <= {*imported.split()}
+    assert ("torch" in imported, late) == (False, "")
     assert "SIGSEGV" in running.stdout
     assert rows(place) == [(4, "ok"), (8, "crashed"), (16, "ok")]

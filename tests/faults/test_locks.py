@@ -8,9 +8,10 @@ import uuid
 
 import pytest
 
+from cs336_systems import cli
 from cs336_systems.record import Status
 from cs336_systems.sweep.store import LockedError, exclusive, gpu_lock_path
-from tests.faults.harness import ROOT, SWEEP, command, config, contents, results, runs, sweep
+from tests.faults.harness import ROOT, WITHOUT_REPORT, command, config, contents, results, runs, sweep
 from tests.faults.models import PAUSED
 
 HOLD = """
@@ -46,18 +47,14 @@ class Holder:
         self.process.communicate()
 
 
-def test_a_second_sweep_in_one_directory_names_the_first(launch, place):
-    first = launch(command("pauses_once", script=SWEEP))
+def test_a_second_sweep_in_one_directory_names_the_first(launch, place, capsys):
+    first = launch(command("pauses_once"))
     first.wait_for(PAUSED)
     earlier = contents(runs(place))
-    with pytest.raises(LockedError) as refused:
-        sweep(results(place), config())
-    assert f"process {first.process.pid} on " in str(refused.value)
-    assert "benchmark_sweep.py" in str(refused.value)
-    second = subprocess.run(command("pauses_once", script=SWEEP), cwd=place, capture_output=True, text=True)
-    assert second.returncode == 1
-    assert f"is in use by process {first.process.pid} on " in second.stderr
-    assert "Traceback" not in second.stderr
+    assert cli.sweep(command("pauses_once")[2:]) == 1
+    refused = capsys.readouterr().err
+    assert f"is in use by process {first.process.pid} on " in refused
+    assert WITHOUT_REPORT.name in refused
     assert first.process.poll() is None
     assert contents(runs(place)) == earlier
     first.process.send_signal(signal.SIGKILL)

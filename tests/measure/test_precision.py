@@ -1,13 +1,14 @@
 """Modes of fp32 matmuls are set and read back, whatever was set before."""
 
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.measure.precision import apply_math_mode, autocast, math_modes
+from cs336_systems.sweep.isolation import WorkerProcess
+from cs336_systems.sweep.process import begin_worker
 
 EARLIER_SETTINGS = [
     "pass",
@@ -21,34 +22,31 @@ EARLIER_SETTINGS = [
     "torch.backends.cuda.matmul.fp32_precision = 'ieee'",
 ]
 
-READ_BACK = """
-import torch
-from cs336_systems.config import Precision
-from cs336_systems.measure.precision import apply_math_mode, math_modes
-for earlier in {earlier!r}:
-    for precision in Precision:
-        exec(earlier)
-        math_modes()
-        apply_math_mode(precision)
-        expected = precision is Precision.TF32
-        modes = math_modes()
-        assert modes == dict(
-            float32_matmul_precision="high" if expected else "highest",
-            allow_tf32_matmul=expected,
-            allow_tf32_cudnn=expected,
-        ), (earlier, precision, modes)
-        assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is expected, (earlier, precision)
-        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is expected, (earlier, precision)
-        assert (torch.backends.cudnn.rnn.fp32_precision == "tf32") is expected, (earlier, precision)
-assert not torch.cuda.is_initialized()
-"""
+
+def read_back(log: Connection) -> None:
+    begin_worker(log)
+    for earlier in EARLIER_SETTINGS:
+        for precision in Precision:
+            exec(earlier)
+            math_modes()
+            apply_math_mode(precision)
+            expected = precision is Precision.TF32
+            modes = math_modes()
+            assert modes == {
+                "float32_matmul_precision": "high" if expected else "highest",
+                "allow_tf32_matmul": expected,
+                "allow_tf32_cudnn": expected,
+            }, (earlier, precision, modes)
+            assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is expected, (earlier, precision)
+            assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is expected, (earlier, precision)
+            assert (torch.backends.cudnn.rnn.fp32_precision == "tf32") is expected, (earlier, precision)
+    assert not torch.cuda.is_initialized()
 
 
 def test_modes_are_in_force_whatever_was_set_before_and_cuda_stays_untouched() -> None:
     # A process of its own: the modes are global, and some can never be unset.
-    script = READ_BACK.format(earlier=EARLIER_SETTINGS)
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    worker = WorkerProcess(read_back)
+    assert worker.reap() == 0, worker.log_tail()
 
 
 def test_every_context_sees_the_parameters_as_they_are_now() -> None:

@@ -34,6 +34,8 @@ for changes in ({}, {"checkpoint_blocks": 1}, {"profiler": Profiler.KINETO}):
     assert not own, own
     others = {"tyro", "rich", "pandas", "torch._dynamo", "cs336_systems.model.fast.model"} & set(sys.modules)
     assert changes or not others, others
+    gc.disable()  # for what the next one imports
+gc.freeze()  # for the end of Python, which collects
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=100

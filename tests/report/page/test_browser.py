@@ -3,12 +3,12 @@
 import importlib.util
 import os
 import shutil
-from types import SimpleNamespace
+from functools import cache
 
 import pytest
 
 from cs336_systems.commands.rebuild import load
-from cs336_systems.report.page.chapters import TABLES, page_of, write_page
+from cs336_systems.report.page.chapters import TABLES, page_of, to_html
 from cs336_systems.text import inert_line
 from tests.committed import DATA
 from tests.report.page.pages import HOSTILE_TEXTS, page_with, table_page
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def chromium():
+    """One tab for all tests: each new one would be another process of the browser, or two."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[dev]'")
     if importlib.util.find_spec(TABLES[0]) is None:
         pytest.skip("needs the extra report: pip install -e '.[report]'")
@@ -26,37 +27,45 @@ def chromium():
         pytest.skip("needs the browser of Debian: apt-get install chromium")
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, args=sandbox)
-        yield browser
+        browser = playwright.chromium.launch(executable_path=binary, args=["--in-process-gpu", *sandbox])
+        tab = browser.new_page(color_scheme="light")
+        tab.set_default_timeout(60_000)
+        requests, console = [], []
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.on("console", lambda message: console.append(message.text))
+        tab.on("pageerror", lambda error: console.append(str(error)))
+        yield tab, requests, console
         browser.close()
 
 
 @pytest.fixture
 def show(chromium, tmp_path):
     """Opens a page from disk; at the end, its console must be empty and nothing requested but the file."""
-    context = chromium.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
-    context.set_default_timeout(60_000)
-    seen = SimpleNamespace(requests=[], console=[])
+    tab, requests, console = chromium
+    for seen in (requests, console):
+        seen.clear()
 
-    def opened(page, width=1280, fragment=""):
+    def opened(text, width=1280, height=900, table=None):
         path = tmp_path / "index.html"
-        write_page(page, path)
-        tab = context.new_page()
-        tab.set_viewport_size({"width": width, "height": 900})
-        tab.on("request", lambda request: seen.requests.append(request.url))
-        tab.on("console", lambda message: seen.console.append(message.text))
-        tab.on("pageerror", lambda error: seen.console.append(str(error)))
-        tab.goto(path.as_uri() + fragment)
-        tab.locator("#steps").scroll_into_view_if_needed()
-        tab.wait_for_selector("#steps input[type=search]:visible")
+        path.write_text(text)
+        tab.set_viewport_size({"width": width, "height": height})
+        tab.goto(path.as_uri())
+        if table is not None:
+            tab.locator(table).scroll_into_view_if_needed()
+            tab.wait_for_selector(f"{table} input[type=search]:visible")
         return tab
 
     yield opened
-    context.close()
-    assert [url for url in seen.requests if not url.startswith(("data:", "blob:"))] == [
-        url for url in seen.requests if url.startswith(tmp_path.as_uri())
+    tab.emulate_media(media="screen")
+    assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [
+        url for url in requests if url.startswith(tmp_path.as_uri())
     ]
-    assert seen.console == []
+    assert console == []
+
+
+@cache
+def small_page():
+    return to_html(table_page())
 
 
 def sizes(tab):
@@ -64,7 +73,7 @@ def sizes(tab):
 
 
 def test_a_column_is_sorted_by_its_unrounded_values_and_what_is_unknown_comes_last(show) -> None:
-    tab = show(table_page())
+    tab = show(small_page(), table="#steps")
     head = tab.locator("#steps th", has_text="time")
     head.click()
     tab.wait_for_selector("#steps th[aria-sort=ascending]")
@@ -75,7 +84,7 @@ def test_a_column_is_sorted_by_its_unrounded_values_and_what_is_unknown_comes_la
 
 
 def test_rows_are_filtered(show) -> None:
-    tab = show(table_page())
+    tab = show(small_page(), table="#steps")
     tab.fill("#steps input[type=search]", "medium")
     assert sizes(tab) == ["medium"]
     tab.get_by_role("searchbox").fill("")
@@ -83,7 +92,7 @@ def test_rows_are_filtered(show) -> None:
 
 
 def test_a_heading_explains_itself_to_the_mouse_and_to_the_keyboard(show) -> None:
-    tab = show(table_page())
+    tab = show(small_page(), table="#steps")
     about = tab.locator("#page-about")
     tab.hover("#steps th:has-text('time')")
     assert about.inner_text() == "Time of one step."
@@ -97,11 +106,14 @@ FIRST = {"e2e_benchmark/train": 1, "kineto_profiles/train": 2, "memory_profiles/
 """Directories of a grid, of a profiled run and of a memory study, with the number of bars of their first screen."""
 
 
+@cache
+def page_of_directory(name):
+    return to_html(page_of(load(DATA / name)))
+
+
 @pytest.mark.parametrize("directory", FIRST)
-def test_answer_bars_tiles_and_trust_stand_on_the_first_screen(chromium, tmp_path, directory) -> None:
-    write_page(page_of(load(DATA / directory)), tmp_path / "index.html")
-    tab = chromium.new_page(viewport={"width": 1280, "height": 800})
-    tab.goto((tmp_path / "index.html").as_uri())
+def test_answer_bars_tiles_and_trust_stand_on_the_first_screen(show, directory) -> None:
+    tab = show(page_of_directory(directory), height=800)
     bottoms = {
         part: [box["y"] + box["height"] for box in (own.bounding_box() for own in tab.locator(f"#glance {part}").all())]
         for part in (".answer", ".bars", ".tiles > div", ".trust")
@@ -117,13 +129,10 @@ def test_answer_bars_tiles_and_trust_stand_on_the_first_screen(chromium, tmp_pat
         assert max(shares) == pytest.approx(1.0, abs=0.03), "the longest bar has the whole width"
     tab.set_viewport_size({"width": 400, "height": 800})
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
-    tab.close()
 
 
-def test_a_wide_table_folds_columns_and_says_that_it_scrolls(chromium, grid_page, tmp_path) -> None:
-    (tmp_path / "grid.html").write_text(grid_page[0])
-    tab = chromium.new_page(viewport={"width": 1280, "height": 800})
-    tab.goto((tmp_path / "grid.html").as_uri())
+def test_a_wide_table_folds_columns_and_says_that_it_scrolls(show) -> None:
+    tab = show(page_of_directory("e2e_benchmark/train"), height=800)
     assert not tab.is_visible("#results th:has-text('backward')")
     assert not tab.locator("#results .scroll.cut").count()
     tab.check("#results .unfold input")
@@ -131,11 +140,10 @@ def test_a_wide_table_folds_columns_and_says_that_it_scrolls(chromium, grid_page
     tab.wait_for_selector("#results .scroll.cut")
     tab.locator("#results .scroll").evaluate("own => own.scrollLeft = own.scrollWidth")
     tab.wait_for_selector("#results .scroll:not(.cut)")
-    tab.close()
 
 
 def test_pictures_follow_the_theme_and_are_printed_in_light(show) -> None:
-    tab = show(table_page())
+    tab = show(small_page(), table="#steps")
     assert tab.locator("#bars text", has_text="Bars of small").is_visible()
 
     def looks():
@@ -155,7 +163,7 @@ def test_pictures_follow_the_theme_and_are_printed_in_light(show) -> None:
 @pytest.mark.filterwarnings("ignore:Glyph")
 @pytest.mark.parametrize("text", ["".join(sorted(HOSTILE_TEXTS)[:-1]), "x" * 300])
 def test_a_hostile_text_is_shown_as_it_is_and_the_layout_holds(show, text) -> None:
-    tab = show(page_with(text), width=400)
+    tab = show(to_html(page_with(text)), width=400, table="#steps")
     tab.click("main details.block > summary")
     assert all(inert_line(word) in tab.inner_text("main pre") for word in text.replace("\t", " ").split(" "))
     assert tab.locator("#steps tbody td").first.inner_text().split() == inert_line(text.expandtabs(4)).split()
